@@ -1,0 +1,84 @@
+# Every target sets up what it needs: a virtual environment in $(VENV), made again when what it is made from changes.
+# `make help` lists the targets and the variables.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Passed to `python -m venv`; --system-site-packages uses the torch that the machine already has.
+VENV_ARGS ?=
+# Passed to `pip install`, e.g. --no-build-isolation where no package index can be reached.
+PIP_ARGS ?=
+# An extra package index for torch. Empty: pip's own configuration decides.
+TORCH_INDEX ?=
+NPROC ?= 2
+# Passed to examples/pretrain_gpt.py; without them the script trains a small model for a few minutes.
+TRAIN_ARGS ?= --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
+# What `make test` runs, and flags for pytest.
+TESTS ?= tests/unit tests/functional
+TEST_ARGS ?=
+# Passed to `python -m benchmarks`.
+BENCH_ARGS ?=
+
+# A rank is a process here, and a thread pool in each would only fight over the cores.
+export OMP_NUM_THREADS ?= 1
+
+BIN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+CHECKED := dbuffer kernels megatron_fsdp examples benchmarks tests setup.py
+
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+# With a GPU, torch must match the driver, so its version is the machine's own affair.
+CONSTRAINTS := constraints/tools.txt $(if $(HAS_GPU),,constraints/cpu.txt)
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-gpu check format bench clean
+
+help: ## List targets and variables.
+	@echo "Targets:"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo "Variables:"
+	@echo "  PYTHON=python3.12                  the Python to use, 3.10 or newer"
+	@echo "  VENV_ARGS=--system-site-packages   use the torch that PYTHON already has"
+	@echo "  TORCH_INDEX=URL                    where to get torch; on a machine without a GPU"
+	@echo "                                     https://download.pytorch.org/whl/cpu saves gigabytes"
+	@echo "  NPROC=4 TRAIN_ARGS='--train-iters 10'"
+	@echo "                                     ranks and flags of make train"
+	@echo "  TESTS=tests/unit/dbuffer TEST_ARGS='-x -k plan'"
+	@echo "                                     tests and pytest flags of make test"
+	@echo "  BENCH_ARGS=--help                  flags of make bench"
+	@echo "PYTHON and VENV_ARGS count when the environment is made: run make clean before changing them."
+
+train: $(STAMP) ## Train a small GPT with sharded parameters, gradients and optimizer state.
+	$(BIN) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/pretrain_gpt.py $(TRAIN_ARGS)
+
+test: $(STAMP) ## Run the unit and functional tests that need no GPU.
+	$(BIN) -m pytest $(TESTS) --durations=15 $(TEST_ARGS)
+
+test-gpu: $(STAMP) ## Run the tests that need a GPU.
+	$(BIN) -m pytest tests -m gpu --durations=15 $(TEST_ARGS)
+
+check: $(STAMP) ## Check format, lint, types and architecture.
+	$(BIN) -m ruff format --check $(CHECKED)
+	$(BIN) -m ruff check $(CHECKED)
+	$(BIN) -m mypy
+	$(BIN) -m pytest -q tests/unit/test_architecture.py
+
+format: $(STAMP) ## Format the code and sort its imports.
+	$(BIN) -m ruff format $(CHECKED)
+	$(BIN) -m ruff check --fix $(CHECKED)
+
+bench: $(STAMP) ## Run the benchmarks.
+	$(BIN) -m benchmarks $(BENCH_ARGS)
+
+clean: ## Remove the environment, caches and build leftovers.
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): setup.py pyproject.toml $(CONSTRAINTS)
+	@command -v $(PYTHON) >/dev/null || { echo "error: PYTHON=$(PYTHON) is not a command; name a Python >= 3.10, as in: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("error: $(PYTHON) is Python %d.%d, wanted >= 3.10; name a newer one, as in: make PYTHON=python3.12" % sys.version_info[:2])'
+	@test -z "$(HAS_GPU)" || test -n "$(VENV_ARGS)" || $(PYTHON) -c 'import importlib.util as u; u.find_spec("torch") and print("note: $(PYTHON) has torch; make VENV_ARGS=--system-site-packages would use it instead of installing another")'
+	@# A folder whose pip does not run is left over from a set-up that failed.
+	@$(BIN) -m pip --version >/dev/null 2>&1 || { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV_ARGS) $(VENV); } || { rm -rf $(VENV); echo "error: '$(PYTHON) -m venv' failed (see above); install the venv module (on Debian: apt-get install python3-venv) or name another Python, as in: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "Installing into $(VENV)$(if $(HAS_GPU),, without CUDA)"
+	$(BIN) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,40 @@
+"""Flat distributed buffers: plans, placements, storage that comes and goes, and collectives in place."""
+
+from dbuffer.buffer import DBuffer, first_dimension_granularity
+from dbuffer.collectives import CollectiveCall, observe_collectives
+from dbuffer.dtensor import RaggedShard
+from dbuffer.errors import DBufferError, LayoutError, MeshError, PlacementError, StorageError
+from dbuffer.granularity import Block, Element, Granularity, Row, Whole
+from dbuffer.placements import BufferPlacement, Flat, Partial, Replicate
+from dbuffer.plan import Plan, Region
+from dbuffer.planner import plan, plan_regions
+from dbuffer.storage import MemoryMeter, guard_released_storage, memory_meter
+
+__all__ = [
+    "Block",
+    "BufferPlacement",
+    "CollectiveCall",
+    "DBuffer",
+    "DBufferError",
+    "Element",
+    "Flat",
+    "Granularity",
+    "LayoutError",
+    "MemoryMeter",
+    "MeshError",
+    "Partial",
+    "PlacementError",
+    "Plan",
+    "RaggedShard",
+    "Region",
+    "Replicate",
+    "Row",
+    "StorageError",
+    "Whole",
+    "first_dimension_granularity",
+    "guard_released_storage",
+    "memory_meter",
+    "observe_collectives",
+    "plan",
+    "plan_regions",
+]

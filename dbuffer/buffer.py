@@ -1,0 +1,443 @@
+"""DBuffer: tensors in one flat buffer that is placed on a device mesh.
+
+The buffer knows where its tensors lie (the plan) and where its data lives (one placement per mesh axis). Collectives change
+the second and never the first, so a tensor is a view in every state that holds all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from dbuffer_kernels import cast_copy
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from dbuffer import collectives
+from dbuffer.dtensor import RaggedShard, make_dtensor
+from dbuffer.errors import LayoutError, MeshError, PlacementError
+from dbuffer.granularity import Block, Granularity, Row
+from dbuffer.mesh import axis_index, mesh_axes
+from dbuffer.placements import BufferPlacement, Flat, Partial, Replicate, flat_axes, shard_index, validate_placements
+from dbuffer.plan import Plan
+from dbuffer.planner import plan as make_plan
+from dbuffer.storage import FlatStorage
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["DBuffer", "first_dimension_granularity"]
+
+
+def first_dimension_granularity(shape: Sequence[int]) -> Granularity:
+    """Return the finest granularity whose shards a DTensor can describe: whole slices of the first dimension."""
+    return Block(math.prod(shape[1:-1])) if len(shape) > 2 and math.prod(shape[1:-1]) > 0 else Row()
+
+
+class DBuffer:
+    """Tensors of given shapes in one flat buffer on a mesh.
+
+    Args:
+        mesh: the device mesh; its axes are counted from the outermost.
+        placements: ``Replicate``, ``Partial(op)`` or ``Flat`` for each axis of the mesh.
+        tensor_shapes: global shapes, in the order in which ``get_local_tensor`` counts them.
+        dtype: element type of the buffer.
+        device: where this rank's part lives.
+        granularity: where shards may be cut, one for all or one per tensor. None: between slices of the first dimension.
+        plan: a ready plan instead of making one; its shards must be a multiple of the product of the ``Flat`` axes.
+        name: how errors call this buffer.
+    Raises:
+        PlacementError, LayoutError, MeshError: as their messages say.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        placements: Sequence[BufferPlacement],
+        tensor_shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        granularity: Granularity | Sequence[Granularity] | None = None,
+        plan: Plan | None = None,
+        name: str = "DBuffer",
+    ) -> None:
+        self.mesh = mesh
+        self.axes = mesh_axes(mesh)
+        self.placements = validate_placements(placements, len(self.axes))
+        self.dtype = dtype
+        self.device = _checked_device(torch.device(device), mesh)
+        self.name = name
+        self.plan = _plan_for(self.axes, tensor_shapes, dtype, granularity) if plan is None else plan
+        start, stop = self._local_range(self.placements)
+        self._base: torch.Tensor | None = None
+        self._storage = FlatStorage(stop - start, dtype, self.device, name=name)
+
+    @classmethod
+    def _view(cls, owner: DBuffer, placements: tuple[BufferPlacement, ...], base: torch.Tensor) -> DBuffer:
+        view = cls.__new__(cls)
+        view.mesh, view.axes, view.plan = owner.mesh, owner.axes, owner.plan
+        view.placements, view.dtype, view.device, view.name = placements, base.dtype, base.device, owner.name
+        view._storage, view._base = owner._storage, base
+        return view
+
+    @classmethod
+    def from_local(
+        cls,
+        local_buffer: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: Sequence[BufferPlacement],
+        tensor_shapes: Sequence[Sequence[int]],
+        *,
+        granularity: Granularity | Sequence[Granularity] | None = None,
+    ) -> DBuffer:
+        """Make a buffer with the content of ``local_buffer``, a 1-D tensor of this rank's part; the data is copied.
+
+        Raises:
+            LayoutError: ``local_buffer`` does not have the length that the plan gives this rank.
+        """
+        buffer = cls(mesh, placements, tensor_shapes, local_buffer.dtype, local_buffer.device, granularity=granularity)
+        wanted = buffer.local_buffer.numel()
+        if local_buffer.shape != (wanted,):
+            raise LayoutError(
+                f"local_buffer has shape {tuple(local_buffer.shape)}, but this rank's part of the plan is ({wanted},): "
+                f"{buffer.plan.num_shards} shards of {buffer.plan.shard_numel} elements"
+            )
+        buffer.local_buffer.copy_(local_buffer)
+        return buffer
+
+    @classmethod
+    def distribute_tensors(
+        cls,
+        tensors: Sequence[torch.Tensor],
+        mesh: DeviceMesh,
+        placements: Sequence[BufferPlacement],
+        *,
+        granularity: Granularity | Sequence[Granularity] | None = None,
+    ) -> DBuffer:
+        """Make a buffer from whole tensors that every rank holds alike; each copies what it owns, nothing is sent.
+
+        Raises:
+            LayoutError: no tensors, or tensors of different dtypes.
+            PlacementError: a ``Partial`` placement (whole tensors are not partial sums).
+        """
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) != 1:
+            raise LayoutError(
+                f"one buffer holds one dtype, found {sorted(map(str, dtypes))}; make one buffer per dtype"
+            )
+        if any(isinstance(placement, Partial) for placement in placements):
+            raise PlacementError(f"whole tensors cannot be distributed as {tuple(placements)}: use Replicate or Flat")
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        buffer = cls(mesh, placements, shapes, tensors[0].dtype, tensors[0].device, granularity=granularity)
+        buffer.zero_()
+        for index, tensor in enumerate(tensors):
+            buffer.write_tensor(index, tensor)
+        return buffer
+
+    # ------------------------------------------------------------------ storage
+
+    @property
+    def local_buffer(self) -> torch.Tensor:
+        """This rank's part as a 1-D tensor.
+
+        Raises:
+            StorageError: the storage is released.
+        """
+        tensor = self._storage.tensor
+        return tensor if self._base is None else self._base
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether the storage has its bytes."""
+        return self._storage.is_allocated
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's part while it is allocated."""
+        start, stop = self._local_range(self.placements)
+        return (stop - start) * self.dtype.itemsize
+
+    def rename(self, name: str) -> None:
+        """Change how errors call this buffer and its storage."""
+        self.name = name
+        self._storage.name = name
+
+    def release_storage(self) -> None:
+        """Give the memory back; tensors and views keep their identity and must not be used until reallocation."""
+        self._storage.release()
+
+    def reallocate_storage(self) -> None:
+        """Bring the memory back under the same views, with undefined content."""
+        self._storage.reallocate()
+
+    def zero_(self) -> DBuffer:
+        """Fill this rank's part, padding included, with zeros."""
+        self.local_buffer.zero_()
+        return self
+
+    # ------------------------------------------------------------------ tensors
+
+    def shape(self, index: int) -> torch.Size:
+        """Return the global shape of one tensor."""
+        return torch.Size(self.plan.shapes[index])
+
+    def local_range(self, index: int) -> range:
+        """Return which elements of tensor ``index`` (flattened) this rank holds."""
+        start, stop = self._local_range(self.placements)
+        offset = self.plan.offsets[index]
+        numel = self.plan.tensor_numel(index)
+        first = min(max(start - offset, 0), numel)
+        return range(first, min(max(stop - offset, first), numel))
+
+    def get_local_tensor(self, index: int) -> torch.Tensor:
+        """Return this rank's part of tensor ``index``, a view of the buffer.
+
+        Returns:
+            The whole tensor where no axis is ``Flat``; else (rows, ...) where shards are cut between slices of the first
+            dimension, (rows, last dimension) where they are cut between rows inside it, and 1-D where rows are cut.
+        Raises:
+            StorageError: the storage is released.
+        """
+        held = self.local_range(index)
+        shape = self.plan.shapes[index]
+        start = self.plan.offsets[index] + held.start - self._local_range(self.placements)[0] if len(held) else 0
+        piece = self.local_buffer.narrow(0, start, len(held))
+        if len(held) == self.plan.tensor_numel(index):
+            return piece.view(shape)
+        slice_numel = math.prod(shape[1:])
+        if len(held) % max(slice_numel, 1) == 0 and held.start % max(slice_numel, 1) == 0:
+            return piece.view(-1, *shape[1:]) if slice_numel else piece.view(0, *shape[1:])
+        row_numel = self.plan.row_numel(index)
+        return piece.view(-1, row_numel) if len(held) % row_numel == 0 else piece
+
+    def write_tensor(self, index: int, tensor: torch.Tensor) -> None:
+        """Copy from a whole tensor, of any float dtype, what this rank holds of it."""
+        held = self.local_range(index)
+        if len(held):
+            piece = tensor.detach().reshape(-1)[held.start : held.stop]
+            start = self.plan.offsets[index] + held.start - self._local_range(self.placements)[0]
+            self.local_buffer.narrow(0, start, len(held)).copy_(piece)
+
+    def get_dtensor(self, index: int) -> DTensor:
+        """Return tensor ``index`` as a DTensor of its global shape that shares this buffer's memory.
+
+        Raises:
+            StorageError: the storage is released.
+            PlacementError: an axis is ``Partial``, or several are ``Flat``.
+            LayoutError: the granularity lets shards be cut inside slices of the first dimension, which no DTensor placement describes.
+        """
+        axes = flat_axes(self.placements)
+        if len(axes) > 1 or any(isinstance(placement, Partial) for placement in self.placements):
+            raise PlacementError(
+                f"{self.name}: no DTensor describes the placements {self.placements}; redistribute first"
+            )
+        local = self.get_local_tensor(index)
+        shape = self.shape(index)
+        placements: list[Placement] = [Replicate() for _ in self.axes]
+        if axes:
+            if local.ndim != len(shape):
+                raise LayoutError(
+                    f"{self.name}: tensor {index} of shape {tuple(shape)} is cut inside a slice of its first dimension; "
+                    f"use granularity {first_dimension_granularity(shape)} for it to have a DTensor"
+                )
+            numel = self.plan.numel // self.axes[axes[0]].size
+            rows = shape[0] if shape else 1
+            placements[axes[0]] = RaggedShard(self.plan.offsets[index], numel, math.prod(shape[1:]), rows)
+        return make_dtensor(local, self.mesh, tuple(placements), shape)
+
+    # -------------------------------------------------------------- redistribution
+
+    def redistribute(
+        self,
+        placements: Sequence[BufferPlacement],
+        *,
+        out: DBuffer | None = None,
+        works: list[dist.Work] | None = None,
+    ) -> DBuffer:
+        """Return the same content under other placements: gathers, reductions and slices, one axis at a time.
+
+        Args:
+            placements: one per axis. ``Partial`` can only stay or be reduced away.
+            out: where to write; a new buffer when None.
+            works: when given, the last collective is asynchronous and its handle is appended here.
+        Raises:
+            PlacementError: a change that has no meaning (``Replicate`` to ``Partial``), or shards that would not be contiguous.
+        """
+        target = validate_placements(placements, len(self.axes))
+        # Reductions and slices run from the last axis to the first, so that shards are cut from major to minor;
+        # gathers run the other way.
+        changes = [axis for axis in range(len(self.axes)) if self.placements[axis] != target[axis]]
+        gathers = [axis for axis in changes if isinstance(self.placements[axis], Flat)]
+        order = [axis for axis in reversed(changes) if axis not in gathers] + gathers
+        if not order:
+            return self._copied_to(out)
+        current = self
+        for position, axis in enumerate(order):
+            last = position == len(order) - 1
+            current = current._step(axis, target[axis], out if last else None, works if last else None)
+        return current
+
+    def _step(self, axis: int, target: BufferPlacement, out: DBuffer | None, works: list[dist.Work] | None) -> DBuffer:
+        source = self.placements[axis]
+        if isinstance(source, Flat) and isinstance(target, Replicate):
+            return self.allgather(axis, out=out, works=works)
+        if isinstance(source, Partial) and isinstance(target, Flat):
+            return self.reduce_scatter(axis, target, out=out, works=works)
+        if isinstance(source, Partial) and isinstance(target, Replicate):
+            return self.allreduce(axis, out=out, works=works)
+        if isinstance(source, Replicate) and isinstance(target, Flat):
+            return self.scatter(axis, target, out=out)
+        raise PlacementError(
+            f"{self.name}: axis {self.axes[axis].name!r} cannot change from {source} to {target}; legal are Flat to Replicate, "
+            f"Partial to Flat or Replicate, and Replicate to Flat"
+        )
+
+    def allgather(
+        self, axis: int | str, *, out: DBuffer | None = None, works: list[dist.Work] | None = None
+    ) -> DBuffer:
+        """Gather the shards of one ``Flat`` axis: afterwards every rank of the axis holds them all."""
+        position, target = self._change(axis, Flat, Replicate())
+        out = self._output(out, target)
+        collectives.all_gather(out.local_buffer, self.local_buffer, self.axes[position], works)
+        return out
+
+    def reduce_scatter(
+        self, axis: int | str, placement: Flat, *, out: DBuffer | None = None, works: list[dist.Work] | None = None
+    ) -> DBuffer:
+        """Reduce one ``Partial`` axis and keep this rank's shard. This buffer's content is undefined afterwards."""
+        position, target = self._change(axis, Partial, placement)
+        out = self._output(out, target)
+        op = self._reduce_op(position)
+        collectives.reduce_scatter(out.local_buffer, self.local_buffer, self.axes[position], op, works)
+        return out
+
+    def allreduce(
+        self, axis: int | str, *, out: DBuffer | None = None, works: list[dist.Work] | None = None
+    ) -> DBuffer:
+        """Reduce one ``Partial`` axis: afterwards every rank of the axis holds the sum (or average)."""
+        position, target = self._change(axis, Partial, Replicate())
+        op = self._reduce_op(position)
+        if out is None:
+            out = self._output(None, target)
+        if out.local_buffer.data_ptr() != self.local_buffer.data_ptr():
+            self._output(out, target).local_buffer.copy_(self.local_buffer)
+        collectives.all_reduce(out.local_buffer, self.axes[position], op, works)
+        return out
+
+    def scatter(self, axis: int | str, placement: Flat, *, out: DBuffer | None = None) -> DBuffer:
+        """Keep this rank's slice along one ``Replicate`` axis; no communication. Without ``out`` the result is a view."""
+        _, target = self._change(axis, Replicate, placement)
+        view = self.slice_view(target)
+        return view if out is None else view._copied_to(self._output(out, target))
+
+    def slice_view(self, placements: Sequence[BufferPlacement]) -> DBuffer:
+        """Return the part of this rank's data that belongs to it under finer placements, as a buffer sharing the memory.
+
+        Raises:
+            PlacementError: the wanted part is not inside this rank's part.
+        """
+        target = validate_placements(placements, len(self.axes))
+        start, stop = self._local_range(self.placements)
+        wanted_start, wanted_stop = self._local_range(target)
+        if not start <= wanted_start <= wanted_stop <= stop:
+            raise PlacementError(
+                f"{self.name}: under {target} this rank owns elements [{wanted_start}, {wanted_stop}) of the flat buffer, which "
+                f"are not within its part [{start}, {stop}) under {self.placements}; gather first"
+            )
+        return DBuffer._view(self, target, self.local_buffer.narrow(0, wanted_start - start, wanted_stop - wanted_start))
+
+    def cast(self, dtype: torch.dtype, *, out: DBuffer | None = None) -> DBuffer:
+        """Return the same content in another dtype; into ``out`` (same plan and placements) when given."""
+        if out is None:
+            out = DBuffer(self.mesh, self.placements, (), dtype, self.device, plan=self.plan, name=self.name)
+        cast_copy(self.local_buffer, self._output(out, self.placements, dtype).local_buffer)
+        return out
+
+    # ------------------------------------------------------------------ helpers
+
+    def _local_range(self, placements: Sequence[BufferPlacement]) -> tuple[int, int]:
+        axes = flat_axes(placements)
+        sizes = [axis.size for axis in self.axes]
+        num_parts = math.prod(sizes[axis] for axis in axes)
+        if self.plan.num_shards % num_parts:
+            raise PlacementError(
+                f"{self.name}: a plan of {self.plan.num_shards} shards cannot be cut into {num_parts} parts ({placements})"
+            )
+        part = self.plan.numel // num_parts
+        index = shard_index(axes, [axis.rank for axis in self.axes], sizes)
+        return index * part, (index + 1) * part
+
+    def _change(
+        self, axis: int | str, source: type[BufferPlacement], target: BufferPlacement
+    ) -> tuple[int, tuple[BufferPlacement, ...]]:
+        position = axis_index(self.mesh, axis)
+        found = self.placements[position]
+        if not isinstance(found, source):
+            raise PlacementError(
+                f"{self.name}: axis {self.axes[position].name!r} is {found}, but this operation needs {source.__name__} there"
+            )
+        if Flat in (source, type(target)) and any(earlier < position for earlier in flat_axes(self.placements)):
+            raise PlacementError(
+                f"{self.name}: axis {self.axes[position].name!r} is cut more coarsely than another Flat axis of {self.placements}, "
+                f"so its shards are not contiguous; gather the earlier axes first and scatter the later ones first"
+            )
+        return position, (*self.placements[:position], target, *self.placements[position + 1 :])
+
+    def _reduce_op(self, position: int) -> str:
+        placement = self.placements[position]
+        assert isinstance(placement, Partial)
+        return placement.reduce_op
+
+    def _output(
+        self, out: DBuffer | None, placements: tuple[BufferPlacement, ...], dtype: torch.dtype | None = None
+    ) -> DBuffer:
+        dtype = dtype or self.dtype
+        if out is None:
+            return DBuffer(self.mesh, placements, (), dtype, self.device, plan=self.plan, name=self.name)
+        if out.plan is not self.plan and out.plan != self.plan:
+            raise LayoutError(
+                f"{self.name}: out= has another plan; both buffers must hold the same tensors at the same places"
+            )
+        if out.placements != placements or out.dtype != dtype:
+            raise PlacementError(
+                f"{self.name}: out= is {out.placements} in {out.dtype}, but the result is {placements} in {dtype}"
+            )
+        return out
+
+    def _copied_to(self, out: DBuffer | None) -> DBuffer:
+        if out is None:
+            return self
+        if out.local_buffer.data_ptr() != self.local_buffer.data_ptr():
+            self._output(out, self.placements).local_buffer.copy_(self.local_buffer)
+        return out
+
+    def __repr__(self) -> str:
+        return (
+            f"DBuffer({self.name!r}, {len(self.plan.shapes)} tensors, {self.plan.numel} elements of {self.dtype}, "
+            f"{self.placements}, {self.nbytes} bytes here{'' if self.is_allocated else ', released'})"
+        )
+
+
+def _plan_for(
+    axes: Sequence[object],
+    shapes: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    granularity: Granularity | Sequence[Granularity] | None,
+) -> Plan:
+    num_shards = math.prod(axis.size for axis in axes)  # type: ignore[attr-defined]
+    if granularity is None:
+        granularity = [first_dimension_granularity(shape) for shape in shapes]
+    return make_plan(shapes, num_shards, granularity=granularity, itemsize=dtype.itemsize)
+
+
+def _checked_device(device: torch.device, mesh: DeviceMesh) -> torch.device:
+    if device.type not in (mesh.device_type, "meta"):
+        raise MeshError(
+            f"the buffer is on {device} but the mesh is on {mesh.device_type!r}; move the module to {mesh.device_type!r} or give a "
+            f"mesh of {device.type!r}"
+        )
+    return device

@@ -1,0 +1,121 @@
+"""The one file that spells PyTorch's collectives.
+
+Every function works in place where the input is this rank's slice of the output, issues nothing on an axis of one
+rank, and either completes in stream order or, given ``works``, appends a handle to wait for. Issue order on a
+communicator must be the same on every rank; callers own that (docs/design/order.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dbuffer.mesh import MeshAxis
+
+__all__ = ["CollectiveCall", "all_gather", "all_reduce", "broadcast", "observe_collectives", "reduce_scatter"]
+
+# torch 2.13 renames these two and warns on the old names; torch 2.11 has only the old names.
+_all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCall:
+    """One collective as issued: its kind, the axis it ran over, and the bytes of the full (unsharded) side."""
+
+    kind: str
+    axis: str
+    num_ranks: int
+    num_bytes: int
+
+
+_observers: list[Callable[[CollectiveCall], None]] = []
+
+
+@contextmanager
+def observe_collectives(observer: Callable[[CollectiveCall], None]) -> Iterator[None]:
+    """Call ``observer`` for every collective that this process issues through this file while the block runs."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def _notify(kind: str, axis: MeshAxis, full: torch.Tensor) -> None:
+    call = CollectiveCall(kind, axis.name, axis.size, full.numel() * full.element_size())
+    for observer in _observers:
+        observer(call)
+
+
+def _reduce_op(op: str) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr()
+
+
+def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works: list[dist.Work] | None = None) -> None:
+    """Fill ``output`` (1-D, ``axis.size * shard.numel()`` elements) with every rank's shard, in rank order.
+
+    Args:
+        shard: 1-D, this rank's part; may be its slice of ``output``.
+        works: when given, the call returns at once and its handle is appended; both tensors must live until then.
+    """
+    if axis.size == 1:
+        if not _same_memory(output, shard):
+            output.copy_(shard)
+        return
+    if _observers:
+        _notify("all_gather", axis, output)
+    work = _all_gather_flat(output, shard, group=axis.gather_group, async_op=works is not None)
+    if works is not None:
+        works.append(work)
+
+
+def reduce_scatter(
+    output: torch.Tensor, full: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.Work] | None = None
+) -> None:
+    """Reduce ``full`` over the ranks of the axis and keep this rank's slice in ``output``.
+
+    Args:
+        output: 1-D, ``full.numel() / axis.size`` elements; may be this rank's slice of ``full``.
+        full: 1-D; its content outside ``output`` is undefined afterwards.
+        op: "sum" or "avg".
+    """
+    if axis.size == 1:
+        if not _same_memory(output, full):
+            output.copy_(full)
+        return
+    if _observers:
+        _notify("reduce_scatter", axis, full)
+    work = _reduce_scatter_flat(output, full, op=_reduce_op(op), group=axis.reduce_group, async_op=works is not None)
+    if works is not None:
+        works.append(work)
+
+
+def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.Work] | None = None) -> None:
+    """Reduce ``tensor`` over the ranks of the axis, in place on all of them. ``op`` is "sum", "avg" or "max"."""
+    if axis.size == 1:
+        return
+    if _observers:
+        _notify("all_reduce", axis, tensor)
+    reduce_op = dist.ReduceOp.MAX if op == "max" else _reduce_op(op)
+    work = dist.all_reduce(tensor, op=reduce_op, group=axis.reduce_group, async_op=works is not None)
+    if works is not None and work is not None:
+        works.append(work)
+
+
+def broadcast(tensor: torch.Tensor, axis: MeshAxis, source: int = 0) -> None:
+    """Copy ``tensor`` from the rank at position ``source`` of the axis to all others, in place."""
+    if axis.size == 1:
+        return
+    if _observers:
+        _notify("broadcast", axis, tensor)
+    dist.broadcast(tensor, group=axis.gather_group, group_src=source)

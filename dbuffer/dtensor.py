@@ -1,0 +1,180 @@
+"""The DTensor face of a flat buffer: shards with true row counts, so that PyTorch's own tools work on them unchanged.
+
+A flat plan gives each rank a run of rows that no ``torch.chunk`` would: some ranks hold more, some none. ``RaggedShard`` is a
+``Shard(0)`` that answers PyTorch's questions (how many rows has rank r, from which on, split, gather) from the plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from dbuffer import collectives
+from dbuffer.mesh import mesh_axes
+
+__all__ = ["RaggedShard", "make_dtensor"]
+
+
+class RaggedShard(Shard):
+    """A ``Shard(0)`` whose boundaries are those of a flat buffer.
+
+    Rank r holds the rows of the tensor that lie in ``[r * shard_numel, (r + 1) * shard_numel)`` of the buffer. That is four
+    integers, whatever the number of ranks.
+
+    Args:
+        tensor_offset: where the tensor starts in the flat buffer, in elements.
+        shard_numel: elements of the buffer that one rank holds.
+        row_numel: elements of one row (all dimensions but the first).
+        num_rows: size of the first dimension.
+    """
+
+    tensor_offset: int
+    shard_numel: int
+    row_numel: int
+    num_rows: int
+
+    # The base class is a compiled one that takes the dimension alone.
+    def __new__(cls, tensor_offset: int, shard_numel: int, row_numel: int, num_rows: int) -> RaggedShard:
+        """Create the placement; see the class."""
+        return super().__new__(cls, 0)
+
+    def __init__(self, tensor_offset: int, shard_numel: int, row_numel: int, num_rows: int) -> None:
+        super().__init__(0)
+        self.tensor_offset = tensor_offset
+        self.shard_numel = shard_numel
+        self.row_numel = row_numel
+        self.num_rows = num_rows
+
+    def _key(self) -> tuple[int, int, int, int]:
+        return (self.tensor_offset, self.shard_numel, self.row_numel, self.num_rows)
+
+    # PyTorch compares placements with a plain Shard(0) in operator strategies and expects equality there; between two of
+    # these the rows decide, and they are part of the hash: the sharding cache must not hand one layout to another.
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, RaggedShard):
+            return self._key() == other._key()
+        return type(other) is Shard and other.dim == 0
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (RaggedShard, self._key())
+
+    def __copy__(self) -> RaggedShard:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"RaggedShard(offset={self.tensor_offset}, shard={self.shard_numel}, rows={self.num_rows}x{self.row_numel})"
+        )
+
+    def __str__(self) -> str:
+        return "S(0)"
+
+    def rows_of(self, rank: int) -> range:
+        """Return the rows that one rank holds, empty where it holds none."""
+
+        def first_row_at(position: int) -> int:
+            if self.row_numel == 0:
+                return self.num_rows if position > self.tensor_offset else 0
+            return min(max(-(-(position - self.tensor_offset) // self.row_numel), 0), self.num_rows)
+
+        return range(first_row_at(rank * self.shard_numel), first_row_at((rank + 1) * self.shard_numel))
+
+    def _rows_per_rank(self, num_chunks: int) -> list[range]:
+        return [self.rows_of(rank) for rank in range(num_chunks)]
+
+    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
+        rows = self.rows_of(int(rank))
+        return len(rows), rows.start
+
+    def local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: int, rank: Any) -> tuple[Any, Any]:  # type: ignore[override]
+        """Return (rows, first row) of one rank: PyTorch asks this of placement objects too."""
+        return self._local_shard_size_and_offset(curr_local_size, num_chunks, rank)
+
+    def _split_tensor(
+        self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        rows = self._rows_per_rank(num_chunks)
+        most = max(len(part) for part in rows)
+        shards = [tensor[part.start : part.stop] for part in rows]
+        if not with_padding:
+            return [shard.contiguous() if contiguous else shard for shard in shards], []
+        padding = [most - len(part) for part in rows]
+        return [_pad_rows(shard, pad) for shard, pad in zip(shards, padding, strict=True)], padding
+
+    def _select_split_tensor(
+        self, tensor: torch.Tensor, num_chunks: int, index: Any, *, with_padding: bool = True, **options: Any
+    ) -> torch.Tensor:
+        rows = self.rows_of(int(index))
+        shard = tensor[rows.start : rows.stop].clone()
+        if not with_padding:
+            return shard
+        return _pad_rows(shard, max(len(part) for part in self._rows_per_rank(num_chunks)) - len(rows))
+
+    def _shard_tensor(
+        self, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, src_data_rank: int | None = 0
+    ) -> torch.Tensor:
+        axis = mesh_axes(mesh)[mesh_dim]
+        if src_data_rank is not None:
+            tensor = tensor.contiguous().clone()
+            collectives.broadcast(tensor, axis, src_data_rank)
+        return self._select_split_tensor(tensor, axis.size, axis.rank, with_padding=False)
+
+    def _to_replicate_tensor(
+        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Any
+    ) -> torch.Tensor:
+        axis = mesh_axes(mesh)[mesh_dim]
+        rows = self._rows_per_rank(axis.size)
+        most = max(len(part) for part in rows)
+        row_shape = tuple(current_logical_shape[1:])
+        padded = _pad_rows(local_tensor.contiguous(), most - local_tensor.shape[0])
+        gathered = torch.empty((axis.size, most, *row_shape), dtype=padded.dtype, device=padded.device)
+        collectives.all_gather(gathered.view(-1), padded.view(-1), axis)
+        return torch.cat([gathered[rank, : len(part)] for rank, part in enumerate(rows)])
+
+    def _reduce_shard_tensor(
+        self, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int
+    ) -> torch.Tensor:
+        axis = mesh_axes(mesh)[mesh_dim]
+        reduced = tensor.contiguous().clone()
+        collectives.all_reduce(reduced, axis, reduce_op)
+        return self._select_split_tensor(reduced, axis.size, axis.rank, with_padding=False)
+
+    def _to_new_shard_dim(
+        self,
+        local_tensor: torch.Tensor,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+        current_logical_shape: Any,
+        new_shard_dim: int,
+    ) -> torch.Tensor:
+        full = self._to_replicate_tensor(local_tensor, mesh, mesh_dim, current_logical_shape)
+        axis = mesh_axes(mesh)[mesh_dim]
+        return Shard(new_shard_dim)._select_split_tensor(full, axis.size, axis.rank, with_padding=False)
+
+
+def _pad_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+    if num_rows == 0:
+        return tensor.contiguous()
+    return torch.cat([tensor, tensor.new_zeros((num_rows, *tensor.shape[1:]))])
+
+
+def make_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
+) -> DTensor:
+    """Wrap a local shard as a DTensor of the given global shape, sharing its memory and without communication."""
+    stride = torch.empty(shape, device="meta").stride()
+    with torch.no_grad():
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -1,0 +1,147 @@
+"""Where a shard boundary may cut a tensor: between elements, rows, blocks of rows, or nowhere.
+
+Granularity belongs to a tensor, not to its buffer: one flat buffer may hold a matrix cut between rows next to a
+quantised weight cut between blocks of 128 rows and a bias cut anywhere.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from dbuffer.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """Cut anywhere: least padding, but a shard may hold part of a row."""
+
+    def unit_numel(self, shape: Sequence[int]) -> int:
+        """Return 1, the smallest number of elements that stay together."""
+        return 1
+
+    def describe(self, shape: Sequence[int]) -> str:
+        """Return what stays together, in words: here single elements."""
+        return "elements"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Cut only between rows: a row is the last dim, and all dims before it count as rows.
+
+    A (8, 28672, 4096) expert weight has 8 * 28672 rows of 4096; a bias has rows of one element.
+    """
+
+    def unit_numel(self, shape: Sequence[int]) -> int:
+        """Return the elements of one row."""
+        return row_numel(shape)
+
+    def describe(self, shape: Sequence[int]) -> str:
+        """Return what stays together, in words, such as ``rows of 4096``."""
+        return f"rows of {row_numel(shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Cut only between blocks of ``rows`` rows, counted from the first row; the last block may be short.
+
+    Raises:
+        LayoutError: ``rows`` is not a positive integer.
+    """
+
+    rows: int
+
+    def __post_init__(self) -> None:
+        if type(self.rows) is not int or self.rows < 1:
+            raise LayoutError(f"Block(rows={self.rows!r}): rows must be an integer >= 1. Use Row() for single rows.")
+
+    def unit_numel(self, shape: Sequence[int]) -> int:
+        """Return the elements of ``rows`` rows, which may exceed the tensor: then it is never cut."""
+        return self.rows * row_numel(shape)
+
+    def describe(self, shape: Sequence[int]) -> str:
+        """Return what stays together, in words, such as ``blocks of 128 rows of 4096``."""
+        return f"blocks of {self.rows} rows of {row_numel(shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Never cut: one shard stores the whole tensor."""
+
+    def unit_numel(self, shape: Sequence[int]) -> int:
+        """Return the elements of the tensor."""
+        return math.prod(shape)
+
+    def describe(self, shape: Sequence[int]) -> str:
+        """Return what stays together, in words: here everything."""
+        return f"all {math.prod(shape)} elements"
+
+
+Granularity: TypeAlias = Element | Row | Block | Whole
+
+
+def row_numel(shape: Sequence[int]) -> int:
+    """Return the elements of one row: the last dim, but 1 for 1-D and 0-d tensors."""
+    return shape[-1] if len(shape) >= 2 else 1
+
+
+def granularity_per_tensor(granularity: Granularity | Sequence[Granularity], count: int) -> tuple[Granularity, ...]:
+    """Return one granularity for each of ``count`` tensors, from one for all or from one per tensor.
+
+    Raises:
+        LayoutError: a list of another length, or an entry that is no granularity (the class instead of an instance).
+    """
+    kinds = (Element, Row, Block, Whole)
+    if isinstance(granularity, kinds):
+        return (granularity,) * count
+    if not isinstance(granularity, Sequence):
+        raise LayoutError(f"granularity is {granularity!r}: wanted Element(), Row(), Block(rows), Whole() or a list.")
+    for tensor, entry in enumerate(granularity):
+        if not isinstance(entry, kinds):
+            raise LayoutError(
+                f"granularity of tensor {tensor} is {entry!r}: wanted Element(), Row(), ... (an instance)."
+            )
+    if len(granularity) != count:
+        raise LayoutError(f"{len(granularity)} granularities for {count} tensors: give one for all, or one for each.")
+    return tuple(granularity)
+
+
+def aligned_sizes(
+    shapes: Sequence[tuple[int, ...]], granularities: Sequence[Granularity], alignment: int
+) -> list[tuple[int, int]]:
+    """Return for each tensor the room it takes and what stays together of it, both in pieces of ``alignment`` elements.
+
+    With offsets and shards aligned, a cut is legal only at a common multiple of the unit and the alignment. A tensor
+    that is never cut is its own unit; an empty one takes no room.
+    """
+    known: dict[tuple[tuple[int, ...], Granularity], tuple[int, int]] = {}
+    for shape, granularity in zip(shapes, granularities, strict=True):
+        if (shape, granularity) not in known:
+            slots = -(-math.prod(shape) // alignment)
+            unit = math.lcm(granularity.unit_numel(shape), alignment) // alignment
+            known[shape, granularity] = slots, max(1, min(slots, unit))
+    return [known[key] for key in zip(shapes, granularities, strict=True)]
+
+
+def next_offset(cursor: int, numel: int, unit: int, shard_numel: int) -> int:
+    """Return the first offset from ``cursor`` on at which no shard boundary cuts a tensor inside one of its units.
+
+    The result never decreases when ``cursor`` grows. A tensor that needs two boundaries or more must have a unit that
+    divides ``shard_numel``; ``two_piece_shard`` says which tensors do.
+    """
+    room = shard_numel - cursor % shard_numel
+    if numel <= room:
+        return cursor
+    if shard_numel % unit == 0:
+        return -(-cursor // unit) * unit
+    cut = room // unit * unit
+    if cut and numel - cut <= shard_numel:
+        return cursor + room - cut
+    return cursor + room + (0 if numel <= shard_numel else shard_numel % unit)
+
+
+def two_piece_shard(numel: int, unit: int) -> int:
+    """Return the shortest shard that can hold a tensor in at most two pieces of whole units; unit <= numel."""
+    below = numel // 2 // unit * unit
+    above = below + unit
+    return min(numel - below if below else numel, above if above < numel else numel)

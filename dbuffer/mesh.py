@@ -1,0 +1,81 @@
+"""What the engine needs to know of a DeviceMesh: sizes, this rank's coordinate, and two communicators per axis."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from dbuffer.errors import MeshError
+
+__all__ = ["MeshAxis", "axis_index", "mesh_axes"]
+
+_AXES: dict[int, tuple[MeshAxis, ...]] = {}
+
+
+@dataclass(slots=True, eq=False)
+class MeshAxis:
+    """One direction of a mesh, as seen from this rank.
+
+    Attributes:
+        name: the mesh's name for the axis, or ``"axis 0"`` where it has none.
+        size: number of ranks along it. rank: this rank's place among them.
+        gather_group: the communicator of the mesh, used by all-gathers.
+    """
+
+    name: str
+    size: int
+    rank: int
+    gather_group: dist.ProcessGroup
+    _reduce_group: dist.ProcessGroup | None = None
+
+    @property
+    def reduce_group(self) -> dist.ProcessGroup:
+        """A second communicator over the same ranks, created on first use (by all of them together).
+
+        Reductions wait for gradients, gathers run ahead of them; on one communicator the slower queue would hold up
+        the other, and both queues would have to interleave alike on every rank.
+        """
+        if self._reduce_group is None:
+            ranks = dist.get_process_group_ranks(self.gather_group)
+            self._reduce_group = dist.new_group(
+                ranks, use_local_synchronization=True, group_desc=f"reduce over {self.name}"
+            )
+        return self._reduce_group
+
+
+def mesh_axes(mesh: DeviceMesh) -> tuple[MeshAxis, ...]:
+    """Return the axes of a mesh, one object per mesh and axis for the mesh's life.
+
+    Raises:
+        MeshError: this rank is not part of the mesh.
+    """
+    key = id(mesh)
+    if key not in _AXES:
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise MeshError(f"rank {dist.get_rank()} is not part of {mesh}; call this only on the ranks of the mesh")
+        names = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
+        _AXES[key] = tuple(
+            MeshAxis(names[axis], mesh.size(axis), coordinate[axis], mesh.get_group(axis)) for axis in range(mesh.ndim)
+        )
+        weakref.finalize(mesh, _AXES.pop, key, None)
+    return _AXES[key]
+
+
+def axis_index(mesh: DeviceMesh, axis: int | str) -> int:
+    """Return the position of an axis given by name or number (negative counts from the last).
+
+    Raises:
+        MeshError: the mesh has no such axis.
+    """
+    names = mesh.mesh_dim_names or ()
+    if isinstance(axis, str):
+        if axis in names:
+            return names.index(axis)
+        raise MeshError(f"the mesh has no axis {axis!r}; its axes are {tuple(names) or 'unnamed, use their numbers'}")
+    if -mesh.ndim <= axis < mesh.ndim:
+        return axis % mesh.ndim
+    raise MeshError(f"axis {axis} is outside the mesh, which has {mesh.ndim} axes")

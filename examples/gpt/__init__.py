@@ -1,0 +1,1 @@
+"""Parts of the GPT training example: arguments, data, model, schedule, parallelism, checkpoints, log and sampling."""

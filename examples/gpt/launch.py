@@ -1,0 +1,111 @@
+"""Ranks and devices, from torchrun's environment or for one plain process; errors said once."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron_fsdp import ConfigError
+
+_GRACE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among the others; a plain ``python`` start is one rank of one."""
+
+    rank: int
+    local_rank: int
+    size: int
+
+    @classmethod
+    def from_environment(cls) -> Ranks:
+        """Return what torchrun says, or a single rank."""
+        return cls(*(int(os.environ.get(name, default)) for name, default in _TORCHRUN_VARIABLES))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that prints and writes files."""
+        return self.rank == 0
+
+
+_TORCHRUN_VARIABLES = (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
+
+
+def select_device(backend: str | None, ranks: Ranks) -> torch.device:
+    """Return the device of this rank: its GPU for nccl, the CPU for gloo, by what is there for None.
+
+    Raises:
+        ConfigError: ``--distributed-backend nccl`` without a GPU for each rank of this machine.
+    """
+    num_gpus = torch.cuda.device_count()
+    if backend == "gloo" or (backend is None and num_gpus == 0):
+        return torch.device("cpu")
+    if ranks.local_rank >= num_gpus:
+        raise ConfigError(
+            f"--distributed-backend nccl needs a GPU for each rank: local rank {ranks.local_rank} found {num_gpus}; "
+            f"start fewer ranks (--nproc-per-node) or use --distributed-backend gloo, which trains on the CPU"
+        )
+    return torch.device("cuda", ranks.local_rank)
+
+
+def start_process_group(args: argparse.Namespace, ranks: Ranks, device: torch.device) -> None:
+    """Join the other ranks: NCCL on GPUs, gloo on CPUs. A collective that waits longer than the timeout fails."""
+    timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend, device_id = "nccl", device
+    else:
+        backend, device_id = "gloo", None
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    else:
+        # Port 0: any free one, so that plain starts side by side do not collide.
+        address = "tcp://127.0.0.1:0"
+        dist.init_process_group(
+            backend, timeout=timeout, init_method=address, rank=0, world_size=1, device_id=device_id
+        )
+
+
+def build_mesh(args: argparse.Namespace, ranks: Ranks, device: torch.device) -> DeviceMesh:
+    """Return the mesh to shard over: one axis, or (outer, inner) with ``--num-distributed-optimizer-instances`` > 1.
+
+    Raises:
+        ConfigError: the instances do not divide the ranks.
+    """
+    num_instances: int = args.num_distributed_optimizer_instances
+    if num_instances == 1:
+        return init_device_mesh(device.type, (ranks.size,), mesh_dim_names=("dp",))
+    if ranks.size % num_instances:
+        raise ConfigError(
+            f"--num-distributed-optimizer-instances {num_instances} does not divide the {ranks.size} ranks of the job "
+            f"(torchrun --nproc-per-node x --nnodes)"
+        )
+    shape = (num_instances, ranks.size // num_instances)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("dp_outer", "dp_inner"))
+
+
+def report_error(error: Exception, ranks: Ranks) -> int:
+    """Say the error once for all ranks, and return the exit status.
+
+    Most errors hit every rank alike, and torchrun ends all ranks as soon as one has ended. So the others wait before
+    they speak: rank 0's message is never cut off, and an error that only they have is still said.
+    """
+    if not ranks.is_main:
+        time.sleep(_GRACE_SECONDS)
+    where = "" if ranks.is_main else f" (rank {ranks.rank})"
+    print(f"pretrain_gpt.py: error{where}: {error}", file=sys.stderr, flush=True)
+    # torchrun ends with a report of forty lines; what it finds in this file is the reason it states at the very end.
+    if reason_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(reason_file).write_text(json.dumps({"message": str(error), "timestamp": int(time.time())}))
+    return 2

@@ -1,0 +1,30 @@
+"""The loss curve as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Figure alone, without pyplot: it draws with the Agg renderer and keeps no global state, so no display is needed.
+from matplotlib.figure import Figure
+
+
+def draw_loss_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write a PNG of training and validation loss over the iterations.
+
+    Args:
+        rows: the rows of the JSONL log; those with ``lm_loss`` are training, those with ``validation_loss`` validation.
+        path: where the PNG goes; an existing one is replaced.
+    """
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for key, label, style in (("lm_loss", "training", "-"), ("validation_loss", "validation, held-out text", "o")):
+        points = [(row["iteration"], row[key]) for row in rows if key in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label)
+    axes.set(xlabel="iteration", ylabel="loss (nats per byte)", title="GPT language-model loss")
+    axes.grid(alpha=0.3)
+    if axes.has_data():
+        axes.legend()
+    figure.savefig(path, dpi=120)

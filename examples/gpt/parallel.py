@@ -1,0 +1,69 @@
+"""Data parallelism of the example: sharded by megatron_fsdp, or replicated (DDP) to compare with."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from gpt.model import GptModel
+from megatron_fsdp import FsdpConfig, FsdpModule, clip_grad_norm_, fully_shard, microbatch
+
+
+def parallelize(model: GptModel, args: argparse.Namespace, mesh: DeviceMesh) -> nn.Module:
+    """Return the model, ready to train on the mesh: sharded with ``--use-megatron-fsdp``, else replicated."""
+    if args.use_megatron_fsdp:
+        return shard(model, FsdpConfig.from_args(args), mesh)
+    if mesh.size() == 1:
+        return model
+    return DistributedDataParallel(model)
+
+
+def shard(model: GptModel, config: FsdpConfig, mesh: DeviceMesh) -> nn.Module:
+    """Make units of every block, of the embedding and of the head, in place, and return the model.
+
+    Tied embeddings are used at both ends of the model, so they, the positions and the final norm form the root unit,
+    which stays gathered from forward to backward. Otherwise the head stays gathered: backward needs it first.
+    """
+    options: dict[str, Any] = {"mesh": mesh, **config.fully_shard_kwargs(mesh)}
+    is_tied = not model.config.untie_embeddings_and_output_weights
+    if not is_tied:
+        fully_shard(model.embedding, **options)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    if not is_tied:
+        fully_shard(model.head, **{**options, "reshard_after_forward": False})
+    fully_shard(model, **options)
+    return model
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module that was parallelized; its parameter names are those of the checkpoint."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def accumulation(model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
+    """Return the context of one microbatch: gradients are communicated only as the step's last one requires."""
+    if isinstance(model, FsdpModule):
+        return microbatch(model, is_last)
+    if isinstance(model, DistributedDataParallel) and not is_last:
+        return model.no_sync()
+    return nullcontext()
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale the gradients down to a global norm of ``max_norm``, and return the norm that they had, a 0-d tensor.
+
+    Args:
+        max_norm: 0 or infinity only measures.
+    """
+    limit = max_norm or float("inf")
+    if isinstance(model, FsdpModule):
+        return clip_grad_norm_(model, limit)
+    norm: Tensor = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+    return norm

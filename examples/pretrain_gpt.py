@@ -1,0 +1,312 @@
+r"""Train a byte-level GPT with Megatron-LM's flags, its weights sharded over all ranks by megatron_fsdp.
+
+    torchrun --nproc-per-node 2 examples/pretrain_gpt.py --use-megatron-fsdp --num-layers 4 --hidden-size 192 \
+        --num-attention-heads 6 --seq-length 128 --micro-batch-size 8 --global-batch-size 16 --train-iters 300 --lr 2e-3
+
+One process without torchrun works too. Without --use-megatron-fsdp the model is replicated, to compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dbuffer import DBufferError
+from gpt.arguments import parse_arguments
+from gpt.checkpoint import TrainingState, checkpoint_path, differences, find_latest, mark_latest
+from gpt.data import TRAIN_STREAM, VALID_STREAM, Corpus, DataError, Sampler, load_corpus, rank_samples
+from gpt.launch import Ranks, build_mesh, report_error, select_device, start_process_group
+from gpt.learning_rate import LearningRate
+from gpt.model import GptConfig, GptModel, Recompute, next_byte_loss
+from gpt.optimizer import build_optimizer, set_learning_rate
+from gpt.parallel import accumulation, clip_gradients, parallelize, unwrapped
+from gpt.sample import Sampling, generate
+from gpt.train_log import Interval, IntervalMeans, IterationRecord, TrainLog, peak_memory_mib
+from megatron_fsdp import FsdpError, explain, fully_shard_optimizer, load_checkpoint, save_checkpoint
+
+_DEFAULT_FOLDER = Path("runs/gpt")
+
+
+class DivergedError(ArithmeticError):
+    """The loss or the gradient norm is no longer a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What stays the same from the first step to the last."""
+
+    args: argparse.Namespace
+    ranks: Ranks
+    device: torch.device
+    corpus: Corpus
+    config: GptConfig
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    log: TrainLog
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One step's loss over all ranks and gradient norm before clipping, 0-d tensors, and its learning rate."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    learning_rate: float
+
+
+def pretrain(args: argparse.Namespace, ranks: Ranks) -> None:
+    """Train from the start or from the latest checkpoint, save on the way, and show a sample; every rank calls it."""
+    with started(args, ranks) as job:
+        state = resume(job)
+        job.log.begin(state.iteration)
+        interval = Interval(job.device, loss_sum=state.loss_sum, loss_count=state.loss_count)
+        while state.iteration < args.train_iters:
+            result = train_step(job, state)
+            state = state.after_step(args.global_batch_size)
+            interval.add(result.loss)
+            if state.iteration == 1 or is_due(state, args.log_interval, args):
+                log_iteration(job, state, result, interval.lap())
+            with interval.excluded():
+                if is_due(state, args.eval_interval, args):
+                    validate(job, state)
+                if is_due(state, args.save_interval, args) or is_due(state, args.exit_interval, args):
+                    save(job, state, result, interval)
+            job.log.step()
+            if is_due(state, args.exit_interval, args):
+                break
+        job.log.end()
+        if state.iteration == args.train_iters:
+            show_sample(job)
+
+
+def is_due(state: TrainingState, interval: int | None, args: argparse.Namespace) -> bool:
+    """Whether what happens at an interval (None: never) and at the end happens after this iteration."""
+    is_at_interval = interval is not None and state.iteration % interval == 0
+    return is_at_interval or state.iteration == args.train_iters
+
+
+def train_step(job: Job, state: TrainingState) -> StepResult:
+    """Take the optimizer step that follows ``state``: accumulate microbatches, clip, update."""
+    job.optimizer.zero_grad()
+    loss = torch.zeros((), device=job.device)
+    sampler = Sampler(job.corpus.train, job.args.seq_length, job.args.seed, TRAIN_STREAM)
+    batches = microbatches(job, sampler, state.consumed_samples)
+    for index, text in enumerate(batches, start=1):
+        with accumulation(job.model, is_last=index == len(batches)):
+            part = loss_of(job, text) / len(batches)
+            torch.autograd.backward(part)
+        loss += part.detach()
+    grad_norm = clip_gradients(job.model, job.args.clip_grad)
+    learning_rate = LearningRate.from_args(job.args).at(state.iteration + 1)
+    set_learning_rate(job.optimizer, learning_rate)
+    job.optimizer.step()
+    return StepResult(mean_over_ranks(loss), grad_norm, learning_rate)
+
+
+def microbatches(job: Job, sampler: Sampler, first_sample: int) -> list[Tensor]:
+    """Return this rank's part of one global batch, (micro batch, sequence + 1) int64 each."""
+    args, ranks = job.args, job.ranks
+    count = args.global_batch_size // (args.micro_batch_size * ranks.size)
+    numbers = (
+        rank_samples(first_sample, index, micro_batch_size=args.micro_batch_size, rank=ranks.rank, num_ranks=ranks.size)
+        for index in range(count)
+    )
+    return [sampler.batch(part, job.device) for part in numbers]
+
+
+def loss_of(job: Job, text: Tensor) -> Tensor:
+    """Return the loss of one microbatch; a replicated model has no bf16 weights, so it computes under autocast."""
+    is_autocast = job.args.bf16 and not job.args.use_megatron_fsdp
+    with torch.autocast(job.device.type, torch.bfloat16, enabled=is_autocast):
+        return next_byte_loss(job.model, text)
+
+
+@torch.no_grad()
+def validate(job: Job, state: TrainingState) -> None:
+    """Log the loss on held-out text: the same samples each time, for any number of ranks."""
+    num_batches = job.args.eval_iters
+    if num_batches == 0:
+        return
+    sampler = Sampler(job.corpus.valid, job.args.seq_length, job.args.seed, VALID_STREAM)
+    loss = torch.zeros((), device=job.device)
+    with job.log.progress("validation", num_batches) as advance:
+        for index in range(num_batches):
+            batches = microbatches(job, sampler, index * job.args.global_batch_size)
+            loss += sum(loss_of(job, text) for text in batches) / (len(batches) * num_batches)
+            advance()
+    job.log.validation(state.iteration, mean_over_ranks(loss).item())
+
+
+def log_iteration(job: Job, state: TrainingState, result: StepResult, means: IntervalMeans) -> None:
+    """Write one line of the training log.
+
+    Raises:
+        DivergedError: as ``check_finite`` does.
+    """
+    args, grad_norm = job.args, result.grad_norm.item()
+    check_finite(job, state, means.loss, grad_norm)
+    job.log.iteration(
+        IterationRecord(
+            iteration=state.iteration,
+            train_iters=args.train_iters,
+            consumed_samples=state.consumed_samples,
+            elapsed_ms=1000 * means.seconds,
+            tokens_per_second=args.global_batch_size * args.seq_length / means.seconds,
+            learning_rate=result.learning_rate,
+            global_batch_size=args.global_batch_size,
+            lm_loss=means.loss,
+            grad_norm=grad_norm,
+            peak_memory_mib=peak_memory_mib(job.device),
+        )
+    )
+
+
+def check_finite(job: Job, state: TrainingState, loss: float, grad_norm: float) -> None:
+    """Refuse to go on with a loss or gradient norm that is not finite; they are equal on all ranks.
+
+    Raises:
+        DivergedError: one is not finite, and ``--no-check-for-nan-in-loss-and-grad`` is not given.
+    """
+    is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+    if job.args.check_for_nan_in_loss_and_grad and not is_finite:
+        raise DivergedError(
+            f"iteration {state.iteration}: lm loss {loss}, gradient norm {grad_norm}; wanted finite numbers. "
+            f"Lower --lr {job.args.lr} or raise --lr-warmup-iters {job.args.lr_warmup_iters}, and resume from the last "
+            f"checkpoint; --no-check-for-nan-in-loss-and-grad goes on regardless"
+        )
+
+
+def mean_over_ranks(value: Tensor) -> Tensor:
+    """Return the mean of a 0-d tensor over all ranks, without waiting for a GPU."""
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def save(job: Job, state: TrainingState, result: StepResult, interval: Interval) -> None:
+    """Write a checkpoint into ``--save``, if that is given, and draw the loss curve.
+
+    Raises:
+        DivergedError: as ``check_finite`` does; no good checkpoint is followed by a broken one.
+    """
+    if job.args.save is not None:
+        check_finite(job, state, interval.loss_sum, result.grad_norm.item())
+        path = checkpoint_path(job.args.save, state.iteration)
+        state = dataclasses.replace(state, loss_sum=interval.loss_sum, loss_count=interval.loss_count)
+        extra = state.to_extra(job.config, data_flags(job))
+        save_checkpoint(unwrapped(job.model), job.optimizer, path, extra=extra)
+        if job.ranks.is_main:
+            mark_latest(job.args.save, state.iteration)
+        job.log.message(f" saved checkpoint {path}")
+    job.log.draw()
+
+
+def resume(job: Job) -> TrainingState:
+    """Load the latest checkpoint under ``--load`` and return where it stands, or a new run's state if there is none."""
+    if job.args.load is None:
+        return TrainingState()
+    path = find_latest(job.args.load)
+    if path is None:
+        job.log.message(f"no checkpoint in {job.args.load}: starting from new weights")
+        return TrainingState()
+    extra = load_checkpoint(unwrapped(job.model), job.optimizer, path)
+    state = TrainingState.from_extra(extra, job.config, path)
+    job.log.message(f"resuming from {path}: {state.iteration} iterations, {state.consumed_samples} samples consumed")
+    for difference in differences(extra["data"], data_flags(job)):
+        job.log.message(f"the loss curve will not continue exactly: {difference}")
+    return state
+
+
+def data_flags(job: Job) -> dict[str, Any]:
+    """Return what decides which text a sample number stands for."""
+    args = job.args
+    return {"seed": args.seed, "seq_length": args.seq_length, "data_path": job.corpus.source}
+
+
+def show_sample(job: Job) -> None:
+    """Print how the model continues ``--prompt``; all ranks take part."""
+    args = job.args
+    with job.log.progress("sample", args.num_tokens_to_generate) as advance:
+        text = generate(
+            job.model,
+            args.prompt.encode(),
+            args.num_tokens_to_generate,
+            sampling=Sampling(args.temperature, args.seed, args.max_position_embeddings),
+            device=job.device,
+            on_byte=advance,
+        )
+    if args.num_tokens_to_generate:
+        job.log.message(f" sample at temperature {args.temperature}:\n{text.decode(errors='replace')}")
+
+
+@contextlib.contextmanager
+def started(args: argparse.Namespace, ranks: Ranks) -> Iterator[Job]:
+    """Join the other ranks and yield the job: text, model in units, optimizer and log."""
+    device = select_device(args.distributed_backend, ranks)
+    corpus = load_corpus(args.data_path, args.seq_length)
+    log = TrainLog(args.save or _DEFAULT_FOLDER, is_main=ranks.is_main, train_iters=args.train_iters)
+    start_process_group(args, ranks, device)
+    config = GptConfig.from_args(args)
+    gpt = GptModel(config, recompute=Recompute(args.recompute_granularity or "none"))
+    gpt.init_weights(args.seed)
+    model = parallelize(gpt.to(device), args, build_mesh(args, ranks, device))
+    optimizer = build_optimizer(model, args)
+    if args.use_megatron_fsdp:
+        optimizer = fully_shard_optimizer(optimizer)
+    job = Job(args, ranks, device, corpus, config, model, optimizer, log)
+    describe(job)
+    try:
+        yield job
+    finally:
+        log.end()
+    # Not after an error: the other ranks may be gone, and leaving the group waits for them.
+    dist.destroy_process_group()
+
+
+def describe(job: Job) -> None:
+    """Print what is about to be trained, on what, and how it is sharded."""
+    args, log = job.args, job.log
+    num_parameters = sum(parameter.numel() for parameter in job.model.parameters())
+    log.message(
+        f"GPT with {num_parameters:,} parameters on {job.ranks.size} rank(s), {job.device.type}; "
+        f"training text: {len(job.corpus.train):,} bytes from {job.corpus.source}"
+    )
+    log.message(precision_line(is_bf16=args.bf16, device=job.device))
+    if args.use_megatron_fsdp:
+        log.message(str(explain(job.model)))
+
+
+def precision_line(*, is_bf16: bool, device: torch.device) -> str:
+    """Return one line on the precision of the computation."""
+    if device.type != "cpu":
+        return f"computing in {'bf16' if is_bf16 else 'fp32 (--bf16 computes in bf16)'}"
+    if is_bf16:
+        return "warning: computing in bf16 on a CPU; without bf16 matrix units this is far slower than fp32"
+    return "computing in fp32: many CPUs have no bf16 matrix units (--bf16 computes in bf16 all the same)"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the job, and return the exit status: 0, 2 after an error that the user can mend, 130 when interrupted."""
+    ranks = Ranks.from_environment()
+    try:
+        pretrain(parse_arguments(arguments, num_ranks=ranks.size), ranks)
+    except (FsdpError, DBufferError, DataError, DivergedError) as error:
+        return report_error(error, ranks)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,340 @@
+"""GradientBuffer: from the gradients that autograd produces to the shard that the optimizer reads.
+
+Each gradient is packed into one flat buffer the moment autograd has it, and autograd's copy is dropped. When the unit is done the packed
+buffer is reduced and folded into ``main_grad``. On the last microbatch the axes that still hold partial sums are reduced too.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from dbuffer import DBuffer, Partial
+from dbuffer.placements import BufferPlacement
+from dbuffer_kernels import accumulate
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.errors import StateError
+from megatron_fsdp.lanes import Ticket, lane
+from megatron_fsdp.strategy import Placements
+
+__all__ = ["GradState", "GradientBuffer", "GradientDtypes", "GradientObserver"]
+
+
+class GradState(enum.Enum):
+    """What ``main_grad`` holds: nothing, a sum that is not reduced over all axes yet, or what the optimizer may read."""
+
+    EMPTY = "empty"
+    PARTIAL = "partial"
+    FINAL = "final"
+
+
+@dataclass(frozen=True, slots=True)
+class GradientDtypes:
+    """``reduce``: of the packed buffer and the reduce-scatter. ``main``: of ``main_grad``."""
+
+    reduce: torch.dtype
+    main: torch.dtype
+
+
+class GradientObserver(Protocol):
+    """Who is told about a buffer's gradients."""
+
+    def before_packing(self) -> None:
+        """A packed buffer is about to be allocated."""
+
+    def gradient_arrived(self) -> None:
+        """A gradient was packed."""
+
+
+class GradientBuffer:
+    """The gradients of one parameter group.
+
+    Args:
+        main_weight: the group's main weights; gradients share its plan, mesh and device.
+        placements: the strategy.
+        dtypes: of the wire and of the result.
+        divisor: the sum over ranks is divided by it.
+        parameters: the sharded parameters; their ``.grad`` is set when gradients are final and read to see ``zero_grad``.
+    """
+
+    def __init__(
+        self,
+        main_weight: DBuffer,
+        placements: Placements,
+        dtypes: GradientDtypes,
+        divisor: float,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        self.name = main_weight.name
+        self.state = GradState.EMPTY
+        self.divisor = divisor
+        self._parameters = parameters
+        self._observer: weakref.ref[GradientObserver] | None = None
+        self._arrived = bytearray(len(parameters))
+        self._num_arrived = 0
+        self._filled = bytearray(len(parameters))
+        self._carry: torch.Tensor | None = None
+        partial: tuple[BufferPlacement, ...] = tuple(Partial("sum") for _ in placements.gradient)
+        self._template = main_weight
+        self.main_grad = self._buffer(placements.gradient, dtypes.main, "main_grad")
+        self.main_grad.zero_()
+        # Where gradients rest as whole partial sums they are accumulated in place and reduced once, at the end.
+        self.rests_partial = placements.gradient == partial
+        self._packed = self.main_grad
+        self._reduced = self.main_grad
+        if not self.rests_partial:
+            self._packed = self._buffer(partial, dtypes.reduce, "packed gradients")
+            self._reduced = self._packed.slice_view(placements.gradient)
+        self._final = self.main_grad
+        if placements.gradient != placements.optimizer:
+            self._final = self.main_grad.slice_view(placements.optimizer)
+        self._views = [self._packed.get_local_tensor(index) for index in range(len(parameters))]
+        self._gaps = [self._packed.local_buffer[start:stop] for start, stop in _gaps(main_weight)]
+        if not self.rests_partial:
+            self._packed.release_storage()
+        self._faces: list[DTensor] = []
+        self._tickets: list[Ticket] = []
+
+    def _buffer(self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, what: str) -> DBuffer:
+        like = self._template
+        return DBuffer(like.mesh, placements, (), dtype, like.device, plan=like.plan, name=f"{self.name}: {what}")
+
+    def rename(self, name: str) -> None:
+        """Take another name, for messages."""
+        self.name = name
+        self._packed.rename(f"{name}: packed gradients")
+        self.main_grad.rename(f"{name}: main_grad")
+
+    @property
+    def packed(self) -> DBuffer:
+        """The buffer that receives autograd's gradients; ``main_grad`` itself where gradients rest partial."""
+        return self._packed
+
+    @property
+    def final(self) -> DBuffer:
+        """The gradients at the optimizer's placement, sharing ``main_grad``'s memory; meaningful when FINAL."""
+        return self._final
+
+    @property
+    def num_parameters(self) -> int:
+        """How many gradients make a whole."""
+        return len(self._parameters)
+
+    @property
+    def num_arrived(self) -> int:
+        """How many parameters got a gradient since ``close``."""
+        return self._num_arrived
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether ``main_grad`` holds a sum that the parameters do not show yet."""
+        return self.state is GradState.PARTIAL
+
+    @property
+    def rests_final(self) -> bool:
+        """Whether each microbatch's reduction gives what the optimizer reads, with no axis left to reduce at the end."""
+        return self._final is self.main_grad and not self.rests_partial
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the packed buffer holds gradients that are not reduced yet."""
+        return 1 in self._filled
+
+    # ------------------------------------------------------------------ receive
+
+    def observe(self, observer: GradientObserver) -> None:
+        """Report to ``observer``, which is referred to weakly."""
+        self._observer = weakref.ref(observer)
+
+    def receive(self, index: int, parameter: torch.Tensor) -> None:
+        """Take over ``parameter.grad``: add it to the packed buffer and drop autograd's copy."""
+        gradient = parameter.grad
+        parameter.grad = None
+        if gradient is None:
+            return
+        if not self._num_arrived:
+            self._begin()
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        accumulate(gradient, self._views[index], scale=self._pack_scale, overwrite=not self._filled[index])
+        self._filled[index] = 1
+        if not self._arrived[index]:
+            self._arrived[index] = 1
+            self._num_arrived += 1
+        observer = self._observer() if self._observer is not None else None
+        if observer is not None:
+            observer.gradient_arrived()
+
+    def _begin(self) -> None:
+        self.wait()
+        if self.rests_partial:
+            self._open_main_grad()
+            self._filled = bytearray(b"\0" if self.state is GradState.EMPTY else b"\1") * len(self._parameters)
+        elif not self._packed.is_allocated:
+            observer = self._observer() if self._observer is not None else None
+            if observer is not None:
+                observer.before_packing()
+            self._packed.reallocate_storage()
+            for gap in self._gaps:
+                gap.zero_()
+
+    @property
+    def _pack_scale(self) -> float:
+        return 1.0 / self.divisor if self.rests_partial else self._wire_scale
+
+    @property
+    def _wire_scale(self) -> float:
+        # fp16 sums of many ranks overflow and fp16 averages underflow, so half of the division (in powers of two) is done before.
+        if self._packed.dtype is not torch.float16:
+            return 1.0
+        return 2.0 ** -(math.frexp(max(self.divisor, 1.0))[1] // 2)
+
+    # ------------------------------------------------------------------ reduce
+
+    def close(self, *, reduce: bool) -> None:
+        """End this backward's part of the group; ``wait`` completes what is issued here.
+
+        Args:
+            reduce: issue the reduction of the packed buffer and its fold into ``main_grad``, with zeros for parameters that got no
+                gradient here (other ranks may have one). False keeps the packed buffer, and the next backward adds to it.
+        """
+        num_arrived, self._num_arrived = self._num_arrived, 0
+        self._arrived = bytearray(len(self._parameters))
+        if not reduce and not self.rests_partial:
+            return
+        if not num_arrived and not self.is_filled:
+            self._begin()
+        self._fill_missing()
+        if self.rests_partial:
+            self.state = GradState.PARTIAL
+        else:
+            self._reduce()
+        self._filled = bytearray(len(self._parameters))
+
+    def _reduce(self) -> None:
+        self._open_main_grad()
+        overwrite = self.state is GradState.EMPTY
+        scale = 1.0 / (self.divisor * self._wire_scale)
+
+        def run(works: list[torch.distributed.Work] | None) -> None:
+            self._packed.redistribute(self._reduced.placements, out=self._reduced, works=works)
+
+        def fold() -> None:
+            accumulate(self._reduced.local_buffer, self.main_grad.local_buffer, scale=scale, overwrite=overwrite)
+
+        self._tickets.append(lane("reduce", self._packed.device).submit(run, fold))
+        self.state = GradState.PARTIAL
+
+    def _fill_missing(self) -> None:
+        if 0 in self._filled:
+            for index, filled in enumerate(self._filled):
+                if not filled:
+                    self._views[index].zero_()
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a reduction was issued that nobody has waited for."""
+        return bool(self._tickets)
+
+    def wait(self) -> None:
+        """Make compute wait for the reduction and release the packed buffer."""
+        tickets, self._tickets = self._tickets, []
+        for ticket in tickets:
+            ticket.wait()
+        if tickets:
+            self._packed.release_storage()
+
+    # ------------------------------------------------------------------ main_grad over microbatches
+
+    def _open_main_grad(self) -> None:
+        """Find out what the optimizer or the user did to ``.grad`` since gradients were final."""
+        if self.state is not GradState.FINAL:
+            return
+        present = [parameter.grad is not None for parameter in self._parameters]
+        if not any(present):
+            self.state = GradState.EMPTY
+            return
+        self._adopt_user_gradients(present)
+        self.state = GradState.PARTIAL
+        if self._final is not self.main_grad:
+            # The memory around the final slice holds what the last reduction left there: keep the slice aside and start over.
+            self._carry = self._final.local_buffer.clone()
+            self.state = GradState.EMPTY
+
+    def _adopt_user_gradients(self, present: Sequence[bool]) -> None:
+        for index, parameter in enumerate(self._parameters):
+            mine = self._final.get_local_tensor(index)
+            gradient = parameter.grad
+            if not present[index] or gradient is None:
+                mine.zero_()
+            elif not isinstance(gradient, DTensor):
+                raise StateError(f"{self.name}: .grad of parameter {index} was replaced by a plain tensor; give a DTensor like the parameter")
+            elif gradient.to_local().data_ptr() != mine.data_ptr():
+                mine.copy_(gradient.to_local())
+
+    def finalize(self) -> None:
+        """Reduce the axes that still hold partial sums, and set ``.grad`` of the sharded parameters."""
+        if self.state is not GradState.PARTIAL:
+            return
+        if self._final is not self.main_grad:
+            self.main_grad.redistribute(self._final.placements, out=self._final)
+            if self._carry is not None:
+                self._final.local_buffer.add_(self._carry)
+                self._carry = None
+        self.state = GradState.FINAL
+        self.show()
+
+    def settled(self) -> DBuffer | None:
+        """Return the final gradients with what the user did to ``.grad`` taken over; None where there are none to step with."""
+        if self.state is not GradState.FINAL:
+            return None
+        present = [parameter.grad is not None for parameter in self._parameters]
+        if not any(present):
+            return None
+        self._adopt_user_gradients(present)
+        return self._final
+
+    def match_parameter_dtype(self) -> None:
+        """Show gradients in the parameters' dtype, which PyTorch's optimizers need; ``restore_dtype`` undoes it."""
+        if self._final.dtype is self._template.dtype or self.settled() is None:
+            return
+        cast = self._final.cast(self._template.dtype)
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                parameter.grad = cast.get_dtensor(index)
+
+    def restore_dtype(self) -> None:
+        """Show the gradients themselves again after ``match_parameter_dtype``."""
+        if self._final.dtype is not self._template.dtype and self.state is GradState.FINAL:
+            for parameter, face in zip(self._parameters, self._faces, strict=True):
+                parameter.grad = face if parameter.grad is not None else None
+
+    def show(self) -> None:
+        """Set ``.grad`` of every sharded parameter to its part of the final gradients."""
+        if not self._faces:
+            self._faces = [self._final.get_dtensor(index) for index in range(len(self._parameters))]
+            if self._final.dtype is not self._template.dtype:
+                for parameter in self._parameters:
+                    parameter.grad_dtype = None  # type: ignore[attr-defined]  # any dtype may be assigned
+        for parameter, face in zip(self._parameters, self._faces, strict=True):
+            if parameter.grad is not face:
+                parameter.grad = face
+
+
+def _gaps(buffer: DBuffer) -> list[tuple[int, int]]:
+    """Return the ranges of the flat buffer that belong to no tensor: padding, which must stay zero in sums and norms."""
+    plan = buffer.plan
+    taken = sorted((plan.offsets[index], plan.offsets[index] + plan.tensor_numel(index)) for index in range(len(plan.shapes)))
+    gaps, cursor = [], 0
+    for start, stop in [*taken, (plan.numel, plan.numel)]:
+        if start > cursor:
+            gaps.append((cursor, start))
+        cursor = max(cursor, stop)
+    return gaps

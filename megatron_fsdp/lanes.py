@@ -1,0 +1,129 @@
+"""Ordered queues of device work beside the compute stream: one for gathers, one for reductions.
+
+On CUDA a lane is a stream. On CPU it is gloo's own worker: collectives are issued asynchronously, and what follows one (the fold of a
+reduced gradient) runs when somebody waits for it. The only file that touches streams and events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["CpuLane", "CudaLane", "Lane", "Ticket", "lane", "record_transcript", "trace"]
+
+Operation = Callable[[list[dist.Work] | None], None]
+
+
+class Ticket(Protocol):
+    """Work that was submitted to a lane."""
+
+    def wait(self) -> None:
+        """Make all later compute see the result. On CUDA this orders streams and does not block the host."""
+
+
+class Lane(Protocol):
+    """A queue of device work."""
+
+    def submit(self, operation: Operation, then: Callable[[], None] | None = None) -> Ticket:
+        """Queue ``operation`` after all compute issued so far, and ``then`` after it.
+
+        Args:
+            operation: issues collectives; it is given a list for their handles, or None where stream order suffices.
+            then: device work on their result.
+        """
+
+
+class _CpuTicket:
+    __slots__ = ("_then", "_works")
+
+    def __init__(self, works: list[dist.Work], then: Callable[[], None] | None) -> None:
+        self._works = works
+        self._then = then
+
+    def wait(self) -> None:
+        """Block until the collectives are done, then run what follows them, once."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+
+class CpuLane:
+    """Gloo's workers as a lane."""
+
+    def submit(self, operation: Operation, then: Callable[[], None] | None = None) -> Ticket:
+        """Start the collectives; ``then`` runs in ``Ticket.wait``."""
+        works: list[dist.Work] = []
+        operation(works)
+        return _CpuTicket(works, then)
+
+
+class _CudaTicket:
+    __slots__ = ("_event",)
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Order the current stream after the submitted work."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class CudaLane:
+    """A high-priority stream as a lane."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device=device, priority=-1)
+
+    def submit(self, operation: Operation, then: Callable[[], None] | None = None) -> Ticket:
+        """Run the operation on the lane's stream, after what the current stream holds now."""
+        # The wait also covers memory: a block that compute has finished with may be handed out again on this stream.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            operation(None)
+            if then is not None:
+                then()
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return _CudaTicket(event)
+
+
+_LANES: dict[tuple[str, torch.device], Lane] = {}
+
+
+def lane(name: str, device: torch.device) -> Lane:
+    """Return the process's lane of that name ("gather" or "reduce") on a device."""
+    key = (name, device)
+    if key not in _LANES:
+        _LANES[key] = CudaLane(device) if device.type == "cuda" else CpuLane()
+    return _LANES[key]
+
+
+_transcripts: list[list[str]] = []
+
+
+def trace(action: str, unit: str) -> None:
+    """Add "action unit" to the transcripts being recorded."""
+    for transcript in _transcripts:
+        transcript.append(f"{action} {unit}")
+
+
+@contextmanager
+def record_transcript() -> Iterator[list[str]]:
+    """Record what the runtime does, in host order, one "action unit" string each.
+
+    Actions: ``gather`` (issued), ``use`` (compute waits for the gather), ``reshard``, ``reduce`` (issued), ``fold`` (compute waits for the
+    reduction, which is in main_grad then), ``final`` (the gradients are what the optimizer may read).
+    """
+    transcript: list[str] = []
+    _transcripts.append(transcript)
+    try:
+        yield transcript
+    finally:
+        _transcripts.remove(transcript)

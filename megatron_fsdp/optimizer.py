@@ -1,0 +1,127 @@
+"""Optimizers over sharded parameters, and the gradient norm over all of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from dbuffer import DBuffer
+from dbuffer.collectives import all_reduce
+from dbuffer.placements import Flat
+from torch import nn
+from torch.optim import Optimizer
+
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.module import units_below
+from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
+
+__all__ = ["clip_grad_norm_", "fully_shard_optimizer"]
+
+O = TypeVar("O", bound=Optimizer)
+
+
+def fully_shard_optimizer(optimizer: O) -> O:
+    """Refresh the compute weights in one pass right after every ``optimizer.step()``, instead of at the next forward.
+
+    The optimizer may be any ``torch.optim.Optimizer`` over ``model.parameters()`` of sharded modules; its param groups are kept. Without this
+    call training is as correct: the next forward sees that main weights changed.
+
+    Raises:
+        ConfigError: the optimizer has no sharded parameter; it was probably built before ``fully_shard``.
+    """
+    groups: dict[int, weakref.ref[ParameterGroup]] = {}
+    for parameter in _parameters_of(optimizer):
+        group = group_of_parameter(parameter)
+        if group is not None:
+            groups[id(group)] = weakref.ref(group)
+    if not groups:
+        raise ConfigError(
+            "fully_shard_optimizer: none of the optimizer's parameters is sharded. Build the optimizer after fully_shard, from "
+            "model.parameters()."
+        )
+    adapters = list(groups.values())
+
+    def cast_gradients(*_: Any) -> None:
+        for reference in adapters:
+            group = reference()
+            if group is not None and group.gradients is not None:
+                group.gradients.match_parameter_dtype()
+
+    def refresh(*_: Any) -> None:
+        for reference in adapters:
+            group = reference()
+            if group is not None:
+                if group.gradients is not None:
+                    group.gradients.restore_dtype()
+                group.catch_up()
+
+    refreshes_itself(optimizer)
+    optimizer.register_step_pre_hook(cast_gradients)
+    optimizer.register_step_post_hook(refresh)
+    return optimizer
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterable[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale the gradients of a sharded model so that their global norm is at most ``max_norm``.
+
+    One pass over each flat gradient shard and one all-reduce of a scalar per distinct mesh, whatever the number of parameters. Parameters that
+    are not sharded (ignored ones) are taken in as they are on this rank.
+
+    Args:
+        model: a module with sharded modules in it, after the last microbatch's backward.
+        max_norm: ``float("inf")`` only measures.
+        norm_type: 2.0 or ``float("inf")``.
+    Returns:
+        The norm before clipping, a 0-d FP32 tensor, equal on all ranks.
+    Raises:
+        ConfigError: another ``norm_type``.
+    """
+    if norm_type not in (2.0, float("inf")):
+        raise ConfigError(f"clip_grad_norm_: norm_type={norm_type}; supported are 2.0 and inf")
+    gradients = [buffer for unit in units_below(model) for group in unit.gradients if (buffer := group.settled()) is not None]
+    plain = [p.grad for p in model.parameters() if p.grad is not None and group_of_parameter(p) is None]
+    device = next((buffer.device for buffer in gradients), plain[0].device if plain else torch.device("cpu"))
+    total = _combine([_partial_norm(tensor, norm_type) for tensor in plain], norm_type, device)
+    for same_axes in _by_reduction(gradients):
+        subtotal = _combine([_partial_norm(buffer.local_buffer, norm_type) for buffer in same_axes], norm_type, device)
+        for axis, placement in zip(same_axes[0].axes, same_axes[0].placements, strict=True):
+            if isinstance(placement, Flat):
+                all_reduce(subtotal, axis, "sum" if norm_type == 2.0 else "max")
+        total = _combine([total, subtotal], norm_type, device)
+    norm = total.sqrt() if norm_type == 2.0 else total
+    if max_norm != float("inf"):
+        # The factor of torch.nn.utils.clip_grad_norm_: just below max_norm / norm, never above 1.
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for tensor in [*(buffer.local_buffer for buffer in gradients), *plain]:
+            tensor.mul_(factor.to(tensor.dtype))
+    return norm
+
+
+def _partial_norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Return the sum of squares (or the maximum) of one tensor, as a 0-d FP32 tensor."""
+    if not gradient.numel():
+        return torch.zeros((), dtype=torch.float32, device=gradient.device)
+    norm = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32)
+    return norm.square() if norm_type == 2.0 else norm
+
+
+def _combine(parts: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    if not parts:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    stacked = torch.stack([part.to(device) for part in parts])
+    return stacked.sum() if norm_type == 2.0 else stacked.amax()
+
+
+def _by_reduction(gradients: Iterable[DBuffer]) -> Iterable[list[DBuffer]]:
+    """Split buffers by the mesh and placements over which their elements are spread."""
+    split: dict[tuple[int, tuple[object, ...]], list[DBuffer]] = {}
+    for buffer in gradients:
+        split.setdefault((id(buffer.mesh), buffer.placements), []).append(buffer)
+    return split.values()

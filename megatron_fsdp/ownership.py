@@ -1,0 +1,153 @@
+"""Which parameters a unit owns, and where in its modules each of them is used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from dbuffer import Granularity, first_dimension_granularity
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megatron_fsdp.errors import ConfigError, OwnershipError
+
+__all__ = ["OwnedParameter", "ParameterSite", "collect_parameters", "group_parameters", "mark_owned"]
+
+# Original parameters that some unit has taken over, with the name of that unit and of the parameter in it. A tied weight that is
+# still registered elsewhere is found here.
+_TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSite:
+    """One place where a parameter is registered."""
+
+    module: nn.Module
+    attribute: str
+
+
+@dataclass(slots=True, eq=False)
+class OwnedParameter:
+    """A parameter of a unit: its first name, and every place where it is registered (several when it is tied)."""
+
+    name: str
+    parameter: nn.Parameter
+    sites: list[ParameterSite] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        return tuple(self.parameter.shape)
+
+
+def collect_parameters(
+    modules: Sequence[nn.Module], is_unit: Callable[[nn.Module], bool], ignored: Iterable[nn.Parameter]
+) -> list[OwnedParameter]:
+    """Return the parameters below ``modules`` that no nested unit owns, in registration order.
+
+    Args:
+        modules: the modules of one unit.
+        is_unit: tells nested units, which are skipped with all that is below them.
+        ignored: parameters that nobody shards.
+    Raises:
+        OwnershipError: a parameter belongs to another unit already.
+        ConfigError: a parameter that cannot be sharded (0-d, meta, already a DTensor).
+    """
+    skipped = {id(parameter) for parameter in ignored}
+    found: dict[int, OwnedParameter] = {}
+    for position, root in enumerate(modules):
+        prefix = f"{position}." if len(modules) > 1 else ""
+        for module_name, module in _modules_of_unit(root, is_unit):
+            for attribute, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in skipped:
+                    continue
+                name = prefix + (f"{module_name}." if module_name else "") + attribute
+                owned = found.get(id(parameter))
+                if owned is None:
+                    _check_parameter(name, parameter, root)
+                    owned = found[id(parameter)] = OwnedParameter(name, parameter)
+                owned.sites.append(ParameterSite(module, attribute))
+    return list(found.values())
+
+
+def _modules_of_unit(
+    root: nn.Module, is_unit: Callable[[nn.Module], bool], prefix: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    seen = set() if seen is None else seen
+    if id(root) in seen:
+        return
+    seen.add(id(root))
+    yield prefix, root
+    for name, child in root.named_children():
+        if not is_unit(child):
+            yield from _modules_of_unit(child, is_unit, f"{prefix}.{name}" if prefix else name, seen)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, root: nn.Module) -> None:
+    where = f"{type(root).__name__}: parameter {name!r}"
+    if parameter in _TAKEN:
+        unit, first_name = _TAKEN[parameter]
+        raise OwnershipError(
+            f"{where} is the same tensor as {first_name!r} of unit {unit!r}, which owns it already. Tied parameters need one unit: "
+            f"pass both modules to one call, fully_shard([first, second]), or wrap neither and leave both to the unit around them."
+        )
+    if isinstance(parameter, DTensor):
+        raise ConfigError(
+            f"{where} is already a DTensor with placements {parameter.placements}; sharding tensor-parallel parameters again over a "
+            f"data-parallel axis is not supported yet: call fully_shard on plain parameters"
+        )
+    if parameter.ndim == 0:
+        raise ConfigError(
+            f"{where} has no dimensions, so there are no rows to shard. Make it 1-d, nn.Parameter(torch.tensor([value])), or list "
+            f"it in ignored_params."
+        )
+    if parameter.is_meta:
+        raise ConfigError(
+            f"{where} is on the meta device; sharding before initialisation is not supported yet: call module.to_empty(device=...) and "
+            f"initialise it first"
+        )
+
+
+def mark_owned(owned: Iterable[OwnedParameter], unit: str) -> None:
+    """Remember that a unit has taken these parameters over."""
+    for parameter in owned:
+        _TAKEN[parameter.parameter] = (unit, parameter.name)
+
+
+def group_parameters(owned: Sequence[OwnedParameter]) -> list[list[OwnedParameter]]:
+    """Split a unit's parameters into groups that can share buffers: same dtype, same ``requires_grad``."""
+    groups: dict[tuple[torch.dtype, bool], list[OwnedParameter]] = {}
+    for parameter in owned:
+        key = (parameter.parameter.dtype, parameter.parameter.requires_grad)
+        groups.setdefault(key, []).append(parameter)
+    return list(groups.values())
+
+
+def granularities(
+    owned: Sequence[OwnedParameter], granularity: Granularity | Callable[[nn.Parameter], Granularity | None] | None
+) -> list[Granularity]:
+    """Return where each parameter may be cut: as asked, else between slices of the first dimension.
+
+    Raises:
+        ConfigError: the asked granularity cuts inside such slices, which a DTensor cannot describe.
+    """
+    result = []
+    for parameter in owned:
+        asked = granularity(parameter.parameter) if callable(granularity) else granularity
+        finest = first_dimension_granularity(parameter.shape)
+        result.append(_checked_granularity(parameter, finest if asked is None else asked, finest))
+    return result
+
+
+def _checked_granularity(parameter: OwnedParameter, asked: Granularity, finest: Granularity) -> Granularity:
+    slice_numel = math.prod(parameter.shape[1:])
+    unit = asked.unit_numel(parameter.shape)
+    if slice_numel and unit % slice_numel and unit < parameter.parameter.numel():
+        raise ConfigError(
+            f"parameter {parameter.name!r} of shape {parameter.shape}: granularity {asked} would cut inside a slice of the first dimension "
+            f"({slice_numel} elements), which no DTensor can describe; the finest here is {finest}"
+        )
+    return asked

@@ -1,0 +1,355 @@
+"""ParameterGroup: the buffers of one unit's parameters of one dtype, and the switch between their two faces.
+
+Between uses a module shows its parameters as DTensors over ``main_weight``; from ``unshard`` to ``reshard`` it shows plain tensors,
+views of gathered storage, which the forward and backward compute with. Both sets of objects live as long as the group: switching is a
+few dictionary writes, and nothing is built on the hot path.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from dbuffer import DBuffer, Plan, RaggedShard, Replicate
+from dbuffer.placements import BufferPlacement
+from dbuffer_kernels import cast_copy
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megatron_fsdp.errors import StateError
+from megatron_fsdp.gradients import GradientBuffer, GradientDtypes
+from megatron_fsdp.lanes import Ticket, lane
+from megatron_fsdp.ownership import OwnedParameter
+from megatron_fsdp.precision import GroupDtypes
+from megatron_fsdp.strategy import Placements
+
+__all__ = ["GroupSpec", "ParameterGroup", "WeightState", "group_of_parameter", "refreshes_itself"]
+
+# Fused and foreach optimizers change a DTensor's memory without touching any version counter, so every step of any
+# torch.optim.Optimizer in the process counts as a change (docs/design/freshness.md).
+_optimizer_steps = [0]
+_REFRESHING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_GROUPS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _count_step(optimizer: Optimizer, *_: object) -> None:
+    if optimizer not in _REFRESHING:
+        _optimizer_steps[0] += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
+def refreshes_itself(optimizer: Optimizer) -> None:
+    """Say that ``optimizer`` calls ``catch_up`` on its groups after each step, so that its steps need no further notice."""
+    _REFRESHING.add(optimizer)
+
+
+def group_of_parameter(parameter: torch.Tensor) -> ParameterGroup | None:
+    """Return the group that a sharded parameter belongs to, None for any other tensor."""
+    reference = _GROUPS.get(parameter)
+    return None if reference is None else reference()
+
+
+class WeightState(enum.Enum):
+    """Where a group's compute weights are: SHARDED -> GATHERING (unshard issued) -> UNSHARDED (usable) -> SHARDED."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """Everything a group is built from besides its parameters.
+
+    Attributes:
+        mesh: of the data-parallel axes alone. placements: the strategy on these axes.
+        device: where the buffers live. dtypes: of the four copies.
+        divisor: gradients are divided by this (the number of data-parallel ranks unless told otherwise).
+    """
+
+    mesh: DeviceMesh
+    placements: Placements
+    device: torch.device
+    dtypes: GroupDtypes
+    divisor: float
+
+
+class ParameterGroup:
+    """Buffers for parameters of one dtype, ``requires_grad`` and strategy, laid out by one plan.
+
+    Attributes:
+        name: the unit's name, for messages.
+        parameters: the sharded parameters by name within the unit, in plan order.
+        plan: where the tensors sit.
+        main_weight: what the optimizer updates. model_weight: the compute-dtype copy at rest; the same buffer where dtype and
+            placement agree. main_grad: the gradient accumulator; None for a frozen group.
+        gathered: the weights that compute uses, allocated from ``unshard`` to ``reshard``.
+    """
+
+    def __init__(self, owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> None:
+        self.name = name
+        self.plan = plan
+        self.spec = spec
+        self.weight_state = WeightState.SHARDED
+        self.requires_grad = owned[0].parameter.requires_grad
+        self._gather_ticket: Ticket | None = None
+        self._dirty = True
+        self._seen_version = -1
+        self._generation = 0
+        self._gathered_generation = 0
+        self._make_weight_buffers()
+        for index, parameter in enumerate(owned):
+            self.main_weight.write_tensor(index, parameter.parameter)
+        sharded = [self._sharded_parameter(index, parameter) for index, parameter in enumerate(owned)]
+        self._sharded = sharded
+        self.parameters: dict[str, nn.Parameter] = {
+            parameter.name: face for parameter, face in zip(owned, sharded, strict=True)
+        }
+        self._unsharded = [self._unsharded_parameter(index, parameter) for index, parameter in enumerate(owned)]
+        if not self.rests_whole:
+            self.gathered.release_storage()
+        self._sites = _Sites(owned, self._sharded, self._unsharded)
+        self.gradients: GradientBuffer | None = None
+        if self.requires_grad:
+            dtypes = GradientDtypes(spec.dtypes.reduce, spec.dtypes.main_grad)
+            self.gradients = GradientBuffer(self.main_weight, spec.placements, dtypes, spec.divisor, sharded)
+            self.gradients.rename(f"unit {name!r}")
+        self._sites.show_sharded()
+
+    def _make_weight_buffers(self) -> None:
+        placements, dtypes = self.spec.placements, self.spec.dtypes
+        resting, stepped = placements.parameter, placements.optimizer
+        whole: tuple[BufferPlacement, ...] = tuple(Replicate() for _ in resting)
+        self.rests_whole = resting == whole
+        self.model_weight = self._buffer(resting, dtypes.compute, "model_weight")
+        if dtypes.main is not dtypes.compute:
+            self.main_weight = self._buffer(stepped, dtypes.main, "main_weight")
+        elif resting == stepped:
+            self.main_weight = self.model_weight
+        else:
+            # Same dtype, finer placement: the optimizer's shard is a slice of the compute weights, not a second copy.
+            self.main_weight = self.model_weight.slice_view(stepped)
+        self.gathered = self.model_weight
+        if not self.rests_whole:
+            # PyTorch makes views only on memory that is there; __init__ releases it when the views exist.
+            self.gathered = self._buffer(whole, dtypes.compute, "gathered weights")
+        self.main_weight.zero_()
+
+    def _buffer(self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, what: str) -> DBuffer:
+        name = f"unit {self.name!r}: {what}"
+        return DBuffer(self.spec.mesh, placements, (), dtype, self.spec.device, plan=self.plan, name=name)
+
+    def _sharded_parameter(self, index: int, owned: OwnedParameter) -> nn.Parameter:
+        face = nn.Parameter(self.main_weight.get_dtensor(index), requires_grad=self.requires_grad)
+        _copy_attributes(owned.parameter, face)
+        _GROUPS[face] = weakref.ref(self)
+        return face
+
+    def _unsharded_parameter(self, index: int, owned: OwnedParameter) -> nn.Parameter:
+        # .data gives the view a version counter of its own. Gathering again must not look to autograd like a change of the
+        # tensors it saved: the values are the same.
+        face = nn.Parameter(self.gathered.get_local_tensor(index).data, requires_grad=self.requires_grad)
+        _copy_attributes(owned.parameter, face)
+        if self.requires_grad:
+            face.register_post_accumulate_grad_hook(_gradient_hook(weakref.ref(self), index))
+        return face
+
+    @property
+    def main_grad(self) -> DBuffer | None:
+        """The gradient accumulator, at the gradient placement; None for a frozen group."""
+        return None if self.gradients is None else self.gradients.main_grad
+
+    # ------------------------------------------------------------------ unshard, reshard
+
+    def unshard(self) -> None:
+        """Gather the weights and show them in the modules. Compute issued afterwards may use them."""
+        self.start_gather()
+        self.finish_gather()
+
+    def start_gather(self, *, check: bool = True) -> None:
+        """Issue the gather on its lane; no-op unless SHARDED.
+
+        Args:
+            check: look whether main weights changed since the last gather. Backward has no need to: nothing steps between.
+        """
+        if self.weight_state is not WeightState.SHARDED:
+            return
+        if check and self._main_changed():
+            self.refresh()
+        self.weight_state = WeightState.GATHERING
+        self._gathered_generation = self._generation
+        if not self.rests_whole:
+            self._gather_ticket = lane("gather", self.spec.device).submit(self._gather)
+
+    def _gather(self, works: list[torch.distributed.Work] | None) -> None:
+        self.gathered.reallocate_storage()
+        self.model_weight.redistribute(self.gathered.placements, out=self.gathered, works=works)
+
+    def finish_gather(self) -> None:
+        """Make compute wait for the gather and show the gathered weights; no-op unless GATHERING."""
+        if self.weight_state is not WeightState.GATHERING:
+            return
+        if self._gather_ticket is not None:
+            self._gather_ticket.wait()
+            self._gather_ticket = None
+        self.weight_state = WeightState.UNSHARDED
+        self._sites.show_unsharded()
+
+    def reshard(self) -> None:
+        """Show the sharded parameters and release the gathered weights."""
+        if self.weight_state is WeightState.SHARDED:
+            return
+        self.finish_gather()
+        self._sites.show_sharded()
+        self.weight_state = WeightState.SHARDED
+        if not self.rests_whole:
+            self.gathered.release_storage()
+
+    # ------------------------------------------------------------------ main weight to model weight
+
+    def mark_changed(self) -> None:
+        """Say that main weights may have changed in a way that shows in no version counter."""
+        self._dirty = True
+
+    def _main_changed(self) -> bool:
+        version = self.main_weight.local_buffer._version + _optimizer_steps[0]
+        for face in self._sharded:
+            version += face._version
+        if version != self._seen_version:
+            self._seen_version = version
+            self._dirty = True
+        return self._dirty
+
+    def catch_up(self) -> None:
+        """Refresh after an optimizer step, if main weights may have changed."""
+        self.mark_changed()
+        if self._main_changed():
+            self.refresh()
+
+    def is_stale(self) -> bool:
+        """Whether the gathered weights are older than the main weights."""
+        return self._main_changed() or self._gathered_generation != self._generation
+
+    def refresh(self) -> None:
+        """Bring ``model_weight`` up to date with ``main_weight``: one fused cast, and a gather where weights rest whole."""
+        self._dirty = False
+        self._generation += 1
+        main, model = self.main_weight, self.model_weight
+        if main is model:
+            return
+        shard = model if main.placements == model.placements else model.slice_view(main.placements)
+        if shard.local_buffer.data_ptr() != main.local_buffer.data_ptr():
+            cast_copy(main.local_buffer, shard.local_buffer)
+        if shard is not model:
+            shard.redistribute(model.placements, out=model)
+
+    # ------------------------------------------------------------------ faces
+
+    def rename(self, name: str) -> None:
+        """Take another unit name, for messages."""
+        self.name = name
+        self.main_weight.rename(f"unit {name!r}: main_weight")
+        self.model_weight.rename(f"unit {name!r}: model_weight")
+        self.gathered.rename(f"unit {name!r}: gathered weights")
+        if self.gradients is not None:
+            self.gradients.rename(f"unit {name!r}")
+
+    def readopt(self) -> None:
+        """Copy values back into the buffers where somebody replaced a parameter's tensor (``module.to``, ``assign=True``).
+
+        Raises:
+            StateError: the replacement has another shape, dtype or device.
+        """
+        for index, (name, face) in enumerate(self.parameters.items()):
+            current = self._sites.registered(index)
+            local = current.to_local() if isinstance(current, DTensor) else current.data
+            wanted = self.main_weight.get_local_tensor(index)
+            if current is face and local.data_ptr() == wanted.data_ptr():
+                continue
+            self._adopt(index, name, current)
+        self._sites.show_sharded()
+
+    def _adopt(self, index: int, name: str, current: torch.Tensor) -> None:
+        wanted = self.main_weight
+        if current.shape != wanted.shape(index) or current.dtype != wanted.dtype or current.device != wanted.device:
+            raise StateError(
+                f"unit {self.name!r}: parameter {name!r} was replaced by {current.dtype} {tuple(current.shape)} on {current.device}; its "
+                f"buffer holds {wanted.dtype} {tuple(wanted.shape(index))} on {wanted.device}. Change dtype or device before "
+                f"fully_shard, or use MixedPrecisionPolicy."
+            )
+        with torch.no_grad():
+            if not isinstance(current, DTensor):
+                wanted.write_tensor(index, current)
+            elif current.to_local().shape == wanted.get_local_tensor(index).shape and _is_ragged(current):
+                wanted.get_local_tensor(index).copy_(current.to_local())
+            else:
+                wanted.write_tensor(index, current.full_tensor())
+            face = self._sharded[index]
+            face.data = wanted.get_dtensor(index)
+        self._dirty = True
+
+    def __repr__(self) -> str:
+        return f"ParameterGroup({self.name!r}, {len(self.parameters)} parameters, {self.weight_state.value})"
+
+
+class _Sites:
+    """Where the parameters of a group are registered, and the two sets of objects to register there."""
+
+    def __init__(
+        self, owned: Sequence[OwnedParameter], sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter]
+    ) -> None:
+        # Dictionaries, not modules: they do not refer back to anything that owns this group.
+        self._first = [(parameter.sites[0].module._parameters, parameter.sites[0].attribute) for parameter in owned]
+        self._plain: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
+        self._assigned: list[tuple[weakref.ref[nn.Module], str, nn.Parameter, nn.Parameter]] = []
+        for parameter, resting, used in zip(owned, sharded, unsharded, strict=True):
+            for site in parameter.sites:
+                if type(site.module).__setattr__ is nn.Module.__setattr__:
+                    self._plain.append((site.module._parameters, site.attribute, resting, used))
+                else:
+                    # Modules with their own __setattr__ (recurrent ones) keep further references to their weights.
+                    self._assigned.append((weakref.ref(site.module), site.attribute, resting, used))
+
+    def registered(self, index: int) -> torch.Tensor:
+        registry, attribute = self._first[index]
+        value = registry[attribute]
+        assert value is not None
+        return value
+
+    def show_sharded(self) -> None:
+        for registry, attribute, resting, _ in self._plain:
+            registry[attribute] = resting
+        for module, attribute, resting, _ in self._assigned:
+            setattr(module(), attribute, resting)
+
+    def show_unsharded(self) -> None:
+        for registry, attribute, _, used in self._plain:
+            registry[attribute] = used
+        for module, attribute, _, used in self._assigned:
+            setattr(module(), attribute, used)
+
+
+def _gradient_hook(group: weakref.ref[ParameterGroup], index: int) -> Callable[[torch.Tensor], None]:
+    def receive(parameter: torch.Tensor) -> None:
+        owner = group()
+        if owner is not None and owner.gradients is not None:
+            owner.gradients.receive(index, parameter)
+
+    return receive
+
+
+def _copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
+    for name, value in vars(source).items():
+        setattr(target, name, value)
+
+
+def _is_ragged(tensor: DTensor) -> bool:
+    return any(isinstance(placement, RaggedShard) for placement in tensor.placements)

@@ -1,0 +1,348 @@
+"""Schedule: when each unit is gathered, resharded and reduced.
+
+One schedule serves a root and all units below it. In forward it gathers a unit, makes compute wait, and starts the next one's gather. In
+backward it does the same in the other direction, and reduces each unit's gradients when the last of them is there.
+
+The order of collectives must be the same on every rank, whatever gradients a rank happens to have. It rests on one fact
+(docs/design/order.md): autograd runs nodes in the reverse of the order in which they were made, so when backward reaches the output of a call,
+everything that came after that call in forward is done.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_fsdp.lanes import trace
+from megatron_fsdp.parameter_group import WeightState
+from megatron_fsdp.structure import iterate_tensors
+from megatron_fsdp.unit import Call, Unit
+
+__all__ = ["Schedule"]
+
+_MAX_TRAIL = 65_536
+
+
+def _is_in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Schedule:
+    """Drives the units below one root.
+
+    Attributes:
+        is_last_backward: whether the next backward ends an optimizer step's gradient accumulation.
+        requires_all_reduce: whether the last backward also reduces over axes that hold partial sums.
+    """
+
+    def __init__(self) -> None:
+        self.is_last_backward = True
+        self.requires_all_reduce = True
+        self._units: list[weakref.ref[Unit]] = []
+        self._root: weakref.ref[Unit] | None = None
+        self._clock = 0
+        self._order: list[weakref.ref[Unit]] = []
+        self._last_order: list[weakref.ref[Unit]] = []
+        self._cursor = 0
+        self._trail: list[weakref.ref[Unit]] = []
+        self._is_backward_open = False
+        self._any_gradient = False
+        self._active: dict[int, Unit] = {}
+        self._closed: set[int] = set()
+        self._deferred: list[Unit] = []
+        self._reducing: list[Unit] = []
+
+    def adopt(self, root: Unit, units: Iterable[Unit]) -> None:
+        """Serve ``units``, of which ``root`` is the outermost."""
+        self._root = weakref.ref(root)
+        for unit in units:
+            unit.schedule = self
+            self._units.append(weakref.ref(unit))
+
+    @property
+    def root(self) -> Unit | None:
+        """The outermost unit."""
+        return self._root() if self._root is not None else None
+
+    def units(self) -> Iterator[Unit]:
+        """Yield the units served, in the order in which the root's modules are registered."""
+        for reference in self._units:
+            unit = reference()
+            if unit is not None:
+                yield unit
+
+    def reshards_after_forward(self, unit: Unit) -> bool:
+        """Whether a unit gives its gathered weights back after a forward that backward will follow."""
+        if unit.reshard_after_forward is None:
+            return unit is not self.root
+        return unit.reshard_after_forward
+
+    # ------------------------------------------------------------------ forward
+
+    def before_forward(self, unit: Unit, module: nn.Module) -> None:
+        """Gather the unit for its forward, and start the gather of the unit that followed it last time."""
+        if _is_in_backward():
+            self._before_recomputation(unit)
+            return
+        if unit is self.root and unit.open_call is None:
+            self._start_pass()
+        unit.pending_modules.discard(id(module))
+        if unit.open_call is None:
+            self._clock += 1
+            unit.open_call = Call(unit, self._clock)
+            unit.pending_modules = {id(other()) for other in unit.modules} - {id(module)}
+            self._unshard_fresh(unit)
+            self._prefetch_forward(unit)
+
+    def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
+        """Watch the outputs for backward, and reshard."""
+        call = unit.open_call
+        if call is None or _is_in_backward():
+            return
+        if torch.is_grad_enabled():
+            self._watch(call, output)
+        if not unit.pending_modules:
+            self._close_call(unit, call)
+            if unit is self.root:
+                self._end_pass()
+
+    def _close_call(self, unit: Unit, call: Call) -> None:
+        unit.open_call = None
+        self._clock += 1
+        call.end = self._clock
+        if unit.calls and unit.calls[-1]() is call:
+            call.trail, call.position = self._trail, len(self._trail)
+            self._trail.append(weakref.ref(unit))
+        if self.reshards_after_forward(unit) or not (torch.is_grad_enabled() or unit.reshard_after_forward is False):
+            self._reshard(unit)
+
+    def _start_pass(self) -> None:
+        if self._is_backward_open:
+            # A backward that raised never ran its final callback. Its gradients are void.
+            self._reset_backward()
+        self._clean_up()
+        self._last_order, self._order, self._cursor = self._order or self._last_order, [], 0
+        self._trail = []
+
+    def _end_pass(self) -> None:
+        for unit in self.units():
+            if unit.open_call is not None:
+                self._close_call(unit, unit.open_call)
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        """Reshard what a wrong prediction or an exception left gathered."""
+        for unit in self.units():
+            unit.open_call = None
+            if not unit.is_sharded and self.reshards_after_forward(unit):
+                self._reshard(unit)
+
+    def _watch(self, call: Call, output: Any) -> None:
+        enter = functools.partial(_enter_backward, call)
+        watched = False
+        for tensor in iterate_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(enter)
+                watched = True
+        if watched and not (call.unit.calls and call.unit.calls[-1]() is call):
+            call.unit.calls.append(weakref.ref(call))
+
+    def _unshard_fresh(self, unit: Unit) -> None:
+        for group in unit.groups:
+            if group.weight_state is WeightState.SHARDED:
+                if not torch.is_grad_enabled() and not group.rests_whole:
+                    # Evaluation often follows a swap of weights (averages) through .data, which no version counter shows.
+                    group.mark_changed()
+            elif group.is_stale():
+                group.reshard()
+        self._unshard(unit, check=True)
+
+    def _prefetch_forward(self, unit: Unit) -> None:
+        if len(self._order) < _MAX_TRAIL:
+            self._order.append(weakref.ref(unit))
+        if unit.forward_prefetch:
+            for reference in unit.forward_prefetch:
+                self._start_gather(reference(), check=True)
+            return
+        expected = self._last_order
+        # A unit that is not where it was last time moves the cursor to the end: gather on demand, and learn the new order.
+        while self._cursor < len(expected) and expected[self._cursor]() is not unit:
+            self._cursor += 1
+        self._cursor += 1
+        for reference in expected[self._cursor : self._cursor + 2]:
+            following = reference()
+            if following is not None and following.groups:
+                self._start_gather(following, check=True)
+                return
+
+    # ------------------------------------------------------------------ backward
+
+    def before_backward(self, call: Call) -> None:
+        """Gather the unit again for its backward, end the units that backward has left, start the next gather."""
+        if call.is_entered:
+            return
+        call.is_entered = True
+        unit = call.unit
+        self._open_backward()
+        self._leave_passed(call)
+        self._active[id(unit)] = unit
+        self._closed.discard(id(unit))
+        self._unshard(unit, check=False)
+        self._prefetch_backward(call)
+
+    def gradient_arrived(self, unit: Unit) -> None:
+        """Note one gradient of a unit; reduce when it was the last."""
+        self._any_gradient = True
+        if id(unit) not in self._active:
+            self._open_backward()
+            self._active[id(unit)] = unit
+            self._closed.discard(id(unit))
+        if unit.num_arrived == unit.num_gradients:
+            self._close(unit)
+
+    def drain(self) -> None:
+        """Make compute wait for all reductions in flight and release their buffers: at most one packed buffer is alive."""
+        reducing, self._reducing = self._reducing, []
+        for unit in reducing:
+            for buffer in unit.gradients:
+                if buffer.is_reducing:
+                    trace("fold", unit.name)
+                    buffer.wait()
+
+    def _open_backward(self) -> None:
+        if not self._is_backward_open:
+            self._is_backward_open = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
+
+    def _leave_passed(self, call: Call) -> None:
+        for unit in tuple(self._active.values()):
+            if unit is call.unit:
+                continue
+            outstanding = list(unit.outstanding_calls())
+            if not outstanding or outstanding[0].begin > call.end:
+                self._close(unit)
+                self._leave(unit)
+            elif all(other.begin > call.end for other in outstanding if other.is_entered):
+                # An earlier call of the unit has its backward still to come: weights are gathered again then.
+                self._reshard(unit)
+
+    def _before_recomputation(self, unit: Unit) -> None:
+        # Reentrant checkpointing runs the first forward without a graph, so no output is watched, and this is where backward is seen to
+        # move on. Units whose outputs are watched are left by the watch.
+        for other in tuple(self._active.values()):
+            if other is not unit and not any(other.outstanding_calls()) and not other.encloses(unit):
+                self._leave(other)
+        self._open_backward()
+        self._active[id(unit)] = unit
+        self._unshard(unit, check=False)
+
+    def _prefetch_backward(self, call: Call) -> None:
+        if call.unit.backward_prefetch:
+            for reference in call.unit.backward_prefetch:
+                self._start_gather(reference(), check=False)
+            return
+        for position in range(call.position - 1, -1, -1):
+            unit = call.trail[position]()
+            if unit is not None and unit.groups and unit is not call.unit:
+                self._start_gather(unit, check=False)
+                return
+
+    def _close(self, unit: Unit) -> None:
+        """Give back a unit's trainable weights and reduce its gradients, once per backward."""
+        if id(unit) in self._closed:
+            return
+        if unit.gradients and not self._any_gradient:
+            # Nothing has a gradient so far. Either this rank used none of these parameters, and others may have; or this is a
+            # backward that asks for no parameter's gradient at all.
+            self._leave(unit)
+            self._deferred.append(unit)
+            self._closed.add(id(unit))
+            return
+        self._closed.add(id(unit))
+        if all(group.requires_grad for group in unit.groups):
+            self._leave(unit)
+        deferred, self._deferred = self._deferred, []
+        for earlier in (*deferred, unit):
+            self._reduce(earlier)
+
+    def _reduce(self, unit: Unit) -> None:
+        if not unit.gradients:
+            return
+        for buffer in unit.gradients:
+            buffer.close(reduce=unit.requires_gradient_sync)
+        if any(buffer.is_reducing for buffer in unit.gradients):
+            trace("reduce", unit.name)
+            self._reducing.append(unit)
+
+    def _leave(self, unit: Unit) -> None:
+        self._active.pop(id(unit), None)
+        unit.calls = [reference for reference in unit.calls if (call := reference()) is not None and not call.is_entered]
+        if unit.reshard_after_backward:
+            self._reshard(unit)
+
+    def finish(self) -> None:
+        """End the backward: close what is open, complete the reductions, hand the gradients to the parameters."""
+        for unit in sorted(self._active.values(), key=_first_begin, reverse=True):
+            self._close(unit)
+            self._leave(unit)
+        for unit in self.units():
+            if unit.requires_gradient_sync and any(buffer.is_filled for buffer in unit.gradients):
+                self._reduce(unit)
+        self.drain()
+        for unit in self.units():
+            self._finalize(unit)
+        self._reset_backward()
+
+    def _finalize(self, unit: Unit) -> None:
+        for group in unit.groups:
+            buffer = group.gradients
+            if buffer is None or not buffer.is_partial or not unit.requires_gradient_sync:
+                continue
+            if buffer.rests_final or (self.is_last_backward and self.requires_all_reduce):
+                trace("final", unit.name)
+                buffer.finalize()
+                group.mark_changed()
+
+    def _reset_backward(self) -> None:
+        self._is_backward_open = False
+        self._any_gradient = False
+        self._active.clear()
+        self._closed.clear()
+        self._deferred.clear()
+        for unit in self.units():
+            if unit.reshard_after_backward or unit.has_state(WeightState.GATHERING):
+                self._reshard(unit)
+
+    # ------------------------------------------------------------------ weights
+
+    def _start_gather(self, unit: Unit | None, *, check: bool) -> None:
+        if unit is not None and unit.has_state(WeightState.SHARDED):
+            trace("gather", unit.name)
+            for group in unit.groups:
+                group.start_gather(check=check)
+
+    def _unshard(self, unit: Unit, *, check: bool) -> None:
+        self._start_gather(unit, check=check)
+        if unit.has_state(WeightState.GATHERING):
+            trace("use", unit.name)
+            for group in unit.groups:
+                group.finish_gather()
+
+    def _reshard(self, unit: Unit) -> None:
+        if not unit.is_sharded:
+            trace("reshard", unit.name)
+            for group in unit.groups:
+                group.reshard()
+
+
+def _enter_backward(call: Call, gradient: torch.Tensor) -> None:
+    call.unit.schedule.before_backward(call)
+
+
+def _first_begin(unit: Unit) -> int:
+    return min((call.begin for call in unit.outstanding_calls()), default=0)

@@ -1,0 +1,103 @@
+"""Where weights, gradients and optimizer state rest: the sharding strategy as a triple of placements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dbuffer import BufferPlacement, Flat, Partial, Replicate
+from dbuffer.errors import PlacementError
+
+__all__ = ["Placements"]
+
+Axis = int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Placements:
+    """The placements, per data-parallel axis, of the three kinds of buffer.
+
+    Args:
+        dp_axes: the axes of the mesh, by name or number, outermost first.
+        parameter: of the compute weights between uses: ``Replicate`` or ``Flat``.
+        gradient: of the gradients between microbatches: ``Partial`` or ``Flat``.
+        optimizer: of main weights, final gradients and optimizer state: ``Replicate`` or ``Flat``.
+    Raises:
+        PlacementError: a triple that has no meaning, naming the axis and the legal choices.
+    """
+
+    dp_axes: tuple[Axis, ...]
+    parameter: tuple[BufferPlacement, ...]
+    gradient: tuple[BufferPlacement, ...]
+    optimizer: tuple[BufferPlacement, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("dp_axes", "parameter", "gradient", "optimizer"):
+            value = getattr(self, name)
+            as_tuple = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+            object.__setattr__(self, name, as_tuple)
+        lengths = {len(self.dp_axes), len(self.parameter), len(self.gradient), len(self.optimizer)}
+        if len(lengths) != 1 or not self.dp_axes:
+            raise PlacementError(f"{self}: give one parameter, gradient and optimizer placement for each of dp_axes")
+        for position, axis in enumerate(self.dp_axes):
+            self._check_axis(position, axis)
+
+    def _check_axis(self, position: int, axis: Axis) -> None:
+        parameter, gradient, optimizer = self.parameter[position], self.gradient[position], self.optimizer[position]
+        for kind, found, legal in (
+            ("parameter", parameter, (Replicate, Flat)),
+            ("gradient", gradient, (Partial, Flat)),
+            ("optimizer", optimizer, (Replicate, Flat)),
+        ):
+            if not isinstance(found, legal):
+                names = " or ".join(choice.__name__ for choice in legal)
+                raise PlacementError(f"axis {axis!r}: the {kind} placement is {found}; legal is {names}")
+        if isinstance(optimizer, Replicate) and (isinstance(parameter, Flat) or isinstance(gradient, Flat)):
+            raise PlacementError(
+                f"axis {axis!r}: parameter {parameter} and gradient {gradient} with optimizer Replicate(): what the optimizer "
+                f"replicates must not be sharded elsewhere; use optimizer=Flat() or parameter=Replicate(), gradient=Partial()"
+            )
+
+    @classmethod
+    def no_shard(cls, axis: Axis = 0) -> Placements:
+        """Everything replicated; gradients are all-reduced on the last microbatch (DDP)."""
+        return cls((axis,), (Replicate(),), (Partial(),), (Replicate(),))
+
+    @classmethod
+    def optim(cls, axis: Axis = 0) -> Placements:
+        """ZeRO-1: optimizer state and main weights sharded."""
+        return cls((axis,), (Replicate(),), (Partial(),), (Flat(),))
+
+    @classmethod
+    def optim_grads(cls, axis: Axis = 0) -> Placements:
+        """ZeRO-2: gradients sharded as well."""
+        return cls((axis,), (Replicate(),), (Flat(),), (Flat(),))
+
+    @classmethod
+    def optim_grads_params(cls, axis: Axis = 0) -> Placements:
+        """ZeRO-3: weights sharded as well."""
+        return cls((axis,), (Flat(),), (Flat(),), (Flat(),))
+
+    @classmethod
+    def hsdp(cls, outer: Axis = 0, inner: Axis = 1) -> Placements:
+        """ZeRO-3 on the inner axis, replicas on the outer one."""
+        return cls((outer, inner), (Replicate(), Flat()), (Partial(), Flat()), (Replicate(), Flat()))
+
+    @classmethod
+    def hfsdp(cls, outer: Axis = 0, inner: Axis = 1) -> Placements:
+        """ZeRO-3 on the inner axis, optimizer state and main weights sharded over both."""
+        return cls((outer, inner), (Replicate(), Flat()), (Partial(), Flat()), (Flat(), Flat()))
+
+    @property
+    def num_axes(self) -> int:
+        """Number of data-parallel axes."""
+        return len(self.dp_axes)
+
+    def num_shards(self, sizes: Sequence[int]) -> int:
+        """Return into how many shards the most finely cut buffer is cut, for axes of the given sizes."""
+        return math.prod(size for size, placement in zip(sizes, self.optimizer, strict=True) if isinstance(placement, Flat))
+
+    def is_sharded(self, kind: Sequence[BufferPlacement]) -> bool:
+        """Whether any axis of one of the three tuples is ``Flat``."""
+        return any(isinstance(placement, Flat) for placement in kind)

@@ -1,0 +1,124 @@
+"""Unit: the state of one ``fully_shard`` call, shared by the modules it was given."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from megatron_fsdp.gradients import GradientBuffer
+from megatron_fsdp.parameter_group import ParameterGroup, WeightState
+from megatron_fsdp.precision import MixedPrecisionPolicy
+
+if TYPE_CHECKING:
+    from megatron_fsdp.schedule import Schedule
+
+__all__ = ["Call", "Unit"]
+
+
+class Call:
+    """One forward call of a unit, kept alive by the autograd hooks on its outputs.
+
+    Attributes:
+        begin, end: ticks of the schedule's clock; calls nest or follow each other, so these intervals do too.
+        position: place in the schedule's list of finished calls of that forward pass.
+        is_entered: whether backward has reached the outputs of this call.
+    """
+
+    __slots__ = ("__weakref__", "begin", "end", "is_entered", "position", "trail", "unit")
+
+    def __init__(self, unit: Unit, begin: int) -> None:
+        self.unit = unit
+        self.begin = begin
+        self.end = begin
+        self.position = 0
+        self.trail: list[weakref.ref[Unit]] = []
+        self.is_entered = False
+
+
+class Unit:
+    """Modules that are gathered, resharded and reduced together.
+
+    Attributes:
+        name: path of the (first) module below the root, for messages.
+        groups: the parameter groups; empty for a module without parameters of its own.
+        reshard_after_forward: as asked; None means yes, but no for the root.
+        requires_gradient_sync: False keeps gradients here, unreduced, until a backward with True.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        modules: Sequence[nn.Module],
+        groups: Sequence[ParameterGroup],
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.name = name
+        self.groups = tuple(groups)
+        self.policy = policy
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.forward_prefetch: list[weakref.ref[Unit]] = []
+        self.backward_prefetch: list[weakref.ref[Unit]] = []
+        self.schedule: Schedule
+        self.modules = [weakref.ref(module) for module in modules]
+        self.calls: list[weakref.ref[Call]] = []
+        self.pending_modules: set[int] = set()
+        self.open_call: Call | None = None
+        self.gradients: tuple[GradientBuffer, ...] = tuple(
+            group.gradients for group in self.groups if group.gradients is not None
+        )
+        self.num_gradients = sum(buffer.num_parameters for buffer in self.gradients)
+        for buffer in self.gradients:
+            buffer.observe(self)
+
+    def has_state(self, state: WeightState) -> bool:
+        """Whether any of its groups is in ``state``."""
+        return any(group.weight_state is state for group in self.groups)
+
+    @property
+    def reference(self) -> weakref.ref[Unit]:
+        """A weak reference to the unit, for whoever it must not be kept alive by."""
+        return weakref.ref(self)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether nothing of it is gathered or being gathered."""
+        return all(group.weight_state is WeightState.SHARDED for group in self.groups)
+
+    @property
+    def num_arrived(self) -> int:
+        """How many of its parameters got a gradient in this backward."""
+        return sum(buffer.num_arrived for buffer in self.gradients)
+
+    def outstanding_calls(self) -> Iterator[Call]:
+        """Yield the forward calls whose backward may still come, oldest first."""
+        alive = [(reference, call) for reference in self.calls if (call := reference()) is not None]
+        self.calls = [reference for reference, _ in alive]
+        for _, call in alive:
+            yield call
+
+    def before_packing(self) -> None:
+        """Make room for a packed gradient buffer."""
+        self.schedule.drain()
+
+    def gradient_arrived(self) -> None:
+        """Tell the schedule that one more gradient is packed."""
+        self.schedule.gradient_arrived(self)
+
+    def encloses(self, other: Unit) -> bool:
+        """Whether a module of ``other`` lies below one of this unit's."""
+        inner = {id(module()) for module in other.modules}
+        return any(
+            id(child) in inner for reference in self.modules if (module := reference()) is not None for child in module.modules()
+        )
+
+    def rename(self, name: str) -> None:
+        """Take the name that the unit has below a (new) root."""
+        self.name = name
+        for group in self.groups:
+            group.rename(name)

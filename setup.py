@@ -1,0 +1,39 @@
+"""Package metadata; the settings of the development tools are in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+README = Path(__file__).parent / "README.md"
+EXAMPLES = ["matplotlib>=3.8", "tqdm>=4.66"]
+TRITON = ["triton>=3.6; platform_system == 'Linux'"]
+DEVELOPMENT = ["hypothesis>=6.100", "mypy>=1.18", "pytest>=8.2", "ruff>=0.14", "setuptools>=77.0.3"]
+
+setup(
+    name="megatron-fsdp-dbuffer",
+    version="0.1.0",
+    description="Megatron-style sharded training in PyTorch over flat distributed buffers",
+    long_description=README.read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    author="The DBuffer authors",
+    python_requires=">=3.10",
+    # An installed package called `kernels` would overwrite another project's; the folder keeps the name, the import
+    # does not.
+    package_dir={"dbuffer_kernels": "kernels/dbuffer_kernels"},
+    packages=[
+        *find_packages(where="kernels", include=["dbuffer_kernels", "dbuffer_kernels.*"]),
+        *find_packages(include=["dbuffer", "dbuffer.*", "megatron_fsdp", "megatron_fsdp.*"]),
+    ],
+    package_data={"": ["py.typed"]},
+    install_requires=["torch>=2.11", "numpy>=1.26"],
+    extras_require={"triton": TRITON, "examples": EXAMPLES, "dev": [*DEVELOPMENT, *EXAMPLES, *TRITON]},
+    entry_points={"console_scripts": ["megatron-fsdp = megatron_fsdp.__main__:main"]},
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Operating System :: POSIX :: Linux",
+        "Typing :: Typed",
+    ],
+)

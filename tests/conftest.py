@@ -1,0 +1,51 @@
+"""What holds for every test: one thread, fixed seeds, reproducible examples, and no process-wide state left behind."""
+
+import random
+from collections.abc import Iterator
+
+import hypothesis
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+# Examples are the same in every run and are not timed: the machine's load must not decide what a run finds.
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None, print_blob=True)
+hypothesis.settings.load_profile("suite")
+
+torch.set_num_threads(1)
+
+
+# Last, to see what the -m expression has left.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse to run GPU tests on a machine without one, where skipping them would look like success."""
+    selected = [item.nodeid for item in items if item.get_closest_marker("gpu")]
+    if selected and not torch.cuda.is_available():
+        raise pytest.UsageError(
+            f"{len(selected)} tests need a CUDA device and torch.cuda.is_available() is False; wanted a machine with a "
+            f"GPU and a CUDA build of torch (found {torch.__version__}). Run `make test` for the tests that need none."
+        )
+
+
+@pytest.fixture(autouse=True)
+def process_state() -> Iterator[None]:
+    """Start a test from fixed seeds and fail it when it leaves a process group, a dtype or a grad mode behind."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    yield
+    left = [
+        name
+        for name, is_left in (
+            ("an initialized process group", dist.is_initialized()),
+            ("another default dtype", torch.get_default_dtype() != torch.float32),
+            ("gradients disabled", not torch.is_grad_enabled()),
+        )
+        if is_left
+    ]
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    assert not left, f"the test left {', '.join(left)} to the tests after it"

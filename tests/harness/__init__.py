@@ -1,0 +1,6 @@
+"""Tools that the tests share: a pool of worker processes that runs a function as the ranks of a process group."""
+
+from tests.harness.failures import FailureKind, RankError, RankFailure
+from tests.harness.ranks import run_ranks
+
+__all__ = ["FailureKind", "RankError", "RankFailure", "run_ranks"]

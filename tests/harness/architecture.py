@@ -1,0 +1,354 @@
+"""Checks of the rules that hold between and within files, made on syntax trees: nothing is imported.
+
+Each rule takes sources and returns one line per violation: where it is, what was found, what was wanted.
+"""
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+# The packages from the lowest floor up; a file imports its own floor and those before it.
+FLOORS = ("dbuffer_kernels", "dbuffer", "megatron_fsdp")
+FOLDERS = ("dbuffer", "kernels", "megatron_fsdp", "examples", "benchmarks", "tests")
+# Folders on the import path, which are no part of a module's name.
+PATH_FOLDERS = ("kernels", "examples")
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_ARGUMENTS = 7
+# Signatures that users bring with them; every other function with as much to say takes a frozen dataclass.
+WIDE_SIGNATURES = {
+    "fully_shard": "PyTorch's own, with placements and granularity",
+    "fully_shard_model": "Megatron-FSDP's own",
+    "AdamW.__init__": "PyTorch's own",
+}
+VAGUE_NAMES = ("utils", "util", "helpers", "misc")
+
+COLLECTIVES_FILE = "dbuffer.collectives"
+COLLECTIVES = frozenset(
+    """all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single all_reduce
+    all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather
+    gather_object irecv isend monitored_barrier recv reduce reduce_scatter reduce_scatter_single reduce_scatter_tensor
+    scatter scatter_object_list send _coalescing_manager""".split()
+)
+# No other function is called so: they count however they are reached, and as strings for getattr.
+TORCH_ONLY_NAMES = frozenset(
+    """all_gather_into_tensor all_gather_single reduce_scatter_single reduce_scatter_tensor all_to_all_single
+    _coalescing_manager""".split()
+)
+
+LANES_FILE = "megatron_fsdp.lanes"
+STREAM_NAMES = frozenset(
+    """torch.Event torch.Stream torch.cuda.Event torch.cuda.ExternalStream torch.cuda.Stream torch.cuda.StreamContext
+    torch.cuda.current_stream torch.cuda.default_stream torch.cuda.set_stream torch.cuda.stream""".split()
+)
+STREAM_METHODS = frozenset({"record_event", "record_stream", "wait_event", "wait_stream"})
+
+MEGATRON_FILE = "megatron_fsdp.mcore_adapter"
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file.
+
+    Attributes:
+        path: relative to the repository's root, with forward slashes.
+        text: what is in it.
+    """
+
+    path: str
+    text: str = field(repr=False)
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The file's syntax tree."""
+        return ast.parse(self.text, self.path)
+
+    @property
+    def is_package(self) -> bool:
+        """Whether it is a package's ``__init__.py``."""
+        return self.path.endswith("__init__.py")
+
+    @property
+    def module(self) -> str:
+        """The name that it is imported by."""
+        parts = self.path.removesuffix(".py").split("/")
+        parts = parts[1:] if parts[0] in PATH_FOLDERS else parts
+        return ".".join(parts[:-1] if self.is_package else parts)
+
+    @property
+    def package(self) -> str:
+        """The first part of the module's name."""
+        return self.module.partition(".")[0]
+
+    def at(self, node: ast.stmt | ast.expr) -> str:
+        """Return the place of a node as an editor understands it."""
+        return f"{self.path}:{node.lineno}"
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: ``target`` is a module, or a module's attribute; lazy inside a function."""
+
+    target: str
+    place: str
+    is_lazy: bool
+
+
+def read_sources(root: Path) -> list[Source]:
+    """Read all Python files of the project's folders."""
+    paths = (path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py")))
+    return [Source(path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
+
+
+def library(sources: Iterable[Source]) -> list[Source]:
+    """Return the sources of the three packages."""
+    return [source for source in sources if source.package in FLOORS]
+
+
+def upward_imports(sources: Sequence[Source]) -> list[str]:
+    """A package imports the packages on the floors below, nothing above and nothing beside the library."""
+    outside = {source.package for source in sources} - set(FLOORS)
+    found = []
+    for source in library(sources):
+        above = outside | set(FLOORS[FLOORS.index(source.package) + 1 :])
+        for entry in imports(source):
+            if entry.target.partition(".")[0] in above:
+                found.append(f"{entry.place}: imports {entry.target}; {source.package} may know only what is below it")
+    return found
+
+
+def import_cycles(sources: Sequence[Source]) -> list[str]:
+    """The files of a package form a hierarchy; an import inside a function or for type checking counts too."""
+    modules = {source.module for source in library(sources)}
+    graph = {source.module: _imported_modules(source, modules) for source in library(sources)}
+    found = []
+    settled: set[str] = set()
+    for module in sorted(graph):
+        cycle = _find_cycle(graph, module, settled)
+        if cycle:
+            found.append(f"{' -> '.join(cycle)}: a cycle; move what both need into a file below both")
+    return found
+
+
+def oversized(sources: Iterable[Source]) -> list[str]:
+    """Files and functions stay short; a function's docstring does not count."""
+    found = []
+    for source in sources:
+        num_lines = len(source.text.splitlines())
+        if num_lines > MAX_FILE_LINES:
+            found.append(f"{source.path}: {num_lines} lines; wanted at most {MAX_FILE_LINES}")
+        for name, function in functions(source.tree):
+            num_lines = _num_code_lines(function)
+            if num_lines > MAX_FUNCTION_LINES:
+                found.append(f"{source.at(function)}: {name} has {num_lines} lines; wanted <= {MAX_FUNCTION_LINES}")
+    return found
+
+
+def wide_signatures(sources: Iterable[Source]) -> list[str]:
+    """A function takes few arguments, ``self`` aside; a kernel may take more, as a launch passes no structures."""
+    found = []
+    for source in library(sources):
+        for name, function in functions(source.tree):
+            num_arguments = _num_arguments(function)
+            is_free = name in WIDE_SIGNATURES or _is_kernel(function)
+            if num_arguments > MAX_ARGUMENTS and not is_free:
+                found.append(f"{source.at(function)}: {name} takes {num_arguments}; wanted <= {MAX_ARGUMENTS}")
+    return found
+
+
+def vague_files(sources: Iterable[Source]) -> list[str]:
+    """A file is called after the one noun that it is about."""
+    return [
+        f"{source.path}: the name says nothing; wanted the noun that the file is about"
+        for source in sources
+        if source.module.rpartition(".")[2] in VAGUE_NAMES
+    ]
+
+
+def stray_collectives(sources: Iterable[Source]) -> list[str]:
+    """torch's collective functions are called in one file, which knows their names in every version of torch."""
+    found = []
+    for source in library(sources):
+        if source.module == COLLECTIVES_FILE:
+            continue
+        for name, place in spelled_names(source):
+            prefix, _, last = name.rpartition(".")
+            is_torch = prefix.startswith("torch.distributed") and last in COLLECTIVES
+            if is_torch or last in TORCH_ONLY_NAMES:
+                found.append(f"{place}: spells {name}; wanted a function of {COLLECTIVES_FILE}")
+    return found
+
+
+def stray_streams(sources: Iterable[Source]) -> list[str]:
+    """Streams and events are handled in one file, so that the order of device work is decided in one place."""
+    found = []
+    for source in library(sources):
+        if source.module == LANES_FILE:
+            continue
+        for name, place in spelled_names(source):
+            if name in STREAM_NAMES or name.rpartition(".")[2] in STREAM_METHODS:
+                found.append(f"{place}: spells {name}; wanted a lane of {LANES_FILE}")
+    return found
+
+
+def stray_megatron_imports(sources: Iterable[Source]) -> list[str]:
+    """Megatron-LM is optional: one file imports it, and only when one of its functions is called."""
+    return [
+        f"{entry.place}: imports {entry.target}; wanted inside a function of {MEGATRON_FILE}"
+        for source in library(sources)
+        for entry in imports(source)
+        if entry.target.partition(".")[0] == "megatron" and not (source.module == MEGATRON_FILE and entry.is_lazy)
+    ]
+
+
+def missing_docstrings(sources: Iterable[Source]) -> list[str]:
+    """Every module, public class, public function and public method of the library says what it is for."""
+    return [
+        f"{place}: {name} has no docstring"
+        for source in library(sources)
+        for name, place, node in _public_nodes(source)
+        if ast.get_docstring(node) is None
+    ]
+
+
+def imports(source: Source) -> Iterator[Import]:
+    """Yield every name that a file imports, wherever in the file, relative ones resolved."""
+    lazy = {id(inner) for _, function in functions(source.tree) for inner in ast.walk(function)}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = _base_module(source, node)
+            targets = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            yield Import(target, source.at(node), id(node) in lazy)
+
+
+def spelled_names(source: Source) -> Iterator[tuple[str, str]]:
+    """Yield every name, dotted name and word-like string of a file with its place; aliases of imports are resolved."""
+    aliases = _aliases(source)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            yield _dotted(node, aliases), source.at(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            yield node.value, source.at(node)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield f"{_base_module(source, node)}.{alias.name}", source.at(node)
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
+    """Yield every function with its qualified name, methods and inner functions included."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, Function):
+            yield prefix + node.name, node
+        inner = f"{prefix}{node.name}." if isinstance(node, Function | ast.ClassDef) else prefix
+        yield from functions(node, inner)
+
+
+def _base_module(source: Source, node: ast.ImportFrom) -> str:
+    """Return the absolute name of the module that a ``from`` import names."""
+    if not node.level:
+        return node.module or ""
+    parts = source.module.split(".")
+    num_kept = len(parts) - node.level + source.is_package
+    return ".".join([*parts[:num_kept], *([node.module] if node.module else [])])
+
+
+def _imported_modules(source: Source, modules: set[str]) -> list[str]:
+    """Return the modules of the same package that a file imports, from the targets' longest known prefixes."""
+    found = set()
+    for entry in imports(source):
+        parent = entry.target.rpartition(".")[0]
+        known = entry.target if entry.target in modules else parent
+        if known in modules and known.partition(".")[0] == source.package:
+            found.add(known)
+    return sorted(found)
+
+
+def _find_cycle(graph: Mapping[str, Sequence[str]], start: str, settled: set[str]) -> list[str]:
+    """Return a cycle that can be reached from ``start``, or nothing; ``settled`` modules have been reported on."""
+    path: list[str] = []
+
+    def visit(module: str) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in settled:
+            return []
+        path.append(module)
+        cycle = next((cycle for cycle in map(visit, graph[module]) if cycle), [])
+        path.pop()
+        settled.add(module)
+        return cycle
+
+    return visit(start)
+
+
+def _num_code_lines(function: Function) -> int:
+    assert function.end_lineno is not None
+    num_lines = function.end_lineno - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function) is not None and first.end_lineno is not None:
+        num_lines -= first.end_lineno - first.lineno + 1
+    return num_lines
+
+
+def _num_arguments(function: Function) -> int:
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return len(arguments) - (bool(arguments) and arguments[0].arg in ("self", "cls"))
+
+
+def _is_kernel(function: Function) -> bool:
+    arguments = [*function.args.args, *function.args.kwonlyargs]
+    return any(argument.annotation and ast.unparse(argument.annotation) == "tl.constexpr" for argument in arguments)
+
+
+def _aliases(source: Source) -> dict[str, str]:
+    """Map each imported local name to the full name of what it stands for."""
+    aliases = {}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                name = alias.asname or alias.name.partition(".")[0]
+                aliases[name] = alias.name if alias.asname else name
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                aliases[alias.asname or alias.name] = f"{_base_module(source, node)}.{alias.name}"
+    return aliases
+
+
+def _dotted(node: ast.expr, aliases: Mapping[str, str]) -> str:
+    """Return the full dotted name of an expression; what is neither a name nor an attribute counts as ``?``."""
+    if isinstance(node, ast.Name):
+        return aliases.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value, aliases)}.{node.attr}"
+    return "?"
+
+
+def _public_nodes(source: Source) -> Iterator[tuple[str, str, ast.Module | ast.ClassDef | Function]]:
+    yield source.module, f"{source.path}:1", source.tree
+    pending: list[tuple[str, ast.AST]] = [("", node) for node in ast.iter_child_nodes(source.tree)]
+    while pending:
+        prefix, node = pending.pop(0)
+        if isinstance(node, Function | ast.ClassDef):
+            if node.name.startswith("_") or _is_variant(node):
+                continue
+            yield prefix + node.name, source.at(node), node
+            prefix = f"{prefix}{node.name}."
+        # Not into functions: what is defined inside one is nobody's interface. Into `if` and `try`: they guard imports.
+        if isinstance(node, ast.ClassDef | ast.If | ast.Try):
+            pending += [(prefix, inner) for inner in ast.iter_child_nodes(node)]
+
+
+def _is_variant(node: Function | ast.ClassDef) -> bool:
+    """Whether it is one more form of something that is documented elsewhere."""
+    decorators = [ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list]
+    return not {"overload", "setter", "deleter", "override"}.isdisjoint(decorators)

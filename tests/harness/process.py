@@ -1,0 +1,108 @@
+"""The calling process's handle on one worker process: starting it, talking to it, reading what it wrote, ending it."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from multiprocessing import Pipe
+from pathlib import Path
+
+from tests.harness.failures import FailureKind, RankFailure, describe_exit
+from tests.harness.messages import Ready, Task, receive, send
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 120.0
+EXIT_TIMEOUT_S = 5.0
+
+
+class WorkerProcess:
+    """A process that runs ``tests.harness.worker``; its stdout and stderr go to one temporary file."""
+
+    def __init__(self, rank: int, store_port: int) -> None:
+        """Start the process without waiting for it.
+
+        Args:
+            rank: the worker's rank in every call.
+            store_port: port of the ``TCPStore`` where the ranks of a call meet.
+        """
+        self.rank = rank
+        self.connection, theirs = Pipe()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the worker lives; end() closes it)
+        self._output_start = 0
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.harness.worker", str(theirs.fileno()), str(store_port), str(rank)],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+                cwd=ROOT,
+            )
+
+    def wait_until_ready(self) -> None:
+        """Wait until the worker takes tasks; raises RuntimeError with its output when it does not come up."""
+        with contextlib.suppress(EOFError, OSError):
+            if self.connection.poll(START_TIMEOUT_S) and isinstance(receive(self.connection), Ready):
+                return
+        raise RuntimeError(
+            f"worker {self.rank} of the rank pool was not ready within {START_TIMEOUT_S:.0f} s, or died; "
+            f"it wrote:\n{self.output()}"
+        )
+
+    def begin(self, task: Task) -> None:
+        """Send a task; a worker that has just died is noticed when its outcome is read."""
+        self._output_start = os.fstat(self._output.fileno()).st_size
+        with contextlib.suppress(OSError):
+            send(self.connection, task)
+
+    def output(self) -> str:
+        """Return what the worker has written since its latest task began, or since its start."""
+        descriptor = self._output.fileno()
+        size = os.fstat(descriptor).st_size - self._output_start
+        # pread leaves alone the file position, which this process shares with the worker that writes there.
+        return os.pread(descriptor, size, self._output_start).decode(errors="replace")
+
+    def death(self) -> RankFailure:
+        """Return the failure of a worker whose connection has closed."""
+        try:
+            exit_code = self.process.wait(EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return self.interrupt("It closed its connection but did not exit; the stack it was on ends what it wrote.")
+        return RankFailure(self.rank, FailureKind.DIED, describe_exit(exit_code), self.output(), exit_code)
+
+    def interrupt(self, waited_for: str) -> RankFailure:
+        """End a worker that hangs and return its failure; the output ends with the stack on which it hung.
+
+        Args:
+            waited_for: what it did not do and for how long, a whole sentence.
+        """
+        self.process.terminate()
+        try:
+            self.process.wait(EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        return RankFailure(self.rank, FailureKind.STUCK, waited_for, self.output())
+
+    def end(self) -> None:
+        """Kill the worker, which keeps nothing worth saving, and give up its file and connection."""
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+        self._output.close()
+
+
+def _environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    environment.update(
+        # The caller's import path, so that functions pickled by reference are found.
+        PYTHONPATH=os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry)]),
+        # Nothing that a rank wrote before it died may be lost in a buffer.
+        PYTHONUNBUFFERED="1",
+        OMP_NUM_THREADS="1",
+    )
+    # gloo otherwise connects through whatever address the host name resolves to, if it does.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    return environment

@@ -1,0 +1,155 @@
+"""One worker of the pool: waits for a task, runs it as one rank of a fresh process group, reports, and cleans up."""
+
+import contextlib
+import datetime
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from types import TracebackType
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed has them, but untyped
+
+from tests.harness.messages import Call, Clean, Outcome, Ready, Release, Task, apply_filters, receive, send
+
+SEED = 20_260_101
+
+
+def main(connection_fd: int, store_port: int, rank: int) -> None:
+    """Serve tasks until the other end of the connection closes.
+
+    Args:
+        connection_fd: inherited descriptor of the connection to the calling process.
+        store_port: port of the calling process's ``TCPStore`` on 127.0.0.1.
+        rank: this worker's rank in every call it takes part in.
+    """
+    _prepare_process()
+    complaints = _record_swallowed_exceptions()
+    environment = dict(os.environ)
+    store = TCPStore("127.0.0.1", store_port, is_master=False)
+    # What the imports made lives as long as the process; frozen, it costs the collection after each call nothing.
+    gc.freeze()
+    with contextlib.suppress(EOFError), Connection(connection_fd) as connection:
+        send(connection, Ready())
+        while True:
+            task = receive(connection)
+            assert isinstance(task, Task)
+            outcome = _run(task, rank, store)
+            if outcome.error is not None:
+                # Closing the connections now makes peers that wait for this rank fail at once instead of timing out.
+                _close_process_groups()
+            send(connection, outcome)
+            release = receive(connection)
+            assert isinstance(release, Release)
+            _restore(environment)
+            send(connection, Clean(tuple(complaints)))
+            complaints.clear()
+
+
+def _prepare_process() -> None:
+    torch.set_num_threads(1)
+    # Ctrl-C is for the calling process, whose end closes the connection.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    # SIGTERM prints where a hung rank hangs, then ends it; the handler needs neither the GIL nor a bytecode boundary.
+    faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)
+
+
+def _run(task: Task, rank: int, store: Store) -> Outcome:
+    try:
+        call = pickle.loads(task.call)
+        assert isinstance(call, Call)
+        apply_filters(call.filters)
+        _seed()
+        _join(task, rank, store)
+        value = pickle.dumps(call.function(*call.args))
+    # SystemExit and a test library's own BaseExceptions are failures of the call too, never of the worker.
+    except BaseException:
+        return Outcome(None, traceback.format_exc(), time.monotonic())
+    return Outcome(value, None, time.monotonic())
+
+
+def _seed() -> None:
+    random.seed(SEED)
+    numpy.random.seed(SEED % 2**32)
+    torch.manual_seed(SEED)
+
+
+def _join(task: Task, rank: int, store: Store) -> None:
+    """Open the call's process group, with the environment variables that torchrun would have set."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(task.world_size),
+        LOCAL_WORLD_SIZE=str(task.world_size),
+    )
+    if "nccl" in task.backend:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        task.backend,
+        store=PrefixStore(f"call-{task.call_id}", store),
+        rank=rank,
+        world_size=task.world_size,
+        timeout=datetime.timedelta(seconds=task.timeout_s),
+    )
+
+
+def _close_process_groups() -> None:
+    # Cycles first: a model or mesh that one of them holds may own a reference to a group.
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _restore(environment: dict[str, str]) -> None:
+    """Undo what a call may have changed for the whole process, as far as torch lets it be undone."""
+    _close_process_groups()
+    _forget_meshes()
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.autograd.set_detect_anomaly(False)
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
+    gc.collect()
+
+
+def _forget_meshes() -> None:
+    """Drop DTensor's cached specs: an equal mesh of a later call would get this one's, whose groups are closed."""
+    if "torch.distributed.tensor" in sys.modules:
+        importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+
+
+def _record_swallowed_exceptions() -> list[str]:
+    """Return a list that grows by one traceback per exception which a finalizer or a thread would only print."""
+    complaints: list[str] = []
+
+    def record(where: str, kind: type[BaseException], value: BaseException | None, trace: TracebackType | None) -> None:
+        complaints.append(f"{where}:\n{''.join(traceback.format_exception(kind, value, trace))}")
+
+    def unraisable(report: "sys.UnraisableHookArgs") -> None:
+        record(f"in {report.object!r}", report.exc_type, report.exc_value, report.exc_traceback)
+
+    def in_thread(report: threading.ExceptHookArgs) -> None:
+        record(f"in {report.thread!r}", report.exc_type, report.exc_value, report.exc_traceback)
+
+    sys.unraisablehook = unraisable
+    threading.excepthook = in_thread
+    return complaints
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,56 @@
+"""Text that the model continues."""
+
+import torch
+from torch import Tensor, nn
+
+from gpt.sample import Sampling, generate
+
+CPU = torch.device("cpu")
+
+
+class Successor(nn.Module):
+    """Predicts the successor of the last byte, with little doubt, and remembers the lengths that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: list[int] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits that peak at the next byte value."""
+        self.lengths.append(tokens.shape[1])
+        return 3.0 * nn.functional.one_hot((tokens + 1) % 256, 256).float()
+
+
+def continued(temperature: float, *, seed: int = 1, num_bytes: int = 5) -> bytes:
+    """Return 'ab' continued by a ``Successor``."""
+    sampling = Sampling(temperature, seed, max_context=4)
+    return generate(Successor(), b"ab", num_bytes, sampling=sampling, device=CPU)
+
+
+def test_temperature_zero_takes_the_most_likely_byte() -> None:
+    assert continued(0) == b"abcdefg"
+
+
+def test_a_low_temperature_agrees_with_temperature_zero() -> None:
+    assert continued(0.05) == b"abcdefg"
+
+
+def test_a_high_temperature_depends_on_the_seed_alone() -> None:
+    assert continued(5.0, seed=1) == continued(5.0, seed=1)
+    assert continued(5.0, seed=1) != continued(5.0, seed=2)
+
+
+def test_the_model_sees_no_more_than_the_context() -> None:
+    model = Successor()
+    generate(model, b"ab", 5, sampling=Sampling(0, 1, max_context=4), device=CPU)
+    assert model.lengths == [2, 3, 4, 4, 4]
+
+
+def test_each_byte_is_reported_once() -> None:
+    reported: list[None] = []
+    generate(Successor(), b"ab", 3, sampling=Sampling(0, 1, 4), device=CPU, on_byte=lambda: reported.append(None))
+    assert len(reported) == 3
+
+
+def test_no_bytes_asked_leaves_the_prompt() -> None:
+    assert continued(1.0, num_bytes=0) == b"ab"

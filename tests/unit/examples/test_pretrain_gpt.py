@@ -1,0 +1,100 @@
+"""The training loop in one process, on a replicated model: what it logs, when, and how it fails."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import pretrain_gpt
+
+TINY = (
+    "--num-layers 1 --hidden-size 12 --num-attention-heads 2 --seq-length 9 --micro-batch-size 4 --train-iters 6 "
+    "--lr 0.01 --log-interval 1 --eval-iters 2 --num-tokens-to-generate 3 --distributed-backend gloo"
+)
+
+
+@pytest.fixture(autouse=True)
+def plain_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run as one process without torchrun, in a folder of its own that holds a text."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_bytes(b"the quick brown fox jumps over the lazy dog; " * 40)
+
+
+def train(flags: str = "") -> list[dict[str, Any]]:
+    """Run the script with the tiny model and more flags, and return the rows of its log."""
+    assert pretrain_gpt.main([*TINY.split(), "--data-path", "text", *flags.split()]) == 0
+    return [json.loads(line) for line in Path("runs/gpt/log.jsonl").read_text().splitlines()]
+
+
+def values(rows: list[dict[str, Any]], key: str) -> list[Any]:
+    """Return one column of the rows that have it."""
+    return [row[key] for row in rows if key in row]
+
+
+def test_microbatches_change_neither_losses_nor_gradient_norms() -> None:
+    whole, split = train(), train("--micro-batch-size 1 --global-batch-size 4")
+    for key in ("lm_loss", "grad_norm", "validation_loss"):
+        assert values(split, key) == pytest.approx(values(whole, key), rel=1e-5), key
+
+
+def test_the_loss_falls_on_a_text_that_repeats() -> None:
+    losses = values(train("--train-iters 60 --lr 0.03"), "lm_loss")
+    assert losses[0] > 5.3
+    assert losses[-1] < 3.0
+
+
+def test_an_interval_logs_the_mean_of_its_losses() -> None:
+    each, mean = values(train(), "lm_loss"), values(train("--log-interval 3"), "lm_loss")
+    # Beside the multiples, the first and the last iteration get a line.
+    assert mean == pytest.approx([each[0], sum(each[1:3]) / 2, sum(each[3:6]) / 3], rel=1e-6)
+
+
+def test_validation_runs_at_its_interval_and_at_the_end() -> None:
+    rows = train("--eval-interval 4")
+    assert [row["iteration"] for row in rows if "validation_loss" in row] == [4, 6]
+
+
+def test_clipping_limits_the_step_and_leaves_the_logged_norm_alone() -> None:
+    clipped, free = train("--optimizer sgd --clip-grad 1e-6"), train("--optimizer sgd --clip-grad 0")
+    assert values(clipped, "grad_norm")[0] == values(free, "grad_norm")[0] > 0.1
+    assert max(values(clipped, "validation_loss")) > min(values(free, "validation_loss")) + 1e-3
+
+
+def test_the_exit_interval_stops_before_the_end_without_a_sample(capsys: pytest.CaptureFixture[str]) -> None:
+    assert values(train("--exit-interval 4"), "lm_loss")[3:] == values(train(), "lm_loss")[3:4]
+    assert capsys.readouterr().out.count(" sample at temperature") == 1
+
+
+def test_the_prompt_is_continued_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    train("--prompt fox --temperature 0")
+    assert " sample at temperature 0.0:\nfox" in capsys.readouterr().out
+
+
+def test_a_cpu_run_says_that_it_computes_in_fp32(capsys: pytest.CaptureFixture[str]) -> None:
+    train()
+    assert "computing in fp32: many CPUs have no bf16 matrix units" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_the_flags_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    status = pretrain_gpt.main([*TINY.split(), "--data-path", "text", "--lr", "1e30"])
+    dist.destroy_process_group()
+    assert status == 2
+    assert "pretrain_gpt.py: error: iteration 2: lm loss nan" in capsys.readouterr().err
+
+
+def test_a_wrong_command_line_is_one_line_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain_gpt.main([*TINY.split(), "--hiden-size", "3"]) == 2
+    assert capsys.readouterr().err == (
+        "pretrain_gpt.py: error: unknown flag --hiden-size; the nearest valid flag is --hidden-size\n"
+    )
+    assert not Path("runs").exists()
+
+
+def test_a_missing_text_is_said_before_any_folder_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain_gpt.main([*TINY.split(), "--data-path", "nowhere"]) == 2
+    assert "--data-path: nowhere does not exist" in capsys.readouterr().err
+    assert not Path("runs").exists()

@@ -1,0 +1,304 @@
+"""The rank pool: what comes back from the ranks, what a failing rank tells, and what one call leaves to the next."""
+
+import os
+import signal
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.harness import FailureKind, RankError, ranks, run_ranks
+from tests.harness.messages import Outcome
+
+
+def rank_and_process() -> tuple[int, int]:
+    return dist.get_rank(), os.getpid()
+
+
+def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    total = tensor * (dist.get_rank() + 1)
+    dist.all_reduce(total)
+    return total
+
+
+def raise_on_last_rank() -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise ValueError("shards of rank 2 overlap")
+    dist.barrier()
+
+
+def end_process() -> None:
+    if dist.get_rank() == 0:
+        os._exit(7)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def wait_forever_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        threading.Event().wait()
+    raise ValueError("gave up on rank 1")
+
+
+def wait_forever() -> None:
+    threading.Event().wait()
+
+
+def exit_politely() -> None:
+    raise SystemExit(0)
+
+
+def draw() -> torch.Tensor:
+    return torch.rand(3)
+
+
+def spoil_process_state() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(2)
+    torch.use_deterministic_algorithms(True)
+    os.environ["LEFT_BEHIND"] = "1"
+    del os.environ["PATH"]
+
+
+def process_state() -> dict[str, object]:
+    return {
+        "dtype": torch.get_default_dtype(),
+        "device": torch.empty(1).device,
+        "grad": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "left behind": os.environ.get("LEFT_BEHIND"),
+        "path": os.environ.get("PATH"),
+    }
+
+
+def doubling_stays_on_the_mesh() -> bool:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    doubled = distribute_tensor(torch.arange(7), mesh, [Shard(0)]).mul(2)
+    assert isinstance(doubled, DTensor)
+    return doubled.device_mesh is mesh
+
+
+def warn() -> str:
+    warnings.warn("the old name", FutureWarning, stacklevel=2)
+    return "only warned"
+
+
+class FailsToDie:
+    def __init__(self) -> None:
+        self.cycle = self
+
+    def __del__(self) -> None:
+        raise RuntimeError("storage freed twice")
+
+
+def raise_in_finalizer() -> None:
+    FailsToDie()
+
+
+def raise_in_thread() -> None:
+    def prefetch() -> None:
+        raise RuntimeError("prefetch of a released unit")
+
+    thread = threading.Thread(target=prefetch)
+    thread.start()
+    thread.join()
+
+
+def write_a_line() -> None:
+    print("padding is 3 rows")
+
+
+def return_a_lock() -> object:
+    return threading.Lock()
+
+
+def torchrun_variables() -> tuple[str, ...]:
+    return tuple(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+
+
+def failure_of(world_size: int, function: object, **options: object) -> RankError:
+    with pytest.raises(RankError) as caught:
+        run_ranks(world_size, function, **options)  # type: ignore[arg-type]
+    return caught.value
+
+
+def test_values_come_back_in_rank_order() -> None:
+    assert [rank for rank, _ in run_ranks(3, rank_and_process)] == [0, 1, 2]
+
+
+def test_tensors_travel_to_the_ranks_and_back() -> None:
+    for total in run_ranks(2, sum_over_ranks, torch.tensor([1.5, -2.0])):
+        torch.testing.assert_close(total, torch.tensor([4.5, -6.0]))
+
+
+def test_groups_of_every_size_run_on_the_same_processes() -> None:
+    pool = [process for _, process in run_ranks(4, rank_and_process)]
+    for world_size in (1, 2, 3, 4, 2, 1):
+        assert [process for _, process in run_ranks(world_size, rank_and_process)] == pool[:world_size]
+
+
+def test_groups_of_every_size_communicate_among_all_their_ranks() -> None:
+    for world_size in (1, 2, 3, 4, 2, 1):
+        totals = run_ranks(world_size, sum_over_ranks, torch.ones(1))
+        assert [total.item() for total in totals] == [world_size * (world_size + 1) / 2] * world_size
+
+
+def test_ranks_see_the_variables_that_torchrun_sets() -> None:
+    assert run_ranks(2, torchrun_variables) == [("0", "0", "2", "2"), ("1", "1", "2", "2")]
+
+
+def test_an_exception_comes_back_as_a_traceback_of_its_rank() -> None:
+    failures = {failure.rank: failure for failure in failure_of(3, raise_on_last_rank).failures}
+    assert failures[2].kind is FailureKind.RAISED
+    assert "ValueError: shards of rank 2 overlap" in failures[2].report
+    assert "in raise_on_last_rank" in failures[2].report
+
+
+def test_peers_of_a_rank_that_raised_fail_without_waiting_for_the_timeout() -> None:
+    failures = failure_of(3, raise_on_last_rank, timeout=60.0).failures
+    assert {failure.rank: failure.kind for failure in failures} == dict.fromkeys(range(3), FailureKind.RAISED)
+
+
+def test_the_rank_that_failed_first_is_named_first() -> None:
+    assert failure_of(3, raise_on_last_rank).failures[0].rank == 2
+
+
+def test_failures_are_in_the_order_of_time_whatever_the_order_of_arrival() -> None:
+    arrived = {
+        0: Outcome(None, "lost rank 2", finished_at=5.5),
+        1: Outcome(b"", None, finished_at=5.0),
+        2: Outcome(None, "overlap", finished_at=5.25),
+    }
+    assert ranks.earliest_failure_first(arrived) == [2, 0]
+
+
+def test_the_pool_survives_an_exception() -> None:
+    before = run_ranks(2, rank_and_process)
+    failure_of(2, raise_on_last_rank)
+    assert run_ranks(2, rank_and_process) == before
+
+
+def test_a_worker_that_dies_between_calls_is_replaced() -> None:
+    ((_, process),) = run_ranks(1, rank_and_process)
+    os.kill(process, signal.SIGKILL)
+    # Waits for its end and leaves the reaping to the pool.
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    ((_, replacement),) = run_ranks(1, rank_and_process)
+    assert replacement != process
+
+
+def test_survivors_of_a_failed_call_do_not_answer_the_next_one_late() -> None:
+    failure_of(3, end_process)
+    assert [rank for rank, _ in run_ranks(3, rank_and_process)] == [0, 1, 2]
+
+
+def test_a_call_that_the_caller_interrupts_does_not_answer_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(1, draw)
+    ((rank, _),) = run_ranks(1, rank_and_process)
+    assert rank == 0
+
+
+def test_the_exit_code_of_each_dead_rank_is_reported() -> None:
+    failures = failure_of(3, end_process).failures
+    assert {failure.rank: failure.exit_code for failure in failures} == {0: 7, 1: -signal.SIGKILL, 2: None}
+
+
+def test_a_dead_rank_is_named_before_the_peer_that_lost_it() -> None:
+    failures = failure_of(3, end_process).failures
+    assert [failure.kind for failure in failures] == [FailureKind.DIED, FailureKind.DIED, FailureKind.RAISED]
+
+
+def test_a_rank_that_hangs_is_ended_and_its_stack_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "GRACE_S", 0.5)
+    raised, stuck = failure_of(2, wait_forever_on_rank_one, timeout=60.0).failures
+    assert (raised.rank, raised.kind, stuck.rank, stuck.kind) == (0, FailureKind.RAISED, 1, FailureKind.STUCK)
+    assert "in wait_forever_on_rank_one" in stuck.output
+
+
+def test_a_call_that_outlasts_its_timeout_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "GRACE_S", 0.5)
+    (stuck,) = failure_of(1, wait_forever, timeout=0.5).failures
+    assert stuck.kind is FailureKind.STUCK
+
+
+def test_leaving_the_interpreter_is_a_failure_even_with_code_zero() -> None:
+    assert "SystemExit: 0" in str(failure_of(1, exit_politely))
+
+
+def test_every_rank_of_every_call_starts_from_the_same_seed() -> None:
+    first, second = run_ranks(2, draw)
+    (third,) = run_ranks(1, draw)
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
+
+
+def test_what_a_call_sets_for_its_process_is_gone_in_the_next() -> None:
+    before = run_ranks(1, process_state)
+    run_ranks(1, spoil_process_state)
+    assert run_ranks(1, process_state) == before
+
+
+def test_dtensors_of_one_call_never_get_the_mesh_of_an_earlier_one() -> None:
+    assert [run_ranks(2, doubling_stays_on_the_mesh) for _ in range(2)] == [[True, True], [True, True]]
+
+
+def test_a_warning_on_a_rank_is_an_error() -> None:
+    assert "FutureWarning: the old name" in str(failure_of(1, warn))
+
+
+@pytest.mark.filterwarnings("ignore:the old name:FutureWarning")
+def test_a_warning_that_the_caller_ignores_is_ignored_on_the_ranks() -> None:
+    assert run_ranks(1, warn) == ["only warned"]
+
+
+def test_an_exception_in_a_finalizer_fails_the_call() -> None:
+    (failure,) = failure_of(1, raise_in_finalizer).failures
+    assert failure.kind is FailureKind.UNCLEAN
+    assert "RuntimeError: storage freed twice" in failure.report
+
+
+def test_an_exception_in_a_thread_fails_the_call() -> None:
+    (failure,) = failure_of(1, raise_in_thread).failures
+    assert failure.kind is FailureKind.UNCLEAN
+    assert "RuntimeError: prefetch of a released unit" in failure.report
+
+
+def test_fresh_ranks_run_in_processes_of_their_own_which_end() -> None:
+    pool = {process for _, process in run_ranks(2, rank_and_process)}
+    ((_, process),) = run_ranks(1, rank_and_process, fresh=True)
+    assert process not in pool
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+def test_what_a_rank_writes_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(2, write_a_line)
+    assert capsys.readouterr().out == "[rank 0] padding is 3 rows\n[rank 1] padding is 3 rows\n"
+
+
+def test_a_value_that_cannot_be_pickled_is_the_failure_of_its_rank() -> None:
+    assert "cannot pickle" in str(failure_of(1, return_a_lock))
+
+
+def test_a_function_inside_a_function_is_refused() -> None:
+    with pytest.raises(ValueError, match="top level of its module"):
+        run_ranks(1, lambda: None)
+
+
+def test_a_world_without_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="world_size is 0"):
+        run_ranks(0, draw)

@@ -1,0 +1,199 @@
+"""What the compiler must make of every Triton kernel for sm_80 and sm_90, run by test_triton.py in its own process.
+
+Access widths, spills, rounding and index widths are read from the PTX; no GPU is needed, but TRITON_INTERPRET must be
+off before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dbuffer_kernels import launch, reference
+from dbuffer_kernels.accumulate import accumulate_kernel
+from dbuffer_kernels.cast import cast_kernel
+from dbuffer_kernels.pack import pack_kernel
+
+SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+PAIRS = (
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float32),
+    (torch.float32, torch.float16),
+    (torch.float64, torch.float32),
+)
+WIDE_LOAD = re.compile(r"\bld\.global\.(?:v4\.b32|v2\.b64)")
+WIDE_STORE = re.compile(r"\bst\.global\.(?:v4\.b32|v2\.b64)")
+
+on_both = pytest.mark.parametrize("architecture", [80, 90])
+by_pair = pytest.mark.parametrize(("source", "out"), PAIRS, ids=lambda dtype: SHORT[dtype])
+by_elementwise = pytest.mark.parametrize("kernel", [cast_kernel, accumulate_kernel], ids=["cast", "accumulate"])
+
+
+def compile_elementwise(
+    kernel: Any, source: torch.dtype, out: torch.dtype, architecture: int, *, aligned: bool = True
+) -> Any:
+    constants = {"COMPUTE": launch.element_type(reference.compute_dtype(source, out))}
+    pointers = {"source": f"*{SHORT[source]}", "out": f"*{SHORT[out]}"}
+    return compile_for(kernel, pointers, constants, architecture, aligned=aligned)
+
+
+def compile_pack(
+    source: torch.dtype, out: torch.dtype, architecture: int, *, adds: bool, is_plain: bool = False
+) -> Any:
+    constants = {
+        "SOURCE": launch.element_type(source),
+        "OUT": launch.element_type(out),
+        "COMPUTE": launch.element_type(out if is_plain else reference.compute_dtype(source, out)),
+        "IS_PLAIN": is_plain,
+        "ACCUMULATE": adds,
+    }
+    return compile_for(pack_kernel, {"table": "*i64"}, constants, architecture)
+
+
+def compile_for(
+    kernel: Any, pointers: dict[str, str], constants: dict[str, Any], architecture: int, *, aligned: bool = True
+) -> Any:
+    """Compile as a launch would: pointers 16-byte aligned or not, scalars of the types their annotations fix."""
+    function = launch.jit(kernel)
+    constants = {**constants, "BLOCK": launch.BLOCK}
+    signature = {p.name: "constexpr" if p.is_constexpr else p.annotation_type for p in function.params} | pointers
+    positions = [function.arg_names.index(name) for name in pointers]
+    hints = {(position,): [["tt.divisibility", 16]] for position in positions if aligned}
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=hints)
+    options = {"num_warps": launch.NUM_WARPS}
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def num_wide(pattern: re.Pattern[str], compiled: Any) -> int:
+    return len(pattern.findall(compiled.asm["ptx"]))
+
+
+def accesses_per_thread(dtype: torch.dtype) -> int:
+    """Return how many 16-byte accesses move one thread's part of a block."""
+    return launch.BLOCK // (32 * launch.NUM_WARPS) * dtype.itemsize // 16
+
+
+def assert_no_spills(compiled: Any, folder: Path) -> None:
+    ptx = compiled.asm["ptx"]
+    (target,) = re.findall(r"^\.target (\w+)", ptx, flags=re.MULTILINE)
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    command = [
+        triton.knobs.nvidia.ptxas.path,
+        "-v",
+        f"--gpu-name={target}",
+        str(source),
+        "-o",
+        str(folder / "kernel.o"),
+    ]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    assert found == [("0", "0", "0")], report
+    # 256 threads of at most 128 registers: two blocks share a multiprocessor, so one loads while the other stores.
+    (registers,) = re.findall(r"Used (\d+) registers", report)
+    assert int(registers) <= 128, report
+
+
+@on_both
+@by_pair
+@by_elementwise
+def test_aligned_pointers_move_whole_blocks_in_16_byte_accesses_without_spills(
+    kernel: Any, source: torch.dtype, out: torch.dtype, architecture: int, tmp_path: Path
+) -> None:
+    compiled = compile_elementwise(kernel, source, out, architecture)
+    reads_out = kernel is accumulate_kernel
+    assert num_wide(WIDE_LOAD, compiled) == accesses_per_thread(source) + reads_out * accesses_per_thread(out)
+    assert num_wide(WIDE_STORE, compiled) == accesses_per_thread(out)
+    assert_no_spills(compiled, tmp_path)
+
+
+@on_both
+@by_pair
+@pytest.mark.parametrize("adds", [False, True], ids=["writes", "adds"])
+def test_pack_moves_aligned_blocks_in_16_byte_accesses_without_spills(
+    source: torch.dtype, out: torch.dtype, adds: bool, architecture: int, tmp_path: Path
+) -> None:
+    compiled = compile_pack(source, out, architecture, adds=adds)
+    # As many as one branch needs, so the branch for misaligned addresses has none.
+    assert num_wide(WIDE_LOAD, compiled) == accesses_per_thread(source) + adds * accesses_per_thread(out)
+    assert num_wide(WIDE_STORE, compiled) == accesses_per_thread(out)
+    assert_no_spills(compiled, tmp_path)
+
+
+@on_both
+@pytest.mark.parametrize("bits", [torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_a_plain_pack_moves_bits_in_16_byte_accesses_without_converting_them(
+    bits: torch.dtype, architecture: int, tmp_path: Path
+) -> None:
+    compiled = compile_pack(bits, bits, architecture, adds=False, is_plain=True)
+    assert num_wide(WIDE_LOAD, compiled) == num_wide(WIDE_STORE, compiled) == accesses_per_thread(bits)
+    assert not re.findall(r"\b(?:mul|fma|cvt)\S*\.(?:b?f16|f32|f64)", compiled.asm["ptx"])
+    assert_no_spills(compiled, tmp_path)
+
+
+def test_pack_takes_the_16_byte_branch_only_when_both_addresses_are_multiples_of_16() -> None:
+    # The interpreter reads misaligned addresses without complaint, so this is read from the program.
+    ttir = compile_pack(torch.bfloat16, torch.float32, 90, adds=True).asm["ttir"]
+    values = dict(re.findall(r"^\s*(%\S+) = (.*?)(?: loc\(.*)?$", ttir, flags=re.MULTILINE))
+
+    def operands(name: str, op: str) -> list[str]:
+        assert values[name].startswith(op), f"{name} = {values[name]}, wanted {op}"
+        return re.findall(r"%[\w.]+", values[name])
+
+    (condition,) = re.findall(r"(?:scf\.if|cf\.cond_br) (%[\w.]+)", ttir)
+    is_aligned, is_whole = operands(condition, "arith.andi")
+    assert values[is_whole].startswith("arith.cmpi sle")
+    low_bits, zero = operands(is_aligned, "arith.cmpi eq")
+    either, fifteen = operands(low_bits, "arith.andi")
+    assert (values[zero].split()[1], values[fifteen].split()[1]) == ("0", "15")
+    assert set(operands(either, "arith.ori")) == set(re.findall(r"tt\.int_to_ptr (%[\w.]+)", ttir))
+
+
+@on_both
+@by_elementwise
+def test_pointers_of_unknown_alignment_get_no_16_byte_access(kernel: Any, architecture: int) -> None:
+    compiled = compile_elementwise(kernel, torch.bfloat16, torch.float32, architecture, aligned=False)
+    assert num_wide(WIDE_LOAD, compiled) == num_wide(WIDE_STORE, compiled) == 0
+
+
+@on_both
+@pytest.mark.parametrize(("out", "rounding"), [(torch.bfloat16, "cvt.rn.bf16"), (torch.float16, "cvt.rn.f16")])
+@pytest.mark.parametrize("source", [torch.float32, torch.float64], ids=lambda dtype: SHORT[dtype])
+def test_16_bit_results_are_rounded_to_nearest_even_from_fp32(
+    source: torch.dtype, out: torch.dtype, rounding: str, architecture: int
+) -> None:
+    for compiled in (
+        compile_elementwise(cast_kernel, source, out, architecture),
+        compile_elementwise(accumulate_kernel, source, out, architecture),
+        compile_pack(source, out, architecture, adds=True),
+    ):
+        narrowing = set(re.findall(r"cvt\.r\w\.(?:b?f16)\S*", compiled.asm["ptx"]))
+        assert narrowing, "no conversion to 16 bits found"
+        assert all(op.startswith(rounding) and op.endswith(".f32") for op in narrowing), narrowing
+
+
+@pytest.mark.parametrize("kernel", [cast_kernel, accumulate_kernel, pack_kernel])
+def test_element_indices_are_64_bit_because_buffers_exceed_two_billion_elements(kernel: Any) -> None:
+    is_pack = kernel is pack_kernel
+    fp32 = torch.float32
+    compiled = compile_pack(fp32, fp32, 90, adds=True) if is_pack else compile_elementwise(kernel, fp32, fp32, 90)
+    products = re.findall(r"arith\.muli .* : (\w+)", compiled.asm["ttir"])
+    assert products
+    assert set(products) == {"i64"}
+
+
+@pytest.mark.parametrize("kernel", [cast_kernel, accumulate_kernel, pack_kernel])
+def test_scalars_have_fixed_types_so_that_no_value_compiles_a_kernel_again(kernel: Any) -> None:
+    types = {p.name: p.annotation_type for p in launch.jit(kernel).params}
+    assert types["scale"] == "fp64"
+    assert types.get("numel", "i64") == "i64"

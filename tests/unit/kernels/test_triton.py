@@ -1,0 +1,89 @@
+"""The Triton kernels: interpreted and compiled ahead of time on the CPU, and run on the GPU where there is one.
+
+Each happens in a process of its own, because Triton decides when it is imported whether it interprets.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[2]
+CASES = FOLDER / "triton_cases.py"
+COMPILED = FOLDER / "compiled_cases.py"
+
+Failures = dict[str, list[str]]
+
+
+def names(cases: Path) -> list[str]:
+    functions = (node for node in ast.parse(cases.read_text()).body if isinstance(node, ast.FunctionDef))
+    return [function.name for function in functions if function.name.startswith("test_")]
+
+
+def run_cases(cases: Path, folder: Path, *, interprets: bool) -> Failures:
+    """Run a file of cases in a fresh process and return, for each test function that ran, the texts of its failures."""
+    report = folder / "report.xml"
+    configuration = folder / "pytest.ini"
+    configuration.write_text(
+        "[pytest]\nfilterwarnings = error\nmarkers = reference_allowed: the reference may run for some sources\n"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+        "TRITON_CACHE_DIR": str(folder / "cache"),
+        "TRITON_INTERPRET": "1" if interprets else "0",
+    }
+    options = ["--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-c", str(configuration)]
+    command = [sys.executable, "-m", "pytest", str(cases), *options, f"--rootdir={ROOT}", f"--junitxml={report}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert report.exists(), f"{cases.name} did not run (exit status {done.returncode}):\n{done.stdout}\n{done.stderr}"
+    failures: Failures = {}
+    for case in ET.parse(report).iter("testcase"):
+        texts = failures.setdefault(case.attrib["name"].partition("[")[0], [])
+        texts += [
+            f"{case.attrib['name']}: {child.text}" for child in case if child.tag in ("failure", "error", "skipped")
+        ]
+    return failures
+
+
+def assert_passed(failures: Failures, name: str) -> None:
+    assert name in failures, f"{name} did not run; ran: {sorted(failures)}"
+    assert not failures[name], "\n".join(failures[name])
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Failures:
+    return run_cases(CASES, tmp_path_factory.mktemp("interpreted"), interprets=True)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Failures:
+    return run_cases(COMPILED, tmp_path_factory.mktemp("compiled"), interprets=False)
+
+
+@pytest.fixture(scope="module")
+def on_the_gpu(tmp_path_factory: pytest.TempPathFactory) -> Failures:
+    return run_cases(CASES, tmp_path_factory.mktemp("on_the_gpu"), interprets=False)
+
+
+@pytest.mark.parametrize("name", names(CASES))
+def test_interpreted_on_the_cpu(interpreted: Failures, name: str) -> None:
+    assert_passed(interpreted, name)
+
+
+@pytest.mark.parametrize("name", names(COMPILED))
+def test_compiled_ahead_of_time(compiled: Failures, name: str) -> None:
+    assert_passed(compiled, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", names(CASES))
+def test_compiled_on_the_gpu(on_the_gpu: Failures, name: str) -> None:
+    assert_passed(on_the_gpu, name)
