@@ -1,10 +1,11 @@
 """Flat distributed buffers: plans, placements, storage that comes and goes, and collectives in place."""
 
-from dbuffer.buffer import DBuffer, first_dimension_granularity
+from dbuffer.buffer import DBuffer
 from dbuffer.collectives import CollectiveCall, observe_collectives
-from dbuffer.dtensor import RaggedShard
+from dbuffer.dtensor import FlatRows, RaggedShard
 from dbuffer.errors import DBufferError, LayoutError, MeshError, PlacementError, StorageError
 from dbuffer.granularity import Block, Element, Granularity, Row, Whole
+from dbuffer.layout import first_dimension_granularity
 from dbuffer.placements import BufferPlacement, Flat, Partial, Replicate
 from dbuffer.plan import Plan, Region
 from dbuffer.planner import plan, plan_regions
@@ -18,6 +19,7 @@ __all__ = [
     "DBufferError",
     "Element",
     "Flat",
+    "FlatRows",
     "Granularity",
     "LayoutError",
     "MemoryMeter",

@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from dbuffer import collectives
-from dbuffer.dtensor import RaggedShard, make_dtensor
+from dbuffer.dtensor import FlatRows, RaggedShard, make_dtensor
 from dbuffer.errors import LayoutError, MeshError, PlacementError
-from dbuffer.granularity import Block, Granularity, Row
-from dbuffer.mesh import axis_index, mesh_axes
-from dbuffer.placements import BufferPlacement, Flat, Partial, Replicate, flat_axes, shard_index, validate_placements
+from dbuffer.granularity import Granularity
+from dbuffer.layout import Layout, first_dimension_granularity, make_layout
+from dbuffer.mesh import axis_index, flattened_mesh, mesh_axes
+from dbuffer.placements import BufferPlacement, Flat, Partial, Replicate, flat_axes, validate_placements
 from dbuffer.plan import Plan
 from dbuffer.planner import plan as make_plan
 from dbuffer.storage import FlatStorage
@@ -29,12 +30,7 @@ from dbuffer.storage import FlatStorage
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["DBuffer", "first_dimension_granularity"]
-
-
-def first_dimension_granularity(shape: Sequence[int]) -> Granularity:
-    """Return the finest granularity whose shards a DTensor can describe: whole slices of the first dimension."""
-    return Block(math.prod(shape[1:-1])) if len(shape) > 2 and math.prod(shape[1:-1]) > 0 else Row()
+__all__ = ["DBuffer"]
 
 
 class DBuffer:
@@ -47,8 +43,6 @@ class DBuffer:
         dtype: element type of the buffer.
         device: where this rank's part lives.
         granularity: where shards may be cut, one for all or one per tensor. None: between slices of the first dimension.
-        plan: a ready plan instead of making one; its shards must be a multiple of the product of the ``Flat`` axes.
-        name: how errors call this buffer.
     Raises:
         PlacementError, LayoutError, MeshError: as their messages say.
     """
@@ -62,27 +56,66 @@ class DBuffer:
         device: torch.device | str,
         *,
         granularity: Granularity | Sequence[Granularity] | None = None,
-        plan: Plan | None = None,
-        name: str = "DBuffer",
     ) -> None:
-        self.mesh = mesh
-        self.axes = mesh_axes(mesh)
-        self.placements = validate_placements(placements, len(self.axes))
-        self.dtype = dtype
-        self.device = _checked_device(torch.device(device), mesh)
-        self.name = name
-        self.plan = _plan_for(self.axes, tensor_shapes, dtype, granularity) if plan is None else plan
-        start, stop = self._local_range(self.placements)
-        self._base: torch.Tensor | None = None
-        self._storage = FlatStorage(stop - start, dtype, self.device, name=name)
+        axes = mesh_axes(mesh)
+        if granularity is None:
+            granularity = [first_dimension_granularity(shape) for shape in tensor_shapes]
+        num_shards = math.prod(axis.size for axis in axes)
+        plan = make_plan(tensor_shapes, num_shards, granularity=granularity, itemsize=dtype.itemsize)
+        self._set_up(plan, mesh, placements, "DBuffer")
+        self._allocate(dtype, torch.device(device))
 
     @classmethod
-    def _view(cls, owner: DBuffer, placements: tuple[BufferPlacement, ...], base: torch.Tensor) -> DBuffer:
-        view = cls.__new__(cls)
-        view.mesh, view.axes, view.plan = owner.mesh, owner.axes, owner.plan
-        view.placements, view.dtype, view.device, view.name = placements, base.dtype, base.device, owner.name
-        view._storage, view._base = owner._storage, base
+    def from_plan(
+        cls,
+        plan: Plan,
+        mesh: DeviceMesh,
+        placements: Sequence[BufferPlacement],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        name: str = "DBuffer",
+    ) -> DBuffer:
+        """Make a buffer, with undefined content, for a ready plan.
+
+        Args:
+            plan: its number of shards must be a multiple of the product of the ``Flat`` axes.
+            name: how errors call the buffer.
+        """
+        buffer = cls.__new__(cls)
+        buffer._set_up(plan, mesh, placements, name)
+        buffer._allocate(dtype, torch.device(device))
+        return buffer
+
+    def _set_up(self, plan: Plan, mesh: DeviceMesh, placements: Sequence[BufferPlacement], name: str) -> None:
+        self.plan = plan
+        self.mesh = mesh
+        self.axes = mesh_axes(mesh)
+        self.name = name
+        self.layout = make_layout(plan, validate_placements(placements, len(self.axes)), self.axes, name)
+
+    def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        if device.type not in (self.mesh.device_type, "meta"):
+            raise MeshError(
+                f"the buffer is on {device} but the mesh is on {self.mesh.device_type!r}; move the module to "
+                f"{self.mesh.device_type!r}, or give a mesh of {device.type!r}"
+            )
+        self.dtype = dtype
+        self.device = device
+        self._base: torch.Tensor | None = None
+        self._storage = FlatStorage(self.layout.numel, dtype, device, name=self.name)
+
+    def _view(self, layout: Layout, base: torch.Tensor) -> DBuffer:
+        view = type(self).__new__(type(self))
+        view.mesh, view.axes, view.plan, view.name = self.mesh, self.axes, self.plan, self.name
+        view.layout, view.dtype, view.device = layout, self.dtype, self.device
+        view._storage, view._base = self._storage, base
         return view
+
+    @property
+    def placements(self) -> tuple[BufferPlacement, ...]:
+        """One placement per mesh axis."""
+        return self.layout.placements
 
     @classmethod
     def from_local(
@@ -158,8 +191,7 @@ class DBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's part while it is allocated."""
-        start, stop = self._local_range(self.placements)
-        return (stop - start) * self.dtype.itemsize
+        return self.layout.numel * self.dtype.itemsize
 
     def rename(self, name: str) -> None:
         """Change how errors call this buffer and its storage."""
@@ -185,69 +217,54 @@ class DBuffer:
         """Return the global shape of one tensor."""
         return torch.Size(self.plan.shapes[index])
 
-    def local_range(self, index: int) -> range:
-        """Return which elements of tensor ``index`` (flattened) this rank holds."""
-        start, stop = self._local_range(self.placements)
-        offset = self.plan.offsets[index]
-        numel = self.plan.tensor_numel(index)
-        first = min(max(start - offset, 0), numel)
-        return range(first, min(max(stop - offset, first), numel))
-
     def get_local_tensor(self, index: int) -> torch.Tensor:
         """Return this rank's part of tensor ``index``, a view of the buffer.
 
         Returns:
-            The whole tensor where no axis is ``Flat``; else (rows, ...) where shards are cut between slices of the first
+            The whole tensor where this rank holds all of it; else (rows, ...) where shards are cut between slices of the first
             dimension, (rows, last dimension) where they are cut between rows inside it, and 1-D where rows are cut.
         Raises:
             StorageError: the storage is released.
         """
-        held = self.local_range(index)
-        shape = self.plan.shapes[index]
-        start = self.plan.offsets[index] + held.start - self._local_range(self.placements)[0] if len(held) else 0
-        piece = self.local_buffer.narrow(0, start, len(held))
-        if len(held) == self.plan.tensor_numel(index):
-            return piece.view(shape)
-        slice_numel = math.prod(shape[1:])
-        if len(held) % max(slice_numel, 1) == 0 and held.start % max(slice_numel, 1) == 0:
-            return piece.view(-1, *shape[1:]) if slice_numel else piece.view(0, *shape[1:])
-        row_numel = self.plan.row_numel(index)
-        return piece.view(-1, row_numel) if len(held) % row_numel == 0 else piece
+        return self.layout.tensor(index, self.local_buffer)
 
     def write_tensor(self, index: int, tensor: torch.Tensor) -> None:
-        """Copy from a whole tensor, of any float dtype, what this rank holds of it."""
-        held = self.local_range(index)
-        if len(held):
-            piece = tensor.detach().reshape(-1)[held.start : held.stop]
-            start = self.plan.offsets[index] + held.start - self._local_range(self.placements)[0]
-            self.local_buffer.narrow(0, start, len(held)).copy_(piece)
+        """Copy from a whole tensor, of any dtype and device, what this rank holds of it."""
+        held = self.layout.held(index)
+        if held:
+            self.layout.piece(index, self.local_buffer).copy_(tensor.detach().reshape(-1)[held.start : held.stop])
 
     def get_dtensor(self, index: int) -> DTensor:
         """Return tensor ``index`` as a DTensor of its global shape that shares this buffer's memory.
 
+        Where several axes are ``Flat`` the DTensor lives on the flattened mesh, else on the buffer's.
+
         Raises:
             StorageError: the storage is released.
-            PlacementError: an axis is ``Partial``, or several are ``Flat``.
+            PlacementError: an axis is ``Partial``.
             LayoutError: the granularity lets shards be cut inside slices of the first dimension, which no DTensor placement describes.
         """
-        axes = flat_axes(self.placements)
-        if len(axes) > 1 or any(isinstance(placement, Partial) for placement in self.placements):
-            raise PlacementError(
-                f"{self.name}: no DTensor describes the placements {self.placements}; redistribute first"
-            )
+        if any(isinstance(placement, Partial) for placement in self.placements):
+            raise PlacementError(f"{self.name}: no DTensor describes the placements {self.placements}; reduce first")
         local = self.get_local_tensor(index)
         shape = self.shape(index)
+        axes = flat_axes(self.placements)
         placements: list[Placement] = [Replicate() for _ in self.axes]
-        if axes:
-            if local.ndim != len(shape):
-                raise LayoutError(
-                    f"{self.name}: tensor {index} of shape {tuple(shape)} is cut inside a slice of its first dimension; "
-                    f"use granularity {first_dimension_granularity(shape)} for it to have a DTensor"
-                )
-            numel = self.plan.numel // self.axes[axes[0]].size
-            rows = shape[0] if shape else 1
-            placements[axes[0]] = RaggedShard(self.plan.offsets[index], numel, math.prod(shape[1:]), rows)
-        return make_dtensor(local, self.mesh, tuple(placements), shape)
+        if not axes:
+            return make_dtensor(local, self.mesh, tuple(placements), shape)
+        if local.ndim != len(shape):
+            raise LayoutError(
+                f"{self.name}: tensor {index} of shape {tuple(shape)} is cut inside a slice of its first dimension; "
+                f"use granularity {first_dimension_granularity(shape)} for it to have a DTensor"
+            )
+        rows = FlatRows(self.plan.offsets[index], self.layout.numel, math.prod(shape[1:]), shape[0])
+        if len(axes) == 1:
+            placements[axes[0]] = RaggedShard(rows)
+            return make_dtensor(local, self.mesh, tuple(placements), shape)
+        if len(axes) < len(self.axes):
+            raise PlacementError(f"{self.name}: no DTensor describes {self.placements}: some, but not all, of several axes are Flat")
+        ragged = RaggedShard(rows, tuple(axis.size for axis in self.axes))
+        return make_dtensor(local, flattened_mesh(self.mesh), (ragged,), shape)
 
     # -------------------------------------------------------------- redistribution
 
@@ -340,36 +357,23 @@ class DBuffer:
         Raises:
             PlacementError: the wanted part is not inside this rank's part.
         """
-        target = validate_placements(placements, len(self.axes))
-        start, stop = self._local_range(self.placements)
-        wanted_start, wanted_stop = self._local_range(target)
-        if not start <= wanted_start <= wanted_stop <= stop:
+        target = make_layout(self.plan, validate_placements(placements, len(self.axes)), self.axes, self.name)
+        mine = self.layout
+        if not mine.start <= target.start <= target.stop <= mine.stop:
             raise PlacementError(
-                f"{self.name}: under {target} this rank owns elements [{wanted_start}, {wanted_stop}) of the flat buffer, which "
-                f"are not within its part [{start}, {stop}) under {self.placements}; gather first"
+                f"{self.name}: under {target.placements} this rank owns elements [{target.start}, {target.stop}) of the flat buffer, "
+                f"which are not within its part [{mine.start}, {mine.stop}) under {self.placements}; gather first"
             )
-        return DBuffer._view(self, target, self.local_buffer.narrow(0, wanted_start - start, wanted_stop - wanted_start))
+        return self._view(target, self.local_buffer.narrow(0, target.start - mine.start, target.numel))
 
     def cast(self, dtype: torch.dtype, *, out: DBuffer | None = None) -> DBuffer:
         """Return the same content in another dtype; into ``out`` (same plan and placements) when given."""
         if out is None:
-            out = DBuffer(self.mesh, self.placements, (), dtype, self.device, plan=self.plan, name=self.name)
+            out = DBuffer.from_plan(self.plan, self.mesh, self.placements, dtype, self.device, name=self.name)
         cast_copy(self.local_buffer, self._output(out, self.placements, dtype).local_buffer)
         return out
 
     # ------------------------------------------------------------------ helpers
-
-    def _local_range(self, placements: Sequence[BufferPlacement]) -> tuple[int, int]:
-        axes = flat_axes(placements)
-        sizes = [axis.size for axis in self.axes]
-        num_parts = math.prod(sizes[axis] for axis in axes)
-        if self.plan.num_shards % num_parts:
-            raise PlacementError(
-                f"{self.name}: a plan of {self.plan.num_shards} shards cannot be cut into {num_parts} parts ({placements})"
-            )
-        part = self.plan.numel // num_parts
-        index = shard_index(axes, [axis.rank for axis in self.axes], sizes)
-        return index * part, (index + 1) * part
 
     def _change(
         self, axis: int | str, source: type[BufferPlacement], target: BufferPlacement
@@ -397,7 +401,7 @@ class DBuffer:
     ) -> DBuffer:
         dtype = dtype or self.dtype
         if out is None:
-            return DBuffer(self.mesh, placements, (), dtype, self.device, plan=self.plan, name=self.name)
+            return DBuffer.from_plan(self.plan, self.mesh, placements, dtype, self.device, name=self.name)
         if out.plan is not self.plan and out.plan != self.plan:
             raise LayoutError(
                 f"{self.name}: out= has another plan; both buffers must hold the same tensors at the same places"
@@ -420,24 +424,3 @@ class DBuffer:
             f"DBuffer({self.name!r}, {len(self.plan.shapes)} tensors, {self.plan.numel} elements of {self.dtype}, "
             f"{self.placements}, {self.nbytes} bytes here{'' if self.is_allocated else ', released'})"
         )
-
-
-def _plan_for(
-    axes: Sequence[object],
-    shapes: Sequence[Sequence[int]],
-    dtype: torch.dtype,
-    granularity: Granularity | Sequence[Granularity] | None,
-) -> Plan:
-    num_shards = math.prod(axis.size for axis in axes)  # type: ignore[attr-defined]
-    if granularity is None:
-        granularity = [first_dimension_granularity(shape) for shape in shapes]
-    return make_plan(shapes, num_shards, granularity=granularity, itemsize=dtype.itemsize)
-
-
-def _checked_device(device: torch.device, mesh: DeviceMesh) -> torch.device:
-    if device.type not in (mesh.device_type, "meta"):
-        raise MeshError(
-            f"the buffer is on {device} but the mesh is on {mesh.device_type!r}; move the module to {mesh.device_type!r} or give a "
-            f"mesh of {device.type!r}"
-        )
-    return device

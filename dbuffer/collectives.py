@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from dbuffer.mesh import MeshAxis
 
-__all__ = ["CollectiveCall", "all_gather", "all_reduce", "broadcast", "observe_collectives", "reduce_scatter"]
+__all__ = ["CollectiveCall", "all_gather", "all_reduce", "barrier", "broadcast", "observe_collectives", "reduce_scatter"]
 
 # torch 2.13 renames these two and warns on the old names; torch 2.11 has only the old names.
 _all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -110,6 +110,12 @@ def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.W
     work = dist.all_reduce(tensor, op=reduce_op, group=axis.reduce_group, async_op=works is not None)
     if works is not None and work is not None:
         works.append(work)
+
+
+def barrier() -> None:
+    """Wait until every rank of the world is here; no-op without a process group."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def broadcast(tensor: torch.Tensor, axis: MeshAxis, source: int = 0) -> None:

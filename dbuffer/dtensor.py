@@ -6,6 +6,8 @@ A flat plan gives each rank a run of rows that no ``torch.chunk`` would: some ra
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,18 +18,16 @@ from torch.distributed.tensor.placement_types import Placement
 from dbuffer import collectives
 from dbuffer.mesh import mesh_axes
 
-__all__ = ["RaggedShard", "make_dtensor"]
+__all__ = ["FlatRows", "RaggedShard", "make_dtensor"]
 
 
-class RaggedShard(Shard):
-    """A ``Shard(0)`` whose boundaries are those of a flat buffer.
+@dataclass(frozen=True, slots=True)
+class FlatRows:
+    """Where the rows of one tensor lie in a flat buffer that is cut into equal shards.
 
-    Rank r holds the rows of the tensor that lie in ``[r * shard_numel, (r + 1) * shard_numel)`` of the buffer. That is four
-    integers, whatever the number of ranks.
-
-    Args:
-        tensor_offset: where the tensor starts in the flat buffer, in elements.
-        shard_numel: elements of the buffer that one rank holds.
+    Attributes:
+        tensor_offset: where the tensor starts in the buffer, in elements.
+        shard_numel: elements of the buffer in one shard.
         row_numel: elements of one row (all dimensions but the first).
         num_rows: size of the first dimension.
     """
@@ -37,20 +37,40 @@ class RaggedShard(Shard):
     row_numel: int
     num_rows: int
 
+    def of_shard(self, shard: int) -> range:
+        """Return the rows in one shard, empty where there are none."""
+        return range(self._first_row_at(shard * self.shard_numel), self._first_row_at((shard + 1) * self.shard_numel))
+
+    def _first_row_at(self, position: int) -> int:
+        if self.row_numel == 0:
+            return self.num_rows if position > self.tensor_offset else 0
+        return min(max(-(-(position - self.tensor_offset) // self.row_numel), 0), self.num_rows)
+
+
+class RaggedShard(Shard):
+    """A ``Shard(0)`` whose boundaries are those of a flat buffer: a few integers, whatever the number of ranks.
+
+    Args:
+        rows: where the tensor's rows lie.
+        axis_sizes: for a mesh that was flattened, the sizes of its axes; their last one is the major one of the buffer, while ranks of
+            a flattened mesh count the first one slowest. Empty where rank r holds shard r.
+    """
+
+    rows: FlatRows
+    axis_sizes: tuple[int, ...]
+
     # The base class is a compiled one that takes the dimension alone.
-    def __new__(cls, tensor_offset: int, shard_numel: int, row_numel: int, num_rows: int) -> RaggedShard:
+    def __new__(cls, rows: FlatRows, axis_sizes: tuple[int, ...] = ()) -> RaggedShard:
         """Create the placement; see the class."""
         return super().__new__(cls, 0)
 
-    def __init__(self, tensor_offset: int, shard_numel: int, row_numel: int, num_rows: int) -> None:
+    def __init__(self, rows: FlatRows, axis_sizes: tuple[int, ...] = ()) -> None:
         super().__init__(0)
-        self.tensor_offset = tensor_offset
-        self.shard_numel = shard_numel
-        self.row_numel = row_numel
-        self.num_rows = num_rows
+        self.rows = rows
+        self.axis_sizes = axis_sizes
 
-    def _key(self) -> tuple[int, int, int, int]:
-        return (self.tensor_offset, self.shard_numel, self.row_numel, self.num_rows)
+    def _key(self) -> tuple[FlatRows, tuple[int, ...]]:
+        return (self.rows, self.axis_sizes)
 
     # PyTorch compares placements with a plain Shard(0) in operator strategies and expects equality there; between two of
     # these the rows decide, and they are part of the hash: the sharding cache must not hand one layout to another.
@@ -75,22 +95,21 @@ class RaggedShard(Shard):
         return self
 
     def __repr__(self) -> str:
-        return (
-            f"RaggedShard(offset={self.tensor_offset}, shard={self.shard_numel}, rows={self.num_rows}x{self.row_numel})"
-        )
+        return f"RaggedShard({self.rows}, {self.axis_sizes})"
 
     def __str__(self) -> str:
         return "S(0)"
 
     def rows_of(self, rank: int) -> range:
         """Return the rows that one rank holds, empty where it holds none."""
-
-        def first_row_at(position: int) -> int:
-            if self.row_numel == 0:
-                return self.num_rows if position > self.tensor_offset else 0
-            return min(max(-(-(position - self.tensor_offset) // self.row_numel), 0), self.num_rows)
-
-        return range(first_row_at(rank * self.shard_numel), first_row_at((rank + 1) * self.shard_numel))
+        shard, weight = 0, math.prod(self.axis_sizes)
+        if not self.axis_sizes:
+            return self.rows.of_shard(rank)
+        for size in reversed(self.axis_sizes):
+            weight //= size
+            rank, coordinate = divmod(rank, size)
+            shard += coordinate * weight
+        return self.rows.of_shard(shard)
 
     def _rows_per_rank(self, num_chunks: int) -> list[range]:
         return [self.rows_of(rank) for rank in range(num_chunks)]
@@ -142,7 +161,8 @@ class RaggedShard(Shard):
         padded = _pad_rows(local_tensor.contiguous(), most - local_tensor.shape[0])
         gathered = torch.empty((axis.size, most, *row_shape), dtype=padded.dtype, device=padded.device)
         collectives.all_gather(gathered.view(-1), padded.view(-1), axis)
-        return torch.cat([gathered[rank, : len(part)] for rank, part in enumerate(rows)])
+        in_order = sorted(range(axis.size), key=lambda rank: rows[rank].start)
+        return torch.cat([gathered[rank, : len(rows[rank])] for rank in in_order])
 
     def _reduce_shard_tensor(
         self, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int

@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer.errors import MeshError
 
-__all__ = ["MeshAxis", "axis_index", "mesh_axes"]
+__all__ = ["MeshAxis", "axis_index", "flattened_mesh", "mesh_axes"]
 
 _AXES: dict[int, tuple[MeshAxis, ...]] = {}
+_FLATTENED: dict[int, DeviceMesh] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +64,25 @@ def mesh_axes(mesh: DeviceMesh) -> tuple[MeshAxis, ...]:
         )
         weakref.finalize(mesh, _AXES.pop, key, None)
     return _AXES[key]
+
+
+def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the 1-D mesh over all ranks of a mesh, outermost axis slowest; made once, by all of its ranks together.
+
+    Raises:
+        MeshError: the ranks of the mesh are not in ascending order.
+    """
+    if mesh.ndim == 1:
+        return mesh
+    key = id(mesh)
+    if key not in _FLATTENED:
+        ranks: list[int] = mesh.mesh.flatten().tolist()
+        if ranks != sorted(ranks):
+            raise MeshError(f"{mesh}: sharding one buffer over several axes needs ranks in ascending order, found {ranks}")
+        group = dist.new_group(ranks, use_local_synchronization=True, group_desc="flattened mesh")
+        _FLATTENED[key] = DeviceMesh.from_group(group, mesh.device_type)
+        weakref.finalize(mesh, _FLATTENED.pop, key, None)
+    return _FLATTENED[key]
 
 
 def axis_index(mesh: DeviceMesh, axis: int | str) -> int:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.module import FsdpModule, convert, unit_of, units_below
+from megatron_fsdp.module import FsdpModule, convert, units_below
 from megatron_fsdp.ownership import (
     OwnedParameter,
     collect_parameters,
@@ -281,8 +281,3 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     finally:
         for unit, value in zip(units, before, strict=True):
             unit.requires_gradient_sync = value
-
-
-def schedule_of(module: nn.Module) -> Schedule:
-    """Return the schedule that serves a sharded module."""
-    return unit_of(module).schedule

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from dbuffer.collectives import barrier
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
@@ -56,7 +57,7 @@ def save_checkpoint(
     partial = path.with_name(path.name + ".partial")
     if _rank() == 0 and partial.exists():
         shutil.rmtree(partial)
-    _barrier()
+    barrier()
     tensors = _model_tensors(model)
     plain: dict[str, Any] = {"extra": dict(extra or {}), "world_size": _world_size()}
     if optimizer is not None:
@@ -64,11 +65,11 @@ def save_checkpoint(
         tensors |= optimizer_tensors
     dcp.save(tensors, checkpoint_id=partial)
     torch.save({"random_state": _random_state()}, partial / f"rank_{_rank()}.pt")
-    _barrier()
+    barrier()
     if _rank() == 0:
         torch.save(plain, partial / _STATE_FILE)
         _publish(partial, path)
-    _barrier()
+    barrier()
 
 
 def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, path: str | Path) -> dict[str, Any]:
@@ -196,8 +197,3 @@ def _rank() -> int:
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()

@@ -96,7 +96,7 @@ class GradientBuffer:
         if placements.gradient != placements.optimizer:
             self._final = self.main_grad.slice_view(placements.optimizer)
         self._views = [self._packed.get_local_tensor(index) for index in range(len(parameters))]
-        self._gaps = [self._packed.local_buffer[start:stop] for start, stop in _gaps(main_weight)]
+        self._gaps = [self._packed.local_buffer[gap.start : gap.stop] for gap in self._packed.layout.padding()]
         if not self.rests_partial:
             self._packed.release_storage()
         self._faces: list[DTensor] = []
@@ -104,7 +104,7 @@ class GradientBuffer:
 
     def _buffer(self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, what: str) -> DBuffer:
         like = self._template
-        return DBuffer(like.mesh, placements, (), dtype, like.device, plan=like.plan, name=f"{self.name}: {what}")
+        return DBuffer.from_plan(like.plan, like.mesh, placements, dtype, like.device, name=f"{self.name}: {what}")
 
     def rename(self, name: str) -> None:
         """Take another name, for messages."""
@@ -326,15 +326,3 @@ class GradientBuffer:
         for parameter, face in zip(self._parameters, self._faces, strict=True):
             if parameter.grad is not face:
                 parameter.grad = face
-
-
-def _gaps(buffer: DBuffer) -> list[tuple[int, int]]:
-    """Return the ranges of the flat buffer that belong to no tensor: padding, which must stay zero in sums and norms."""
-    plan = buffer.plan
-    taken = sorted((plan.offsets[index], plan.offsets[index] + plan.tensor_numel(index)) for index in range(len(plan.shapes)))
-    gaps, cursor = [], 0
-    for start, stop in [*taken, (plan.numel, plan.numel)]:
-        if start > cursor:
-            gaps.append((cursor, start))
-        cursor = max(cursor, stop)
-    return gaps

@@ -145,7 +145,7 @@ class ParameterGroup:
 
     def _buffer(self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, what: str) -> DBuffer:
         name = f"unit {self.name!r}: {what}"
-        return DBuffer(self.spec.mesh, placements, (), dtype, self.spec.device, plan=self.plan, name=name)
+        return DBuffer.from_plan(self.plan, self.spec.mesh, placements, dtype, self.spec.device, name=name)
 
     def _sharded_parameter(self, index: int, owned: OwnedParameter) -> nn.Parameter:
         face = nn.Parameter(self.main_weight.get_dtensor(index), requires_grad=self.requires_grad)

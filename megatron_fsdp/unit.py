@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -12,10 +12,29 @@ from megatron_fsdp.gradients import GradientBuffer
 from megatron_fsdp.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.precision import MixedPrecisionPolicy
 
-if TYPE_CHECKING:
-    from megatron_fsdp.schedule import Schedule
+__all__ = ["Call", "Driver", "Unit"]
 
-__all__ = ["Call", "Unit"]
+
+class Driver(Protocol):
+    """What a unit and its hooks ask of the schedule that serves it."""
+
+    is_last_backward: bool
+    requires_all_reduce: bool
+
+    def before_forward(self, unit: Unit, module: nn.Module) -> None:
+        """A module of the unit is about to run."""
+
+    def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
+        """A module of the unit has run."""
+
+    def before_backward(self, call: Call) -> None:
+        """Backward has reached an output of a call."""
+
+    def gradient_arrived(self, unit: Unit) -> None:
+        """One more gradient of the unit is packed."""
+
+    def drain(self) -> None:
+        """Make room for a packed gradient buffer."""
 
 
 class Call:
@@ -64,7 +83,7 @@ class Unit:
         self.requires_gradient_sync = True
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
-        self.schedule: Schedule
+        self.schedule: Driver
         self.modules = [weakref.ref(module) for module in modules]
         self.calls: list[weakref.ref[Call]] = []
         self.pending_modules: set[int] = set()

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -135,8 +136,11 @@ class TrainLog:
     def _new_bar(self, what: str, total: int, *, initial: int = 0, is_hidden: bool = False) -> tqdm[Any]:
         # disable=None: no bar where stderr is no terminal; the lines of the log are the progress there.
         disable = True if is_hidden or not self._is_main else None
+        # Not tqdm's own measurement: a container's terminal may say that it has 0 columns and rows, and then tqdm
+        # draws nothing; shutil falls back to 80 x 24.
+        columns, rows = shutil.get_terminal_size()
         leave = what == "training"
-        return tqdm(total=total, initial=initial, desc=what, leave=leave, dynamic_ncols=True, disable=disable)
+        return tqdm(total=total, initial=initial, desc=what, leave=leave, ncols=columns, nrows=rows, disable=disable)
 
     def _keep(self, row: dict[str, Any]) -> None:
         self._rows.append(row)

@@ -85,7 +85,6 @@ def _launch_one_dtype(
         SOURCE=element_type(source_dtype),
         OUT=element_type(out_dtype),
         COMPUTE=element_type(out_dtype if is_plain else reference.compute_dtype(dtype, out.dtype)),
-        IS_PLAIN=is_plain,
         ACCUMULATE=accumulate,
     )
 
@@ -171,11 +170,13 @@ def pack_kernel(
     SOURCE: tl.constexpr,
     OUT: tl.constexpr,
     COMPUTE: tl.constexpr,
-    IS_PLAIN: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Move one block of one source. ``table`` points to what ``_table`` laid out; the rest follows cast_kernel."""
+    """Move one block of one source; an integer ``COMPUTE`` means a plain copy of bits.
+
+    ``table`` points to what ``_table`` laid out; the rest follows cast_kernel.
+    """
     program = tl.program_id(0)
     row = table + tl.load(table + program)
     source_address = tl.load(row)
@@ -190,11 +191,11 @@ def pack_kernel(
         source = tl.multiple_of(source_address.to(tl.pointer_type(SOURCE)), 16) + start
         destination = tl.multiple_of(destination_address.to(tl.pointer_type(OUT)), 16) + start
         value = tl.load(source + index).to(COMPUTE)
-        if not IS_PLAIN:
+        if COMPUTE.is_floating():
             value = value * tl.full((), scale, COMPUTE)
         if ACCUMULATE:
             value += tl.load(destination + index).to(COMPUTE)
-        if not IS_PLAIN and OUT.primitive_bitwidth == 16:
+        if COMPUTE.is_floating() and OUT.primitive_bitwidth == 16:
             value = value.to(tl.float32)
         tl.store(destination + index, value.to(OUT))
     else:
@@ -202,10 +203,10 @@ def pack_kernel(
         destination = destination_address.to(tl.pointer_type(OUT)) + start
         mask = start + index < numel
         value = tl.load(source + index, mask=mask).to(COMPUTE)
-        if not IS_PLAIN:
+        if COMPUTE.is_floating():
             value = value * tl.full((), scale, COMPUTE)
         if ACCUMULATE:
             value += tl.load(destination + index, mask=mask).to(COMPUTE)
-        if not IS_PLAIN and OUT.primitive_bitwidth == 16:
+        if COMPUTE.is_floating() and OUT.primitive_bitwidth == 16:
             value = value.to(tl.float32)
         tl.store(destination + index, value.to(OUT), mask=mask)

@@ -23,7 +23,7 @@ from tests.harness.process import WorkerProcess
 Result = TypeVar("Result")
 
 # How long the other ranks may go on after the first failure: long enough for a peer to notice a closed connection.
-GRACE_S = 3.0
+GRACE_S = 5.0
 CLEANUP_TIMEOUT_S = 30.0
 
 

@@ -306,11 +306,10 @@ def test_a_tight_unit_gets_the_longer_search() -> None:
     assert plan(shapes, 64).gap < 0.02
 
 
-def test_equal_tensors_keep_their_order() -> None:
-    layout = plan([(3,), (4,), (1,), (1,), (4,), (3,)], 4, granularity=Whole(), alignment_bytes=0)
+def test_equal_tensors_keep_their_order_when_others_move() -> None:
+    layout = plan([(3,), (2,), (3,), (2,), (2,)], 2, granularity=Whole(), alignment_bytes=0)
     assert layout.padding_ratio == 0
-    for first, second in [(0, 5), (1, 4), (2, 3)]:
-        assert layout.offsets[first] < layout.offsets[second]
+    assert layout.offsets[0] < layout.offsets[2] < 6 <= layout.offsets[1] < layout.offsets[3] < layout.offsets[4]
 
 
 def test_looking_ahead_fills_the_gaps_between_widths_in_a_whole_model() -> None:

@@ -54,7 +54,6 @@ def compile_pack(
         "SOURCE": launch.element_type(source),
         "OUT": launch.element_type(out),
         "COMPUTE": launch.element_type(out if is_plain else reference.compute_dtype(source, out)),
-        "IS_PLAIN": is_plain,
         "ACCUMULATE": adds,
     }
     return compile_for(pack_kernel, {"table": "*i64"}, constants, architecture)

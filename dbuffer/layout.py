@@ -1,0 +1,94 @@
+"""Layout: which elements of a plan's flat buffer one rank holds, and how they look as tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dbuffer.errors import PlacementError
+from dbuffer.granularity import Block, Granularity, Row
+from dbuffer.mesh import MeshAxis
+from dbuffer.placements import BufferPlacement, flat_axes, shard_index
+from dbuffer.plan import Plan
+
+__all__ = ["Layout", "first_dimension_granularity", "make_layout"]
+
+
+def first_dimension_granularity(shape: Sequence[int]) -> Granularity:
+    """Return the finest granularity whose shards a DTensor can describe: whole slices of the first dimension."""
+    return Block(math.prod(shape[1:-1])) if len(shape) > 2 and math.prod(shape[1:-1]) > 0 else Row()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The elements ``[start, stop)`` of the flat buffer that this rank holds under some placements."""
+
+    plan: Plan
+    placements: tuple[BufferPlacement, ...]
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements that this rank holds."""
+        return self.stop - self.start
+
+    def held(self, index: int) -> range:
+        """Return which elements of tensor ``index`` (flattened) this rank holds."""
+        offset = self.plan.offsets[index]
+        numel = self.plan.tensor_numel(index)
+        first = min(max(self.start - offset, 0), numel)
+        return range(first, min(max(self.stop - offset, first), numel))
+
+    def piece(self, index: int, flat: torch.Tensor) -> torch.Tensor:
+        """Return the 1-D part of ``flat``, this rank's part of the buffer, that belongs to tensor ``index``."""
+        held = self.held(index)
+        start = self.plan.offsets[index] + held.start - self.start if held else 0
+        return flat.narrow(0, start, len(held))
+
+    def tensor(self, index: int, flat: torch.Tensor) -> torch.Tensor:
+        """Return ``piece`` in the shape of the tensor as far as it goes; see ``DBuffer.get_local_tensor``."""
+        held = self.held(index)
+        shape = self.plan.shapes[index]
+        piece = self.piece(index, flat)
+        if len(held) == self.plan.tensor_numel(index):
+            return piece.view(shape)
+        slice_numel = math.prod(shape[1:])
+        if len(held) % slice_numel == 0 and held.start % slice_numel == 0:
+            return piece.view(len(held) // slice_numel, *shape[1:])
+        row_numel = self.plan.row_numel(index)
+        is_rows = len(held) % row_numel == 0 and held.start % row_numel == 0
+        return piece.view(-1, row_numel) if is_rows else piece
+
+    def padding(self) -> list[range]:
+        """Return the parts of this rank's part, counted from its start, that belong to no tensor."""
+        taken = sorted((offset, offset + self.plan.tensor_numel(index)) for index, offset in enumerate(self.plan.offsets))
+        gaps, cursor = [], 0
+        for start, stop in [*taken, (self.plan.numel, self.plan.numel)]:
+            first, last = max(cursor, self.start), min(start, self.stop)
+            if first < last:
+                gaps.append(range(first - self.start, last - self.start))
+            cursor = max(cursor, stop)
+        return gaps
+
+
+def make_layout(plan: Plan, placements: tuple[BufferPlacement, ...], axes: Sequence[MeshAxis], name: str) -> Layout:
+    """Return the layout of this rank.
+
+    Raises:
+        PlacementError: the plan's shards cannot be dealt out evenly over the ``Flat`` axes.
+    """
+    flat = flat_axes(placements)
+    sizes = [axis.size for axis in axes]
+    num_parts = math.prod(sizes[axis] for axis in flat)
+    if plan.num_shards % num_parts:
+        raise PlacementError(
+            f"{name}: a plan of {plan.num_shards} shards cannot be cut into {num_parts} parts ({placements}); make the plan for a "
+            f"multiple of {num_parts} shards"
+        )
+    part = plan.numel // num_parts
+    index = shard_index(flat, [axis.rank for axis in axes], sizes)
+    return Layout(plan, placements, index * part, (index + 1) * part)
