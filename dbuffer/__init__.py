@@ -3,11 +3,11 @@
 from dbuffer.buffer import DBuffer
 from dbuffer.collectives import CollectiveCall, observe_collectives
 from dbuffer.dtensor import FlatRows, RaggedShard
-from dbuffer.errors import DBufferError, LayoutError, MeshError, PlacementError, StorageError
+from dbuffer.errors import DBufferError, LayoutError, MeshError, PaddingWarning, PlacementError, StorageError
 from dbuffer.granularity import Block, Element, Granularity, Row, Whole
 from dbuffer.layout import first_dimension_granularity
 from dbuffer.placements import BufferPlacement, Flat, Partial, Replicate
-from dbuffer.plan import Plan, Region
+from dbuffer.plan import PaddingLimits, Plan, Region, check_plan
 from dbuffer.planner import plan, plan_regions
 from dbuffer.storage import MemoryMeter, guard_released_storage, memory_meter
 
@@ -24,6 +24,8 @@ __all__ = [
     "LayoutError",
     "MemoryMeter",
     "MeshError",
+    "PaddingLimits",
+    "PaddingWarning",
     "Partial",
     "PlacementError",
     "Plan",
@@ -33,6 +35,7 @@ __all__ = [
     "Row",
     "StorageError",
     "Whole",
+    "check_plan",
     "first_dimension_granularity",
     "guard_released_storage",
     "memory_meter",

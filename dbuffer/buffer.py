@@ -1,6 +1,7 @@
 """DBuffer: tensors in one flat buffer that is placed on a device mesh.
 
-The buffer knows where its tensors lie (the plan) and where its data lives (one placement per mesh axis). Collectives change
+The buffer knows where its tensors lie (the plan) and where its data lives (one placement per mesh axis). Collectives
+change
 the second and never the first, so a tensor is a view in every state that holds all of it.
 """
 
@@ -11,21 +12,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from dbuffer_kernels import cast_copy
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from dbuffer import collectives
-from dbuffer.dtensor import FlatRows, RaggedShard, make_dtensor
+from dbuffer.dtensor import buffer_dtensor
 from dbuffer.errors import LayoutError, MeshError, PlacementError
 from dbuffer.granularity import Granularity
 from dbuffer.layout import Layout, first_dimension_granularity, make_layout
-from dbuffer.mesh import axis_index, flattened_mesh, mesh_axes
+from dbuffer.mesh import axis_index, mesh_axes
 from dbuffer.placements import BufferPlacement, Flat, Partial, Replicate, flat_axes, validate_placements
 from dbuffer.plan import Plan
 from dbuffer.planner import plan as make_plan
 from dbuffer.storage import FlatStorage
+from dbuffer_kernels import cast_copy
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -42,7 +42,8 @@ class DBuffer:
         tensor_shapes: global shapes, in the order in which ``get_local_tensor`` counts them.
         dtype: element type of the buffer.
         device: where this rank's part lives.
-        granularity: where shards may be cut, one for all or one per tensor. None: between slices of the first dimension.
+        granularity: where shards may be cut, one for all or one per tensor. None: between slices of the first
+            dimension.
     Raises:
         PlacementError, LayoutError, MeshError: as their messages say.
     """
@@ -171,8 +172,6 @@ class DBuffer:
             buffer.write_tensor(index, tensor)
         return buffer
 
-    # ------------------------------------------------------------------ storage
-
     @property
     def local_buffer(self) -> torch.Tensor:
         """This rank's part as a 1-D tensor.
@@ -180,8 +179,8 @@ class DBuffer:
         Raises:
             StorageError: the storage is released.
         """
-        tensor = self._storage.tensor
-        return tensor if self._base is None else self._base
+        whole = self._storage.tensor
+        return whole if self._base is None else self._base
 
     @property
     def is_allocated(self) -> bool:
@@ -211,18 +210,12 @@ class DBuffer:
         self.local_buffer.zero_()
         return self
 
-    # ------------------------------------------------------------------ tensors
-
-    def shape(self, index: int) -> torch.Size:
-        """Return the global shape of one tensor."""
-        return torch.Size(self.plan.shapes[index])
-
     def get_local_tensor(self, index: int) -> torch.Tensor:
         """Return this rank's part of tensor ``index``, a view of the buffer.
 
         Returns:
-            The whole tensor where this rank holds all of it; else (rows, ...) where shards are cut between slices of the first
-            dimension, (rows, last dimension) where they are cut between rows inside it, and 1-D where rows are cut.
+            The whole tensor where this rank holds all of it; else (rows, ...) where shards are cut between slices of
+            the first dimension, (rows, last dimension) where between rows inside it, and 1-D where rows are cut.
         Raises:
             StorageError: the storage is released.
         """
@@ -242,31 +235,10 @@ class DBuffer:
         Raises:
             StorageError: the storage is released.
             PlacementError: an axis is ``Partial``.
-            LayoutError: the granularity lets shards be cut inside slices of the first dimension, which no DTensor placement describes.
+            LayoutError: the granularity lets shards be cut inside slices of the first dimension, which no DTensor
+                placement describes.
         """
-        if any(isinstance(placement, Partial) for placement in self.placements):
-            raise PlacementError(f"{self.name}: no DTensor describes the placements {self.placements}; reduce first")
-        local = self.get_local_tensor(index)
-        shape = self.shape(index)
-        axes = flat_axes(self.placements)
-        placements: list[Placement] = [Replicate() for _ in self.axes]
-        if not axes:
-            return make_dtensor(local, self.mesh, tuple(placements), shape)
-        if local.ndim != len(shape):
-            raise LayoutError(
-                f"{self.name}: tensor {index} of shape {tuple(shape)} is cut inside a slice of its first dimension; "
-                f"use granularity {first_dimension_granularity(shape)} for it to have a DTensor"
-            )
-        rows = FlatRows(self.plan.offsets[index], self.layout.numel, math.prod(shape[1:]), shape[0])
-        if len(axes) == 1:
-            placements[axes[0]] = RaggedShard(rows)
-            return make_dtensor(local, self.mesh, tuple(placements), shape)
-        if len(axes) < len(self.axes):
-            raise PlacementError(f"{self.name}: no DTensor describes {self.placements}: some, but not all, of several axes are Flat")
-        ragged = RaggedShard(rows, tuple(axis.size for axis in self.axes))
-        return make_dtensor(local, flattened_mesh(self.mesh), (ragged,), shape)
-
-    # -------------------------------------------------------------- redistribution
+        return buffer_dtensor(self.get_local_tensor(index), self.layout, index, self.mesh, self.name)
 
     def redistribute(
         self,
@@ -282,7 +254,8 @@ class DBuffer:
             out: where to write; a new buffer when None.
             works: when given, the last collective is asynchronous and its handle is appended here.
         Raises:
-            PlacementError: a change that has no meaning (``Replicate`` to ``Partial``), or shards that would not be contiguous.
+            PlacementError: a change that has no meaning (``Replicate`` to ``Partial``), or shards that would not be
+                contiguous.
         """
         target = validate_placements(placements, len(self.axes))
         # Reductions and slices run from the last axis to the first, so that shards are cut from major to minor;
@@ -309,8 +282,8 @@ class DBuffer:
         if isinstance(source, Replicate) and isinstance(target, Flat):
             return self.scatter(axis, target, out=out)
         raise PlacementError(
-            f"{self.name}: axis {self.axes[axis].name!r} cannot change from {source} to {target}; legal are Flat to Replicate, "
-            f"Partial to Flat or Replicate, and Replicate to Flat"
+            f"{self.name}: axis {self.axes[axis].name!r} cannot change from {source} to {target}; legal are Flat to "
+            f"Replicate, Partial to Flat or Replicate, and Replicate to Flat"
         )
 
     def allgather(
@@ -327,8 +300,7 @@ class DBuffer:
     ) -> DBuffer:
         """Reduce one ``Partial`` axis and keep this rank's shard. This buffer's content is undefined afterwards."""
         position, target = self._change(axis, Partial, placement)
-        out = self._output(out, target)
-        op = self._reduce_op(position)
+        out, op = self._output(out, target), self._reduce_op(position)
         collectives.reduce_scatter(out.local_buffer, self.local_buffer, self.axes[position], op, works)
         return out
 
@@ -337,22 +309,21 @@ class DBuffer:
     ) -> DBuffer:
         """Reduce one ``Partial`` axis: afterwards every rank of the axis holds the sum (or average)."""
         position, target = self._change(axis, Partial, Replicate())
-        op = self._reduce_op(position)
-        if out is None:
-            out = self._output(None, target)
+        out = self._output(out, target)
         if out.local_buffer.data_ptr() != self.local_buffer.data_ptr():
-            self._output(out, target).local_buffer.copy_(self.local_buffer)
-        collectives.all_reduce(out.local_buffer, self.axes[position], op, works)
+            out.local_buffer.copy_(self.local_buffer)
+        collectives.all_reduce(out.local_buffer, self.axes[position], self._reduce_op(position), works)
         return out
 
     def scatter(self, axis: int | str, placement: Flat, *, out: DBuffer | None = None) -> DBuffer:
-        """Keep this rank's slice along one ``Replicate`` axis; no communication. Without ``out`` the result is a view."""
+        """Keep this rank's slice along one ``Replicate`` axis, without communication; a view where ``out`` is None."""
         _, target = self._change(axis, Replicate, placement)
         view = self.slice_view(target)
         return view if out is None else view._copied_to(self._output(out, target))
 
     def slice_view(self, placements: Sequence[BufferPlacement]) -> DBuffer:
-        """Return the part of this rank's data that belongs to it under finer placements, as a buffer sharing the memory.
+        """Return the part of this rank's data that belongs to it under finer placements, as a buffer sharing the
+        memory.
 
         Raises:
             PlacementError: the wanted part is not inside this rank's part.
@@ -361,8 +332,9 @@ class DBuffer:
         mine = self.layout
         if not mine.start <= target.start <= target.stop <= mine.stop:
             raise PlacementError(
-                f"{self.name}: under {target.placements} this rank owns elements [{target.start}, {target.stop}) of the flat buffer, "
-                f"which are not within its part [{mine.start}, {mine.stop}) under {self.placements}; gather first"
+                f"{self.name}: under {target.placements} this rank owns elements [{target.start}, {target.stop}) of "
+                f"the flat buffer, which are not within its part [{mine.start}, {mine.stop}) under {self.placements}; "
+                "gather first"
             )
         return self._view(target, self.local_buffer.narrow(0, target.start - mine.start, target.numel))
 
@@ -373,8 +345,6 @@ class DBuffer:
         cast_copy(self.local_buffer, self._output(out, self.placements, dtype).local_buffer)
         return out
 
-    # ------------------------------------------------------------------ helpers
-
     def _change(
         self, axis: int | str, source: type[BufferPlacement], target: BufferPlacement
     ) -> tuple[int, tuple[BufferPlacement, ...]]:
@@ -382,12 +352,14 @@ class DBuffer:
         found = self.placements[position]
         if not isinstance(found, source):
             raise PlacementError(
-                f"{self.name}: axis {self.axes[position].name!r} is {found}, but this operation needs {source.__name__} there"
+                f"{self.name}: axis {self.axes[position].name!r} is {found}, but this operation needs "
+                f"{source.__name__} there"
             )
         if Flat in (source, type(target)) and any(earlier < position for earlier in flat_axes(self.placements)):
             raise PlacementError(
-                f"{self.name}: axis {self.axes[position].name!r} is cut more coarsely than another Flat axis of {self.placements}, "
-                f"so its shards are not contiguous; gather the earlier axes first and scatter the later ones first"
+                f"{self.name}: axis {self.axes[position].name!r} is cut more coarsely than another Flat axis of "
+                f"{self.placements}, so its shards are not contiguous; gather the earlier axes first and scatter the "
+                "later ones first"
             )
         return position, (*self.placements[:position], target, *self.placements[position + 1 :])
 

@@ -17,7 +17,15 @@ import torch.distributed as dist
 
 from dbuffer.mesh import MeshAxis
 
-__all__ = ["CollectiveCall", "all_gather", "all_reduce", "barrier", "broadcast", "observe_collectives", "reduce_scatter"]
+__all__ = [
+    "CollectiveCall",
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "observe_collectives",
+    "reduce_scatter",
+]
 
 # torch 2.13 renames these two and warns on the old names; torch 2.11 has only the old names.
 _all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

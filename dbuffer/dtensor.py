@@ -1,6 +1,7 @@
 """The DTensor face of a flat buffer: shards with true row counts, so that PyTorch's own tools work on them unchanged.
 
-A flat plan gives each rank a run of rows that no ``torch.chunk`` would: some ranks hold more, some none. ``RaggedShard`` is a
+A flat plan gives each rank a run of rows that no ``torch.chunk`` would: some ranks hold more, some none.
+``RaggedShard`` is a
 ``Shard(0)`` that answers PyTorch's questions (how many rows has rank r, from which on, split, gather) from the plan.
 """
 
@@ -12,13 +13,16 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from dbuffer import collectives
-from dbuffer.mesh import mesh_axes
+from dbuffer.errors import LayoutError, PlacementError
+from dbuffer.layout import Layout, first_dimension_granularity
+from dbuffer.mesh import flattened_mesh, mesh_axes
+from dbuffer.placements import flat_axes
 
-__all__ = ["FlatRows", "RaggedShard", "make_dtensor"]
+__all__ = ["FlatRows", "RaggedShard", "buffer_dtensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,8 @@ class RaggedShard(Shard):
 
     Args:
         rows: where the tensor's rows lie.
-        axis_sizes: for a mesh that was flattened, the sizes of its axes; their last one is the major one of the buffer, while ranks of
+        axis_sizes: for a mesh that was flattened, the sizes of its axes; their last one is the major one of the
+            buffer, while ranks of
             a flattened mesh count the first one slowest. Empty where rank r holds shard r.
     """
 
@@ -62,7 +67,7 @@ class RaggedShard(Shard):
     # The base class is a compiled one that takes the dimension alone.
     def __new__(cls, rows: FlatRows, axis_sizes: tuple[int, ...] = ()) -> RaggedShard:
         """Create the placement; see the class."""
-        return super().__new__(cls, 0)
+        return super().__new__(cls, 0)  # type: ignore[call-arg]  # the stub lacks the argument
 
     def __init__(self, rows: FlatRows, axis_sizes: tuple[int, ...] = ()) -> None:
         super().__init__(0)
@@ -72,8 +77,8 @@ class RaggedShard(Shard):
     def _key(self) -> tuple[FlatRows, tuple[int, ...]]:
         return (self.rows, self.axis_sizes)
 
-    # PyTorch compares placements with a plain Shard(0) in operator strategies and expects equality there; between two of
-    # these the rows decide, and they are part of the hash: the sharding cache must not hand one layout to another.
+    # PyTorch compares placements with a plain Shard(0) in operator strategies and expects equality there; between two
+    # of these the rows decide, and they are part of the hash: the sharding cache must not hand one layout to another.
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RaggedShard):
             return self._key() == other._key()
@@ -191,10 +196,31 @@ def _pad_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros((num_rows, *tensor.shape[1:]))])
 
 
-def make_dtensor(
-    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
-) -> DTensor:
-    """Wrap a local shard as a DTensor of the given global shape, sharing its memory and without communication."""
+def buffer_dtensor(local: torch.Tensor, layout: Layout, index: int, mesh: DeviceMesh, name: str) -> DTensor:
+    """Wrap this rank's part of a buffer's tensor as a DTensor that shares its memory; see ``DBuffer.get_dtensor``."""
+    sizes = tuple(axis.size for axis in mesh_axes(mesh))
+    shape = torch.Size(layout.plan.shapes[index])
+    axes = flat_axes(layout.placements)
+    if any(isinstance(placement, Partial) for placement in layout.placements) or 1 < len(axes) < len(sizes):
+        raise PlacementError(
+            f"{name}: no DTensor describes the placements {layout.placements}: Partial must be reduced first, and of "
+            "several axes one or all may be Flat"
+        )
+    if not axes:
+        return _wrap(local, mesh, tuple(Replicate() for _ in sizes), shape)
+    if local.ndim != len(shape):
+        raise LayoutError(
+            f"{name}: tensor {index} of shape {tuple(shape)} is cut inside a slice of its first dimension; use "
+            f"granularity {first_dimension_granularity(shape)} for it to have a DTensor"
+        )
+    rows = FlatRows(layout.plan.offsets[index], layout.numel, math.prod(shape[1:]), shape[0])
+    if len(axes) > 1:
+        return _wrap(local, flattened_mesh(mesh), (RaggedShard(rows, sizes),), shape)
+    ragged = RaggedShard(rows)
+    return _wrap(local, mesh, tuple(ragged if axis in axes else Replicate() for axis in range(len(sizes))), shape)
+
+
+def _wrap(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
     with torch.no_grad():
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -65,7 +65,9 @@ class Layout:
 
     def padding(self) -> list[range]:
         """Return the parts of this rank's part, counted from its start, that belong to no tensor."""
-        taken = sorted((offset, offset + self.plan.tensor_numel(index)) for index, offset in enumerate(self.plan.offsets))
+        taken = sorted(
+            (offset, offset + self.plan.tensor_numel(index)) for index, offset in enumerate(self.plan.offsets)
+        )
         gaps, cursor = [], 0
         for start, stop in [*taken, (self.plan.numel, self.plan.numel)]:
             first, last = max(cursor, self.start), min(start, self.stop)
@@ -86,8 +88,8 @@ def make_layout(plan: Plan, placements: tuple[BufferPlacement, ...], axes: Seque
     num_parts = math.prod(sizes[axis] for axis in flat)
     if plan.num_shards % num_parts:
         raise PlacementError(
-            f"{name}: a plan of {plan.num_shards} shards cannot be cut into {num_parts} parts ({placements}); make the plan for a "
-            f"multiple of {num_parts} shards"
+            f"{name}: a plan of {plan.num_shards} shards cannot be cut into {num_parts} parts ({placements}); make "
+            f"the plan for a multiple of {num_parts} shards"
         )
     part = plan.numel // num_parts
     index = shard_index(flat, [axis.rank for axis in axes], sizes)

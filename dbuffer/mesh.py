@@ -78,7 +78,9 @@ def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if key not in _FLATTENED:
         ranks: list[int] = mesh.mesh.flatten().tolist()
         if ranks != sorted(ranks):
-            raise MeshError(f"{mesh}: sharding one buffer over several axes needs ranks in ascending order, found {ranks}")
+            raise MeshError(
+                f"{mesh}: sharding one buffer over several axes needs ranks in ascending order, found {ranks}"
+            )
         group = dist.new_group(ranks, use_local_synchronization=True, group_desc="flattened mesh")
         _FLATTENED[key] = DeviceMesh.from_group(group, mesh.device_type)
         weakref.finalize(mesh, _FLATTENED.pop, key, None)

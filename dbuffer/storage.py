@@ -90,8 +90,8 @@ class FlatStorage:
         """
         if not self.is_allocated:
             raise StorageError(
-                f"{self.name}: its storage is released, so there are no values to read or write. Use it between unshard() "
-                f"and reshard(), or read the sharded parameter, which is always there."
+                f"{self.name}: its storage is released, so there are no values to read or write. Use it between "
+                "unshard() and reshard(), or read the sharded parameter, which is always there."
             )
         return self._tensor
 
@@ -133,9 +133,10 @@ class _ReleasedStorageGuard(TorchDispatchMode):
 def guard_released_storage() -> Iterator[None]:
     """Check every operator in the block and raise ``StorageError`` where one touches released storage.
 
-    A view of released memory that was kept somewhere (a captured weight, a tensor saved for backward) ends in a crash on
+    A view of released memory that was kept somewhere (a captured weight, a tensor saved for backward) ends in a
+    crash on
     CPU and in an illegal address on a GPU. With this guard it is an error that names the owner; it costs a Python call
     per operator, so it is for debugging and for tests.
     """
-    with _ReleasedStorageGuard():
+    with _ReleasedStorageGuard():  # type: ignore[no-untyped-call]  # torch leaves the base untyped
         yield

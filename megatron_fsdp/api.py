@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from dbuffer import Granularity, plan_regions
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
+from dbuffer import Granularity, plan_regions
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.module import FsdpModule, convert, units_below
 from megatron_fsdp.ownership import (
@@ -50,27 +51,34 @@ def fully_shard(
 ) -> M:
     """Shard a module's parameters, gradients and optimizer state over a mesh, in place.
 
-    Call it bottom-up: on every block, then on the whole model. Each call makes a unit of the parameters that no nested unit owns; the unit's
+    Call it bottom-up: on every block, then on the whole model. Each call makes a unit of the parameters that no
+    nested unit owns; the unit's
     weights are gathered before its forward and backward and released after. The module's class becomes ``FSDP<Class>``.
 
     Args:
-        module: a module, or a list of modules that run one after the other and form one unit (a final norm and the head).
-        mesh: data-parallel device mesh; two axes mean (outer replicas, inner shards). None: one axis over all ranks, on CUDA where there is
-            one, else on CPU; without an initialised process group, a group of this process alone, unless a launcher set one up.
+        module: a module, or a list of modules that run one after the other and form one unit (a final norm and the
+            head).
+        mesh: data-parallel device mesh; two axes mean (outer replicas, inner shards). None: one axis over all ranks,
+            on CUDA where there is
+            one, else on CPU; without an initialised process group, a group of this process alone, unless a launcher
+            set one up.
         placements: the sharding strategy. None: ZeRO-3 on the (inner) axis.
-        reshard_after_forward: release weights between forward and backward. None: True, but False for the root. A bool; sharding to a smaller
+        reshard_after_forward: release weights between forward and backward. None: True, but False for the root. A
+            bool; sharding to a smaller
             group (an int) is not supported yet.
         mp_policy: ``MixedPrecisionPolicy``, ours or ``torch.distributed.fsdp``'s.
         offload_policy: only the default (no offload) is supported yet.
         ignored_params: parameters to leave alone: not sharded, not reduced.
-        granularity: where shards may be cut; one for all, or a function of the parameter. None: between slices of the first dimension.
+        granularity: where shards may be cut; one for all, or a function of the parameter. None: between slices of
+            the first dimension.
         grad_divisor: gradients are divided by it on top of the number of data-parallel ranks.
         shard_placement_fn: for FSDP2 code; may return ``Shard(0)`` or None.
         dp_mesh_dims: not supported yet; pass the sub-mesh of the data-parallel axes as ``mesh``.
     Returns:
         ``module``.
     Raises:
-        ConfigError: a module, parameter or setting that cannot be sharded as asked; it names the parameter and the cure.
+        ConfigError: a module, parameter or setting that cannot be sharded as asked; it names the parameter and the
+            cure.
         OwnershipError: a parameter that another unit owns.
         PlacementError, LayoutError, MeshError: from the buffers.
     """
@@ -137,18 +145,21 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
         if not isinstance(module, nn.Module):
             raise ConfigError(f"fully_shard takes a module or a list of modules, found {type(module).__name__}")
         if isinstance(module, FsdpModule):
-            raise ConfigError(f"{type(module).__name__} is sharded already; call fully_shard once on each module, children first")
+            raise ConfigError(
+                f"{type(module).__name__} is sharded already; call fully_shard once on each module, children first"
+            )
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             raise ConfigError(
-                f"{type(module).__name__} has no forward, so there is no moment to gather its weights; call fully_shard on each of its "
-                f"modules, or on the module that calls them"
+                f"{type(module).__name__} has no forward, so there is no moment to gather its weights; call "
+                "fully_shard on each of its modules, or on the module that calls them"
             )
 
 
 def _refuse_unsupported(reshard_after_forward: bool | int | None, offload_policy: Any, dp_mesh_dims: Any) -> None:
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise ConfigError(
-            f"reshard_after_forward={reshard_after_forward!r}: resharding to a smaller group is not supported yet; use True, False or None"
+            f"reshard_after_forward={reshard_after_forward!r}: resharding to a smaller group is not supported yet; "
+            f"use True, False or None"
         )
     if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
         raise ConfigError(f"offload_policy={offload_policy!r}: offloading is not supported yet; leave it None")
@@ -160,7 +171,7 @@ def _default_mesh() -> DeviceMesh:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if not dist.is_initialized() and not dist.is_torchelastic_launched():
         backend = "nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return init_device_mesh(device_type, (dist.get_world_size() if dist.is_initialized() else _launched_world_size(),))
 
 
@@ -174,7 +185,9 @@ def _default_placements(mesh: DeviceMesh) -> Placements:
         return Placements.optim_grads_params(0)
     if mesh.ndim == 2:
         return Placements.hsdp(0, 1)
-    raise ConfigError(f"the mesh has {mesh.ndim} axes; pass its data-parallel axes alone, mesh['dp'], or give placements=")
+    raise ConfigError(
+        f"the mesh has {mesh.ndim} axes; pass its data-parallel axes alone, mesh['dp'], or give placements="
+    )
 
 
 def _data_parallel_mesh(mesh: DeviceMesh, placements: Placements) -> DeviceMesh:
@@ -182,13 +195,16 @@ def _data_parallel_mesh(mesh: DeviceMesh, placements: Placements) -> DeviceMesh:
     wanted = [names.index(axis) if axis in names else axis for axis in placements.dp_axes]
     unknown = [axis for axis in wanted if not isinstance(axis, int) or not -mesh.ndim <= axis < mesh.ndim]
     if unknown:
-        raise ConfigError(f"placements name axes {unknown} that the mesh does not have; its axes are {names or mesh.ndim}")
+        raise ConfigError(
+            f"placements name axes {unknown} that the mesh does not have; its axes are {names or mesh.ndim}"
+        )
     positions = [int(axis) % mesh.ndim for axis in wanted]
     if positions == list(range(mesh.ndim)):
         return mesh
     if positions != sorted(positions) or not names:
         raise ConfigError(
-            f"placements use axes {placements.dp_axes} of a mesh with axes {names or mesh.ndim}; a part of a mesh needs named axes, outermost first"
+            f"placements use axes {placements.dp_axes} of a mesh with axes {names or mesh.ndim}; a part of a mesh "
+            f"needs named axes, outermost first"
         )
     return mesh[tuple(names[position] for position in positions)]
 
@@ -200,13 +216,13 @@ def _buffer_device(mesh: DeviceMesh) -> torch.device:
 
 
 def _move_to(modules: Sequence[nn.Module], device: torch.device, owned: Sequence[OwnedParameter]) -> None:
-    """Check the parameters' device, and move buffers to it. Parameters on CPU are moved shard by shard when they are copied."""
+    """Check the parameters' device, and move buffers to it. Parameters on CPU move when their shards are copied."""
     for parameter in owned:
         found = parameter.parameter.device
         if found.type not in (device.type, "cpu"):
             raise ConfigError(
-                f"parameter {parameter.name!r} is on {found} but the mesh is on {device.type!r}; move the module to {device.type!r}, or pass "
-                f"a mesh of {found.type!r}"
+                f"parameter {parameter.name!r} is on {found} but the mesh is on {device.type!r}; move the module to "
+                f"{device.type!r}, or pass a mesh of {found.type!r}"
             )
     for root in modules:
         for module in root.modules():
@@ -226,8 +242,8 @@ def _check_shard_placement(
         placement = shard_placement_fn(parameter.parameter)
         if placement is not None and placement != Shard(0):
             raise PlacementError(
-                f"parameter {parameter.name!r}: shard_placement_fn returned {placement}; flat buffers are cut along the first dimension only. "
-                f"Use granularity= to say where they may be cut."
+                f"parameter {parameter.name!r}: shard_placement_fn returned {placement}; flat buffers are cut along "
+                "the first dimension only. Use granularity= to say where they may be cut."
             )
 
 
@@ -266,7 +282,8 @@ def microbatch(model: nn.Module, is_last: bool) -> Iterator[None]:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients without communication: they stay on this rank until a backward outside of the block reduces the sum.
+    """Accumulate gradients without communication: they stay on this rank until a backward outside of the block
+    reduces the sum.
 
     It costs a packed gradient buffer per unit for as long as that takes.
     """

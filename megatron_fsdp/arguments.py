@@ -126,9 +126,9 @@ _FSDP = (
     Flag("--megatron-fsdp-version", 1, Effect.NOTHING, "engine version; 2 excludes --use-distributed-optimizer",
          "this engine serves both", choices=(1, 2), kind=int),
     Flag("--data-parallel-sharding-strategy", "optim_grads_params", Effect.ACTS,
-         "what is sharded: nothing, or ZeRO-1, 2, 3", "the placements of fully_shard", choices=_STRATEGIES, kind=str),
+         "what is sharded", "optim is ZeRO-1, optim_grads ZeRO-2, optim_grads_params ZeRO-3", choices=_STRATEGIES, kind=str),
     Flag("--outer-dp-sharding-strategy", "no_shard", Effect.ACTS, "what is sharded over the outer axis, too",
-         "optim: optimizer state and main weights over both axes", choices=("no_shard", "optim"), kind=str),
+         "optim shards optimizer state and main weights over both axes", choices=("no_shard", "optim"), kind=str),
     Flag("--num-distributed-optimizer-instances", 1, Effect.ACTS, "outer replicas; more than 1 is hybrid sharding",
          "the size of the outer axis of a 2-D mesh", kind=int),
     Flag("--enable-full-sharding-in-hsdp", False, Effect.ACTS, "older form of --outer-dp-sharding-strategy optim",
@@ -136,11 +136,11 @@ _FSDP = (
     Flag("--init-model-with-meta-device", False, Effect.LATER, "build the model without memory, shard, then initialise",
          "the model is initialised before it is sharded"),
     Flag("--megatron-fsdp-main-params-dtype", "fp32", Effect.ACTS, "dtype of main weights; auto: the model's",
-         "main_params_dtype of the policy; auto: the compute dtype", choices=_DTYPES, kind=str),
+         "of the weights that the optimizer steps; auto is the compute dtype", choices=_DTYPES, kind=str),
     Flag("--megatron-fsdp-main-grads-dtype", "auto", Effect.ACTS, "dtype of accumulated gradients; auto: the model's",
-         "auto: fp16 with --fp16, bf16 with --bf16 --grad-reduce-in-bf16, else fp32", choices=_DTYPES, kind=str),
+         "auto is fp16 with --fp16, bf16 with --bf16 --grad-reduce-in-bf16, else fp32", choices=_DTYPES, kind=str),
     Flag("--megatron-fsdp-grad-comm-dtype", "auto", Effect.ACTS, "dtype of the reduction; auto: main gradients'",
-         "of the reduce-scatter; the outer axis and gradients that rest whole go in the main gradients' dtype",
+         "of the reduce-scatter; an outer axis, and no_shard and optim, reduce in the main gradients' dtype",
          choices=_DTYPES, kind=str),
     Flag("--megatron-fsdp-enable-fine-grained-param-gather", False, Effect.LATER, "gather per submodule",
          "a unit is gathered as a whole"),
@@ -186,8 +186,8 @@ _DDP = (
          "parameters whose gradients accumulate in FP32", "--megatron-fsdp-main-grads-dtype holds for all", kind=tuple),
     Flag("--ddp-average-in-collective", False, Effect.NOTHING, "average in the collective",
          "sums are reduced, and the division is part of the accumulation"),
-    Flag("--grad-reduce-in-bf16", False, Effect.ACTS, "with --bf16: reduce gradients in bf16, not FP32",
-         "the wire, and main gradients unless --megatron-fsdp-main-grads-dtype says otherwise, are bf16"),
+    Flag("--grad-reduce-in-bf16", False, Effect.ACTS, "with --bf16: gradients in bf16, not FP32",
+         "reduced in bf16, and accumulated so unless --megatron-fsdp-main-grads-dtype says otherwise"),
     Flag("--calculate-per-token-loss", False, Effect.LATER, "normalise by tokens, not by samples and ranks",
          "gradients are averaged over ranks, the same where every rank has as many tokens"),
     Flag("--no-gradient-accumulation-fusion", True, Effect.ALWAYS, "add weight gradients after the GEMM, not in it",
@@ -228,7 +228,7 @@ _OTHER = (
          "with --use-megatron-fsdp checkpoints are fsdp_dtensor, and torch_dist, the default, counts as not given",
          choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"), kind=str),
     Flag("--strict-fsdp-dtensor-load", True, Effect.LATER, "refuse checkpoints with other names or shapes",
-         "loading is strict: a checkpoint of another model is refused, and its differences are listed"),
+         "loading is always strict, and the differences are listed"),
     Flag("--dist-ckpt-strictness", "assume_ok_unexpected", Effect.NOTHING, "of torch_dist checkpoints",
          "a checkpoint of another model is refused", choices=_STRICTNESS, kind=str),
     Flag("--async-save", False, Effect.LATER, "write checkpoints while training goes on", "saving waits for the disk"),
@@ -245,7 +245,7 @@ RULES = (
          lambda c: c.use_megatron_fsdp and c.use_torch_fsdp2),
     Rule("--use-megatron-fsdp", "needs", "--ckpt-format fsdp_dtensor", "sharded checkpoints have no other format",
          lambda c: c.use_megatron_fsdp and c.ckpt_format not in ("fsdp_dtensor", "torch_dist")),
-    Rule("--use-megatron-fsdp", "needs", "--optimizer adam or sgd", "others need whole matrices, and see shards",
+    Rule("--use-megatron-fsdp", "needs", "--optimizer adam or sgd", "Megatron FSDP shards the state of no other",
          lambda c: c.use_megatron_fsdp and c.optimizer not in ("adam", "sgd")),
     Rule("--outer-dp-sharding-strategy optim", "needs", "--data-parallel-sharding-strategy optim_grads_params",
          "what is sharded over both axes must be sharded over the inner one",
@@ -254,7 +254,7 @@ RULES = (
          "what is sharded over both axes must be sharded over the inner one",
          lambda c: c.enable_full_sharding_in_hsdp and not c.is_zero3),
     Rule("--init-model-with-meta-device", "contradicts", "--data-parallel-sharding-strategy no_shard",
-         "whole weights need a whole initialisation",
+         "a model that is not sharded needs its whole memory anyway",
          lambda c: c.init_model_with_meta_device and c.data_parallel_sharding_strategy == "no_shard"),
     Rule("--megatron-fsdp-version 2", "contradicts", "--use-distributed-optimizer", "version 2 shards by itself",
          lambda c: c.megatron_fsdp_version == 2 and c.use_distributed_optimizer),
@@ -262,7 +262,7 @@ RULES = (
          lambda c: c.fsdp_manual_registration and not c.use_megatron_fsdp),
     Rule("--fsdp-manual-registration", "needs", "--use-nccl-ub", "without it no buffer is registered",
          lambda c: c.fsdp_manual_registration and not c.nccl_ub),
-    Rule("--overlap-param-gather", "needs", "--overlap-grad-reduce", "a gather may not overtake a reduction",
+    Rule("--overlap-param-gather", "needs", "--overlap-grad-reduce", "Megatron overlaps gathers only beside reductions",
          lambda c: c.overlap_param_gather and not c.overlap_grad_reduce),
     Rule("--overlap-param-gather", "needs", "--use-megatron-fsdp",
          "or --use-distributed-optimizer, or --use-torch-fsdp2: without a sharded optimizer there is nothing to gather",
@@ -342,7 +342,13 @@ def flags_markdown() -> str:
         "This file is written by `python -m megatron_fsdp.arguments > docs/flags.md`.",
     ]
     for title, flags in _SECTIONS.items():
-        lines += ["", f"## {title}", "", "| Flag | Default | Meaning | Effect here |", "|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| Flag | Default, and other values | Meaning | Effect here |",
+            "|---|---|---|---|",
+        ]
         lines += [_row(flag) for flag in flags]
     lines += ["", "## Refused", "", "| Flag | | | Reason |", "|---|---|---|---|"]
     lines += [f"| `{rule.first}` | {rule.relation} | `{rule.second}` | {rule.reason} |" for rule in RULES]
@@ -350,11 +356,10 @@ def flags_markdown() -> str:
 
 
 def _row(flag: Flag) -> str:
-    default = "none" if flag.default in (None, ()) else f"`{flag.default}`"
-    if flag.is_off_switch or flag.dest == "nccl_ub":
-        default = f"`{flag.dest}` = {default}"
-    choices = f": {', '.join(f'`{choice}`' for choice in flag.choices)}" if flag.choices else ""
-    return f"| `{flag.name}` | {default} | {flag.meaning}{choices} | {flag.effect.value}: {flag.here} |"
+    values = ["none" if flag.default in (None, ()) else f"`{flag.default}`"]
+    values += [f"`{choice}`" for choice in flag.choices if choice != flag.default]
+    attribute = "" if flag.dest == _attribute(flag.name) else f"`{flag.dest}`: "
+    return f"| `{flag.name}` | {attribute}{', '.join(values)} | {flag.meaning} | {flag.effect.value}: {flag.here} |"
 
 
 if __name__ == "__main__":

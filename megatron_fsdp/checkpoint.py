@@ -1,7 +1,9 @@
 """Save and load model and optimizer through PyTorch's distributed checkpoint, under the model's own names and shapes.
 
-A checkpoint is a folder: the tensors in DCP's format, and ``state.pt`` with what is not a tensor (hyperparameters, the caller's ``extra``, random
-state of each rank). Nothing in it is executed on load: DCP files hold tensors only, ``state.pt`` is read with ``weights_only=True``.
+A checkpoint is a folder: the tensors in DCP's format, and ``state.pt`` with what is not a tensor (hyperparameters,
+    the caller's ``extra``, random
+state of each rank). Nothing in it is executed on load: DCP files hold tensors only, ``state.pt`` is read with
+``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -13,17 +15,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from dbuffer.collectives import barrier
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from dbuffer.collectives import barrier
 from megatron_fsdp.errors import CheckpointError, ConfigError
 from megatron_fsdp.module import units_below
 
@@ -42,11 +46,13 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
 ) -> None:
-    """Write a checkpoint folder at ``path``; every rank calls it. The folder appears when it is complete, and replaces an older one.
+    """Write a checkpoint folder at ``path``; every rank calls it. The folder appears when it is complete, and
+    replaces an older one.
 
     Args:
         model: the (sharded) model. optimizer: over its parameters, or None.
-        extra: what else the caller wants back on load: nested dicts, lists, numbers, strings, tensors. Rank 0's is kept.
+        extra: what else the caller wants back on load: nested dicts, lists, numbers, strings, tensors. Rank 0's is
+            kept.
         asynchronous: not supported yet.
     Raises:
         ConfigError: ``asynchronous``.
@@ -63,7 +69,7 @@ def save_checkpoint(
     if optimizer is not None:
         optimizer_tensors, plain["optimizer"] = _split_optimizer(get_optimizer_state_dict(model, optimizer))
         tensors |= optimizer_tensors
-    dcp.save(tensors, checkpoint_id=partial)
+    save(tensors, checkpoint_id=partial)
     torch.save({"random_state": _random_state()}, partial / f"rank_{_rank()}.pt")
     barrier()
     if _rank() == 0:
@@ -80,7 +86,8 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, path: str | P
     Returns:
         The ``extra`` that was saved.
     Raises:
-        CheckpointError: no checkpoint there, or one of another model: names and shapes that differ are listed. Nothing has changed then.
+        CheckpointError: no checkpoint there, or one of another model: names and shapes that differ are listed.
+            Nothing has changed then.
     """
     path = Path(path)
     if not (path / _METADATA_FILE).exists() or not (path / _STATE_FILE).exists():
@@ -97,7 +104,7 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, path: str | P
         optimizer_tensors, _ = _split_optimizer(optimizer_state)
         _compare(path, "optimizer", optimizer_tensors, saved)
         tensors |= optimizer_tensors
-    dcp.load(tensors, checkpoint_id=path)
+    load(tensors, checkpoint_id=path)
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, _join_optimizer(tensors, plain["optimizer"]))
     for unit in units_below(model):
@@ -137,7 +144,7 @@ def _join_optimizer(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any
 
 
 def _saved_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata = FileSystemReader(path).read_metadata()
     return {
         name: tuple(entry.size)
         for name, entry in metadata.state_dict_metadata.items()
@@ -145,9 +152,7 @@ def _saved_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _compare(
-    path: Path, kind: str, wanted: Mapping[str, torch.Tensor], saved: Mapping[str, tuple[int, ...]]
-) -> None:
+def _compare(path: Path, kind: str, wanted: Mapping[str, torch.Tensor], saved: Mapping[str, tuple[int, ...]]) -> None:
     prefix = f"{kind}."
     there = {name: shape for name, shape in saved.items() if name.startswith(prefix)}
     differences = [f"{name.removeprefix(prefix)}: not in the checkpoint" for name in wanted if name not in there]

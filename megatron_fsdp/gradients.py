@@ -1,7 +1,9 @@
 """GradientBuffer: from the gradients that autograd produces to the shard that the optimizer reads.
 
-Each gradient is packed into one flat buffer the moment autograd has it, and autograd's copy is dropped. When the unit is done the packed
-buffer is reduced and folded into ``main_grad``. On the last microbatch the axes that still hold partial sums are reduced too.
+Each gradient is packed into one flat buffer the moment autograd has it, and autograd's copy is dropped. When the
+unit is done the packed
+buffer is reduced and folded into ``main_grad``. On the last microbatch the axes that still hold partial sums are
+reduced too.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from dbuffer import DBuffer, Partial
-from dbuffer.placements import BufferPlacement
-from dbuffer_kernels import accumulate
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dbuffer import DBuffer, Partial
+from dbuffer.placements import BufferPlacement
+from dbuffer_kernels import accumulate
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.lanes import Ticket, lane
 from megatron_fsdp.strategy import Placements
@@ -28,7 +30,7 @@ __all__ = ["GradState", "GradientBuffer", "GradientDtypes", "GradientObserver"]
 
 
 class GradState(enum.Enum):
-    """What ``main_grad`` holds: nothing, a sum that is not reduced over all axes yet, or what the optimizer may read."""
+    """What ``main_grad`` holds: nothing, a sum not reduced over all axes yet, or what the optimizer may read."""
 
     EMPTY = "empty"
     PARTIAL = "partial"
@@ -61,7 +63,8 @@ class GradientBuffer:
         placements: the strategy.
         dtypes: of the wire and of the result.
         divisor: the sum over ranks is divided by it.
-        parameters: the sharded parameters; their ``.grad`` is set when gradients are final and read to see ``zero_grad``.
+        parameters: the sharded parameters; their ``.grad`` is set when gradients are final and read to see
+            ``zero_grad``.
     """
 
     def __init__(
@@ -139,7 +142,7 @@ class GradientBuffer:
 
     @property
     def rests_final(self) -> bool:
-        """Whether each microbatch's reduction gives what the optimizer reads, with no axis left to reduce at the end."""
+        """Whether each microbatch's reduction gives what the optimizer reads: no axis is left to reduce at the end."""
         return self._final is self.main_grad and not self.rests_partial
 
     @property
@@ -191,7 +194,8 @@ class GradientBuffer:
 
     @property
     def _wire_scale(self) -> float:
-        # fp16 sums of many ranks overflow and fp16 averages underflow, so half of the division (in powers of two) is done before.
+        # fp16 sums of many ranks overflow and fp16 averages underflow, so half of the division (in powers of two) is
+        # done before.
         if self._packed.dtype is not torch.float16:
             return 1.0
         return 2.0 ** -(math.frexp(max(self.divisor, 1.0))[1] // 2)
@@ -202,8 +206,10 @@ class GradientBuffer:
         """End this backward's part of the group; ``wait`` completes what is issued here.
 
         Args:
-            reduce: issue the reduction of the packed buffer and its fold into ``main_grad``, with zeros for parameters that got no
-                gradient here (other ranks may have one). False keeps the packed buffer, and the next backward adds to it.
+            reduce: issue the reduction of the packed buffer and its fold into ``main_grad``, with zeros for
+                parameters that got no
+                gradient here (other ranks may have one). False keeps the packed buffer, and the next backward adds
+                to it.
         """
         num_arrived, self._num_arrived = self._num_arrived, 0
         self._arrived = bytearray(len(self._parameters))
@@ -264,7 +270,8 @@ class GradientBuffer:
         self._adopt_user_gradients(present)
         self.state = GradState.PARTIAL
         if self._final is not self.main_grad:
-            # The memory around the final slice holds what the last reduction left there: keep the slice aside and start over.
+            # The memory around the final slice holds what the last reduction left there: keep the slice aside and
+            # start over.
             self._carry = self._final.local_buffer.clone()
             self.state = GradState.EMPTY
 
@@ -275,7 +282,10 @@ class GradientBuffer:
             if not present[index] or gradient is None:
                 mine.zero_()
             elif not isinstance(gradient, DTensor):
-                raise StateError(f"{self.name}: .grad of parameter {index} was replaced by a plain tensor; give a DTensor like the parameter")
+                raise StateError(
+                    f"{self.name}: .grad of parameter {index} was replaced by a plain tensor; give a DTensor like "
+                    f"the parameter"
+                )
             elif gradient.to_local().data_ptr() != mine.data_ptr():
                 mine.copy_(gradient.to_local())
 
@@ -292,7 +302,7 @@ class GradientBuffer:
         self.show()
 
     def settled(self) -> DBuffer | None:
-        """Return the final gradients with what the user did to ``.grad`` taken over; None where there are none to step with."""
+        """Return the final gradients, with what the user did to ``.grad`` taken over; None where there are none."""
         if self.state is not GradState.FINAL:
             return None
         present = [parameter.grad is not None for parameter in self._parameters]
@@ -322,7 +332,7 @@ class GradientBuffer:
             self._faces = [self._final.get_dtensor(index) for index in range(len(self._parameters))]
             if self._final.dtype is not self._template.dtype:
                 for parameter in self._parameters:
-                    parameter.grad_dtype = None  # type: ignore[attr-defined]  # any dtype may be assigned
+                    parameter.grad_dtype = None  # any dtype may be assigned then
         for parameter, face in zip(self._parameters, self._faces, strict=True):
             if parameter.grad is not face:
                 parameter.grad = face

@@ -1,6 +1,7 @@
 """Ordered queues of device work beside the compute stream: one for gathers, one for reductions.
 
-On CUDA a lane is a stream. On CPU it is gloo's own worker: collectives are issued asynchronously, and what follows one (the fold of a
+On CUDA a lane is a stream. On CPU it is gloo's own worker: collectives are issued asynchronously, and what follows
+one (the fold of a
 reduced gradient) runs when somebody waits for it. The only file that touches streams and events.
 """
 
@@ -118,7 +119,8 @@ def trace(action: str, unit: str) -> None:
 def record_transcript() -> Iterator[list[str]]:
     """Record what the runtime does, in host order, one "action unit" string each.
 
-    Actions: ``gather`` (issued), ``use`` (compute waits for the gather), ``reshard``, ``reduce`` (issued), ``fold`` (compute waits for the
+    Actions: ``gather`` (issued), ``use`` (compute waits for the gather), ``reshard``, ``reduce`` (issued), ``fold``
+        (compute waits for the
     reduction, which is in main_grad then), ``final`` (the gradients are what the optimizer may read).
     """
     transcript: list[str] = []

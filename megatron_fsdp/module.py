@@ -34,7 +34,7 @@ class UnshardHandle:
 
 
 class FsdpModule:
-    """Mixed into the class of every module that ``fully_shard`` was called on: ``FSDP<Class>`` is a subclass of both."""
+    """Mixed into the class of every module given to ``fully_shard``: ``FSDP<Class>`` is a subclass of both."""
 
     _fsdp_unit: Unit
 
@@ -69,7 +69,7 @@ class FsdpModule:
             unit.requires_gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """False: axes on which gradients rest partial (the outer one of hybrid sharding) are not reduced by the next backwards."""
+        """False: the next backwards leave axes on which gradients rest partial (the outer one of HSDP) unreduced."""
         for unit in self._units(recurse):
             unit.schedule.requires_all_reduce = requires_all_reduce
 
@@ -115,14 +115,14 @@ class FsdpModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise StateError(
-            f"{type(self).__name__} cannot be deep-copied: its parameters are views of buffers shared by the unit. Build a second model, "
-            f"fully_shard it, and load_state_dict(model.state_dict()) into it."
+            f"{type(self).__name__} cannot be deep-copied: its parameters are views of buffers shared by the unit. "
+            "Build a second model, fully_shard it, and load_state_dict(model.state_dict()) into it."
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StateError(
-            f"{type(self).__name__} cannot be pickled: it holds process groups. Save its state instead: save_checkpoint, "
-            f"torch.distributed.checkpoint or state_dict()."
+            f"{type(self).__name__} cannot be pickled: it holds process groups. Save its state instead: "
+            "save_checkpoint, torch.distributed.checkpoint or state_dict()."
         )
 
 
@@ -156,7 +156,7 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
     """Make the modules ``FsdpModule``s of ``unit`` and install the hooks."""
     for module in modules:
-        module.__class__ = _sharded_class(type(module))
+        module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
         module._fsdp_unit = unit  # type: ignore[assignment]  # not a submodule or tensor: lands in the instance dictionary
         module.register_forward_pre_hook(functools.partial(_before_forward, unit), prepend=True, with_kwargs=True)
         module.register_forward_hook(functools.partial(_after_forward, unit))

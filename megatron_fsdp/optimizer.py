@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
-from dbuffer import DBuffer
-from dbuffer.collectives import all_reduce
-from dbuffer.placements import Flat
 from torch import nn
 from torch.optim import Optimizer
 
+from dbuffer import DBuffer
+from dbuffer.collectives import all_reduce
+from dbuffer.placements import Flat
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.module import units_below
 from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
 
 __all__ = ["clip_grad_norm_", "fully_shard_optimizer"]
 
-O = TypeVar("O", bound=Optimizer)
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
-def fully_shard_optimizer(optimizer: O) -> O:
+def fully_shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     """Refresh the compute weights in one pass right after every ``optimizer.step()``, instead of at the next forward.
 
-    The optimizer may be any ``torch.optim.Optimizer`` over ``model.parameters()`` of sharded modules; its param groups are kept. Without this
+    The optimizer may be any ``torch.optim.Optimizer`` over ``model.parameters()`` of sharded modules; its param
+    groups are kept. Without this
     call training is as correct: the next forward sees that main weights changed.
 
     Raises:
@@ -38,29 +40,30 @@ def fully_shard_optimizer(optimizer: O) -> O:
             groups[id(group)] = weakref.ref(group)
     if not groups:
         raise ConfigError(
-            "fully_shard_optimizer: none of the optimizer's parameters is sharded. Build the optimizer after fully_shard, from "
-            "model.parameters()."
+            "fully_shard_optimizer: none of the optimizer's parameters is sharded. Build the optimizer after "
+            "fully_shard, from model.parameters()."
         )
-    adapters = list(groups.values())
-
-    def cast_gradients(*_: Any) -> None:
-        for reference in adapters:
-            group = reference()
-            if group is not None and group.gradients is not None:
-                group.gradients.match_parameter_dtype()
-
-    def refresh(*_: Any) -> None:
-        for reference in adapters:
-            group = reference()
-            if group is not None:
-                if group.gradients is not None:
-                    group.gradients.restore_dtype()
-                group.catch_up()
-
+    references = list(groups.values())
     refreshes_itself(optimizer)
-    optimizer.register_step_pre_hook(cast_gradients)
-    optimizer.register_step_post_hook(refresh)
+    optimizer.register_step_pre_hook(functools.partial(_before_step, references))
+    optimizer.register_step_post_hook(functools.partial(_after_step, references))
     return optimizer
+
+
+def _before_step(references: Iterable[weakref.ref[ParameterGroup]], *_: Any) -> None:
+    for reference in references:
+        group = reference()
+        if group is not None and group.gradients is not None:
+            group.gradients.match_parameter_dtype()
+
+
+def _after_step(references: Iterable[weakref.ref[ParameterGroup]], *_: Any) -> None:
+    for reference in references:
+        group = reference()
+        if group is not None:
+            if group.gradients is not None:
+                group.gradients.restore_dtype()
+            group.catch_up()
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterable[torch.Tensor]:
@@ -71,7 +74,8 @@ def _parameters_of(optimizer: Optimizer) -> Iterable[torch.Tensor]:
 def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: float = 2.0) -> torch.Tensor:
     """Scale the gradients of a sharded model so that their global norm is at most ``max_norm``.
 
-    One pass over each flat gradient shard and one all-reduce of a scalar per distinct mesh, whatever the number of parameters. Parameters that
+    One pass over each flat gradient shard and one all-reduce of a scalar per distinct mesh, whatever the number of
+    parameters. Parameters that
     are not sharded (ignored ones) are taken in as they are on this rank.
 
     Args:
@@ -85,7 +89,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: float = 2.0
     """
     if norm_type not in (2.0, float("inf")):
         raise ConfigError(f"clip_grad_norm_: norm_type={norm_type}; supported are 2.0 and inf")
-    gradients = [buffer for unit in units_below(model) for group in unit.gradients if (buffer := group.settled()) is not None]
+    gradients = [
+        buffer for unit in units_below(model) for group in unit.gradients if (buffer := group.settled()) is not None
+    ]
     plain = [p.grad for p in model.parameters() if p.grad is not None and group_of_parameter(p) is None]
     device = next((buffer.device for buffer in gradients), plain[0].device if plain else torch.device("cpu"))
     total = _combine([_partial_norm(tensor, norm_type) for tensor in plain], norm_type, device)
@@ -95,7 +101,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: float = 2.0
             if isinstance(placement, Flat):
                 all_reduce(subtotal, axis, "sum" if norm_type == 2.0 else "max")
         total = _combine([total, subtotal], norm_type, device)
-    norm = total.sqrt() if norm_type == 2.0 else total
+    norm: torch.Tensor = total.sqrt() if norm_type == 2.0 else total
     if max_norm != float("inf"):
         # The factor of torch.nn.utils.clip_grad_norm_: just below max_norm / norm, never above 1.
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -108,7 +114,7 @@ def _partial_norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     """Return the sum of squares (or the maximum) of one tensor, as a 0-d FP32 tensor."""
     if not gradient.numel():
         return torch.zeros((), dtype=torch.float32, device=gradient.device)
-    norm = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32)
     return norm.square() if norm_type == 2.0 else norm
 
 

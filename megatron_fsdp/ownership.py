@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from dbuffer import Granularity, first_dimension_granularity
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dbuffer import Granularity, first_dimension_granularity
 from megatron_fsdp.errors import ConfigError, OwnershipError
 
 __all__ = ["OwnedParameter", "ParameterSite", "collect_parameters", "group_parameters", "mark_owned"]
 
-# Original parameters that some unit has taken over, with the name of that unit and of the parameter in it. A tied weight that is
-# still registered elsewhere is found here.
+# Original parameters that some unit has taken over, with the name of that unit and of the parameter in it. A tied
+# weight that is still registered elsewhere is found here.
 _TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -91,23 +91,24 @@ def _check_parameter(name: str, parameter: nn.Parameter, root: nn.Module) -> Non
     if parameter in _TAKEN:
         unit, first_name = _TAKEN[parameter]
         raise OwnershipError(
-            f"{where} is the same tensor as {first_name!r} of unit {unit!r}, which owns it already. Tied parameters need one unit: "
-            f"pass both modules to one call, fully_shard([first, second]), or wrap neither and leave both to the unit around them."
+            f"{where} is the same tensor as {first_name!r} of unit {unit!r}, which owns it already. Tied parameters "
+            "need one unit: pass both modules to one call, fully_shard([first, second]), or wrap neither and leave "
+            "both to the unit around them."
         )
     if isinstance(parameter, DTensor):
         raise ConfigError(
-            f"{where} is already a DTensor with placements {parameter.placements}; sharding tensor-parallel parameters again over a "
-            f"data-parallel axis is not supported yet: call fully_shard on plain parameters"
+            f"{where} is already a DTensor with placements {parameter.placements}; sharding tensor-parallel "
+            "parameters again over a data-parallel axis is not supported yet: call fully_shard on plain parameters"
         )
     if parameter.ndim == 0:
         raise ConfigError(
-            f"{where} has no dimensions, so there are no rows to shard. Make it 1-d, nn.Parameter(torch.tensor([value])), or list "
-            f"it in ignored_params."
+            f"{where} has no dimensions, so there are no rows to shard. Make it 1-d, "
+            "nn.Parameter(torch.tensor([value])), or list it in ignored_params."
         )
     if parameter.is_meta:
         raise ConfigError(
-            f"{where} is on the meta device; sharding before initialisation is not supported yet: call module.to_empty(device=...) and "
-            f"initialise it first"
+            f"{where} is on the meta device; sharding before initialisation is not supported yet: call "
+            "module.to_empty(device=...) and initialise it first"
         )
 
 
@@ -147,7 +148,8 @@ def _checked_granularity(parameter: OwnedParameter, asked: Granularity, finest: 
     unit = asked.unit_numel(parameter.shape)
     if slice_numel and unit % slice_numel and unit < parameter.parameter.numel():
         raise ConfigError(
-            f"parameter {parameter.name!r} of shape {parameter.shape}: granularity {asked} would cut inside a slice of the first dimension "
-            f"({slice_numel} elements), which no DTensor can describe; the finest here is {finest}"
+            f"parameter {parameter.name!r} of shape {parameter.shape}: granularity {asked} would cut inside a slice "
+            f"of the first dimension ({slice_numel} elements), which no DTensor can describe; the finest here is "
+            f"{finest}"
         )
     return asked

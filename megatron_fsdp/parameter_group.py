@@ -1,7 +1,9 @@
 """ParameterGroup: the buffers of one unit's parameters of one dtype, and the switch between their two faces.
 
-Between uses a module shows its parameters as DTensors over ``main_weight``; from ``unshard`` to ``reshard`` it shows plain tensors,
-views of gathered storage, which the forward and backward compute with. Both sets of objects live as long as the group: switching is a
+Between uses a module shows its parameters as DTensors over ``main_weight``; from ``unshard`` to ``reshard`` it shows
+plain tensors,
+views of gathered storage, which the forward and backward compute with. Both sets of objects live as long as the
+group: switching is a
 few dictionary writes, and nothing is built on the hot path.
 """
 
@@ -13,15 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from dbuffer import DBuffer, Plan, RaggedShard, Replicate
-from dbuffer.placements import BufferPlacement
-from dbuffer_kernels import cast_copy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dbuffer import DBuffer, Plan, RaggedShard, Replicate
+from dbuffer.placements import BufferPlacement
+from dbuffer_kernels import cast_copy
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.gradients import GradientBuffer, GradientDtypes
 from megatron_fsdp.lanes import Ticket, lane
@@ -47,7 +49,7 @@ register_optimizer_step_post_hook(_count_step)
 
 
 def refreshes_itself(optimizer: Optimizer) -> None:
-    """Say that ``optimizer`` calls ``catch_up`` on its groups after each step, so that its steps need no further notice."""
+    """Say that ``optimizer`` calls ``catch_up`` on its groups after each step, so its steps need no other notice."""
     _REFRESHING.add(optimizer)
 
 
@@ -89,7 +91,8 @@ class ParameterGroup:
         name: the unit's name, for messages.
         parameters: the sharded parameters by name within the unit, in plan order.
         plan: where the tensors sit.
-        main_weight: what the optimizer updates. model_weight: the compute-dtype copy at rest; the same buffer where dtype and
+        main_weight: what the optimizer updates. model_weight: the compute-dtype copy at rest; the same buffer where
+            dtype and
             placement agree. main_grad: the gradient accumulator; None for a frozen group.
         gathered: the weights that compute uses, allocated from ``unshard`` to ``reshard``.
     """
@@ -154,8 +157,8 @@ class ParameterGroup:
         return face
 
     def _unsharded_parameter(self, index: int, owned: OwnedParameter) -> nn.Parameter:
-        # .data gives the view a version counter of its own. Gathering again must not look to autograd like a change of the
-        # tensors it saved: the values are the same.
+        # .data gives the view a version counter of its own. Gathering again must not look to autograd like a change of
+        # the tensors it saved: the values are the same.
         face = nn.Parameter(self.gathered.get_local_tensor(index).data, requires_grad=self.requires_grad)
         _copy_attributes(owned.parameter, face)
         if self.requires_grad:
@@ -178,7 +181,8 @@ class ParameterGroup:
         """Issue the gather on its lane; no-op unless SHARDED.
 
         Args:
-            check: look whether main weights changed since the last gather. Backward has no need to: nothing steps between.
+            check: look whether main weights changed since the last gather. Backward has no need to: nothing steps
+                between.
         """
         if self.weight_state is not WeightState.SHARDED:
             return
@@ -239,7 +243,7 @@ class ParameterGroup:
         return self._main_changed() or self._gathered_generation != self._generation
 
     def refresh(self) -> None:
-        """Bring ``model_weight`` up to date with ``main_weight``: one fused cast, and a gather where weights rest whole."""
+        """Bring ``model_weight`` up to date with ``main_weight``: one cast, and a gather where weights rest whole."""
         self._dirty = False
         self._generation += 1
         main, model = self.main_weight, self.model_weight
@@ -263,7 +267,8 @@ class ParameterGroup:
             self.gradients.rename(f"unit {name!r}")
 
     def readopt(self) -> None:
-        """Copy values back into the buffers where somebody replaced a parameter's tensor (``module.to``, ``assign=True``).
+        """Copy values back into the buffers where somebody replaced a parameter's tensor (``module.to``,
+        ``assign=True``).
 
         Raises:
             StateError: the replacement has another shape, dtype or device.
@@ -279,11 +284,15 @@ class ParameterGroup:
 
     def _adopt(self, index: int, name: str, current: torch.Tensor) -> None:
         wanted = self.main_weight
-        if current.shape != wanted.shape(index) or current.dtype != wanted.dtype or current.device != wanted.device:
+        if (
+            current.shape != wanted.plan.shapes[index]
+            or current.dtype != wanted.dtype
+            or current.device != wanted.device
+        ):
             raise StateError(
-                f"unit {self.name!r}: parameter {name!r} was replaced by {current.dtype} {tuple(current.shape)} on {current.device}; its "
-                f"buffer holds {wanted.dtype} {tuple(wanted.shape(index))} on {wanted.device}. Change dtype or device before "
-                f"fully_shard, or use MixedPrecisionPolicy."
+                f"unit {self.name!r}: parameter {name!r} was replaced by {current.dtype} {tuple(current.shape)} on "
+                f"{current.device}; its buffer holds {wanted.dtype} {wanted.plan.shapes[index]} on {wanted.device}. "
+                "Change dtype or device before fully_shard, or use MixedPrecisionPolicy."
             )
         with torch.no_grad():
             if not isinstance(current, DTensor):

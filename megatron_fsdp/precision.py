@@ -41,7 +41,8 @@ class MixedPrecisionPolicy:
         reduce_dtype: reduce-scatter dtype. None: the compute dtype.
         output_dtype: floating-point outputs of the module's forward are cast to it.
         cast_forward_inputs: cast floating-point forward inputs to ``param_dtype``.
-        main_params_dtype: dtype of the weights the optimizer steps. None: the parameter's own. Give ``torch.float32`` to train a
+        main_params_dtype: dtype of the weights the optimizer steps. None: the parameter's own. Give
+            ``torch.float32`` to train a
             model whose own parameters are bf16 with FP32 main weights.
         main_grads_dtype: dtype in which gradients rest and accumulate. None: the main weights'.
     """
@@ -56,12 +57,15 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "cast_forward_inputs" and value is not None:
-                if not isinstance(value, torch.dtype) or not value.is_floating_point:
-                    raise ConfigError(f"MixedPrecisionPolicy({field.name}={value!r}): give a floating-point torch.dtype or None")
+            if field.name == "cast_forward_inputs" or value is None:
+                continue
+            if not isinstance(value, torch.dtype) or not value.is_floating_point:
+                raise ConfigError(
+                    f"MixedPrecisionPolicy({field.name}={value!r}): give a floating-point torch.dtype or None"
+                )
 
     def dtypes_for(self, own: torch.dtype, *, requires_grad: bool) -> GroupDtypes:
-        """Return the dtypes for parameters of dtype ``own``. Frozen ones get no wider main copy; integers stay as they are."""
+        """Return the dtypes for parameters of dtype ``own``. Frozen ones get no wider main copy; integers stay."""
         if not own.is_floating_point:
             return GroupDtypes(own, own, own, own)
         compute = self.param_dtype or own
@@ -81,7 +85,9 @@ def as_policy(policy: Any) -> MixedPrecisionPolicy:
         return policy
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if not all(hasattr(policy, name) for name in names):
-        raise ConfigError(f"mp_policy is a {type(policy).__name__}; give a MixedPrecisionPolicy, ours or torch.distributed.fsdp's")
+        raise ConfigError(
+            f"mp_policy is a {type(policy).__name__}; give a MixedPrecisionPolicy, ours or torch.distributed.fsdp's"
+        )
     return MixedPrecisionPolicy(**{name: getattr(policy, name) for name in names})
 
 

@@ -1,10 +1,12 @@
 """Schedule: when each unit is gathered, resharded and reduced.
 
-One schedule serves a root and all units below it. In forward it gathers a unit, makes compute wait, and starts the next one's gather. In
+One schedule serves a root and all units below it. In forward it gathers a unit, makes compute wait, and starts the
+next one's gather. In
 backward it does the same in the other direction, and reduces each unit's gradients when the last of them is there.
 
 The order of collectives must be the same on every rank, whatever gradients a rank happens to have. It rests on one fact
-(docs/design/order.md): autograd runs nodes in the reverse of the order in which they were made, so when backward reaches the output of a call,
+(docs/design/order.md): autograd runs nodes in the reverse of the order in which they were made, so when backward
+reaches the output of a call,
 everything that came after that call in forward is done.
 """
 
@@ -156,7 +158,8 @@ class Schedule:
         for group in unit.groups:
             if group.weight_state is WeightState.SHARDED:
                 if not torch.is_grad_enabled() and not group.rests_whole:
-                    # Evaluation often follows a swap of weights (averages) through .data, which no version counter shows.
+                    # Evaluation often follows a swap of weights (averages) through .data, which no version counter
+                    # shows.
                     group.mark_changed()
             elif group.is_stale():
                 group.reshard()
@@ -170,7 +173,8 @@ class Schedule:
                 self._start_gather(reference(), check=True)
             return
         expected = self._last_order
-        # A unit that is not where it was last time moves the cursor to the end: gather on demand, and learn the new order.
+        # A unit that is not where it was last time moves the cursor to the end: gather on demand, and learn the new
+        # order.
         while self._cursor < len(expected) and expected[self._cursor]() is not unit:
             self._cursor += 1
         self._cursor += 1
@@ -206,7 +210,7 @@ class Schedule:
             self._close(unit)
 
     def drain(self) -> None:
-        """Make compute wait for all reductions in flight and release their buffers: at most one packed buffer is alive."""
+        """Make compute wait for all reductions in flight and release their buffers: one packed buffer lives at most."""
         reducing, self._reducing = self._reducing, []
         for unit in reducing:
             for buffer in unit.gradients:
@@ -217,7 +221,7 @@ class Schedule:
     def _open_backward(self) -> None:
         if not self._is_backward_open:
             self._is_backward_open = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def _leave_passed(self, call: Call) -> None:
         for unit in tuple(self._active.values()):
@@ -232,8 +236,8 @@ class Schedule:
                 self._reshard(unit)
 
     def _before_recomputation(self, unit: Unit) -> None:
-        # Reentrant checkpointing runs the first forward without a graph, so no output is watched, and this is where backward is seen to
-        # move on. Units whose outputs are watched are left by the watch.
+        # Reentrant checkpointing runs the first forward without a graph, so no output is watched, and this is where
+        # backward is seen to move on. Units whose outputs are watched are left by the watch.
         for other in tuple(self._active.values()):
             if other is not unit and not any(other.outstanding_calls()) and not other.encloses(unit):
                 self._leave(other)
@@ -257,8 +261,8 @@ class Schedule:
         if id(unit) in self._closed:
             return
         if unit.gradients and not self._any_gradient:
-            # Nothing has a gradient so far. Either this rank used none of these parameters, and others may have; or this is a
-            # backward that asks for no parameter's gradient at all.
+            # Nothing has a gradient so far. Either this rank used none of these parameters, and others may have; or
+            # this is a backward that asks for no parameter's gradient at all.
             self._leave(unit)
             self._deferred.append(unit)
             self._closed.add(id(unit))
@@ -281,7 +285,9 @@ class Schedule:
 
     def _leave(self, unit: Unit) -> None:
         self._active.pop(id(unit), None)
-        unit.calls = [reference for reference in unit.calls if (call := reference()) is not None and not call.is_entered]
+        unit.calls = [
+            reference for reference in unit.calls if (call := reference()) is not None and not call.is_entered
+        ]
         if unit.reshard_after_backward:
             self._reshard(unit)
 

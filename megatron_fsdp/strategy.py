@@ -55,8 +55,9 @@ class Placements:
                 raise PlacementError(f"axis {axis!r}: the {kind} placement is {found}; legal is {names}")
         if isinstance(optimizer, Replicate) and (isinstance(parameter, Flat) or isinstance(gradient, Flat)):
             raise PlacementError(
-                f"axis {axis!r}: parameter {parameter} and gradient {gradient} with optimizer Replicate(): what the optimizer "
-                f"replicates must not be sharded elsewhere; use optimizer=Flat() or parameter=Replicate(), gradient=Partial()"
+                f"axis {axis!r}: parameter {parameter} and gradient {gradient} with optimizer Replicate(): what the "
+                "optimizer replicates must not be sharded elsewhere; use optimizer=Flat() or parameter=Replicate(), "
+                "gradient=Partial()"
             )
 
     @classmethod
@@ -96,7 +97,9 @@ class Placements:
 
     def num_shards(self, sizes: Sequence[int]) -> int:
         """Return into how many shards the most finely cut buffer is cut, for axes of the given sizes."""
-        return math.prod(size for size, placement in zip(sizes, self.optimizer, strict=True) if isinstance(placement, Flat))
+        return math.prod(
+            size for size, placement in zip(sizes, self.optimizer, strict=True) if isinstance(placement, Flat)
+        )
 
     def is_sharded(self, kind: Sequence[BufferPlacement]) -> bool:
         """Whether any axis of one of the three tuples is ``Flat``."""

@@ -133,7 +133,10 @@ class Unit:
         """Whether a module of ``other`` lies below one of this unit's."""
         inner = {id(module()) for module in other.modules}
         return any(
-            id(child) in inner for reference in self.modules if (module := reference()) is not None for child in module.modules()
+            id(child) in inner
+            for reference in self.modules
+            if (module := reference()) is not None
+            for child in module.modules()
         )
 
     def rename(self, name: str) -> None:

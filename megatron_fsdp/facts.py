@@ -1,0 +1,222 @@
+"""Facts: what decides the memory and traffic of a model's units, as plain data.
+
+Shapes (in plans), placements, dtypes and the order of modules: no module, process group or device. They are read off a live model,
+or made from shapes alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dbuffer import BufferPlacement, Flat, Partial, Plan, Replicate
+from dbuffer.placements import flat_axes, shard_index
+
+from megatron_fsdp.precision import GroupDtypes
+from megatron_fsdp.strategy import Placements
+
+__all__ = ["AxisFacts", "GroupFacts", "ModelFacts", "Redistribution", "Transfer", "UnitFacts", "Visit", "VisitKind"]
+
+
+@dataclass(frozen=True, slots=True)
+class AxisFacts:
+    """One axis of the mesh: its name, its number of ranks, and the place of the rank that is reported on."""
+
+    name: str
+    size: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective: ``num_bytes`` is the full (unsharded) side, as in ``dbuffer.CollectiveCall``."""
+
+    kind: str
+    axis: str
+    num_ranks: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Redistribution:
+    """The collectives of one change of placements, and the most bytes its intermediate buffers take."""
+
+    transfers: tuple[Transfer, ...] = ()
+    scratch_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """What decides the memory and the traffic of one parameter group.
+
+    Attributes:
+        names: of the parameters, in plan order. axes: of the data-parallel mesh, outermost first.
+    """
+
+    names: tuple[str, ...]
+    plan: Plan
+    axes: tuple[AxisFacts, ...]
+    placements: Placements
+    dtypes: GroupDtypes
+    requires_grad: bool
+
+    @property
+    def whole(self) -> tuple[BufferPlacement, ...]:
+        """The placements of gathered weights."""
+        return tuple(Replicate() for _ in self.axes)
+
+    @property
+    def partial(self) -> tuple[BufferPlacement, ...]:
+        """The placements of gradients as autograd produces them."""
+        return tuple(Partial("sum") for _ in self.axes)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of all weights in compute dtype, padding included."""
+        return self.plan.numel * self.dtypes.compute.itemsize
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that are allocated to use the weights; 0 where weights rest whole."""
+        return 0 if self.placements.parameter == self.whole else self.whole_bytes
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the buffer that gradients are packed into; 0 where there is none beside ``main_grad``."""
+        is_packed = self.requires_grad and self.placements.gradient != self.partial
+        return self.plan.numel * self.dtypes.reduce.itemsize if is_packed else 0
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes of the gradient's copy in the main weights' dtype while the optimizer steps; 0 where it has that dtype."""
+        if not self.requires_grad or self.dtypes.main_grad is self.dtypes.main:
+            return 0
+        return self.local_numel(self.placements.optimizer) * self.dtypes.main.itemsize
+
+    def local_numel(self, placements: Sequence[BufferPlacement]) -> int:
+        """Return the elements of one rank's part of the flat buffer, padding included; the same on every rank."""
+        return self.plan.numel // math.prod(self.axes[axis].size for axis in flat_axes(placements))
+
+    def owned_numel(self, placements: Sequence[BufferPlacement]) -> int:
+        """Return the elements of one rank's part that belong to parameters."""
+        axes, sizes = flat_axes(placements), [axis.size for axis in self.axes]
+        part = self.local_numel(placements)
+        start = part * shard_index(axes, [axis.rank for axis in self.axes], sizes)
+        offsets = enumerate(self.plan.offsets)
+        held = (min(offset + self.plan.tensor_numel(index), start + part) - max(offset, start) for index, offset in offsets)
+        return sum(max(numel, 0) for numel in held)
+
+    def gather(self) -> Redistribution:
+        """Return how the weights are gathered."""
+        return self._change(self.placements.parameter, self.whole, self.dtypes.compute.itemsize)
+
+    def reduce(self) -> Redistribution:
+        """Return how the packed gradients of one microbatch are reduced."""
+        if not self.packed_bytes:
+            return Redistribution()
+        return self._change(self.partial, self.placements.gradient, self.dtypes.reduce.itemsize)
+
+    def finalize(self) -> Redistribution:
+        """Return how what is still partial after the last microbatch is reduced."""
+        if not self.requires_grad:
+            return Redistribution()
+        return self._change(self.placements.gradient, self.placements.optimizer, self.dtypes.main_grad.itemsize)
+
+    def refresh(self) -> Redistribution:
+        """Return how compute weights are made from main weights after an optimizer step."""
+        if not self.requires_grad:
+            return Redistribution()
+        return self._change(self.placements.optimizer, self.placements.parameter, self.dtypes.compute.itemsize)
+
+    def _change(
+        self, source: tuple[BufferPlacement, ...], target: tuple[BufferPlacement, ...], itemsize: int
+    ) -> Redistribution:
+        """Follow ``DBuffer.redistribute`` axis by axis; the last step writes into a buffer that is there already."""
+        changed = [axis for axis in range(len(self.axes)) if source[axis] != target[axis]]
+        gathers = [axis for axis in changed if isinstance(source[axis], Flat)]
+        order = [axis for axis in reversed(changed) if axis not in gathers] + gathers
+        transfers: list[Transfer] = []
+        current = list(source)
+        held = scratch = 0
+        for position, axis in enumerate(order):
+            before = self.local_numel(current) * itemsize
+            kind = _kind(source[axis], target[axis])
+            current[axis] = target[axis]
+            after = self.local_numel(current) * itemsize
+            if kind and self.axes[axis].size > 1:
+                transfers.append(Transfer(kind, self.axes[axis].name, self.axes[axis].size, max(before, after)))
+            # A slice shares the memory of what it was cut from.
+            made = after if position < len(order) - 1 and kind else 0
+            scratch = max(scratch, held + made)
+            held = made if kind else held
+        return Redistribution(tuple(transfers), scratch)
+
+
+def _kind(source: BufferPlacement, target: BufferPlacement) -> str:
+    if isinstance(source, Flat):
+        return "all_gather"
+    if isinstance(source, Partial):
+        return "reduce_scatter" if isinstance(target, Flat) else "all_reduce"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitFacts:
+    """What decides when a unit is gathered and released.
+
+    Attributes:
+        modules: class names. reason: why it keeps or releases its weights after forward, in words.
+        ties: for every parameter that is registered in several places, their full names.
+        schedule: units of one root share a number; prefetching and draining happen within it.
+        forward_prefetch, backward_prefetch: positions of the units to gather ahead when the user set them; empty: the
+            unit that follows in the recorded order.
+    """
+
+    name: str
+    groups: tuple[GroupFacts, ...]
+    schedule: int = 0
+    reshards_after_forward: bool = True
+    reshards_after_backward: bool = True
+    forward_prefetch: tuple[int, ...] = ()
+    backward_prefetch: tuple[int, ...] = ()
+    modules: tuple[str, ...] = ()
+    reason: str = ""
+    ties: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of all of its weights in compute dtype."""
+        return sum(group.whole_bytes for group in self.groups)
+
+
+class VisitKind(enum.Enum):
+    """What forward does at one point: OPEN a unit's call, USE one of its parameters, CLOSE the call."""
+
+    OPEN = "open"
+    USE = "use"
+    CLOSE = "close"
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One point of the forward pass; ``unit`` and ``group`` are positions, ``group`` counts only for USE."""
+
+    kind: VisitKind
+    unit: int
+    group: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The units, and the forward pass over them; backward runs through ``visits`` in reverse.
+
+    Attributes:
+        unsharded: names of parameters that belong to no unit. unsharded_bytes: what they take.
+    """
+
+    units: tuple[UnitFacts, ...]
+    visits: tuple[Visit, ...]
+    unsharded: tuple[str, ...] = ()
+    unsharded_bytes: int = 0

@@ -1,0 +1,139 @@
+"""Inspection: read the facts of a live sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from megatron_fsdp.errors import StateError
+from megatron_fsdp.facts import AxisFacts, GroupFacts, ModelFacts, UnitFacts, Visit, VisitKind
+from megatron_fsdp.module import FsdpModule, units_below
+from megatron_fsdp.parameter_group import ParameterGroup
+from megatron_fsdp.unit import Unit
+
+__all__ = ["read_facts"]
+
+# id of a registered parameter -> (position of its unit, of its group)
+_Owners = Mapping[int, tuple[int, int]]
+
+
+def read_facts(model: nn.Module) -> ModelFacts:
+    """Return the facts of every unit in ``model``, and the forward pass in the order in which modules are registered.
+
+    Raises:
+        StateError: no module of ``model`` is sharded.
+    """
+    units = list(units_below(model))
+    if not units:
+        raise StateError(f"{type(model).__name__} holds no sharded module; call fully_shard on its blocks and on it first")
+    owners: dict[int, tuple[int, int]] = {}
+    for position, unit in enumerate(units):
+        for number, group in enumerate(unit.groups):
+            for name in group.parameters:
+                owners[id(_registered(unit, name))] = (position, number)
+    places = _places(model)
+    outside = [names[0] for key, (names, _) in places.items() if key not in owners]
+    outside_bytes = sum(parameter.nbytes for key, (_, parameter) in places.items() if key not in owners)
+    facts = tuple(_unit_facts(unit, units, _ties(places, owners, position)) for position, unit in enumerate(units))
+    return ModelFacts(facts, tuple(_Walk(units, owners).visits(model)), tuple(outside), outside_bytes)
+
+
+def _registered(unit: Unit, name: str) -> nn.Parameter:
+    """Return what is registered now under a parameter's name in its unit: its sharded or its gathered face."""
+    position, _, path = name.partition(".") if len(unit.modules) > 1 else ("0", "", name)
+    module = unit.modules[int(position)]()
+    assert module is not None
+    return module.get_parameter(path)
+
+
+def _places(model: nn.Module) -> dict[int, tuple[list[str], nn.Parameter]]:
+    """Return each parameter with all names it has below ``model``, by its id."""
+    places: dict[int, tuple[list[str], nn.Parameter]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), ([], parameter))[0].append(name)
+    return places
+
+
+def _ties(
+    places: Mapping[int, tuple[list[str], nn.Parameter]], owners: _Owners, position: int
+) -> tuple[tuple[str, ...], ...]:
+    mine = [names for key, (names, _) in places.items() if key in owners and owners[key][0] == position]
+    return tuple(tuple(names) for names in mine if len(names) > 1)
+
+
+def _unit_facts(unit: Unit, units: Sequence[Unit], ties: tuple[tuple[str, ...], ...]) -> UnitFacts:
+    schedules = list(dict.fromkeys(id(other.schedule) for other in units))
+    modules = [module for reference in unit.modules if (module := reference()) is not None]
+    positions = {id(other): position for position, other in enumerate(units)}
+
+    def ahead(references: Sequence[object]) -> tuple[int, ...]:
+        found = [reference() for reference in references if callable(reference)]
+        return tuple(positions[id(other)] for other in found if id(other) in positions)
+
+    return UnitFacts(
+        name=unit.name,
+        groups=tuple(_group_facts(group) for group in unit.groups),
+        schedule=schedules.index(id(unit.schedule)),
+        reshards_after_forward=unit.schedule.reshards_after_forward(unit),
+        reshards_after_backward=unit.reshard_after_backward,
+        forward_prefetch=ahead(unit.forward_prefetch),
+        backward_prefetch=ahead(unit.backward_prefetch),
+        modules=tuple(type(module).__name__.removeprefix("FSDP") for module in modules),
+        reason=_reason(unit),
+        ties=ties,
+    )
+
+
+def _reason(unit: Unit) -> str:
+    if not unit.groups:
+        return "nothing to release: it has no parameters of its own"
+    if all(group.rests_whole for group in unit.groups):
+        return "nothing to release: its weights rest whole on every rank"
+    if unit.reshard_after_forward is not None:
+        return f"{'released' if unit.reshard_after_forward else 'kept'} after forward: reshard_after_forward={unit.reshard_after_forward}"
+    if unit is unit.schedule.root:
+        return "kept after forward: it is the root"
+    return "released after forward: the default below the root"
+
+
+def _group_facts(group: ParameterGroup) -> GroupFacts:
+    axes = tuple(AxisFacts(axis.name, axis.size, axis.rank) for axis in group.main_weight.axes)
+    return GroupFacts(
+        tuple(group.parameters), group.plan, axes, group.spec.placements, group.spec.dtypes, group.requires_grad
+    )
+
+
+class _Walk:
+    """A pass over the modules in registration order, each once."""
+
+    def __init__(self, units: Sequence[Unit], owners: _Owners) -> None:
+        self._positions = {id(unit): position for position, unit in enumerate(units)}
+        self._pending = [{id(reference()) for reference in unit.modules} for unit in units]
+        self._is_open = [False] * len(units)
+        self._owners = owners
+        self._seen: set[int] = set()
+
+    def visits(self, module: nn.Module) -> Iterator[Visit]:
+        if id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        position = self._positions[id(module._fsdp_unit)] if isinstance(module, FsdpModule) else -1
+        if position >= 0 and not self._is_open[position]:
+            self._is_open[position] = True
+            yield Visit(VisitKind.OPEN, position)
+        yield from self._uses(module._parameters.values())
+        for child in module.children():
+            yield from self.visits(child)
+        if position >= 0:
+            self._pending[position].discard(id(module))
+            if not self._pending[position]:
+                yield Visit(VisitKind.CLOSE, position)
+
+    def _uses(self, parameters: Iterator[torch.Tensor | None]) -> Iterator[Visit]:
+        for parameter in parameters:
+            if parameter is not None and id(parameter) in self._owners and id(parameter) not in self._seen:
+                # A tied parameter gets its gradient when backward reaches the first place that used it.
+                self._seen.add(id(parameter))
+                yield Visit(VisitKind.USE, *self._owners[id(parameter)])

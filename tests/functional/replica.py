@@ -1,0 +1,160 @@
+"""The oracle: the same model, whole and in one process, trained on the data of every rank.
+
+A case says how to build a model, how to shard it, and the loss of one rank's data at one step. Each rank trains its
+shard on its own data; beside it a plain copy is trained on the mean loss over all ranks.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dbuffer import guard_released_storage
+from megatron_fsdp import fully_shard
+
+__all__ = ["WIDTH", "Block", "Case", "Comparison", "Stack", "compare", "inputs", "shard_each", "whole"]
+
+WIDTH = 7
+
+
+class Block(nn.Module):
+    """A residual block whose sizes divide nothing."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = 13) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., width) for (..., width)."""
+        result: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return result
+
+
+class Stack(nn.Module):
+    """Layers of one width, one after the other; without parameters of its own."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the last layer returns."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def shard_each(model: nn.Module) -> None:
+    """Make a unit of every direct child (of every entry, for a ModuleList), and one of the model."""
+    for child in model.children():
+        for part in child if isinstance(child, nn.ModuleList) else (child,):
+            fully_shard(part)
+    fully_shard(model)
+
+
+def inputs(rank: int, step: int, *shape: int) -> torch.Tensor:
+    """Return the data of one rank and step; shape (3, WIDTH) unless given."""
+    generator = torch.Generator().manual_seed(1 + 1000 * step + rank)
+    return torch.randn(shape or (3, WIDTH), generator=generator)
+
+
+def whole(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Return a full copy of a tensor that may be sharded; zeros where there is none."""
+    if tensor is None:
+        return torch.zeros(like.shape)
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model to train both ways.
+
+    Attributes:
+        build: makes the model.
+        loss: of one rank's data at one step, ``loss(model, rank, step)``; it runs forward.
+        shard: applies ``fully_shard`` in place.
+        prepare: called on each of the two models at the start of a step, before forward.
+        optimizer: over the parameters that require gradients.
+        steps: optimizer steps to train.
+    """
+
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, int, int], torch.Tensor]
+    shard: Callable[[nn.Module], None] = shard_each
+    prepare: Callable[[nn.Module, int], None] | None = None
+    optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] | None = None
+    steps: int = 3
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a sharded run was from the oracle.
+
+    Attributes:
+        worst_gradient: largest |difference| of any gradient at any step; a missing one counts as zeros.
+        worst_weight: largest |difference| of any weight after the last step.
+        least_movement: the smallest change over training of any tensor that the oracle changed; shows that there was
+            something to compare.
+        disagreement: largest difference between this rank's own gradient and the oracle's: 0 would mean that a
+            reduction left out could go unnoticed.
+    """
+
+    worst_gradient: float
+    worst_weight: float
+    least_movement: float
+    disagreement: float
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether gradients and weights agree to fp32 rounding, and had something to agree on."""
+        is_telling = self.least_movement > 1e-4 and self.disagreement > 1e-4
+        return is_telling and self.worst_gradient < 2e-6 and self.worst_weight < 2e-6
+
+
+def compare(case: Case) -> Comparison:
+    """Train a case sharded and whole; call it on every rank of a process group."""
+    torch.manual_seed(0)
+    oracle = case.build()
+    model = copy.deepcopy(oracle)
+    initial = [parameter.detach().clone() for parameter in oracle.parameters()]
+    case.shard(model)
+    make = case.optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    optimizers = [make(p for p in m.parameters() if p.requires_grad) for m in (model, oracle)]
+    worst_gradient = disagreement = 0.0
+    for step in range(case.steps):
+        for m in (model, oracle):
+            if case.prepare is not None:
+                case.prepare(m, step)
+        alone = _lonely_gradients(case, oracle, step)
+        with guard_released_storage():
+            case.loss(model, dist.get_rank(), step).backward()
+        for rank in range(dist.get_world_size()):
+            (case.loss(oracle, rank, step) / dist.get_world_size()).backward()
+        ours = [whole(p.grad, p) for p in model.parameters()]
+        theirs = [whole(p.grad, p) for p in oracle.parameters()]
+        worst_gradient = max(worst_gradient, _worst(ours, theirs))
+        disagreement = max(disagreement, _worst(alone, theirs))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    ours = [whole(p, p) for p in model.parameters()]
+    theirs = [whole(p, p) for p in oracle.parameters()]
+    moved = [_worst([new], [old]) for new, old in zip(theirs, initial, strict=True)]
+    return Comparison(worst_gradient, _worst(ours, theirs), min((m for m in moved if m), default=0.0), disagreement)
+
+
+def _lonely_gradients(case: Case, oracle: nn.Module, step: int) -> list[torch.Tensor]:
+    case.loss(oracle, dist.get_rank(), step).backward()
+    gradients = [whole(parameter.grad, parameter) for parameter in oracle.parameters()]
+    oracle.zero_grad()
+    return gradients
+
+
+def _worst(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(ours, theirs, strict=True))

@@ -1,0 +1,483 @@
+"""Gradients of sharded models equal a whole model's, however the model uses its parameters."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp import fully_shard
+from tests.functional.replica import WIDTH, Block, Case, Comparison, Stack, compare, inputs, shard_each
+from tests.harness import run_ranks
+
+
+def squared(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    output: torch.Tensor = model(inputs(rank, step))
+    return output.square().mean()
+
+
+# ---------------------------------------------------------------- frozen and tied parameters
+
+
+class Adapted(nn.Module):
+    """A frozen base weight beside trainable low-rank ones; the base comes first in forward, so its backward is last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.base.requires_grad_(False)
+        self.first = nn.Linear(WIDTH, 3, bias=False)
+        self.second = nn.Linear(3, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.base(x))
+        result: torch.Tensor = x + hidden + self.second(self.first(hidden))
+        return result
+
+
+def adapted() -> nn.Module:
+    return Stack(Block(), Adapted(), Adapted())
+
+
+def half_frozen() -> nn.Module:
+    model = Stack(Block(), Block(), Block())
+    model.layers[1].requires_grad_(False)
+    return model
+
+
+def frozen_first() -> nn.Module:
+    model = Stack(Block(), Block(), Block())
+    model.layers[0].requires_grad_(False)
+    return model
+
+
+class TiedPair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 5, bias=False)
+        self.down = nn.Linear(5, WIDTH, bias=False)
+        self.again = nn.Linear(WIDTH, 5, bias=False)
+        self.again.weight = self.up.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.down(torch.tanh(self.up(x)) * self.again(x))
+        return result
+
+
+def tied_within_a_unit() -> nn.Module:
+    return Stack(Block(), TiedPair(), Block())
+
+
+class Language(nn.Module):
+    """Embedding and output projection share a weight that belongs to the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+def shard_blocks_and_root(model: nn.Module) -> None:
+    assert isinstance(model, Language)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+
+
+def next_token_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(0, 11, (2, 6), generator=generator)
+    logits = model(tokens[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+# ---------------------------------------------------------------- parameters that are not always used
+
+
+class Optional(nn.Module):
+    """Two branches; the data decide whether the second is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(WIDTH, WIDTH)
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+        self.use = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.always(x))
+        return x + self.sometimes(x) if self.use else x
+
+
+def set_used(model: nn.Module, flags: Callable[[int], bool]) -> None:
+    for index, module in enumerate(child for child in model.modules() if isinstance(child, Optional)):
+        module.use = flags(index)
+
+
+def optional_stack() -> nn.Module:
+    return Stack(*(Optional() for _ in range(4)))
+
+
+def used_on_rank_one_only(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    set_used(model, lambda index: rank == 1)
+    return squared(model, rank, step)
+
+
+def used_on_alternating_ranks(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    set_used(model, lambda index: (index + step + rank) % 2 == 0)
+    return squared(model, rank, step)
+
+
+def used_nowhere(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    set_used(model, lambda index: False)
+    return squared(model, rank, step)
+
+
+class Droppable(Block):
+    """LayerDrop: the block may return its very input."""
+
+    dropped = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.dropped else super().forward(x)
+
+
+def droppable_stack() -> nn.Module:
+    return Stack(Block(), *(Droppable() for _ in range(5)), Block())
+
+
+def drop_at_random(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    # Own generator: the oracle evaluates several ranks in one process.
+    draw = random.Random(10 * step + rank)
+    for module in model.modules():
+        if isinstance(module, Droppable):
+            module.dropped = draw.random() < 0.5
+    return squared(model, rank, step)
+
+
+def drop_one_on_rank_zero(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    assert isinstance(model, Stack)
+    for index, module in enumerate(model.layers):
+        if isinstance(module, Droppable):
+            module.dropped = rank == 0 and index == 3
+    return squared(model, rank, step)
+
+
+def drop_all_on_rank_zero(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    for module in model.modules():
+        if isinstance(module, Droppable):
+            module.dropped = rank == 0
+    return squared(model, rank, step)
+
+
+# ---------------------------------------------------------------- forwards and backwards that do not pair up
+
+
+def called_twice(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    assert isinstance(model, Stack)
+    x = inputs(rank, step)
+    for index in (0, 1, 1, 0, 2):
+        x = model.layers[index](x)
+    return x.square().mean()
+
+
+class Recurrent(Stack):
+    """Runs its middle layer twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in (0, 1, 1, 0, 2):
+            x = self.layers[index](x)
+        return x
+
+
+def recurrent() -> nn.Module:
+    return Recurrent(Block(), Block(), Block())
+
+
+def two_forwards(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    first = model(inputs(rank, 2 * step))
+    second = model(inputs(rank, 2 * step + 1))
+    return (first * second).mean()
+
+
+def accumulated_over_two_graphs(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Both forwards run before the first backward."""
+    first = squared(model, rank, 2 * step)
+    second = squared(model, rank, 2 * step + 1)
+    first.backward()
+    return second
+
+
+def retained_graph(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """The first of two backwards through one graph."""
+    output = model(inputs(rank, step))
+    output.square().mean().backward(retain_graph=True)
+    result: torch.Tensor = output.sin().mean()
+    return result
+
+
+def with_input_gradient_first(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    x = inputs(rank, step).requires_grad_()
+    output = model(x)
+    torch.autograd.grad(output.sum(), x, retain_graph=True)
+    result: torch.Tensor = output.square().mean()
+    return result
+
+
+def gradient_penalty(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    x = inputs(rank, step).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+    return gradient.square().sum()
+
+
+class Fork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.left(x), self.right(x)
+
+
+class ForkModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = Block()
+        self.fork = Fork()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = self.fork(self.stem(x))
+        return left, right
+
+
+def left_output_only(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    left: torch.Tensor = model(inputs(rank, step))[0]
+    return left.square().mean()
+
+
+def one_output_per_rank(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    output: torch.Tensor = model(inputs(rank, step))[(rank + step) % 2]
+    return output.square().mean()
+
+
+def other_order_each_step(model: nn.Module, step: int) -> None:
+    assert isinstance(model, Shuffled)
+    model.order = [(3 * step + index) % len(model.layers) if step % 2 else index for index in range(len(model.layers))]
+
+
+class Shuffled(Stack):
+    """Runs its layers in ``order``."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.order = list(range(len(layers)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.layers[index](x)
+        return x
+
+
+def shuffled() -> nn.Module:
+    return Shuffled(*(Block(hidden=5 + index) for index in range(5)))
+
+
+# ---------------------------------------------------------------- kinds of modules, inputs and outputs
+
+
+class Recursive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = Block()
+        self.lstm = nn.LSTM(WIDTH, 5, num_layers=2, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.lstm(self.stem(x))[0])
+        return result
+
+
+def sequence_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    output: torch.Tensor = model(inputs(rank, step, 2, 4, WIDTH))
+    return output.square().mean()
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 5, 3)
+        self.second = nn.Conv2d(5, 7, (3, 1), bias=False)
+        self.norm = nn.GroupNorm(1, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.norm(self.second(torch.tanh(self.first(x))))
+        return result
+
+
+def image_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    output: torch.Tensor = model(inputs(rank, step, 2, 3, 8, 7))
+    return (output.sin() * output).mean()
+
+
+@dataclass
+class Output:
+    hidden: torch.Tensor
+    extra: dict[str, list[torch.Tensor]]
+    label: str = "two tensors"
+
+
+class Structured(nn.Module):
+    """Passes its two tensors on as a tuple, a dict or a dataclass."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> Any:
+        left, right = self.left(x), self.right(x) * scale
+        if self.kind == "tuple":
+            return left, (right, None)
+        if self.kind == "dict":
+            return {"left": left, "nested": [right], "name": "dict"}
+        return Output(left, {"right": [right]})
+
+
+class StructuredModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Structured("tuple"), Structured("dict"), Structured("dataclass")
+
+    def forward(self, x: torch.Tensor) -> Output:
+        scale = torch.tensor(0.5)
+        left, (right, _) = self.a(x, scale=scale)
+        both = self.b(left * right, scale=scale)
+        output: Output = self.c(both["left"] + both["nested"][0], scale=scale)
+        return output
+
+
+def structured_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    output = model(inputs(rank, step))
+    return (output.hidden * output.extra["right"][0]).square().mean()
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        result: torch.Tensor = self.head(self.norm(x))
+        return result
+
+
+def shard_with_list_unit(model: nn.Module) -> None:
+    assert isinstance(model, Normalised)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard([model.norm, model.head])
+    fully_shard(model)
+
+
+def shard_nested(model: nn.Module) -> None:
+    """Units inside units: each block owns what its inner units do not."""
+    assert isinstance(model, Stack)
+    for block in model.layers:
+        assert isinstance(block, Block)
+        fully_shard(block.up)
+        fully_shard(block)
+    fully_shard(model)
+
+
+def shard_root_only(model: nn.Module) -> None:
+    fully_shard(model)
+
+
+def shard_without_root(model: nn.Module) -> None:
+    assert isinstance(model, Stack)
+    for layer in model.layers:
+        fully_shard(layer)
+
+
+def shard_keeping_weights(model: nn.Module) -> None:
+    assert isinstance(model, Stack)
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=False)
+    fully_shard(model)
+
+
+def three_blocks() -> nn.Module:
+    return Stack(Block(), Block(hidden=1), Block(hidden=17))
+
+
+def plain_adam(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    # Large eps: Adam divides noise by noise where a gradient is nearly zero, and that is not what is compared here.
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, foreach=True)
+
+
+def foreach_sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True)
+
+
+CASES = {
+    "a plain stack of blocks": Case(three_blocks, squared),
+    "a root that owns everything": Case(three_blocks, squared, shard=shard_root_only),
+    "units without a common root": Case(three_blocks, squared, shard=shard_without_root),
+    "units inside units": Case(three_blocks, squared, shard=shard_nested),
+    "weights kept between forward and backward": Case(three_blocks, squared, shard=shard_keeping_weights),
+    "a frozen base weight whose backward follows the last trainable gradient": Case(adapted, squared),
+    "a frozen unit in the middle": Case(half_frozen, squared),
+    "a frozen unit at the start": Case(frozen_first, squared),
+    "a weight tied within a unit": Case(tied_within_a_unit, squared),
+    "a weight tied at the root": Case(Language, next_token_loss, shard=shard_blocks_and_root),
+    "parameters used on one rank only": Case(optional_stack, used_on_rank_one_only),
+    "parameters used on alternating ranks": Case(optional_stack, used_on_alternating_ranks),
+    "parameters used nowhere": Case(optional_stack, used_nowhere),
+    "one block dropped on one rank": Case(droppable_stack, drop_one_on_rank_zero),
+    "blocks dropped at random on each rank": Case(droppable_stack, drop_at_random, steps=6),
+    "all droppable blocks dropped on one rank": Case(droppable_stack, drop_all_on_rank_zero),
+    "layers that run twice in one forward": Case(recurrent, squared),
+    "units called twice by the trainer": Case(three_blocks, called_twice, shard=shard_without_root),
+    "two forwards before one backward": Case(three_blocks, two_forwards),
+    "two forwards before two backwards": Case(three_blocks, accumulated_over_two_graphs),
+    "two backwards through one retained graph": Case(three_blocks, retained_graph),
+    "an input gradient taken before backward": Case(three_blocks, with_input_gradient_first),
+    "a penalty on the input gradient": Case(three_blocks, gradient_penalty),
+    "a backward through one of two outputs": Case(ForkModel, left_output_only),
+    "another one of two outputs on each rank": Case(ForkModel, one_output_per_rank),
+    "another order of blocks at each step": Case(shuffled, squared, prepare=other_order_each_step, steps=4),
+    "a recurrent module that assigns its own weights": Case(Recursive, sequence_loss),
+    "convolutions with four-dimensional weights": Case(Convolutions, image_loss),
+    "outputs that are tuples, dicts and dataclasses": Case(StructuredModel, structured_loss),
+    "a unit of two modules": Case(Normalised, squared, shard=shard_with_list_unit),
+    "foreach AdamW without an adapter": Case(three_blocks, squared, optimizer=plain_adam),
+    "foreach SGD without an adapter": Case(three_blocks, squared, optimizer=foreach_sgd),
+}
+
+
+def compare_case(name: str) -> Comparison:
+    return compare(CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_and_weights_equal_those_of_a_whole_model_with(name: str) -> None:
+    results = run_ranks(2, compare_case, name, timeout=20)
+    assert all(result.is_exact for result in results), results

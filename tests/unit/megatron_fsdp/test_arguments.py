@@ -1,0 +1,218 @@
+"""The flags: Megatron's names, defaults and choices, beside what a parser has already."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from megatron_fsdp.arguments import FLAGS, Effect, Flag, add_megatron_fsdp_args, flag_of, flags_markdown
+
+# As Megatron-LM documents them: attribute, default.
+DEFAULTS = {
+    "use_megatron_fsdp": False,
+    "megatron_fsdp_version": 1,
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "outer_dp_sharding_strategy": "no_shard",
+    "num_distributed_optimizer_instances": 1,
+    "enable_full_sharding_in_hsdp": False,
+    "init_model_with_meta_device": False,
+    "megatron_fsdp_main_params_dtype": "fp32",
+    "megatron_fsdp_main_grads_dtype": "auto",
+    "megatron_fsdp_grad_comm_dtype": "auto",
+    "megatron_fsdp_enable_fine_grained_param_gather": False,
+    "suggested_communication_unit_size": None,
+    "create_all_gather_group": False,
+    "keep_fp8_transpose_cache": False,
+    "fsdp_double_buffer": False,
+    "megatron_fsdp_max_pool_double_buffer": False,
+    "fsdp_db_use_persist_buf_on_alloc_fail": False,
+    "nccl_ub": False,
+    "disable_symmetric_registration": False,
+    "fsdp_manual_registration": False,
+    "use_torch_fsdp2": False,
+    "torch_fsdp2_reshard_after_forward": True,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "overlap_param_gather_with_optimizer_step": False,
+    "align_param_gather": True,
+    "gradient_reduce_div_fusion": True,
+    "ddp_num_buckets": None,
+    "ddp_bucket_size": None,
+    "ddp_pad_buckets_for_high_nccl_busbw": False,
+    "ddp_reduce_scatter_with_fp32_accumulation": False,
+    "ddp_param_name_patterns_for_fp32_local_accumulation": [],
+    "ddp_average_in_collective": False,
+    "grad_reduce_in_bf16": False,
+    "calculate_per_token_loss": False,
+    "gradient_accumulation_fusion": True,
+    "use_distributed_optimizer": False,
+    "use_sharp": False,
+    "sharp_enabled_group": None,
+    "high_priority_stream_groups": [],
+    "bf16": False,
+    "fp16": False,
+    "optimizer": "adam",
+    "use_precision_aware_optimizer": False,
+    "main_grads_dtype": "fp32",
+    "main_params_dtype": "fp32",
+    "exp_avg_dtype": "fp32",
+    "exp_avg_sq_dtype": "fp32",
+    "fp8_param_gather": False,
+    "fp4_param_gather": False,
+    "optimizer_cpu_offload": False,
+    "optimizer_offload_fraction": 1.0,
+    "overlap_cpu_optimizer_d2h_h2d": False,
+    "optimizer_cuda_graph": False,
+    "cuda_graph_impl": "none",
+    "ckpt_format": "torch_dist",
+    "strict_fsdp_dtensor_load": True,
+    "dist_ckpt_strictness": "assume_ok_unexpected",
+    "async_save": False,
+    "check_for_nan_in_loss_and_grad": True,
+    "check_for_large_grads": False,
+    "dump_param_to_param_group_map": None,
+    "fake_process_group": False,
+}
+CHOICES = {
+    "--megatron-fsdp-version": {"1", "2"},
+    "--data-parallel-sharding-strategy": {"no_shard", "optim", "optim_grads", "optim_grads_params"},
+    "--outer-dp-sharding-strategy": {"no_shard", "optim"},
+    "--megatron-fsdp-main-params-dtype": {"fp32", "bf16", "fp16", "auto"},
+    "--megatron-fsdp-main-grads-dtype": {"fp32", "bf16", "fp16", "auto"},
+    "--megatron-fsdp-grad-comm-dtype": {"fp32", "bf16", "fp16", "auto"},
+    "--sharp-enabled-group": {"dp", "dp_replica"},
+    "--optimizer": {"adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"},
+    "--main-grads-dtype": {"fp32", "bf16"},
+    "--main-params-dtype": {"fp32", "fp16"},
+    "--exp-avg-dtype": {"fp32", "fp16", "bf16", "fp8"},
+    "--exp-avg-sq-dtype": {"fp32", "fp16", "bf16", "fp8"},
+    "--cuda-graph-impl": {"none", "local", "transformer_engine", "full_iteration"},
+    "--ckpt-format": {"torch", "torch_dist", "torch_dcp", "fsdp_dtensor"},
+    "--dist-ckpt-strictness": {
+        "assume_ok_unexpected",
+        "log_unexpected",
+        "log_all",
+        "raise_unexpected",
+        "raise_all",
+        "return_unexpected",
+        "return_all",
+        "ignore_all",
+    },
+}
+# Those whose attribute is not the flag with underscores.
+OTHER_ATTRIBUTES = {
+    "--use-nccl-ub": ("nccl_ub", True),
+    "--torch-fsdp2-no-reshard-after-forward": ("torch_fsdp2_reshard_after_forward", False),
+    "--no-align-param-gather": ("align_param_gather", False),
+    "--no-gradient-reduce-div-fusion": ("gradient_reduce_div_fusion", False),
+    "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", False),
+    "--no-check-for-nan-in-loss-and-grad": ("check_for_nan_in_loss_and_grad", False),
+}
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    return add_megatron_fsdp_args(argparse.ArgumentParser(exit_on_error=False))
+
+
+def another_value(flag: Flag) -> object:
+    """Return a legal value that is not the flag's default."""
+    if flag.kind is bool:
+        return not flag.default
+    if flag.choices:
+        return next(choice for choice in flag.choices if choice != flag.default)
+    return {int: 7, float: 0.25, str: "a/b", tuple: ("first", "second")}[flag.kind]
+
+
+def test_the_attributes_and_defaults_are_megatron_s(parser: argparse.ArgumentParser) -> None:
+    assert vars(parser.parse_args([])) == DEFAULTS
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_choices_are_megatron_s(name: str, parser: argparse.ArgumentParser) -> None:
+    assert {str(choice) for choice in parser._option_string_actions[name].choices or ()} == CHOICES[name]
+    with pytest.raises(argparse.ArgumentError, match="invalid choice: '?3'?"):
+        parser.parse_args([name, "3"])
+
+
+def test_flags_without_listed_choices_have_none() -> None:
+    assert {flag.name for flag in FLAGS if flag.choices} == set(CHOICES)
+
+
+@pytest.mark.parametrize("name", OTHER_ATTRIBUTES)
+def test_a_flag_with_another_attribute_sets_that(name: str, parser: argparse.ArgumentParser) -> None:
+    attribute, value = OTHER_ATTRIBUTES[name]
+    assert vars(parser.parse_args([name])) == {**DEFAULTS, attribute: value}
+
+
+def test_all_other_flags_are_their_attribute_with_dashes() -> None:
+    names = {flag.name for flag in FLAGS if flag.name != "--" + flag.dest.replace("_", "-")}
+    assert names == set(OTHER_ATTRIBUTES)
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+def test_a_flag_sets_its_attribute_and_no_other(flag: Flag, parser: argparse.ArgumentParser) -> None:
+    value = another_value(flag)
+    expected = {**DEFAULTS, flag.dest: list(value) if isinstance(value, tuple) else value}
+    assert vars(parser.parse_args(flag.spell(value).split())) == expected
+
+
+def test_a_default_that_is_on_can_be_asked_for_and_switched_off(parser: argparse.ArgumentParser) -> None:
+    assert parser.parse_args(["--strict-fsdp-dtensor-load"]).strict_fsdp_dtensor_load is True
+    assert parser.parse_args(["--no-strict-fsdp-dtensor-load"]).strict_fsdp_dtensor_load is False
+
+
+def test_the_parser_itself_is_returned() -> None:
+    parser = argparse.ArgumentParser()
+    assert add_megatron_fsdp_args(parser) is parser
+
+
+@pytest.mark.parametrize("conflicts", ["error", "resolve"])
+def test_flags_that_the_parser_has_are_left_alone(conflicts: str) -> None:
+    parser = argparse.ArgumentParser(conflict_handler=conflicts)
+    parser.add_argument("--optimizer", default="adafactor")
+    parser.add_argument("-b", "--bf16", type=int, default=3)
+    add_megatron_fsdp_args(parser)
+    given = vars(parser.parse_args(["--optimizer", "mine", "-b", "4", "--use-megatron-fsdp"]))
+    assert given == {**DEFAULTS, "optimizer": "mine", "bf16": 4, "use_megatron_fsdp": True}
+
+
+def test_adding_the_flags_twice_changes_nothing(parser: argparse.ArgumentParser) -> None:
+    before = dict(parser._option_string_actions)
+    assert add_megatron_fsdp_args(parser)._option_string_actions == before
+
+
+def test_help_says_which_flags_do_nothing_and_why(parser: argparse.ArgumentParser) -> None:
+    text = " ".join(parser.format_help().split())
+    assert "reduce inside the network (here: needs hardware that is not used; it takes switches with SHARP)" in text
+    assert "--use-megatron-fsdp shard the model with Megatron FSDP --megatron-fsdp-version" in text
+
+
+def test_flags_are_found_by_name_and_by_attribute() -> None:
+    assert flag_of("--use-nccl-ub") is flag_of("nccl_ub")
+    with pytest.raises(KeyError):
+        flag_of("--use-nccl")
+
+
+def test_the_documentation_is_what_the_table_gives() -> None:
+    written = (Path(__file__).parents[3] / "docs" / "flags.md").read_text(encoding="utf-8")
+    assert written == flags_markdown(), "run: python -m megatron_fsdp.arguments > docs/flags.md"
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+def test_every_flag_has_one_row_with_its_effect(flag: Flag) -> None:
+    rows = [row for row in flags_markdown().splitlines() if row.startswith(f"| `{flag.name}` | ") and flag.here in row]
+    assert len(rows) == 1
+    assert [cell.strip() for cell in rows[0].strip("|").split("|")][2:] == [
+        flag.meaning,
+        f"{flag.effect.value}: {flag.here}",
+    ]
+
+
+def test_no_text_of_the_table_breaks_a_markdown_row() -> None:
+    assert [flag.name for flag in FLAGS if "|" in flag.meaning + flag.here or "\n" in flag.meaning + flag.here] == []
+
+
+def test_only_acting_flags_and_those_of_the_script_have_an_effect() -> None:
+    effects = {flag.effect for flag in FLAGS if not flag.is_silent}
+    assert effects == {Effect.ACTS, Effect.SCRIPT}

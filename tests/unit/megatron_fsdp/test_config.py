@@ -1,0 +1,540 @@
+"""FsdpConfig: refusals that name both flags, and what the flags mean for fully_shard."""
+
+import argparse
+import copy
+import dataclasses
+import pickle
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from dbuffer import Flat, Partial, Replicate
+from megatron_fsdp.api import fully_shard
+from megatron_fsdp.arguments import FLAGS, RULES, Flag, add_megatron_fsdp_args
+from megatron_fsdp.config import FsdpConfig
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.precision import MixedPrecisionPolicy
+from megatron_fsdp.strategy import Placements
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def namespace(line: str) -> argparse.Namespace:
+    return add_megatron_fsdp_args(argparse.ArgumentParser()).parse_args(line.split())
+
+
+def config(line: str) -> FsdpConfig:
+    """Return the config of a command line."""
+    return FsdpConfig.from_args(namespace(line))
+
+
+def refusal(line: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config(line)
+    return str(caught.value)
+
+
+def mesh(*shape: int, device_type: str = "cpu") -> Any:
+    """Return what a config reads of a device mesh."""
+    sizes = SimpleNamespace(ndim=len(shape), device_type=device_type)
+    sizes.size = lambda axis=None: shape[axis] if axis is not None else torch.Size(shape).numel()
+    return sizes
+
+
+# ---------------------------------------------------------------------- contradictions
+
+# One line per rule: a set that breaks it, how the message starts, and a set next to it that is fine.
+CONTRADICTIONS = [
+    (
+        "--use-megatron-fsdp --use-torch-fsdp2",
+        "--use-megatron-fsdp contradicts --use-torch-fsdp2:",
+        "--use-megatron-fsdp",
+    ),
+    (
+        "--use-megatron-fsdp --ckpt-format torch_dcp",
+        "--use-megatron-fsdp needs --ckpt-format fsdp_dtensor (found torch_dcp):",
+        "--use-megatron-fsdp --ckpt-format fsdp_dtensor",
+    ),
+    (
+        "--use-megatron-fsdp --optimizer lion",
+        "--use-megatron-fsdp needs --optimizer adam or sgd (found lion):",
+        "--use-megatron-fsdp --optimizer sgd",
+    ),
+    (
+        "--outer-dp-sharding-strategy optim --data-parallel-sharding-strategy optim_grads",
+        "--outer-dp-sharding-strategy optim needs --data-parallel-sharding-strategy optim_grads_params (found optim_grads):",
+        "--outer-dp-sharding-strategy optim --data-parallel-sharding-strategy optim_grads_params",
+    ),
+    (
+        "--enable-full-sharding-in-hsdp --data-parallel-sharding-strategy optim",
+        "--enable-full-sharding-in-hsdp needs --data-parallel-sharding-strategy optim_grads_params (found optim):",
+        "--enable-full-sharding-in-hsdp",
+    ),
+    (
+        "--init-model-with-meta-device --data-parallel-sharding-strategy no_shard",
+        "--init-model-with-meta-device contradicts --data-parallel-sharding-strategy no_shard:",
+        "--init-model-with-meta-device --data-parallel-sharding-strategy optim",
+    ),
+    (
+        "--megatron-fsdp-version 2 --use-distributed-optimizer",
+        "--megatron-fsdp-version 2 contradicts --use-distributed-optimizer:",
+        "--megatron-fsdp-version 1 --use-distributed-optimizer",
+    ),
+    (
+        "--fsdp-manual-registration --use-nccl-ub",
+        "--fsdp-manual-registration needs --use-megatron-fsdp:",
+        "--fsdp-manual-registration --use-nccl-ub --use-megatron-fsdp",
+    ),
+    (
+        "--fsdp-manual-registration --use-megatron-fsdp",
+        "--fsdp-manual-registration needs --use-nccl-ub:",
+        "--use-nccl-ub --use-megatron-fsdp",
+    ),
+    (
+        "--use-megatron-fsdp --overlap-param-gather",
+        "--overlap-param-gather needs --overlap-grad-reduce:",
+        "--use-megatron-fsdp --overlap-param-gather --overlap-grad-reduce",
+    ),
+    (
+        "--overlap-param-gather --overlap-grad-reduce",
+        "--overlap-param-gather needs --use-megatron-fsdp: or --use-distributed-optimizer",
+        "--overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer",
+    ),
+    (
+        "--ddp-num-buckets 4 --ddp-bucket-size 1000",
+        "--ddp-num-buckets 4 contradicts --ddp-bucket-size 1000:",
+        "--ddp-num-buckets 4",
+    ),
+    ("--bf16 --fp16", "--bf16 contradicts --fp16:", "--fp16"),
+    (
+        "--bf16 --grad-reduce-in-bf16 --megatron-fsdp-grad-comm-dtype fp32",
+        "--grad-reduce-in-bf16 contradicts --megatron-fsdp-grad-comm-dtype fp32:",
+        "--bf16 --grad-reduce-in-bf16 --megatron-fsdp-grad-comm-dtype bf16",
+    ),
+    (
+        "--async-save --ckpt-format torch",
+        "--async-save needs --ckpt-format fsdp_dtensor or torch_dist (found torch):",
+        "--async-save --ckpt-format fsdp_dtensor",
+    ),
+    (
+        "--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format fsdp_dtensor",
+        "--use-torch-fsdp2 needs --ckpt-format torch_dist or torch_dcp (found fsdp_dtensor):",
+        "--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format torch_dcp",
+    ),
+    (
+        "--use-torch-fsdp2 --no-gradient-accumulation-fusion --use-distributed-optimizer",
+        "--use-torch-fsdp2 contradicts --use-distributed-optimizer:",
+        "--use-torch-fsdp2 --no-gradient-accumulation-fusion",
+    ),
+    (
+        "--use-torch-fsdp2 --no-gradient-accumulation-fusion --fp16",
+        "--use-torch-fsdp2 contradicts --fp16:",
+        "--use-torch-fsdp2 --no-gradient-accumulation-fusion --bf16",
+    ),
+    (
+        "--use-torch-fsdp2",
+        "--use-torch-fsdp2 needs --no-gradient-accumulation-fusion:",
+        "--use-torch-fsdp2 --no-gradient-accumulation-fusion",
+    ),
+]
+
+
+@pytest.mark.parametrize(("broken", "message", "_fine"), CONTRADICTIONS, ids=lambda value: value)
+def test_a_contradiction_is_refused_once_with_both_flags(broken: str, message: str, _fine: str) -> None:
+    found = refusal(broken)
+    assert found.startswith(message)
+    assert ";" not in found.removeprefix(message), "one contradiction, one refusal"
+
+
+@pytest.mark.parametrize(("_broken", "_message", "fine"), CONTRADICTIONS, ids=lambda value: value)
+def test_the_set_next_to_a_contradiction_is_accepted(_broken: str, _message: str, fine: str) -> None:
+    assert config(fine) == config(fine)
+
+
+def test_every_rule_is_among_the_contradictions() -> None:
+    broken = [{rule for rule in RULES if rule.is_broken(settings(line))} for line, _, _ in CONTRADICTIONS]
+    assert all(len(rules) == 1 for rules in broken)
+    assert set.union(*broken) == set(RULES)
+
+
+def settings(line: str) -> Any:
+    """Return the values of a command line unchecked, in the shape of a config."""
+    args = namespace(line)
+    args.is_zero3 = args.data_parallel_sharding_strategy == "optim_grads_params"
+    return args
+
+
+def test_contradictions_are_all_named_at_once() -> None:
+    found = refusal("--use-megatron-fsdp --optimizer muon --bf16 --fp16")
+    assert "--optimizer adam or sgd (found muon)" in found
+    assert "--bf16 contradicts --fp16" in found
+
+
+def test_megatron_s_default_checkpoint_format_counts_as_not_given() -> None:
+    found = config("--use-megatron-fsdp --ckpt-format torch_dist").explain()
+    assert "checkpoints are fsdp_dtensor: --use-megatron-fsdp (--ckpt-format torch_dist counts as not given)" in found
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "backend", "is_refused"), [(True, "nccl", True), (True, "gloo", False), (False, None, False)]
+)
+def test_one_gpu_queue_is_refused_in_a_job_on_gpus(
+    has_gpu: bool, backend: str | None, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    args = argparse.Namespace(use_megatron_fsdp=True, distributed_backend=backend)
+    if is_refused:
+        with pytest.raises(ConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 contradicts --use-megatron-fsdp"):
+            FsdpConfig.from_args(args)
+    else:
+        assert FsdpConfig.from_args(args).use_megatron_fsdp
+
+
+def test_one_gpu_queue_is_refused_on_a_mesh_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert FsdpConfig().fully_shard_kwargs(mesh(4))
+    with pytest.raises(ConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 contradicts --use-megatron-fsdp"):
+        FsdpConfig().fully_shard_kwargs(mesh(4, device_type="cuda"))
+
+
+# ---------------------------------------------------------------------- where values come from
+
+
+@pytest.mark.parametrize(
+    "flag", [flag for flag in FLAGS if flag.name != "--use-megatron-fsdp"], ids=lambda flag: flag.name
+)
+def test_a_field_has_its_flag_s_default(flag: Flag) -> None:
+    assert getattr(FsdpConfig(), flag.dest) == flag.default
+
+
+def test_there_is_a_field_for_every_flag_and_no_other() -> None:
+    assert [field.name for field in dataclasses.fields(FsdpConfig)] == [flag.dest for flag in FLAGS]
+
+
+def test_a_config_made_in_code_is_of_this_engine_and_one_of_a_command_line_asks_the_flag() -> None:
+    assert FsdpConfig().use_megatron_fsdp
+    assert not config("").use_megatron_fsdp
+    assert config("--use-megatron-fsdp") == FsdpConfig()
+
+
+def test_a_namespace_may_lack_flags_and_have_others() -> None:
+    args = argparse.Namespace(hidden_size=3, data_parallel_sharding_strategy="optim", train_iters=None)
+    assert FsdpConfig.from_args(args) == FsdpConfig(data_parallel_sharding_strategy="optim")
+
+
+def test_the_forms_that_megatron_gives_values_after_parsing_are_understood() -> None:
+    args = argparse.Namespace(
+        megatron_fsdp_main_params_dtype=BF16,
+        megatron_fsdp_main_grads_dtype=None,
+        megatron_fsdp_grad_comm_dtype=F16,
+        exp_avg_dtype=torch.uint8,
+        high_priority_stream_groups=["dp_cp"],
+    )
+    assert FsdpConfig.from_args(args) == FsdpConfig(
+        megatron_fsdp_main_params_dtype="bf16",
+        megatron_fsdp_main_grads_dtype="auto",
+        megatron_fsdp_grad_comm_dtype="fp16",
+        exp_avg_dtype="fp8",
+        high_priority_stream_groups=("dp_cp",),
+    )
+
+
+def test_a_dictionary_gives_the_same_as_keywords() -> None:
+    given = {"bf16": True, "ddp_param_name_patterns_for_fp32_local_accumulation": ["*.norm.*"]}
+    assert FsdpConfig.from_dict(given) == FsdpConfig(
+        bf16=True, ddp_param_name_patterns_for_fp32_local_accumulation=("*.norm.*",)
+    )
+
+
+@pytest.mark.parametrize("make", [FsdpConfig.from_dict, lambda given: FsdpConfig(**given)], ids=["dict", "keywords"])
+@pytest.mark.parametrize(
+    ("unknown", "nearest"),
+    [
+        ("outer_dp_sharding_stratgy", "outer_dp_sharding_strategy"),
+        ("use_nccl_ub", "nccl_ub"),
+        ("overlap_param_gathr", "overlap_param_gather"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_valid_one(make: Any, unknown: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown setting '{unknown}', the nearest valid one is '{nearest}'"):
+        make({unknown: True, "bf16": True})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"bf16": "yes"}, r"--bf16 \(bf16\): found 'yes', wanted bool"),
+        ({"nccl_ub": 1}, r"--use-nccl-ub \(nccl_ub\): found 1, wanted bool"),
+        ({"num_distributed_optimizer_instances": True}, "found True, wanted int"),
+        ({"num_distributed_optimizer_instances": 0}, "found 0, wanted a whole number >= 1"),
+        ({"ddp_bucket_size": -3}, "found -3, wanted a whole number >= 1"),
+        ({"suggested_communication_unit_size": 1.5}, "found 1.5, wanted int"),
+        ({"optimizer_offload_fraction": "half"}, "found 'half', wanted float"),
+        ({"high_priority_stream_groups": "dp"}, "found 'dp', wanted tuple"),
+        ({"optimizer": None}, "found None, wanted str"),
+        ({"megatron_fsdp_version": 3}, "found 3, wanted one of 1, 2"),
+        ({"data_parallel_sharding_strategy": "optim_grad"}, "wanted one of no_shard, .*; the nearest is optim_grads"),
+        ({"megatron_fsdp_main_params_dtype": torch.float64}, "found 'torch.float64', wanted one of fp32"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_value_of_another_type_or_choice_is_refused_with_what_is_legal(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FsdpConfig.from_dict(given)
+
+
+def test_a_config_survives_copies_and_pickling() -> None:
+    original = FsdpConfig(bf16=True)
+    assert copy.deepcopy(original) == pickle.loads(pickle.dumps(original)) == original
+    assert dataclasses.replace(original, bf16=False) == FsdpConfig()
+
+
+# ---------------------------------------------------------------------- what fully_shard gets
+
+
+@pytest.mark.parametrize(
+    ("strategy", "placements"),
+    [
+        ("no_shard", Placements.no_shard(0)),
+        ("optim", Placements.optim(0)),
+        ("optim_grads", Placements.optim_grads(0)),
+        ("optim_grads_params", Placements.optim_grads_params(0)),
+    ],
+)
+def test_a_strategy_on_one_axis_is_its_placements(strategy: str, placements: Placements) -> None:
+    kwargs = config(f"--data-parallel-sharding-strategy {strategy}").fully_shard_kwargs(mesh(3))
+    assert kwargs["placements"] == placements
+
+
+@pytest.mark.parametrize(
+    ("line", "placements"),
+    [
+        ("", Placements.hsdp(0, 1)),
+        ("--outer-dp-sharding-strategy optim", Placements.hfsdp(0, 1)),
+        ("--enable-full-sharding-in-hsdp", Placements.hfsdp(0, 1)),
+        (
+            "--data-parallel-sharding-strategy optim_grads",
+            Placements((0, 1), (Replicate(), Replicate()), (Partial(), Flat()), (Replicate(), Flat())),
+        ),
+        (
+            "--data-parallel-sharding-strategy optim",
+            Placements((0, 1), (Replicate(), Replicate()), (Partial(), Partial()), (Replicate(), Flat())),
+        ),
+        (
+            "--data-parallel-sharding-strategy no_shard",
+            Placements((0, 1), (Replicate(), Replicate()), (Partial(), Partial()), (Replicate(), Replicate())),
+        ),
+    ],
+)
+def test_on_two_axes_the_strategy_is_the_inner_one_s(line: str, placements: Placements) -> None:
+    kwargs = config(f"--num-distributed-optimizer-instances 2 {line}").fully_shard_kwargs(mesh(2, 3))
+    assert kwargs["placements"] == placements
+
+
+def test_a_mesh_of_two_axes_says_the_number_of_replicas_where_no_flag_does() -> None:
+    assert FsdpConfig().fully_shard_kwargs(mesh(5, 3))["placements"] == Placements.hsdp(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "shape", "message"),
+    [
+        (
+            "--num-distributed-optimizer-instances 2",
+            (6,),
+            "--num-distributed-optimizer-instances 2 needs a mesh of two axes",
+        ),
+        ("--outer-dp-sharding-strategy optim", (6,), "--outer-dp-sharding-strategy optim needs a mesh .* of 6 ranks"),
+        ("--enable-full-sharding-in-hsdp", (6,), r"--enable-full-sharding-in-hsdp needs .*instances \(found 1\)"),
+        ("--num-distributed-optimizer-instances 2", (3, 2), "an outer axis of 2 ranks, found a mesh of 3 x 2"),
+        ("", (1, 2, 3), r"the mesh has 3 axes; pass its data-parallel part"),
+    ],
+)
+def test_a_mesh_of_other_axes_than_the_flags_ask_for_is_refused(
+    line: str, shape: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(line).fully_shard_kwargs(mesh(*shape))
+
+
+@pytest.mark.parametrize(
+    ("line", "param", "main_params", "main_grads", "reduce"),
+    [
+        ("", None, F32, F32, F32),
+        ("--bf16", BF16, F32, F32, F32),
+        ("--fp16", F16, F32, F16, F16),
+        ("--bf16 --grad-reduce-in-bf16", BF16, F32, BF16, BF16),
+        ("--grad-reduce-in-bf16", None, F32, F32, F32),
+        ("--bf16 --grad-reduce-in-bf16 --megatron-fsdp-main-grads-dtype fp32", BF16, F32, F32, BF16),
+        ("--bf16 --megatron-fsdp-main-grads-dtype bf16", BF16, F32, BF16, BF16),
+        ("--bf16 --megatron-fsdp-grad-comm-dtype bf16", BF16, F32, F32, BF16),
+        ("--megatron-fsdp-grad-comm-dtype fp16", None, F32, F32, F16),
+        ("--bf16 --megatron-fsdp-main-grads-dtype bf16 --megatron-fsdp-grad-comm-dtype fp32", BF16, F32, BF16, F32),
+        ("--bf16 --megatron-fsdp-main-params-dtype auto", BF16, BF16, F32, F32),
+        ("--fp16 --megatron-fsdp-main-params-dtype bf16", F16, BF16, F16, F16),
+        ("--megatron-fsdp-main-params-dtype auto", None, None, F32, F32),
+    ],
+)
+def test_the_dtypes_follow_megatron_s_rules(
+    line: str,
+    param: torch.dtype | None,
+    main_params: torch.dtype | None,
+    main_grads: torch.dtype,
+    reduce: torch.dtype,
+) -> None:
+    assert config(line).mixed_precision_policy() == MixedPrecisionPolicy(
+        param_dtype=param, reduce_dtype=reduce, main_params_dtype=main_params, main_grads_dtype=main_grads
+    )
+
+
+def test_every_unit_gets_the_policy_and_the_engine_s_choice_of_resharding() -> None:
+    given = config("--bf16")
+    kwargs = given.fully_shard_kwargs(mesh(4))
+    assert kwargs == {
+        "placements": Placements.optim_grads_params(0),
+        "mp_policy": given.mixed_precision_policy(),
+        "reshard_after_forward": None,
+    }
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("shape", [(1,), (1, 1)], ids=["one axis", "two axes"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_fully_shard_takes_the_arguments_and_computes_in_their_dtypes(strategy: str, shape: tuple[int, ...]) -> None:
+    device_mesh = init_device_mesh("cpu", shape)
+    given = config(f"--bf16 --data-parallel-sharding-strategy {strategy}")
+    model = fully_shard(nn.Linear(5, 3), device_mesh, **given.fully_shard_kwargs(device_mesh))
+    output = model(torch.ones(2, 5))
+    output.sum().backward()
+    (parameter, _) = model.parameters()
+    assert (output.dtype, parameter.dtype) == (BF16, F32)
+    assert parameter.grad is not None
+    assert parameter.grad.full_tensor().equal(torch.full((3, 5), 2.0))
+
+
+# ---------------------------------------------------------------------- what the user is told
+
+
+def test_each_decision_names_the_flag_that_caused_it() -> None:
+    line = "--use-megatron-fsdp --bf16 --grad-reduce-in-bf16 --megatron-fsdp-main-grads-dtype fp32 --ckpt-format fsdp_dtensor"
+    assert config(f"{line} --num-distributed-optimizer-instances 2").explain().splitlines() == [
+        "this engine shards the model: --use-megatron-fsdp",
+        "optimizer state, gradients and weights are sharded (ZeRO-3): --data-parallel-sharding-strategy optim_grads_params (default)",
+        "2 outer replicas: --num-distributed-optimizer-instances 2, --outer-dp-sharding-strategy no_shard (default)",
+        "weights compute in bf16: --bf16",
+        "main weights are fp32: --megatron-fsdp-main-params-dtype fp32 (default)",
+        "gradients accumulate in fp32: --megatron-fsdp-main-grads-dtype fp32",
+        "gradients are reduced in bf16: --megatron-fsdp-grad-comm-dtype auto (default), --grad-reduce-in-bf16",
+        "checkpoints are fsdp_dtensor: --ckpt-format fsdp_dtensor",
+        "gathers and reductions overlap with compute: always",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "decision"),
+    [
+        ("", "a script that follows Megatron does not shard the model: no --use-megatron-fsdp"),
+        ("", "one axis, no outer replicas: --num-distributed-optimizer-instances 1 (default)"),
+        ("", "weights compute in their own dtype: neither --bf16 nor --fp16"),
+        ("", "checkpoints are torch_dist: --ckpt-format torch_dist (default)"),
+        ("--fp16", "gradients accumulate in fp16: --megatron-fsdp-main-grads-dtype auto (default), --fp16"),
+        (
+            "--bf16 --megatron-fsdp-main-params-dtype auto",
+            "main weights are bf16: --megatron-fsdp-main-params-dtype auto, --bf16",
+        ),
+        (
+            "--megatron-fsdp-main-grads-dtype bf16",
+            "gradients are reduced in bf16: --megatron-fsdp-grad-comm-dtype auto (default), --megatron-fsdp-main-grads-dtype bf16",
+        ),
+        (
+            "--data-parallel-sharding-strategy optim",
+            "gradients are reduced as they are, in fp32: --data-parallel-sharding-strategy optim, --megatron-fsdp-main-grads-dtype auto (default)",
+        ),
+        (
+            "--enable-full-sharding-in-hsdp",
+            "over the outer axis optimizer state and main weights are sharded too: --enable-full-sharding-in-hsdp",
+        ),
+    ],
+)
+def test_the_explanation_holds_the_decision(line: str, decision: str) -> None:
+    assert decision in config(line).explain().splitlines()
+
+
+SAMPLES = {int: 2, float: 0.25, str: "a/b", tuple: ("first", "second")}
+# Beside these a flag is not refused.
+NEEDED = {
+    "--fsdp-manual-registration": {"nccl_ub": True},
+    "--overlap-param-gather": {"overlap_grad_reduce": True},
+    "--use-torch-fsdp2": {"use_megatron_fsdp": False, "gradient_accumulation_fusion": False},
+}
+
+
+def given_alone(flag: Flag) -> tuple[FsdpConfig, FsdpConfig, str]:
+    """Return the config with one flag given, the same without it, and the flag as it was given."""
+    value: Any = not flag.default if flag.kind is bool else SAMPLES.get(flag.kind)
+    if flag.choices:
+        value = next(choice for choice in flag.choices if choice not in (flag.default, "torch"))
+    needed: dict[str, Any] = NEEDED.get(flag.name, {})
+    return FsdpConfig(**{**needed, flag.dest: value}), FsdpConfig(**needed), flag.spell(value)
+
+
+@pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.is_silent], ids=lambda flag: flag.name)
+def test_a_flag_that_does_nothing_here_says_so_once_with_the_reason(flag: Flag) -> None:
+    given, without, spelled = given_alone(flag)
+    (notice,) = set(given.notices()) - set(without.notices())
+    assert notice == f"{spelled} does nothing here; {flag.effect.value}: {flag.here}"
+    assert given.fully_shard_kwargs(mesh(4)) == without.fully_shard_kwargs(mesh(4)), "it does something"
+
+
+def test_without_flags_there_is_nothing_to_notice() -> None:
+    assert FsdpConfig().notices() == config("").notices() == ()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--use-megatron-fsdp --bf16 --grad-reduce-in-bf16 --ckpt-format fsdp_dtensor --optimizer sgd",
+        "--data-parallel-sharding-strategy optim --bf16 --grad-reduce-in-bf16",
+        "--data-parallel-sharding-strategy optim_grads --megatron-fsdp-grad-comm-dtype bf16",
+        "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim --megatron-fsdp-main-params-dtype auto",
+    ],
+)
+def test_flags_that_are_acted_on_give_no_notice(line: str) -> None:
+    assert config(line).notices() == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "notice"),
+    [
+        ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 does nothing here; it belongs to --bf16;"),
+        (
+            "--data-parallel-sharding-strategy optim --megatron-fsdp-grad-comm-dtype bf16",
+            "--megatron-fsdp-grad-comm-dtype bf16 does nothing here; with --data-parallel-sharding-strategy optim",
+        ),
+        (
+            "--data-parallel-sharding-strategy no_shard --bf16 --grad-reduce-in-bf16 --megatron-fsdp-main-grads-dtype fp32",
+            "--grad-reduce-in-bf16 does nothing here; with --data-parallel-sharding-strategy no_shard",
+        ),
+    ],
+)
+def test_a_flag_that_the_other_flags_leave_without_effect_says_so(line: str, notice: str) -> None:
+    (found,) = config(line).notices()
+    assert found.startswith(notice)
