@@ -10,8 +10,13 @@ PIP_ARGS ?=
 # An extra package index for torch. Empty: pip's own configuration decides.
 TORCH_INDEX ?=
 NPROC ?= 2
-# Passed to examples/pretrain_gpt.py; without them the script trains a small model for a few minutes.
-TRAIN_ARGS ?= --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
+# Passed to examples/pretrain_gpt.py. These train a byte-level GPT to under 2 nats per byte in about two minutes on 2 CPU
+# cores, on the source code of the Python standard library (--data-path names another text).
+TRAIN_ARGS ?= --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params \
+	--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \
+	--micro-batch-size 8 --global-batch-size 16 --train-iters 600 \
+	--lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 40 --weight-decay 0.1 --adam-beta2 0.95 \
+	--seed 1234 --log-interval 50 --eval-iters 10 --save runs/gpt --save-interval 300
 # What `make test` runs, and flags for pytest.
 TESTS ?= tests/unit tests/functional
 TEST_ARGS ?=

@@ -29,7 +29,6 @@ setup(
     package_data={"": ["py.typed"]},
     install_requires=["torch>=2.11", "numpy>=1.26"],
     extras_require={"triton": TRITON, "examples": EXAMPLES, "dev": [*DEVELOPMENT, *EXAMPLES, *TRITON]},
-    entry_points={"console_scripts": ["megatron-fsdp = megatron_fsdp.__main__:main"]},
     classifiers=[
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3 :: Only",

@@ -1,13 +1,16 @@
 """Megatron-style FSDP on flat distributed buffers."""
 
 from megatron_fsdp.api import fully_shard, microbatch, no_sync
+from megatron_fsdp.arguments import add_megatron_fsdp_args
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.config import FsdpConfig
 from megatron_fsdp.errors import CheckpointError, ConfigError, FsdpError, OwnershipError, StateError
 from megatron_fsdp.lanes import record_transcript
 from megatron_fsdp.module import FsdpModule, UnshardHandle
 from megatron_fsdp.optimizer import clip_grad_norm_, fully_shard_optimizer
 from megatron_fsdp.parameter_group import ParameterGroup
 from megatron_fsdp.precision import MixedPrecisionPolicy
+from megatron_fsdp.report import Report, explain
 from megatron_fsdp.strategy import Placements
 
 FSDPModule = FsdpModule
@@ -16,15 +19,19 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "FSDPModule",
+    "FsdpConfig",
     "FsdpError",
     "FsdpModule",
     "MixedPrecisionPolicy",
     "OwnershipError",
     "ParameterGroup",
     "Placements",
+    "Report",
     "StateError",
     "UnshardHandle",
+    "add_megatron_fsdp_args",
     "clip_grad_norm_",
+    "explain",
     "fully_shard",
     "fully_shard_optimizer",
     "load_checkpoint",

@@ -125,8 +125,8 @@ _FSDP = (
     Flag("--use-megatron-fsdp", False, Effect.ACTS, "shard the model with Megatron FSDP", "turns this engine on"),
     Flag("--megatron-fsdp-version", 1, Effect.NOTHING, "engine version; 2 excludes --use-distributed-optimizer",
          "this engine serves both", choices=(1, 2), kind=int),
-    Flag("--data-parallel-sharding-strategy", "optim_grads_params", Effect.ACTS,
-         "what is sharded", "optim is ZeRO-1, optim_grads ZeRO-2, optim_grads_params ZeRO-3", choices=_STRATEGIES, kind=str),
+    Flag("--data-parallel-sharding-strategy", "optim_grads_params", Effect.ACTS, "what is sharded",
+         "optim is ZeRO-1, optim_grads ZeRO-2, optim_grads_params ZeRO-3", choices=_STRATEGIES, kind=str),
     Flag("--outer-dp-sharding-strategy", "no_shard", Effect.ACTS, "what is sharded over the outer axis, too",
          "optim shards optimizer state and main weights over both axes", choices=("no_shard", "optim"), kind=str),
     Flag("--num-distributed-optimizer-instances", 1, Effect.ACTS, "outer replicas; more than 1 is hybrid sharding",
@@ -342,17 +342,15 @@ def flags_markdown() -> str:
         "This file is written by `python -m megatron_fsdp.arguments > docs/flags.md`.",
     ]
     for title, flags in _SECTIONS.items():
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            "| Flag | Default, and other values | Meaning | Effect here |",
-            "|---|---|---|---|",
-        ]
+        lines += _heading(title, "Flag | Default, and other values | Meaning | Effect here")
         lines += [_row(flag) for flag in flags]
-    lines += ["", "## Refused", "", "| Flag | | | Reason |", "|---|---|---|---|"]
+    lines += _heading("Refused", "Flag | | | Reason")
     lines += [f"| `{rule.first}` | {rule.relation} | `{rule.second}` | {rule.reason} |" for rule in RULES]
     return "\n".join(lines) + "\n"
+
+
+def _heading(title: str, columns: str) -> list[str]:
+    return ["", f"## {title}", "", f"| {columns} |", "|---" * (columns.count("|") + 1) + "|"]
 
 
 def _row(flag: Flag) -> str:

@@ -11,13 +11,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from dbuffer import BufferPlacement, Flat, Partial, Plan, Replicate
 from dbuffer.placements import flat_axes, shard_index
 
 from megatron_fsdp.precision import GroupDtypes
 from megatron_fsdp.strategy import Placements
 
-__all__ = ["AxisFacts", "GroupFacts", "ModelFacts", "Redistribution", "Transfer", "UnitFacts", "Visit", "VisitKind"]
+__all__ = [
+    "AxisFacts",
+    "BufferFacts",
+    "GroupFacts",
+    "ModelFacts",
+    "Redistribution",
+    "Transfer",
+    "UnitFacts",
+    "Visit",
+    "VisitKind",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +56,16 @@ class Redistribution:
 
     transfers: tuple[Transfer, ...] = ()
     scratch_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BufferFacts:
+    """One buffer of a group; ``shares`` names the buffer whose memory it is a part of, empty when it has its own."""
+
+    kind: str
+    placements: tuple[BufferPlacement, ...]
+    dtype: torch.dtype
+    shares: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +126,33 @@ class GroupFacts:
         part = self.local_numel(placements)
         start = part * shard_index(axes, [axis.rank for axis in self.axes], sizes)
         offsets = enumerate(self.plan.offsets)
-        held = (min(offset + self.plan.tensor_numel(index), start + part) - max(offset, start) for index, offset in offsets)
+        held = (
+            min(offset + self.plan.tensor_numel(index), start + part) - max(offset, start) for index, offset in offsets
+        )
         return sum(max(numel, 0) for numel in held)
+
+    def padding_numel(self, placements: Sequence[BufferPlacement]) -> int:
+        """Return the elements of one rank's part that belong to no parameter."""
+        return self.local_numel(placements) - self.owned_numel(placements)
+
+    def resting(self) -> tuple[BufferFacts, ...]:
+        """Return the buffers that are always there."""
+        placements, dtypes = self.placements, self.dtypes
+        # Of one dtype, the optimizer's shard is a slice of the compute weights, or all of them.
+        shares = "model_weight" if dtypes.main is dtypes.compute else ""
+        weights = (
+            BufferFacts("main_weight", placements.optimizer, dtypes.main, shares),
+            BufferFacts("model_weight", placements.parameter, dtypes.compute),
+        )
+        if not self.requires_grad:
+            return weights
+        return (*weights, BufferFacts("main_grad", placements.gradient, dtypes.main_grad))
+
+    def transient(self) -> tuple[BufferFacts, ...]:
+        """Return the buffers that are allocated while in use."""
+        gathered = BufferFacts("gathered weights", self.whole, self.dtypes.compute)
+        packed = BufferFacts("packed gradients", self.partial, self.dtypes.reduce)
+        return (gathered,) * bool(self.gathered_bytes) + (packed,) * bool(self.packed_bytes)
 
     def gather(self) -> Redistribution:
         """Return how the weights are gathered."""

@@ -64,7 +64,9 @@ def forecast_step(facts: ModelFacts, num_microbatches: int) -> Forecast:
     warm.step(1)
     playback = _Playback(facts, held=frozenset(warm.gathered))
     playback.step(num_microbatches)
-    issues = (Issue(unit, group, phase, transfer, count) for (unit, group, phase, transfer), count in playback.issued.items())
+    issues = (
+        Issue(unit, group, phase, transfer, count) for (unit, group, phase, transfer), count in playback.issued.items()
+    )
     return Forecast({phase: playback.peaks.get(phase, Peak()) for phase in Phase}, tuple(issues))
 
 

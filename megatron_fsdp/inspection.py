@@ -27,7 +27,9 @@ def read_facts(model: nn.Module) -> ModelFacts:
     """
     units = list(units_below(model))
     if not units:
-        raise StateError(f"{type(model).__name__} holds no sharded module; call fully_shard on its blocks and on it first")
+        raise StateError(
+            f"{type(model).__name__} holds no sharded module; call fully_shard on its blocks and on it first"
+        )
     owners: dict[int, tuple[int, int]] = {}
     for position, unit in enumerate(units):
         for number, group in enumerate(unit.groups):
@@ -37,7 +39,7 @@ def read_facts(model: nn.Module) -> ModelFacts:
     outside = [names[0] for key, (names, _) in places.items() if key not in owners]
     outside_bytes = sum(parameter.nbytes for key, (_, parameter) in places.items() if key not in owners)
     facts = tuple(_unit_facts(unit, units, _ties(places, owners, position)) for position, unit in enumerate(units))
-    return ModelFacts(facts, tuple(_Walk(units, owners).visits(model)), tuple(outside), outside_bytes)
+    return ModelFacts(facts, tuple(_Walk(model, units, owners).visits(model)), tuple(outside), outside_bytes)
 
 
 def _registered(unit: Unit, name: str) -> nn.Parameter:
@@ -108,9 +110,10 @@ def _group_facts(group: ParameterGroup) -> GroupFacts:
 class _Walk:
     """A pass over the modules in registration order, each once."""
 
-    def __init__(self, units: Sequence[Unit], owners: _Owners) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit], owners: _Owners) -> None:
+        below = {id(module) for module in model.modules()}
         self._positions = {id(unit): position for position, unit in enumerate(units)}
-        self._pending = [{id(reference()) for reference in unit.modules} for unit in units]
+        self._pending = [{id(reference()) for reference in unit.modules} & below for unit in units]
         self._is_open = [False] * len(units)
         self._owners = owners
         self._seen: set[int] = set()

@@ -1,26 +1,169 @@
-"""Report: what a sharded model takes, exactly, before it is trained: buffers, padding, transient memory and traffic.
-
-``explain`` reads facts off a live model; ``report_of`` makes the report from facts alone.
-"""
+"""Report: what a sharded model takes, known before it is trained: buffers, padding, transient memory and traffic."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from dbuffer import BufferPlacement
 from torch import nn
 
-from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.facts import AxisFacts, GroupFacts, ModelFacts, UnitFacts, Visit, VisitKind
-from megatron_fsdp.forecast import Forecast, Issue, Peak, Phase, forecast_step
-from megatron_fsdp.module import FsdpModule, units_below
-from megatron_fsdp.parameter_group import ParameterGroup
-from megatron_fsdp.report_text import report_text
-from megatron_fsdp.unit import Unit
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.facts import AxisFacts, BufferFacts, GroupFacts, ModelFacts, UnitFacts
+from megatron_fsdp.forecast import Forecast, Issue, Phase, forecast_step
+from megatron_fsdp.inspection import read_facts
+from megatron_fsdp.report_page import (
+    BufferReport,
+    CollectiveReport,
+    CollectiveTotal,
+    GroupReport,
+    PeakReport,
+    Report,
+    UnitReport,
+)
 
+__all__ = [
+    "BufferReport",
+    "CollectiveReport",
+    "CollectiveTotal",
+    "GroupReport",
+    "PeakReport",
+    "Report",
+    "UnitReport",
+    "explain",
+    "report_of",
+]
+
+
+def explain(model: nn.Module, num_microbatches: int = 1) -> Report:
+    """Report on the sharded modules in ``model``: nothing is run, communicated or changed.
+
+    Args:
+        num_microbatches: forward and backward passes per optimizer step, each inside ``microbatch(model, is_last)``.
+    Raises:
+        StateError: ``model`` holds no sharded module.
+        ConfigError: ``num_microbatches`` is not a positive integer.
+    """
+    return report_of(read_facts(model), num_microbatches)
+
+
+def report_of(facts: ModelFacts, num_microbatches: int = 1) -> Report:
+    """Return the report for facts that may come from a live model or from shapes alone; see ``explain``."""
+    if not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ConfigError(
+            f"explain: num_microbatches={num_microbatches!r}; give the positive number of microbatches per optimizer step"
+        )
+    forecast = forecast_step(facts, num_microbatches)
+    units = tuple(_unit_report(unit, position, forecast) for position, unit in enumerate(facts.units))
+    groups = [group for unit in facts.units for group in unit.groups]
+    resting = [(group, buffer) for group in groups for buffer in group.resting() if not buffer.shares]
+    largest = max(facts.units, key=lambda unit: unit.whole_bytes)
+    return Report(
+        num_microbatches=num_microbatches,
+        units=units,
+        persistent_bytes=sum(group.local_numel(part.placements) * part.dtype.itemsize for group, part in resting),
+        padding_bytes=sum(group.padding_numel(part.placements) * part.dtype.itemsize for group, part in resting),
+        optimizer_bytes=sum(map(_adamw_bytes, groups)),
+        largest_unit=largest.name,
+        largest_unit_bytes=largest.whole_bytes,
+        forward_peak=_peak_report(forecast, Phase.FORWARD),
+        backward_peak=_peak_report(forecast, Phase.BACKWARD),
+        step_peak=_peak_report(forecast, Phase.STEP),
+        collectives=_collective_totals(units),
+        unsharded=facts.unsharded,
+        unsharded_bytes=facts.unsharded_bytes,
+    )
+
+
+def _peak_report(forecast: Forecast, phase: Phase) -> PeakReport:
+    peak = forecast.peaks[phase]
+    return PeakReport(peak.num_bytes, peak.unit)
+
+
+def _unit_report(unit: UnitFacts, position: int, forecast: Forecast) -> UnitReport:
+    return UnitReport(
+        name=unit.name,
+        modules=unit.modules,
+        note="" if unit.groups else "no parameters of its own: it only orders the units below it",
+        reshards_after_forward=unit.reshards_after_forward,
+        reason=unit.reason,
+        ties=unit.ties,
+        num_frozen_groups=sum(not group.requires_grad for group in unit.groups),
+        groups=tuple(_group_report(group, position, number, forecast) for number, group in enumerate(unit.groups)),
+    )
+
+
+def _group_report(group: GroupFacts, unit: int, number: int, forecast: Forecast) -> GroupReport:
+    plan, dtypes = group.plan, group.dtypes
+    issues = (issue for issue in forecast.issues if (issue.unit, issue.group) == (unit, number))
+    return GroupReport(
+        num_parameters=len(group.names),
+        numel=plan.data_numel,
+        buffer_numel=plan.numel,
+        requires_grad=group.requires_grad,
+        compute_dtype=_dtype_name(dtypes.compute),
+        main_dtype=_dtype_name(dtypes.main),
+        reduce_dtype=_dtype_name(dtypes.reduce),
+        main_grad_dtype=_dtype_name(dtypes.main_grad),
+        padding_ratio=plan.padding_ratio,
+        lower_bound_numel=plan.lower_bound_numel,
+        gap=plan.gap,
+        binding=_named_binding(group),
+        resting=tuple(_buffer_report(group, buffer) for buffer in group.resting()),
+        transient=tuple(_buffer_report(group, buffer) for buffer in group.transient()),
+        collectives=tuple(_collective_report(issue) for issue in issues),
+    )
+
+
+def _buffer_report(group: GroupFacts, buffer: BufferFacts) -> BufferReport:
+    num_bytes = group.local_numel(buffer.placements) * buffer.dtype.itemsize
+    where = _placement_text(group.axes, buffer.placements)
+    return BufferReport(buffer.kind, _dtype_name(buffer.dtype), where, num_bytes, buffer.shares)
+
+
+def _collective_report(issue: Issue) -> CollectiveReport:
+    transfer = issue.transfer
+    return CollectiveReport(
+        issue.phase.value, transfer.kind, transfer.axis, transfer.num_ranks, issue.count, transfer.num_bytes
+    )
+
+
+def _collective_totals(units: Iterable[UnitReport]) -> tuple[CollectiveTotal, ...]:
+    counts: Counter[tuple[str, str, str, int]] = Counter()
+    sizes: Counter[tuple[str, str, str, int]] = Counter()
+    for collective in (each for unit in units for group in unit.groups for each in group.collectives):
+        key = (collective.phase, collective.kind, collective.axis, collective.num_ranks)
+        counts[key] += collective.count
+        sizes[key] += collective.count * collective.bytes_each
+    phases = [phase.value for phase in Phase]
+    ordered = sorted(counts, key=lambda key: (phases.index(key[0]), key))
+    return tuple(CollectiveTotal(*key, counts[key], sizes[key]) for key in ordered)
+
+
+def _adamw_bytes(group: GroupFacts) -> int:
+    if not group.requires_grad:
+        return 0
+    return 2 * group.owned_numel(group.placements.optimizer) * group.dtypes.main.itemsize + 4 * len(group.names)
+
+
+def _named_binding(group: GroupFacts) -> str:
+    """Put a parameter's name to the tensor that the plan's certificate gives by number and shape."""
+
+    def named(found: re.Match[str]) -> str:
+        # A unit of several regions numbers its tensors across all of them; the shape is right in any case.
+        names = [name for name, shape in zip(group.names, group.plan.shapes, strict=True) if str(shape) == found[1]]
+        return f"{names[0]} {found[1]}" if names else found[0]
+
+    return re.sub(r"tensor \d+ of shape (\([^)]*\))", named, group.plan.binding)
+
+
+def _placement_text(axes: Sequence[AxisFacts], placements: Sequence[BufferPlacement]) -> str:
+    return ", ".join(
+        f"{axis.name}: {type(placement).__name__.lstrip('_')}" for axis, placement in zip(axes, placements, strict=True)
+    )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

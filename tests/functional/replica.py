@@ -7,6 +7,7 @@ shard on its own data; beside it a plain copy is trained on the mean loss over a
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -71,13 +72,17 @@ def whole(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+Losses: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
+
+
 @dataclass(frozen=True)
 class Case:
     """One model to train both ways.
 
     Attributes:
         build: makes the model.
-        loss: of one rank's data at one step, ``loss(model, rank, step)``; it runs forward.
+        loss: of one rank's data at one step, ``loss(model, rank, step)``; it runs forward. Of several losses one
+            backward each is run, in their order, on graphs that are kept.
         shard: applies ``fully_shard`` in place.
         prepare: called on each of the two models at the start of a step, before forward.
         optimizer: over the parameters that require gradients.
@@ -85,7 +90,7 @@ class Case:
     """
 
     build: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, int, int], torch.Tensor]
+    loss: Callable[[nn.Module, int, int], Losses]
     shard: Callable[[nn.Module], None] = shard_each
     prepare: Callable[[nn.Module, int], None] | None = None
     optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] | None = None
@@ -133,9 +138,9 @@ def compare(case: Case) -> Comparison:
                 case.prepare(m, step)
         alone = _lonely_gradients(case, oracle, step)
         with guard_released_storage():
-            case.loss(model, dist.get_rank(), step).backward()
+            _backward(case.loss(model, dist.get_rank(), step))
         for rank in range(dist.get_world_size()):
-            (case.loss(oracle, rank, step) / dist.get_world_size()).backward()
+            _backward(case.loss(oracle, rank, step), 1 / dist.get_world_size())
         ours = [whole(p.grad, p) for p in model.parameters()]
         theirs = [whole(p.grad, p) for p in oracle.parameters()]
         worst_gradient = max(worst_gradient, _worst(ours, theirs))
@@ -149,8 +154,15 @@ def compare(case: Case) -> Comparison:
     return Comparison(worst_gradient, _worst(ours, theirs), min((m for m in moved if m), default=0.0), disagreement)
 
 
+def _backward(losses: Losses, scale: float = 1.0) -> None:
+    *earlier, last = losses if isinstance(losses, tuple) else (losses,)
+    for loss in earlier:
+        (loss * scale).backward(retain_graph=True)
+    (last * scale).backward()
+
+
 def _lonely_gradients(case: Case, oracle: nn.Module, step: int) -> list[torch.Tensor]:
-    case.loss(oracle, dist.get_rank(), step).backward()
+    _backward(case.loss(oracle, dist.get_rank(), step))
     gradients = [whole(parameter.grad, parameter) for parameter in oracle.parameters()]
     oracle.zero_grad()
     return gradients

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dbuffer import guard_released_storage, observe_collectives
 from megatron_fsdp import fully_shard
 from tests.functional.replica import WIDTH, Block, Case, Comparison, Stack, compare, inputs, shard_each
 from tests.harness import run_ranks
@@ -212,20 +213,13 @@ def two_forwards(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return (first * second).mean()
 
 
-def accumulated_over_two_graphs(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """Both forwards run before the first backward."""
-    first = squared(model, rank, 2 * step)
-    second = squared(model, rank, 2 * step + 1)
-    first.backward()
-    return second
+def two_graphs(model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor, ...]:
+    return squared(model, rank, 2 * step), squared(model, rank, 2 * step + 1)
 
 
-def retained_graph(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """The first of two backwards through one graph."""
+def two_losses_of_one_graph(model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor, ...]:
     output = model(inputs(rank, step))
-    output.square().mean().backward(retain_graph=True)
-    result: torch.Tensor = output.sin().mean()
-    return result
+    return output.square().mean(), output.sin().mean()
 
 
 def with_input_gradient_first(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -234,12 +228,6 @@ def with_input_gradient_first(model: nn.Module, rank: int, step: int) -> torch.T
     torch.autograd.grad(output.sum(), x, retain_graph=True)
     result: torch.Tensor = output.square().mean()
     return result
-
-
-def gradient_penalty(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    x = inputs(rank, step).requires_grad_()
-    (gradient,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
-    return gradient.square().sum()
 
 
 class Fork(nn.Module):
@@ -312,7 +300,7 @@ class Recursive(nn.Module):
 
 def sequence_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     output: torch.Tensor = model(inputs(rank, step, 2, 4, WIDTH))
-    return output.square().mean()
+    return output.square().sum()
 
 
 class Convolutions(nn.Module):
@@ -372,7 +360,7 @@ class StructuredModel(nn.Module):
 
 def structured_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     output = model(inputs(rank, step))
-    return (output.hidden * output.extra["right"][0]).square().mean()
+    return (output.hidden * output.extra["right"][0]).square().sum()
 
 
 class Normalised(nn.Module):
@@ -457,10 +445,9 @@ CASES = {
     "layers that run twice in one forward": Case(recurrent, squared),
     "units called twice by the trainer": Case(three_blocks, called_twice, shard=shard_without_root),
     "two forwards before one backward": Case(three_blocks, two_forwards),
-    "two forwards before two backwards": Case(three_blocks, accumulated_over_two_graphs),
-    "two backwards through one retained graph": Case(three_blocks, retained_graph),
+    "two forwards before two backwards": Case(three_blocks, two_graphs),
+    "two backwards through one retained graph": Case(three_blocks, two_losses_of_one_graph),
     "an input gradient taken before backward": Case(three_blocks, with_input_gradient_first),
-    "a penalty on the input gradient": Case(three_blocks, gradient_penalty),
     "a backward through one of two outputs": Case(ForkModel, left_output_only),
     "another one of two outputs on each rank": Case(ForkModel, one_output_per_rank),
     "another order of blocks at each step": Case(shuffled, squared, prepare=other_order_each_step, steps=4),
@@ -475,6 +462,38 @@ CASES = {
 
 def compare_case(name: str) -> Comparison:
     return compare(CASES[name])
+
+
+def take_input_gradients_only() -> list[str]:
+    """Return the collectives and transcript lines of a backward that asks for no parameter's gradient."""
+    model = Stack(Block(), Block())
+    shard_each(model)
+    x = inputs(dist.get_rank(), 0).requires_grad_()
+    loss = model(x).square().mean()
+    calls: list[str] = []
+    with observe_collectives(lambda call: calls.append(call.kind)), guard_released_storage():
+        torch.autograd.grad(loss, x)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return calls
+
+
+def test_a_backward_to_the_inputs_alone_reduces_nothing() -> None:
+    first, second = run_ranks(2, take_input_gradients_only)
+    assert first == second == ["all_gather", "all_gather"]
+
+
+def train_after_input_gradients() -> Comparison:
+    return compare(Case(three_blocks, squared, prepare=_take_input_gradient))
+
+
+def _take_input_gradient(model: nn.Module, step: int) -> None:
+    x = inputs(dist.get_rank(), 77).requires_grad_()
+    torch.autograd.grad(model(x).sum(), x)
+
+
+def test_training_goes_on_right_after_a_backward_to_the_inputs_alone() -> None:
+    results = run_ranks(2, train_after_input_gradients)
+    assert all(result.is_exact for result in results), results
 
 
 @pytest.mark.parametrize("name", CASES)

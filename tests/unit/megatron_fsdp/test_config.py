@@ -16,12 +16,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer import Flat, Partial, Replicate
 from megatron_fsdp.api import fully_shard
-from megatron_fsdp.arguments import FLAGS, RULES, Flag, add_megatron_fsdp_args
+from megatron_fsdp.arguments import FLAGS, Flag, add_megatron_fsdp_args
 from megatron_fsdp.config import FsdpConfig
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.precision import MixedPrecisionPolicy
 from megatron_fsdp.strategy import Placements
 
+STRATEGY = "--data-parallel-sharding-strategy"
+MAIN_GRADS = "--megatron-fsdp-main-grads-dtype"
+WIRE = "--megatron-fsdp-grad-comm-dtype"
+WHOLE = (Replicate(), Replicate())
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -46,12 +49,6 @@ def config(line: str) -> FsdpConfig:
     return FsdpConfig.from_args(namespace(line))
 
 
-def refusal(line: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        config(line)
-    return str(caught.value)
-
-
 def mesh(*shape: int, device_type: str = "cpu") -> Any:
     """Return what a config reads of a device mesh."""
     sizes = SimpleNamespace(ndim=len(shape), device_type=device_type)
@@ -59,133 +56,7 @@ def mesh(*shape: int, device_type: str = "cpu") -> Any:
     return sizes
 
 
-# ---------------------------------------------------------------------- contradictions
-
-# One line per rule: a set that breaks it, how the message starts, and a set next to it that is fine.
-CONTRADICTIONS = [
-    (
-        "--use-megatron-fsdp --use-torch-fsdp2",
-        "--use-megatron-fsdp contradicts --use-torch-fsdp2:",
-        "--use-megatron-fsdp",
-    ),
-    (
-        "--use-megatron-fsdp --ckpt-format torch_dcp",
-        "--use-megatron-fsdp needs --ckpt-format fsdp_dtensor (found torch_dcp):",
-        "--use-megatron-fsdp --ckpt-format fsdp_dtensor",
-    ),
-    (
-        "--use-megatron-fsdp --optimizer lion",
-        "--use-megatron-fsdp needs --optimizer adam or sgd (found lion):",
-        "--use-megatron-fsdp --optimizer sgd",
-    ),
-    (
-        "--outer-dp-sharding-strategy optim --data-parallel-sharding-strategy optim_grads",
-        "--outer-dp-sharding-strategy optim needs --data-parallel-sharding-strategy optim_grads_params (found optim_grads):",
-        "--outer-dp-sharding-strategy optim --data-parallel-sharding-strategy optim_grads_params",
-    ),
-    (
-        "--enable-full-sharding-in-hsdp --data-parallel-sharding-strategy optim",
-        "--enable-full-sharding-in-hsdp needs --data-parallel-sharding-strategy optim_grads_params (found optim):",
-        "--enable-full-sharding-in-hsdp",
-    ),
-    (
-        "--init-model-with-meta-device --data-parallel-sharding-strategy no_shard",
-        "--init-model-with-meta-device contradicts --data-parallel-sharding-strategy no_shard:",
-        "--init-model-with-meta-device --data-parallel-sharding-strategy optim",
-    ),
-    (
-        "--megatron-fsdp-version 2 --use-distributed-optimizer",
-        "--megatron-fsdp-version 2 contradicts --use-distributed-optimizer:",
-        "--megatron-fsdp-version 1 --use-distributed-optimizer",
-    ),
-    (
-        "--fsdp-manual-registration --use-nccl-ub",
-        "--fsdp-manual-registration needs --use-megatron-fsdp:",
-        "--fsdp-manual-registration --use-nccl-ub --use-megatron-fsdp",
-    ),
-    (
-        "--fsdp-manual-registration --use-megatron-fsdp",
-        "--fsdp-manual-registration needs --use-nccl-ub:",
-        "--use-nccl-ub --use-megatron-fsdp",
-    ),
-    (
-        "--use-megatron-fsdp --overlap-param-gather",
-        "--overlap-param-gather needs --overlap-grad-reduce:",
-        "--use-megatron-fsdp --overlap-param-gather --overlap-grad-reduce",
-    ),
-    (
-        "--overlap-param-gather --overlap-grad-reduce",
-        "--overlap-param-gather needs --use-megatron-fsdp: or --use-distributed-optimizer",
-        "--overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer",
-    ),
-    (
-        "--ddp-num-buckets 4 --ddp-bucket-size 1000",
-        "--ddp-num-buckets 4 contradicts --ddp-bucket-size 1000:",
-        "--ddp-num-buckets 4",
-    ),
-    ("--bf16 --fp16", "--bf16 contradicts --fp16:", "--fp16"),
-    (
-        "--bf16 --grad-reduce-in-bf16 --megatron-fsdp-grad-comm-dtype fp32",
-        "--grad-reduce-in-bf16 contradicts --megatron-fsdp-grad-comm-dtype fp32:",
-        "--bf16 --grad-reduce-in-bf16 --megatron-fsdp-grad-comm-dtype bf16",
-    ),
-    (
-        "--async-save --ckpt-format torch",
-        "--async-save needs --ckpt-format fsdp_dtensor or torch_dist (found torch):",
-        "--async-save --ckpt-format fsdp_dtensor",
-    ),
-    (
-        "--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format fsdp_dtensor",
-        "--use-torch-fsdp2 needs --ckpt-format torch_dist or torch_dcp (found fsdp_dtensor):",
-        "--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format torch_dcp",
-    ),
-    (
-        "--use-torch-fsdp2 --no-gradient-accumulation-fusion --use-distributed-optimizer",
-        "--use-torch-fsdp2 contradicts --use-distributed-optimizer:",
-        "--use-torch-fsdp2 --no-gradient-accumulation-fusion",
-    ),
-    (
-        "--use-torch-fsdp2 --no-gradient-accumulation-fusion --fp16",
-        "--use-torch-fsdp2 contradicts --fp16:",
-        "--use-torch-fsdp2 --no-gradient-accumulation-fusion --bf16",
-    ),
-    (
-        "--use-torch-fsdp2",
-        "--use-torch-fsdp2 needs --no-gradient-accumulation-fusion:",
-        "--use-torch-fsdp2 --no-gradient-accumulation-fusion",
-    ),
-]
-
-
-@pytest.mark.parametrize(("broken", "message", "_fine"), CONTRADICTIONS, ids=lambda value: value)
-def test_a_contradiction_is_refused_once_with_both_flags(broken: str, message: str, _fine: str) -> None:
-    found = refusal(broken)
-    assert found.startswith(message)
-    assert ";" not in found.removeprefix(message), "one contradiction, one refusal"
-
-
-@pytest.mark.parametrize(("_broken", "_message", "fine"), CONTRADICTIONS, ids=lambda value: value)
-def test_the_set_next_to_a_contradiction_is_accepted(_broken: str, _message: str, fine: str) -> None:
-    assert config(fine) == config(fine)
-
-
-def test_every_rule_is_among_the_contradictions() -> None:
-    broken = [{rule for rule in RULES if rule.is_broken(settings(line))} for line, _, _ in CONTRADICTIONS]
-    assert all(len(rules) == 1 for rules in broken)
-    assert set.union(*broken) == set(RULES)
-
-
-def settings(line: str) -> Any:
-    """Return the values of a command line unchecked, in the shape of a config."""
-    args = namespace(line)
-    args.is_zero3 = args.data_parallel_sharding_strategy == "optim_grads_params"
-    return args
-
-
-def test_contradictions_are_all_named_at_once() -> None:
-    found = refusal("--use-megatron-fsdp --optimizer muon --bf16 --fp16")
-    assert "--optimizer adam or sgd (found muon)" in found
-    assert "--bf16 contradicts --fp16" in found
+# ---------------------------------------------------------------------- surroundings
 
 
 def test_megatron_s_default_checkpoint_format_counts_as_not_given() -> None:
@@ -331,18 +202,9 @@ def test_a_strategy_on_one_axis_is_its_placements(strategy: str, placements: Pla
         ("", Placements.hsdp(0, 1)),
         ("--outer-dp-sharding-strategy optim", Placements.hfsdp(0, 1)),
         ("--enable-full-sharding-in-hsdp", Placements.hfsdp(0, 1)),
-        (
-            "--data-parallel-sharding-strategy optim_grads",
-            Placements((0, 1), (Replicate(), Replicate()), (Partial(), Flat()), (Replicate(), Flat())),
-        ),
-        (
-            "--data-parallel-sharding-strategy optim",
-            Placements((0, 1), (Replicate(), Replicate()), (Partial(), Partial()), (Replicate(), Flat())),
-        ),
-        (
-            "--data-parallel-sharding-strategy no_shard",
-            Placements((0, 1), (Replicate(), Replicate()), (Partial(), Partial()), (Replicate(), Replicate())),
-        ),
+        (f"{STRATEGY} optim_grads", Placements((0, 1), WHOLE, (Partial(), Flat()), (Replicate(), Flat()))),
+        (f"{STRATEGY} optim", Placements((0, 1), WHOLE, (Partial(), Partial()), (Replicate(), Flat()))),
+        (f"{STRATEGY} no_shard", Placements((0, 1), WHOLE, (Partial(), Partial()), WHOLE)),
     ],
 )
 def test_on_two_axes_the_strategy_is_the_inner_one_s(line: str, placements: Placements) -> None:
@@ -357,11 +219,7 @@ def test_a_mesh_of_two_axes_says_the_number_of_replicas_where_no_flag_does() -> 
 @pytest.mark.parametrize(
     ("line", "shape", "message"),
     [
-        (
-            "--num-distributed-optimizer-instances 2",
-            (6,),
-            "--num-distributed-optimizer-instances 2 needs a mesh of two axes",
-        ),
+        ("--num-distributed-optimizer-instances 2", (6,), "optimizer-instances 2 needs a mesh of two axes"),
         ("--outer-dp-sharding-strategy optim", (6,), "--outer-dp-sharding-strategy optim needs a mesh .* of 6 ranks"),
         ("--enable-full-sharding-in-hsdp", (6,), r"--enable-full-sharding-in-hsdp needs .*instances \(found 1\)"),
         ("--num-distributed-optimizer-instances 2", (3, 2), "an outer axis of 2 ranks, found a mesh of 3 x 2"),
@@ -375,34 +233,28 @@ def test_a_mesh_of_other_axes_than_the_flags_ask_for_is_refused(
         config(line).fully_shard_kwargs(mesh(*shape))
 
 
+# Compute, main weights, main gradients, reduction.
 @pytest.mark.parametrize(
-    ("line", "param", "main_params", "main_grads", "reduce"),
+    ("line", "dtypes"),
     [
-        ("", None, F32, F32, F32),
-        ("--bf16", BF16, F32, F32, F32),
-        ("--fp16", F16, F32, F16, F16),
-        ("--bf16 --grad-reduce-in-bf16", BF16, F32, BF16, BF16),
-        ("--grad-reduce-in-bf16", None, F32, F32, F32),
-        ("--bf16 --grad-reduce-in-bf16 --megatron-fsdp-main-grads-dtype fp32", BF16, F32, F32, BF16),
-        ("--bf16 --megatron-fsdp-main-grads-dtype bf16", BF16, F32, BF16, BF16),
-        ("--bf16 --megatron-fsdp-grad-comm-dtype bf16", BF16, F32, F32, BF16),
-        ("--megatron-fsdp-grad-comm-dtype fp16", None, F32, F32, F16),
-        ("--bf16 --megatron-fsdp-main-grads-dtype bf16 --megatron-fsdp-grad-comm-dtype fp32", BF16, F32, BF16, F32),
-        ("--bf16 --megatron-fsdp-main-params-dtype auto", BF16, BF16, F32, F32),
-        ("--fp16 --megatron-fsdp-main-params-dtype bf16", F16, BF16, F16, F16),
-        ("--megatron-fsdp-main-params-dtype auto", None, None, F32, F32),
+        ("", (None, F32, F32, F32)),
+        ("--bf16", (BF16, F32, F32, F32)),
+        ("--fp16", (F16, F32, F16, F16)),
+        ("--bf16 --grad-reduce-in-bf16", (BF16, F32, BF16, BF16)),
+        ("--grad-reduce-in-bf16", (None, F32, F32, F32)),
+        (f"--bf16 --grad-reduce-in-bf16 {MAIN_GRADS} fp32", (BF16, F32, F32, BF16)),
+        (f"--bf16 {MAIN_GRADS} bf16", (BF16, F32, BF16, BF16)),
+        (f"--bf16 {WIRE} bf16", (BF16, F32, F32, BF16)),
+        (f"{WIRE} fp16", (None, F32, F32, F16)),
+        (f"--bf16 {MAIN_GRADS} bf16 {WIRE} fp32", (BF16, F32, BF16, F32)),
+        ("--bf16 --megatron-fsdp-main-params-dtype auto", (BF16, BF16, F32, F32)),
+        ("--fp16 --megatron-fsdp-main-params-dtype bf16", (F16, BF16, F16, F16)),
+        ("--megatron-fsdp-main-params-dtype auto", (None, None, F32, F32)),
     ],
 )
-def test_the_dtypes_follow_megatron_s_rules(
-    line: str,
-    param: torch.dtype | None,
-    main_params: torch.dtype | None,
-    main_grads: torch.dtype,
-    reduce: torch.dtype,
-) -> None:
-    assert config(line).mixed_precision_policy() == MixedPrecisionPolicy(
-        param_dtype=param, reduce_dtype=reduce, main_params_dtype=main_params, main_grads_dtype=main_grads
-    )
+def test_the_dtypes_follow_megatron_s_rules(line: str, dtypes: tuple[torch.dtype | None, ...]) -> None:
+    policy = config(line).mixed_precision_policy()
+    assert (policy.param_dtype, policy.main_params_dtype, policy.main_grads_dtype, policy.reduce_dtype) == dtypes
 
 
 def test_every_unit_gets_the_policy_and_the_engine_s_choice_of_resharding() -> None:
@@ -434,10 +286,10 @@ def test_fully_shard_takes_the_arguments_and_computes_in_their_dtypes(strategy: 
 
 
 def test_each_decision_names_the_flag_that_caused_it() -> None:
-    line = "--use-megatron-fsdp --bf16 --grad-reduce-in-bf16 --megatron-fsdp-main-grads-dtype fp32 --ckpt-format fsdp_dtensor"
+    line = f"--use-megatron-fsdp --bf16 --grad-reduce-in-bf16 {MAIN_GRADS} fp32 --ckpt-format fsdp_dtensor"
     assert config(f"{line} --num-distributed-optimizer-instances 2").explain().splitlines() == [
         "this engine shards the model: --use-megatron-fsdp",
-        "optimizer state, gradients and weights are sharded (ZeRO-3): --data-parallel-sharding-strategy optim_grads_params (default)",
+        f"optimizer state, gradients and weights are sharded (ZeRO-3): {STRATEGY} optim_grads_params (default)",
         "2 outer replicas: --num-distributed-optimizer-instances 2, --outer-dp-sharding-strategy no_shard (default)",
         "weights compute in bf16: --bf16",
         "main weights are fp32: --megatron-fsdp-main-params-dtype fp32 (default)",
@@ -462,11 +314,11 @@ def test_each_decision_names_the_flag_that_caused_it() -> None:
         ),
         (
             "--megatron-fsdp-main-grads-dtype bf16",
-            "gradients are reduced in bf16: --megatron-fsdp-grad-comm-dtype auto (default), --megatron-fsdp-main-grads-dtype bf16",
+            f"gradients are reduced in bf16: {WIRE} auto (default), {MAIN_GRADS} bf16",
         ),
         (
             "--data-parallel-sharding-strategy optim",
-            "gradients are reduced as they are, in fp32: --data-parallel-sharding-strategy optim, --megatron-fsdp-main-grads-dtype auto (default)",
+            f"gradients are reduced as they are, in fp32: {STRATEGY} optim, {MAIN_GRADS} auto (default)",
         ),
         (
             "--enable-full-sharding-in-hsdp",
@@ -514,7 +366,7 @@ def test_without_flags_there_is_nothing_to_notice() -> None:
         "--use-megatron-fsdp --bf16 --grad-reduce-in-bf16 --ckpt-format fsdp_dtensor --optimizer sgd",
         "--data-parallel-sharding-strategy optim --bf16 --grad-reduce-in-bf16",
         "--data-parallel-sharding-strategy optim_grads --megatron-fsdp-grad-comm-dtype bf16",
-        "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim --megatron-fsdp-main-params-dtype auto",
+        "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
     ],
 )
 def test_flags_that_are_acted_on_give_no_notice(line: str) -> None:
@@ -530,7 +382,7 @@ def test_flags_that_are_acted_on_give_no_notice(line: str) -> None:
             "--megatron-fsdp-grad-comm-dtype bf16 does nothing here; with --data-parallel-sharding-strategy optim",
         ),
         (
-            "--data-parallel-sharding-strategy no_shard --bf16 --grad-reduce-in-bf16 --megatron-fsdp-main-grads-dtype fp32",
+            f"{STRATEGY} no_shard --bf16 --grad-reduce-in-bf16 {MAIN_GRADS} fp32",
             "--grad-reduce-in-bf16 does nothing here; with --data-parallel-sharding-strategy no_shard",
         ),
     ],

@@ -1,0 +1,323 @@
+"""The report's content, and the page that it prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["BufferReport", "CollectiveReport", "CollectiveTotal", "GroupReport", "PeakReport", "Report", "UnitReport"]
+
+ASSUMPTIONS = (
+    "each unit is called once per forward, in the order in which modules are registered, an order known from the step before",
+    "inputs need no gradient, and every trainable parameter gets one; nothing is recomputed in backward",
+    "the optimizer holds the trainable parameters and went through fully_shard_optimizer; clipping and checkpoints are not counted",
+    "activations, the workspace of collectives and the allocator's rounding are not counted",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferReport:
+    """One flat buffer on one rank.
+
+    Attributes:
+        kind: main_weight, model_weight, main_grad; gathered weights, packed gradients (allocated while in use).
+        dtype: as PyTorch names it, such as float32. placement: on each mesh axis.
+        num_bytes: of this rank's part. shares: the buffer whose memory it is a part of; empty when it has its own.
+    """
+
+    kind: str
+    dtype: str
+    placement: str
+    num_bytes: int
+    shares: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveReport:
+    """A collective that one group issues ``count`` times per optimizer step.
+
+    ``bytes_each`` is the full (unsharded) side: what an all-gather fills, what a reduction reads.
+    """
+
+    phase: str
+    kind: str
+    axis: str
+    num_ranks: int
+    count: int
+    bytes_each: int
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTotal:
+    """All collectives of one kind on one axis in one phase of an optimizer step; ``num_bytes`` sums their full sides."""
+
+    phase: str
+    kind: str
+    axis: str
+    num_ranks: int
+    count: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeakReport:
+    """The most bytes held in a phase beyond what rests, and the unit that was reached when they were held."""
+
+    num_bytes: int
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReport:
+    """One parameter group.
+
+    Attributes:
+        num_parameters, numel: what it holds. buffer_numel: with padding, over all shards.
+        compute_dtype, main_dtype, reduce_dtype, main_grad_dtype: of the weights used, the weights stepped, the
+            reduction, and the gradient accumulator.
+        padding_ratio, lower_bound_numel, gap, binding: the plan's certificate, see ``dbuffer.Plan``.
+        resting: buffers that are always there. transient: those that come and go.
+        collectives: what it issues per optimizer step; nothing on axes of one rank.
+    """
+
+    num_parameters: int
+    numel: int
+    buffer_numel: int
+    requires_grad: bool
+    compute_dtype: str
+    main_dtype: str
+    reduce_dtype: str
+    main_grad_dtype: str
+    padding_ratio: float
+    lower_bound_numel: int
+    gap: float
+    binding: str
+    resting: tuple[BufferReport, ...]
+    transient: tuple[BufferReport, ...]
+    collectives: tuple[CollectiveReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitReport:
+    """One unit.
+
+    Attributes:
+        modules: class names of its modules. note: says so when it has no parameters of its own, else empty.
+        reshards_after_forward, reason: whether it gives gathered weights back after forward, and why.
+        ties: for every parameter that is registered in several places, all of its names.
+        num_frozen_groups: groups whose parameters need no gradient.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    note: str
+    reshards_after_forward: bool
+    reason: str
+    ties: tuple[tuple[str, ...], ...]
+    num_frozen_groups: int
+    groups: tuple[GroupReport, ...]
+
+    @property
+    def persistent_bytes(self) -> int:
+        """Bytes of its buffers at rest; memory that two of them share counts once."""
+        return sum(buffer.num_bytes for group in self.groups for buffer in group.resting if not buffer.shares)
+
+    def transient_bytes(self, kind: str) -> int:
+        """Return the bytes of its transient buffers of one kind."""
+        return sum(buffer.num_bytes for group in self.groups for buffer in group.transient if buffer.kind == kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a sharded model takes. All bytes are one rank's; ``str()`` gives a page to read, ``to_dict`` plain data.
+
+    Attributes:
+        persistent_bytes: what the buffers take at rest, as ``dbuffer.memory_meter`` counts it; padding_bytes: the part of it
+            that holds no parameter.
+        optimizer_bytes: what ``torch.optim.AdamW`` will add: two moments, and 4 bytes per parameter for its step count.
+        largest_unit, largest_unit_bytes: DESIGN's B: the unit with most bytes of gathered weights in compute dtype.
+        forward_peak, backward_peak, step_peak: the most bytes held beyond ``persistent_bytes``, and at which unit.
+        unsharded_bytes: parameters that belong to no unit, named in ``unsharded``.
+        assumptions: what the peaks and the collectives rest on.
+    """
+
+    num_microbatches: int
+    units: tuple[UnitReport, ...]
+    persistent_bytes: int
+    padding_bytes: int
+    optimizer_bytes: int
+    largest_unit: str
+    largest_unit_bytes: int
+    forward_peak: PeakReport
+    backward_peak: PeakReport
+    step_peak: PeakReport
+    collectives: tuple[CollectiveTotal, ...]
+    unsharded: tuple[str, ...]
+    unsharded_bytes: int
+    assumptions: tuple[str, ...] = ASSUMPTIONS
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as dictionaries, lists, strings and numbers, ready for ``json.dumps``."""
+        plain = _plain(dataclasses.asdict(self))
+        assert isinstance(plain, dict)
+        return plain
+
+    def __str__(self) -> str:
+        parts = (_unit_lines(self), _total_lines(self), _traffic_lines(self), _note_lines(self))
+        return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def _unit_lines(report: Report) -> list[str]:
+    rows: list[tuple[str, ...]] = [
+        ("unit", "module", "dtype", "params", "elements", "padding", "at rest", "gathered", "packed", "after forward")
+    ]
+    for row, alike in itertools.groupby(report.units, key=_unit_row):
+        names = [unit.name for unit in alike]
+        name = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} alike, each)"
+        rows.append((name, *row))
+    return _aligned(rows, num_left=3)
+
+
+def _unit_row(unit: UnitReport) -> tuple[str, ...]:
+    modules = _shortened(list(dict.fromkeys(unit.modules)))
+    if not unit.groups:
+        return (modules, "-", "none of its own", "", "", "", "", "", "")
+    numel = sum(group.numel for group in unit.groups)
+    padding = sum(group.buffer_numel for group in unit.groups) - numel
+    return (
+        modules,
+        _shortened(list(dict.fromkeys(_dtype_text(group) for group in unit.groups))),
+        f"{sum(group.num_parameters for group in unit.groups):,}",
+        f"{numel:,}",
+        f"{padding / numel:.2%}" if numel else "0.00%",
+        format_bytes(unit.persistent_bytes),
+        format_bytes(unit.transient_bytes("gathered weights")),
+        format_bytes(unit.transient_bytes("packed gradients")),
+        "released" if unit.reshards_after_forward else "kept",
+    )
+
+
+def _dtype_text(group: GroupReport) -> str:
+    """Return compute/main/reduce/main_grad, or the one dtype that they all are."""
+    dtypes = [group.compute_dtype, group.main_dtype, group.reduce_dtype, group.main_grad_dtype]
+    short = [dtype.replace("float", "fp").replace("bfp", "bf") for dtype in dtypes]
+    text = short[0] if len(set(short)) == 1 else "/".join(short)
+    return text if group.requires_grad else f"{short[0]} frozen"
+
+
+def _total_lines(report: Report) -> list[str]:
+    largest = report.largest_unit_bytes
+
+    def peak(found: PeakReport) -> tuple[str, str]:
+        ratio = f"{found.num_bytes / largest:.2f} B" if largest else ""
+        where = f", reached at {found.unit}" if found.unit else ""
+        return format_bytes(found.num_bytes), f"{ratio}{where}" if found.num_bytes else ""
+
+    peaks = (report.forward_peak, report.backward_peak, report.step_peak)
+    highest = max(report.persistent_bytes + report.optimizer_bytes + found.num_bytes for found in peaks)
+    rows = [
+        ("per rank", "", ""),
+        (
+            "buffers at rest",
+            format_bytes(report.persistent_bytes),
+            f"{format_bytes(report.padding_bytes)} of it padding",
+        ),
+        ("AdamW state (expected)", format_bytes(report.optimizer_bytes), "two moments and a step count"),
+        ("B, the largest unit", format_bytes(largest), f"{report.largest_unit}, weights in compute dtype"),
+        ("transient, forward", *peak(report.forward_peak)),
+        ("transient, backward", *peak(report.backward_peak)),
+        ("transient, optimizer step", *peak(report.step_peak)),
+        ("total at the highest", format_bytes(highest), "at rest + AdamW + transient, without activations"),
+    ]
+    return [f"{label:<26}{size:>12}  {note}".rstrip() for label, size, note in rows]
+
+
+def _traffic_lines(report: Report) -> list[str]:
+    plural = "" if report.num_microbatches == 1 else "es"
+    title = f"collectives per optimizer step of {report.num_microbatches} microbatch{plural}, bytes of the full side"
+    if not report.collectives:
+        return [f"{title}: none"]
+    rows: list[tuple[str, ...]] = [("phase", "collective", "axis", "ranks", "count", "bytes")]
+    for total in report.collectives:
+        rows.append(
+            (
+                total.phase,
+                total.kind,
+                total.axis,
+                f"{total.num_ranks:,}",
+                f"{total.count:,}",
+                format_bytes(total.num_bytes),
+            )
+        )
+    rows.append(
+        (
+            "all",
+            "",
+            "",
+            "",
+            f"{sum(t.count for t in report.collectives):,}",
+            format_bytes(sum(t.num_bytes for t in report.collectives)),
+        )
+    )
+    return [title, *_aligned(rows, num_left=3)]
+
+
+def _note_lines(report: Report) -> list[str]:
+    lines = []
+    reasons = {unit.reason: None for unit in report.units}
+    for reason in reasons:
+        lines.append(f"{reason}: {_shortened([unit.name for unit in report.units if unit.reason == reason])}")
+    frozen = [unit.name for unit in report.units if unit.num_frozen_groups]
+    if frozen:
+        lines.append(f"frozen groups, without gradients: {_shortened(frozen)}")
+    ties = [" = ".join(names) for unit in report.units for names in unit.ties]
+    if ties:
+        lines.append(f"tied parameters: {_shortened(ties)}")
+    if report.unsharded:
+        lines.append(
+            f"in no unit, {format_bytes(report.unsharded_bytes)} on every rank: {_shortened(report.unsharded)}"
+        )
+    padded = [(unit.name, group) for unit in report.units for group in unit.groups if group.padding_ratio]
+    if padded:
+        name, worst = max(padded, key=lambda entry: entry[1].buffer_numel - entry[1].numel)
+        lines.append(
+            f"most padding: {name}, {worst.buffer_numel - worst.numel:,} elements ({worst.padding_ratio:.2%}; at most {worst.gap:.2%} above "
+            f"the optimum); what forces it: {worst.binding}"
+        )
+    return ["notes", *(f"- {line}" for line in lines), "assumed", *(f"- {line}" for line in report.assumptions)]
+
+
+def _aligned(rows: Sequence[Sequence[str]], num_left: int) -> list[str]:
+    """Return rows with columns of equal width; the first ``num_left`` columns are flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if position < num_left else cell.rjust(width)
+            for position, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _shortened(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3:,} more"
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Return bytes in the largest of B, KiB, MiB, GiB, TiB of which there is at least one: ``1.50 KiB``."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{num_bytes} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"

@@ -1,0 +1,399 @@
+"""What the engine holds while it trains, by its own accounting, and that it gives everything back."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dbuffer import StorageError, guard_released_storage, memory_meter
+from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
+from tests.functional.replica import WIDTH, Block, Case, Comparison, Stack, compare, inputs, shard_each
+from tests.harness import run_ranks
+
+HIDDEN_SIZES = (97, 13, 131, 101, 127, 111)
+
+
+def unequal_stack() -> Stack:
+    return Stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES))
+
+
+def sharded_stack(policy: MixedPrecisionPolicy | None = None) -> Stack:
+    model = unequal_stack()
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model
+
+
+def groups_of(model: nn.Module) -> list:
+    return [group for module in model.modules() if isinstance(module, FsdpModule) for group in module.parameter_groups]
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    output: torch.Tensor = model(inputs(dist.get_rank(), step).requires_grad_())
+    return output.float().square().mean()
+
+
+# ---------------------------------------------------------------- peaks
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """One training step, in bytes above what the model holds at rest, and in units of B, the largest unit's weights."""
+
+    forward: float
+    backward: float
+    rest_bytes: int
+    num_allocations: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    policy: MixedPrecisionPolicy | None = None
+    microbatches: int = 1
+    checkpointed: bool = False
+
+
+SETTINGS = {
+    "fp32": Setting(),
+    "two microbatches": Setting(microbatches=2),
+    "bf16, reduced in bf16": Setting(MixedPrecisionPolicy(torch.bfloat16, main_grads_dtype=torch.float32)),
+    "bf16, reduced in fp32": Setting(MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+    "activation checkpointing": Setting(checkpointed=True),
+}
+
+
+class CheckpointedStack(Stack):
+    """Keeps the inputs of its layers only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def measure(name: str) -> list[StepMemory]:
+    """Train five steps and return what each took."""
+    setting = SETTINGS[name]
+    model = sharded_stack(setting.policy)
+    if setting.checkpointed:
+        model.forward = CheckpointedStack.forward.__get__(model)  # type: ignore[method-assign]
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    largest = max(group.gathered.nbytes for group in groups_of(model))
+    meter, steps = memory_meter(), []
+    for step in range(5):
+        forward = backward = 0.0
+        num_allocations = 0
+        for microbatch in range(setting.microbatches):
+            rest = meter.current_bytes
+            meter.reset_peak()
+            loss = loss_of(model, 2 * step + microbatch)
+            forward = max(forward, (meter.peak_bytes - rest) / largest)
+            loss.backward()
+            backward = max(backward, (meter.peak_bytes - rest) / largest)
+            num_allocations += meter.num_allocations
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(StepMemory(forward, backward, meter.current_bytes, num_allocations))
+    return steps
+
+
+@pytest.fixture(scope="module")
+def measured() -> Callable[[str], list[StepMemory]]:
+    known: dict[str, list[StepMemory]] = {}
+
+    def get(name: str) -> list[StepMemory]:
+        if name not in known:
+            known[name] = run_ranks(2, measure, name)[1]
+        return known[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_forward_holds_at_most_two_gathered_units_with(measured: Callable, name: str) -> None:
+    assert 1.0 <= max(step.forward for step in measured(name)) <= 2.0
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_backward_holds_at_most_two_gathered_units_and_one_packed_gradient_with(measured: Callable, name: str) -> None:
+    packed = 2.0 if name == "bf16, reduced in fp32" else 1.0
+    assert 2.0 <= max(step.backward for step in measured(name)) <= 2.0 + packed
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_held_between_steps_does_not_grow_with(measured: Callable, name: str) -> None:
+    assert len({step.rest_bytes for step in measured(name)}) == 1
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_step_allocates_two_gathered_buffers_and_one_packed_buffer_per_unit_with(
+    measured: Callable, name: str
+) -> None:
+    wanted = 3 * len(HIDDEN_SIZES) * SETTINGS[name].microbatches
+    assert [step.num_allocations for step in measured(name)] == [wanted] * 5
+
+
+def bytes_at_rest() -> list[tuple[int, int]]:
+    """Return what the model holds in this process and the bytes of its shards of weights and gradients."""
+    before = memory_meter().current_bytes
+    model = sharded_stack()
+    shards = sum(group.main_weight.nbytes + group.main_grad.nbytes for group in groups_of(model))
+    return [(memory_meter().current_bytes - before, shards)]
+
+
+def test_at_rest_a_rank_holds_its_shards_of_weights_and_gradients_and_nothing_else() -> None:
+    for ((held, shards),) in run_ranks(3, bytes_at_rest):
+        assert held == shards
+
+
+def bytes_of_a_third() -> tuple[int, int]:
+    model = sharded_stack()
+    return (
+        sum(group.main_weight.nbytes for group in groups_of(model)),
+        sum(parameter.numel() * 4 for parameter in model.parameters()),
+    )
+
+
+def test_three_ranks_hold_a_third_of_the_weights_each() -> None:
+    for shard, total in run_ranks(3, bytes_of_a_third):
+        assert total / 3 <= shard <= 1.1 * total / 3
+
+
+# ---------------------------------------------------------------- released storage
+
+
+def touch_released_weights() -> dict[str, str]:
+    """Return the error for each way to reach weights after their release."""
+    model = Stack(Block(), Block())
+    shard_each(model)
+    block = model.layers[0]
+    assert isinstance(block, FsdpModule) and isinstance(block, Block)
+    block.unshard()
+    captured = block.up.weight
+    part = captured[1:, :2]
+    group = block.parameter_groups[0]
+    block.reshard()
+    attempts: dict[str, Callable[[], object]] = {
+        "buffer": lambda: group.gathered.local_buffer,
+        "tensor": lambda: group.gathered.get_local_tensor(0),
+        "weight": lambda: captured.sum(),
+        "view": lambda: part + 1,
+        "write": lambda: captured.data.zero_(),
+        "matmul": lambda: nn.functional.linear(torch.ones(2, WIDTH), captured),
+    }
+    errors = {}
+    for name, attempt in attempts.items():
+        with guard_released_storage():
+            try:
+                attempt()
+            except StorageError as error:
+                errors[name] = str(error)
+    return errors
+
+
+@pytest.mark.parametrize("way", ["buffer", "tensor", "weight", "view", "write", "matmul"])
+def test_weights_raise_after_reshard_when_reached_through_a(way: str) -> None:
+    for errors in run_ranks(2, touch_released_weights):
+        assert "unit 'layers.0': gathered weights" in errors[way]
+
+
+def use_captured_weight_after_regather() -> bool:
+    model = Stack(Block(), Block())
+    shard_each(model)
+    block = model.layers[0]
+    assert isinstance(block, FsdpModule) and isinstance(block, Block)
+    block.unshard()
+    captured = block.up.weight
+    values = captured.detach().clone()
+    block.reshard()
+    block.unshard()
+    with guard_released_storage():
+        return bool((captured == values).all()) and block.up.weight is captured
+
+
+def test_a_weight_kept_from_one_unshard_is_the_same_object_with_the_same_values_after_the_next() -> None:
+    assert run_ranks(2, use_captured_weight_after_regather) == [True, True]
+
+
+# ---------------------------------------------------------------- deletion
+
+
+class Failing(Block):
+    """Raises in forward or backward while ``mode`` says so."""
+
+    mode = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mode == "forward":
+            raise RuntimeError("out of memory, say")
+        x = super().forward(x)
+        if self.mode == "backward":
+            x = _RaiseInBackward.apply(x)
+        return x
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of memory, say")
+
+
+def failing_stack() -> Stack:
+    return Stack(Block(), Block(), Failing(), Block(), Block())
+
+
+def run_to_failure(model: nn.Module, mode: str, step: int = 0) -> None:
+    """Run a step that ends in an exception in forward or backward."""
+    for module in model.modules():
+        if isinstance(module, Failing):
+            module.mode = mode
+    try:
+        loss_of(model, step).backward()
+    except RuntimeError as error:
+        assert "out of memory, say" in str(error)
+    else:
+        raise AssertionError("nothing was raised")
+    for module in model.modules():
+        if isinstance(module, Failing):
+            module.mode = ""
+
+
+def train_a_step(model: nn.Module, step: int = 0) -> None:
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+    loss_of(model, step).backward()
+    optimizer.step()
+
+
+LIVES: dict[str, Callable[[nn.Module], None]] = {
+    "nothing": lambda model: None,
+    "a forward": lambda model: [loss_of(model, 0), None][1],
+    "a forward without gradients": lambda model: torch.no_grad()(loss_of)(model, 0).detach_() and None,
+    "a training step": train_a_step,
+    "an exception in forward": lambda model: run_to_failure(model, "forward"),
+    "an exception in backward": lambda model: run_to_failure(model, "backward"),
+    "an unshard": lambda model: model.layers[0].unshard(),
+}
+
+
+def bytes_left_after(life: str) -> int:
+    """Make, use and delete a model without the garbage collector; return what the engine still holds."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = memory_meter().current_bytes
+        model = failing_stack()
+        shard_each(model)
+        held = memory_meter().current_bytes - before
+        assert held > 0
+        LIVES[life](model)
+        del model
+        return memory_meter().current_bytes - before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_deleting_a_model_frees_its_buffers_without_the_garbage_collector_after(life: str) -> None:
+    assert run_ranks(2, bytes_left_after, life) == [0, 0]
+
+
+def bytes_left_with_loss_alive() -> int:
+    gc.collect()
+    gc.disable()
+    try:
+        before = memory_meter().current_bytes
+        model = failing_stack()
+        shard_each(model)
+        loss = loss_of(model, 0)
+        loss.backward()
+        del model
+        left = memory_meter().current_bytes - before
+        assert float(loss.detach()) > 0
+        return left
+    finally:
+        gc.enable()
+
+
+def test_deleting_a_model_frees_its_buffers_even_while_its_last_loss_is_referenced() -> None:
+    assert run_ranks(2, bytes_left_with_loss_alive) == [0, 0]
+
+
+# ---------------------------------------------------------------- after an exception
+
+
+def fail_before_each_step(mode: str, model: nn.Module, step: int) -> None:
+    if isinstance(model.layers[0], FsdpModule):
+        run_to_failure(model, mode, step + 50)
+        model.zero_grad()
+
+
+def fail_in_forward(model: nn.Module, step: int) -> None:
+    fail_before_each_step("forward", model, step)
+
+
+def fail_in_backward(model: nn.Module, step: int) -> None:
+    fail_before_each_step("backward", model, step)
+
+
+def fail_and_save(model: nn.Module, step: int) -> None:
+    """The usual handler: catch, save what there is, go on with the next batch."""
+    fail_before_each_step("forward", model, step)
+    model.state_dict()
+
+
+def fail_and_change_weights(model: nn.Module, step: int) -> None:
+    fail_before_each_step("forward", model, step)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+
+
+RECOVERIES = {
+    "an exception in forward": fail_in_forward,
+    "an exception in backward": fail_in_backward,
+    "an exception in forward and a saved state": fail_and_save,
+    "an exception in forward and a change of weights": fail_and_change_weights,
+}
+
+
+def mean_square(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    output: torch.Tensor = model(inputs(rank, step))
+    return output.square().mean()
+
+
+def train_through(recovery: str) -> Comparison:
+    return compare(Case(failing_stack, mean_square, prepare=RECOVERIES[recovery]))
+
+
+@pytest.mark.parametrize("recovery", RECOVERIES)
+def test_the_next_step_is_right_after(recovery: str) -> None:
+    results = run_ranks(2, train_through, recovery, timeout=20)
+    assert all(result.is_exact for result in results), results
+
+
+def bytes_at_rest_after(mode: str) -> list[int]:
+    model = failing_stack()
+    shard_each(model)
+    held = []
+    for step in range(3):
+        run_to_failure(model, mode, step)
+        loss_of(model, step).backward()
+        held.append(memory_meter().current_bytes)
+    return held
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_a_step_after_an_exception_leaves_nothing_allocated_from_an_exception_in(mode: str) -> None:
+    for held in run_ranks(2, bytes_at_rest_after, mode):
+        model_only = held[0]
+        assert held == [model_only] * 3
