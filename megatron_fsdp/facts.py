@@ -1,7 +1,7 @@
 """Facts: what decides the memory and traffic of a model's units, as plain data.
 
-Shapes (in plans), placements, dtypes and the order of modules: no module, process group or device. They are read off a live model,
-or made from shapes alone.
+Shapes (in plans), placements, dtypes and the order of modules: no module, process group or device. They are read off a
+live model, or made from shapes alone.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
 from dbuffer import BufferPlacement, Flat, Partial, Plan, Replicate
 from dbuffer.placements import flat_axes, shard_index
-
 from megatron_fsdp.precision import GroupDtypes
 from megatron_fsdp.strategy import Placements
 
@@ -111,7 +111,7 @@ class GroupFacts:
 
     @property
     def cast_bytes(self) -> int:
-        """Bytes of the gradient's copy in the main weights' dtype while the optimizer steps; 0 where it has that dtype."""
+        """Bytes of the gradients' copy in the main weights' dtype while the optimizer steps; 0 where they have it."""
         if not self.requires_grad or self.dtypes.main_grad is self.dtypes.main:
             return 0
         return self.local_numel(self.placements.optimizer) * self.dtypes.main.itemsize

@@ -1,7 +1,7 @@
 """Forecast: what one optimizer step allocates and sends.
 
-The schedule is played through on paper: the same gathers, prefetches, packed buffers and reductions in the same order, with byte counts
-for tensors.
+The schedule is played through on paper: the same gathers, prefetches, packed buffers and reductions in the same order,
+with byte counts for tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Forecast", "Issue", "Peak", "Phase", "forecast_step"]
 
 
 class Phase(str, enum.Enum):
-    """The part of an optimizer step: FORWARD, BACKWARD, or STEP (the optimizer and the refresh of compute weights after it)."""
+    """The part of an optimizer step: FORWARD, BACKWARD, or STEP (the optimizer, and the refresh of compute weights)."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -124,8 +124,6 @@ class _Playback:
             facts = self._units[visit.unit]
             order = orders[facts.schedule]
             if visit.kind is VisitKind.OPEN:
-                if visit.unit == order[0]:
-                    self._clean_up(order)
                 if visit.unit in self._stale:
                     self._release(visit.unit)
                 self._gather(visit.unit)
@@ -134,9 +132,10 @@ class _Playback:
                 if facts.reshards_after_forward:
                     self._release(visit.unit)
                 if visit.unit == order[0]:
-                    self._clean_up(order)
+                    self._release_unused(order)
 
-    def _clean_up(self, units: Iterable[int]) -> None:
+    def _release_unused(self, units: Iterable[int]) -> None:
+        # Explicit prefetching can gather a unit that forward has already left.
         for unit in units:
             if self._units[unit].reshards_after_forward:
                 self._release(unit)

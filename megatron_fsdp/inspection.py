@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from megatron_fsdp.errors import StateError
 from megatron_fsdp.facts import AxisFacts, GroupFacts, ModelFacts, UnitFacts, Visit, VisitKind
 from megatron_fsdp.module import FsdpModule, units_below
 from megatron_fsdp.parameter_group import ParameterGroup
+from megatron_fsdp.schedule import Schedule
 from megatron_fsdp.unit import Unit
 
 __all__ = ["read_facts"]
@@ -70,15 +72,14 @@ def _unit_facts(unit: Unit, units: Sequence[Unit], ties: tuple[tuple[str, ...], 
     modules = [module for reference in unit.modules if (module := reference()) is not None]
     positions = {id(other): position for position, other in enumerate(units)}
 
-    def ahead(references: Sequence[object]) -> tuple[int, ...]:
-        found = [reference() for reference in references if callable(reference)]
-        return tuple(positions[id(other)] for other in found if id(other) in positions)
+    def ahead(references: Sequence[weakref.ref[Unit]]) -> tuple[int, ...]:
+        return tuple(positions[key] for reference in references if (key := id(reference())) in positions)
 
     return UnitFacts(
         name=unit.name,
         groups=tuple(_group_facts(group) for group in unit.groups),
         schedule=schedules.index(id(unit.schedule)),
-        reshards_after_forward=unit.schedule.reshards_after_forward(unit),
+        reshards_after_forward=_schedule(unit).reshards_after_forward(unit),
         reshards_after_backward=unit.reshard_after_backward,
         forward_prefetch=ahead(unit.forward_prefetch),
         backward_prefetch=ahead(unit.backward_prefetch),
@@ -88,14 +89,20 @@ def _unit_facts(unit: Unit, units: Sequence[Unit], ties: tuple[tuple[str, ...], 
     )
 
 
+def _schedule(unit: Unit) -> Schedule:
+    assert isinstance(unit.schedule, Schedule)
+    return unit.schedule
+
+
 def _reason(unit: Unit) -> str:
     if not unit.groups:
         return "nothing to release: it has no parameters of its own"
     if all(group.rests_whole for group in unit.groups):
         return "nothing to release: its weights rest whole on every rank"
     if unit.reshard_after_forward is not None:
-        return f"{'released' if unit.reshard_after_forward else 'kept'} after forward: reshard_after_forward={unit.reshard_after_forward}"
-    if unit is unit.schedule.root:
+        action = "released" if unit.reshard_after_forward else "kept"
+        return f"{action} after forward: reshard_after_forward={unit.reshard_after_forward}"
+    if unit is _schedule(unit).root:
         return "kept after forward: it is the root"
     return "released after forward: the default below the root"
 
@@ -134,7 +141,7 @@ class _Walk:
             if not self._pending[position]:
                 yield Visit(VisitKind.CLOSE, position)
 
-    def _uses(self, parameters: Iterator[torch.Tensor | None]) -> Iterator[Visit]:
+    def _uses(self, parameters: Iterable[torch.Tensor | None]) -> Iterator[Visit]:
         for parameter in parameters:
             if parameter is not None and id(parameter) in self._owners and id(parameter) not in self._seen:
                 # A tied parameter gets its gradient when backward reaches the first place that used it.

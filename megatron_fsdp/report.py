@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
-from dbuffer import BufferPlacement
 from torch import nn
 
+from dbuffer import BufferPlacement
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.facts import AxisFacts, BufferFacts, GroupFacts, ModelFacts, UnitFacts
 from megatron_fsdp.forecast import Forecast, Issue, Phase, forecast_step
@@ -44,16 +44,16 @@ def explain(model: nn.Module, num_microbatches: int = 1) -> Report:
         num_microbatches: forward and backward passes per optimizer step, each inside ``microbatch(model, is_last)``.
     Raises:
         StateError: ``model`` holds no sharded module.
-        ConfigError: ``num_microbatches`` is not a positive integer.
+        ConfigError: ``num_microbatches`` is less than 1.
     """
     return report_of(read_facts(model), num_microbatches)
 
 
 def report_of(facts: ModelFacts, num_microbatches: int = 1) -> Report:
     """Return the report for facts that may come from a live model or from shapes alone; see ``explain``."""
-    if not isinstance(num_microbatches, int) or num_microbatches < 1:
+    if num_microbatches < 1:
         raise ConfigError(
-            f"explain: num_microbatches={num_microbatches!r}; give the positive number of microbatches per optimizer step"
+            f"explain: num_microbatches={num_microbatches}; an optimizer step has at least one"
         )
     forecast = forecast_step(facts, num_microbatches)
     units = tuple(_unit_report(unit, position, forecast) for position, unit in enumerate(facts.units))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["BufferReport", "CollectiveReport", "CollectiveTotal", "GroupReport", "PeakReport", "Report", "UnitReport"]
 
 ASSUMPTIONS = (
-    "each unit is called once per forward, in the order in which modules are registered, an order known from the step before",
+    "each unit is called once per forward, in the order in which modules are registered, as in the step before",
     "inputs need no gradient, and every trainable parameter gets one; nothing is recomputed in backward",
-    "the optimizer holds the trainable parameters and went through fully_shard_optimizer; clipping and checkpoints are not counted",
+    "the optimizer holds the trainable parameters and went through fully_shard_optimizer",
+    "clipping, checkpoints and evaluation are not counted",
     "activations, the workspace of collectives and the allocator's rounding are not counted",
 )
 
@@ -52,7 +53,7 @@ class CollectiveReport:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTotal:
-    """All collectives of one kind on one axis in one phase of an optimizer step; ``num_bytes`` sums their full sides."""
+    """All collectives of one kind, axis and phase in one optimizer step; ``num_bytes`` sums their full sides."""
 
     phase: str
     kind: str
@@ -135,8 +136,8 @@ class Report:
     """What a sharded model takes. All bytes are one rank's; ``str()`` gives a page to read, ``to_dict`` plain data.
 
     Attributes:
-        persistent_bytes: what the buffers take at rest, as ``dbuffer.memory_meter`` counts it; padding_bytes: the part of it
-            that holds no parameter.
+        persistent_bytes: what the buffers take at rest, as ``dbuffer.memory_meter`` counts it. padding_bytes: the part
+            of it that holds no parameter.
         optimizer_bytes: what ``torch.optim.AdamW`` will add: two moments, and 4 bytes per parameter for its step count.
         largest_unit, largest_unit_bytes: DESIGN's B: the unit with most bytes of gathered weights in compute dtype.
         forward_peak, backward_peak, step_peak: the most bytes held beyond ``persistent_bytes``, and at which unit.
@@ -290,8 +291,8 @@ def _note_lines(report: Report) -> list[str]:
     if padded:
         name, worst = max(padded, key=lambda entry: entry[1].buffer_numel - entry[1].numel)
         lines.append(
-            f"most padding: {name}, {worst.buffer_numel - worst.numel:,} elements ({worst.padding_ratio:.2%}; at most {worst.gap:.2%} above "
-            f"the optimum); what forces it: {worst.binding}"
+            f"most padding: {name}, {worst.buffer_numel - worst.numel:,} elements ({worst.padding_ratio:.2%}; at most "
+            f"{worst.gap:.2%} above the optimum); what forces it: {worst.binding}"
         )
     return ["notes", *(f"- {line}" for line in lines), "assumed", *(f"- {line}" for line in report.assumptions)]
 

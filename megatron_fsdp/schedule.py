@@ -53,6 +53,7 @@ class Schedule:
         self._cursor = 0
         self._trail: list[weakref.ref[Unit]] = []
         self._is_backward_open = False
+        self._backward = 0
         self._any_gradient = False
         self._active: dict[int, Unit] = {}
         self._closed: set[int] = set()
@@ -89,34 +90,47 @@ class Schedule:
     def before_forward(self, unit: Unit, module: nn.Module) -> None:
         """Gather the unit for its forward, and start the gather of the unit that followed it last time."""
         if _is_in_backward():
-            self._before_recomputation(unit)
+            self._before_recomputation(unit, module)
             return
         if unit is self.root and unit.open_call is None:
             self._start_pass()
-        unit.pending_modules.discard(id(module))
-        if unit.open_call is None:
-            self._clock += 1
-            unit.open_call = Call(unit, self._clock)
-            unit.pending_modules = {id(other()) for other in unit.modules} - {id(module)}
+        if self._open_call(unit, module):
             self._unshard_fresh(unit)
             self._prefetch_forward(unit)
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
         """Watch the outputs for backward, and reshard."""
         call = unit.open_call
-        if call is None or _is_in_backward():
+        if call is None:
             return
         if torch.is_grad_enabled():
             self._watch(call, output)
-        if not unit.pending_modules:
-            self._close_call(unit, call)
-            if unit is self.root:
-                self._end_pass()
+        if unit.pending_modules:
+            return
+        if _is_in_backward():
+            self._end_call(unit, call)
+            return
+        self._close_call(unit, call)
+        if unit is self.root:
+            self._end_pass()
 
-    def _close_call(self, unit: Unit, call: Call) -> None:
+    def _open_call(self, unit: Unit, module: nn.Module) -> bool:
+        """Note that a module of the unit runs; tell whether that begins a call of the unit."""
+        if unit.open_call is not None:
+            unit.pending_modules.discard(id(module))
+            return False
+        self._clock += 1
+        unit.open_call = Call(unit, self._clock)
+        unit.pending_modules = {id(other()) for other in unit.modules} - {id(module)}
+        return True
+
+    def _end_call(self, unit: Unit, call: Call) -> None:
         unit.open_call = None
         self._clock += 1
         call.end = self._clock
+
+    def _close_call(self, unit: Unit, call: Call) -> None:
+        self._end_call(unit, call)
         if unit.calls and unit.calls[-1]() is call:
             call.trail, call.position = self._trail, len(self._trail)
             self._trail.append(weakref.ref(unit))
@@ -145,14 +159,10 @@ class Schedule:
                 self._reshard(unit)
 
     def _watch(self, call: Call, output: Any) -> None:
-        enter = functools.partial(_enter_backward, call)
-        watched = False
         for tensor in iterate_tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(enter)
-                watched = True
-        if watched and not (call.unit.calls and call.unit.calls[-1]() is call):
-            call.unit.calls.append(weakref.ref(call))
+                _watchers(tensor).append(call)
+                call.unit.expect(call)
 
     def _unshard_fresh(self, unit: Unit) -> None:
         for group in unit.groups:
@@ -188,11 +198,12 @@ class Schedule:
 
     def before_backward(self, call: Call) -> None:
         """Gather the unit again for its backward, end the units that backward has left, start the next gather."""
-        if call.is_entered:
-            return
-        call.is_entered = True
-        unit = call.unit
         self._open_backward()
+        if call.entered == self._backward:
+            return
+        call.entered = self._backward
+        unit = call.unit
+        unit.expect(call)
         self._leave_passed(call)
         self._active[id(unit)] = unit
         self._closed.discard(id(unit))
@@ -221,6 +232,7 @@ class Schedule:
     def _open_backward(self) -> None:
         if not self._is_backward_open:
             self._is_backward_open = True
+            self._backward += 1
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def _leave_passed(self, call: Call) -> None:
@@ -231,17 +243,22 @@ class Schedule:
             if not outstanding or outstanding[0].begin > call.end:
                 self._close(unit)
                 self._leave(unit)
-            elif all(other.begin > call.end for other in outstanding if other.is_entered):
+                continue
+            entered = [other.begin for other in outstanding if other.entered == self._backward]
+            if entered and min(entered) > call.end:
                 # An earlier call of the unit has its backward still to come: weights are gathered again then.
                 self._reshard(unit)
 
-    def _before_recomputation(self, unit: Unit) -> None:
+    def _before_recomputation(self, unit: Unit, module: nn.Module) -> None:
         # Reentrant checkpointing runs the first forward without a graph, so no output is watched, and this is where
         # backward is seen to move on. Units whose outputs are watched are left by the watch.
         for other in tuple(self._active.values()):
             if other is not unit and not any(other.outstanding_calls()) and not other.encloses(unit):
+                self._close(other)
                 self._leave(other)
         self._open_backward()
+        if unit.open_call is not None or not any(unit.outstanding_calls()):
+            self._open_call(unit, module)
         self._active[id(unit)] = unit
         self._unshard(unit, check=False)
 
@@ -258,9 +275,9 @@ class Schedule:
 
     def _close(self, unit: Unit) -> None:
         """Give back a unit's trainable weights and reduce its gradients, once per backward."""
-        if id(unit) in self._closed:
+        if id(unit) in self._closed or not unit.gradients:
             return
-        if unit.gradients and not self._any_gradient:
+        if not self._any_gradient:
             # Nothing has a gradient so far. Either this rank used none of these parameters, and others may have; or
             # this is a backward that asks for no parameter's gradient at all.
             self._leave(unit)
@@ -275,8 +292,6 @@ class Schedule:
             self._reduce(earlier)
 
     def _reduce(self, unit: Unit) -> None:
-        if not unit.gradients:
-            return
         for buffer in unit.gradients:
             buffer.close(reduce=unit.requires_gradient_sync)
         if any(buffer.is_reducing for buffer in unit.gradients):
@@ -285,9 +300,7 @@ class Schedule:
 
     def _leave(self, unit: Unit) -> None:
         self._active.pop(id(unit), None)
-        unit.calls = [
-            reference for reference in unit.calls if (call := reference()) is not None and not call.is_entered
-        ]
+        unit.forget(self._backward)
         if unit.reshard_after_backward:
             self._reshard(unit)
 
@@ -346,8 +359,26 @@ class Schedule:
                 group.reshard()
 
 
-def _enter_backward(call: Call, gradient: torch.Tensor) -> None:
-    call.unit.schedule.before_backward(call)
+def _watchers(tensor: torch.Tensor) -> list[Call]:
+    """Return the calls that a tensor is an output of, which a hook on it enters.
+
+    There are several where a unit returns its very input, or its last child's output: backward has to enter the later
+    call first, while hooks of their own would run in the order of registration.
+    """
+    calls: list[Call] | None = getattr(tensor, "_fsdp_calls", None)
+    if calls is None:
+        calls = []
+        tensor._fsdp_calls = calls  # type: ignore[attr-defined]  # lives and dies with the tensor
+        tensor.register_hook(functools.partial(_enter_backward, calls))
+    elif tensor.is_leaf:
+        # A leaf outlives its graphs, and so would the calls of earlier steps.
+        calls[:] = [call for call in calls if not call.entered]
+    return calls
+
+
+def _enter_backward(calls: list[Call], gradient: torch.Tensor) -> None:
+    for call in reversed(calls):
+        call.unit.schedule.before_backward(call)
 
 
 def _first_begin(unit: Unit) -> int:

@@ -43,10 +43,10 @@ class Call:
     Attributes:
         begin, end: ticks of the schedule's clock; calls nest or follow each other, so these intervals do too.
         position: place in the schedule's list of finished calls of that forward pass.
-        is_entered: whether backward has reached the outputs of this call.
+        entered: the number of the last backward that reached its outputs; 0 for none so far.
     """
 
-    __slots__ = ("__weakref__", "begin", "end", "is_entered", "position", "trail", "unit")
+    __slots__ = ("__weakref__", "begin", "end", "entered", "position", "trail", "unit")
 
     def __init__(self, unit: Unit, begin: int) -> None:
         self.unit = unit
@@ -54,7 +54,7 @@ class Call:
         self.end = begin
         self.position = 0
         self.trail: list[weakref.ref[Unit]] = []
-        self.is_entered = False
+        self.entered = 0
 
 
 class Unit:
@@ -139,8 +139,23 @@ class Unit:
             for child in module.modules()
         )
 
+    def forget(self, backward: int) -> None:
+        """Stop expecting a backward of the calls that were entered in the given one; a retained graph may bring it all the same."""
+        self.calls = [reference for reference in self.calls if (call := reference()) is not None and call.entered != backward]
+
+    def expect(self, call: Call) -> None:
+        """Expect a backward of ``call``, as long as the hooks on its outputs keep it alive."""
+        if not any(reference() is call for reference in self.calls):
+            self.calls.append(weakref.ref(call))
+            self.calls.sort(key=_begin)
+
     def rename(self, name: str) -> None:
         """Take the name that the unit has below a (new) root."""
         self.name = name
         for group in self.groups:
             group.rename(name)
+
+
+def _begin(reference: weakref.ref[Call]) -> int:
+    call = reference()
+    return 0 if call is None else call.begin

@@ -12,7 +12,7 @@ VOCABULARY = 23
 WIDTH = 7
 LENGTH = 5
 BATCH = 3
-NUM_BLOCKS = 3
+NUM_BLOCKS = 2
 
 
 class Block(nn.Module):

@@ -1,0 +1,180 @@
+"""Collectives and folds that are wrong in one way each, for the tests that show that the parity check notices."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from dbuffer import collectives
+from dbuffer.mesh import MeshAxis
+from megatron_fsdp import gradients, optimizer
+
+Works = list[dist.Work] | None
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True, slots=True)
+class Originals:
+    """The collectives themselves, for a fault to call or to leave alone."""
+
+    all_gather: Callable[..., None] = collectives.all_gather
+    reduce_scatter: Callable[..., None] = collectives.reduce_scatter
+    all_reduce: Callable[..., None] = collectives.all_reduce
+
+
+_right = Originals()
+
+
+# ---------------------------------------------------------------------- one call left out
+
+
+def keep_own_shard(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works: Works = None) -> None:
+    """All-gather without communication: zeros where other ranks' shards belong."""
+    mine = shard.clone()
+    output.zero_()
+    _slice_of(output, axis).copy_(mine)
+
+
+def keep_own_sum(output: torch.Tensor, full: torch.Tensor, axis: MeshAxis, op: str, works: Works = None) -> None:
+    """Reduce-scatter without communication: this rank's slice, with this rank's addends alone."""
+    output.copy_(_slice_of(full, axis))
+
+
+def keep_own_tensor(tensor: torch.Tensor, axis: MeshAxis, op: str, works: Works = None) -> None:
+    """All-reduce without communication."""
+
+
+LEFT_OUT = {"all_gather": keep_own_shard, "reduce_scatter": keep_own_sum, "all_reduce": keep_own_tensor}
+
+
+class CallCounter:
+    """Counts the collectives issued over more than one rank, and leaves one of them out.
+
+    Args:
+        left_out: which one, from 0 on; None leaves all of them alone.
+    """
+
+    def __init__(self, left_out: int | None = None) -> None:
+        self.calls: list[str] = []
+        self._left_out = left_out
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Stand between the engine and its collectives."""
+        with replaced(**{kind: functools.partial(self._issue, kind) for kind in KINDS}):
+            yield
+
+    def _issue(self, kind: str, *args: object) -> None:
+        (axis,) = (argument for argument in args if isinstance(argument, MeshAxis))
+        chosen = getattr(_right, kind)
+        if axis.size > 1:
+            if len(self.calls) == self._left_out:
+                chosen = LEFT_OUT[kind]
+            self.calls.append(f"{kind} over {axis.name}")
+        chosen(*args)
+
+
+@contextmanager
+def replaced(**functions: Callable[..., None]) -> Iterator[None]:
+    """Put other functions in the place of collectives, wherever the engine looks for them."""
+    with mock.patch.multiple(collectives, **functions):
+        if "all_reduce" not in functions:
+            yield
+            return
+        with mock.patch.object(optimizer, "all_reduce", functions["all_reduce"]):
+            yield
+
+
+# ---------------------------------------------------------------------- every call wrong in the same way
+
+
+def gather_in_another_order(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works: Works = None) -> None:
+    """All-gather that deals the shards out one place too far."""
+    _right.all_gather(output, shard.clone(), axis)
+    output.copy_(output.view(axis.size, -1).roll(1, dims=0).reshape(-1))
+
+
+class StaleGather:
+    """All-gather that sends what a shard held when it was gathered first."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, torch.Tensor] = {}
+
+    def __call__(self, output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works: Works = None) -> None:
+        """Gather the first content again; shards at rest keep their address."""
+        _right.all_gather(output, self._first.setdefault(shard.data_ptr(), shard.clone()), axis)
+
+
+def scatter_another_slice(output: torch.Tensor, full: torch.Tensor, axis: MeshAxis, op: str, works: Works = None) -> None:
+    """Reduce-scatter that hands each rank its neighbour's slice."""
+    rolled = full.view(axis.size, -1).roll(1, dims=0).reshape(-1)
+    _right.reduce_scatter(output, rolled, axis, op)
+
+
+def scatter_to_one_rank(output: torch.Tensor, full: torch.Tensor, axis: MeshAxis, op: str, works: Works = None) -> None:
+    """Reduce-scatter whose sum arrives on one rank only."""
+    mine = _slice_of(full, axis).clone()
+    _right.reduce_scatter(output, full.clone(), axis, op)
+    if axis.rank > 0:
+        output.copy_(mine)
+
+
+def reduce_on_one_rank(tensor: torch.Tensor, axis: MeshAxis, op: str, works: Works = None) -> None:
+    """All-reduce whose result arrives on one rank only."""
+    mine = tensor.clone()
+    _right.all_reduce(tensor, axis, op)
+    if axis.rank > 0:
+        tensor.copy_(mine)
+
+
+def reduce_twice(tensor: torch.Tensor, axis: MeshAxis, op: str, works: Works = None) -> None:
+    """All-reduce that takes in every rank's addend once per rank."""
+    _right.all_reduce(tensor, axis, op)
+    _right.all_reduce(tensor, axis, op)
+
+
+@contextmanager
+def without_division() -> Iterator[None]:
+    """Gradients are summed over ranks and not divided by their number."""
+    right = gradients.GradientBuffer.__init__
+
+    def undivided(self: gradients.GradientBuffer, *args: object, **options: object) -> None:
+        right(self, *args, **options)  # type: ignore[arg-type]
+        self.divisor = 1.0
+
+    with mock.patch.object(gradients.GradientBuffer, "__init__", undivided):
+        yield
+
+
+@contextmanager
+def without_later_microbatches() -> Iterator[None]:
+    """What should be added to a gradient that is there already is dropped."""
+
+    def first_only(source: torch.Tensor, target: torch.Tensor, *, scale: float, overwrite: bool) -> None:
+        if overwrite:
+            _accumulate(source, target, scale=scale, overwrite=True)
+
+    with mock.patch.object(gradients, "accumulate", first_only):
+        yield
+
+
+@contextmanager
+def without_earlier_microbatches() -> Iterator[None]:
+    """What should be added to a gradient that is there already takes its place."""
+
+    def last_only(source: torch.Tensor, target: torch.Tensor, *, scale: float, overwrite: bool) -> None:
+        _accumulate(source, target, scale=scale, overwrite=True)
+
+    with mock.patch.object(gradients, "accumulate", last_only):
+        yield
+
+
+_accumulate = gradients.accumulate
+
+
+def _slice_of(flat: torch.Tensor, axis: MeshAxis) -> torch.Tensor:
+    return flat.view(axis.size, -1)[axis.rank]

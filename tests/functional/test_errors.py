@@ -1,0 +1,347 @@
+"""What cannot be sharded is refused when ``fully_shard`` is called, by name and with the cure."""
+
+import copy
+import os
+import pickle
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from dbuffer import Element, Flat, Partial, Replicate, Row, Whole
+from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
+from tests.functional.replica import Block, Stack, inputs, shard_each
+from tests.harness import FailureKind, RankError, run_ranks
+
+
+class Scaled(nn.Module):
+    """A linear layer with a scale that may be anything."""
+
+    def __init__(self, scale: nn.Parameter) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 5)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(x) * self.scale
+        return result
+
+
+class Tied(nn.Module):
+    """Input and output projection share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+
+def zero_dimensional() -> None:
+    fully_shard(Scaled(nn.Parameter(torch.tensor(1.0))))
+
+
+def tied_across_units() -> None:
+    model = Tied()
+    fully_shard(model.first)
+    fully_shard(model.second)
+
+
+def tied_to_the_root() -> None:
+    model = Tied()
+    fully_shard(model.first)
+    fully_shard(model)
+
+
+def module_list() -> None:
+    fully_shard(nn.ModuleList([nn.Linear(3, 3)]))
+
+
+def module_dict() -> None:
+    fully_shard(nn.ModuleDict({"a": nn.Linear(3, 3)}))
+
+
+def sharded_twice() -> None:
+    model = nn.Linear(3, 3)
+    fully_shard(model)
+    fully_shard(model)
+
+
+def parents_before_children() -> None:
+    model = Stack(Block(), Block())
+    fully_shard(model)
+    fully_shard(model.layers[0])
+
+
+def empty_list() -> None:
+    fully_shard([])
+
+
+def no_module() -> None:
+    fully_shard("model")  # type: ignore[type-var]
+
+
+def other_device() -> None:
+    with FakeTensorMode():
+        scale = nn.Parameter(torch.empty(5, device="cuda"))
+    fully_shard(Scaled(scale), init_device_mesh("cpu", (2,)))
+
+
+def meta() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 5)
+    fully_shard(model)
+
+
+def tensor_parallel() -> None:
+    model = nn.Linear(4, 6)
+    mesh = init_device_mesh("cpu", (2,))
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    fully_shard(model, mesh)
+
+
+def unknown_policy() -> None:
+    fully_shard(nn.Linear(3, 5), mp_policy=torch.bfloat16)
+
+
+def policy_with_an_integer_dtype() -> None:
+    MixedPrecisionPolicy(param_dtype=torch.int8)
+
+
+def policy_with_a_string() -> None:
+    MixedPrecisionPolicy(reduce_dtype="bfloat16")  # type: ignore[arg-type]
+
+
+def smaller_group() -> None:
+    fully_shard(nn.Linear(3, 5), reshard_after_forward=2)
+
+
+def offload() -> None:
+    fully_shard(nn.Linear(3, 5), offload_policy=CPUOffloadPolicy())
+
+
+def other_dimension() -> None:
+    fully_shard(nn.Linear(3, 5), shard_placement_fn=lambda parameter: Shard(1))
+
+
+def cut_inside_rows() -> None:
+    fully_shard(nn.Linear(3, 5), granularity=Element())
+
+
+def cut_inside_slices() -> None:
+    fully_shard(nn.Conv1d(3, 5, 7), granularity=Row())
+
+
+def granularity_of_one_parameter() -> None:
+    fully_shard(nn.Linear(3, 5), granularity=lambda parameter: Element() if parameter.ndim == 2 else Whole())
+
+
+def mesh_of_three_axes() -> None:
+    fully_shard(nn.Linear(3, 5), init_device_mesh("cpu", (2, 1, 1)))
+
+
+def unknown_axis() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    fully_shard(nn.Linear(3, 5), mesh, Placements.optim_grads_params("data"))
+
+
+def axis_out_of_range() -> None:
+    fully_shard(nn.Linear(3, 5), init_device_mesh("cpu", (2,)), Placements.optim_grads_params(1))
+
+
+def partial_weights() -> None:
+    Placements((0,), (Partial(),), (Partial(),), (Flat(),))
+
+
+def replicated_gradients() -> None:
+    Placements(("dp",), (Flat(),), (Replicate(),), (Flat(),))
+
+
+def sharded_weights_with_a_replicated_optimizer() -> None:
+    Placements(("dp",), (Flat(),), (Flat(),), (Replicate(),))
+
+
+def placements_of_different_lengths() -> None:
+    Placements((0, 1), (Flat(),), (Flat(),), (Flat(),))
+
+
+def tensor_dimension() -> None:
+    Placements((0,), (Shard(0),), (Flat(),), (Flat(),))  # type: ignore[arg-type]
+
+
+def deep_copy() -> None:
+    model = Stack(Block())
+    shard_each(model)
+    copy.deepcopy(model)
+
+
+def deep_copy_of_a_unit() -> None:
+    model = Stack(Block())
+    shard_each(model)
+    copy.deepcopy(nn.Sequential(model.layers[0]))
+
+
+def pickled() -> None:
+    model = Stack(Block())
+    shard_each(model)
+    pickle.dumps(model)
+
+
+def optimizer_before_sharding() -> None:
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters())
+    fully_shard(model)
+    fully_shard_optimizer(optimizer)
+
+
+def gradient_replaced_by_a_plain_tensor() -> None:
+    model = nn.Linear(3, 5)
+    fully_shard(model)
+    model(torch.ones(2, 3)).sum().backward()
+    model.weight.grad_dtype = None
+    with torch.no_grad():
+        model.weight.grad = torch.zeros(5, 3)
+    model(torch.ones(2, 3)).sum().backward()
+
+
+def replaced_by_another_dtype() -> None:
+    model = nn.Linear(3, 5)
+    fully_shard(model)
+    model.to(torch.float64)
+
+
+# For each mistake: the class of the error, and words that its message must hold: what, where, and the way out.
+MISTAKES: dict[Callable[[], None], tuple[str, ...]] = {
+    zero_dimensional: ("ConfigError", "'scale'", "nn.Parameter(torch.tensor([value]))", "ignored_params"),
+    tied_across_units: ("OwnershipError", "'weight'", "unit 'Linear'", "fully_shard([first, second])"),
+    tied_to_the_root: ("OwnershipError", "'second.weight'", "unit 'Linear'", "fully_shard([first, second])"),
+    module_list: ("ConfigError", "ModuleList", "no forward", "each of its modules"),
+    module_dict: ("ConfigError", "ModuleDict", "no forward", "each of its modules"),
+    sharded_twice: ("ConfigError", "Linear", "sharded already", "children first"),
+    parents_before_children: ("ConfigError", "'up.weight'", "unit 'Stack'", "children first"),
+    empty_list: ("ConfigError", "empty list"),
+    no_module: ("ConfigError", "str", "a module or a list of modules"),
+    other_device: ("ConfigError", "'scale'", "cuda", "'cpu'", "move the module"),
+    meta: ("ConfigError", "'weight'", "meta", "to_empty"),
+    tensor_parallel: ("ConfigError", "'weight'", "DTensor", "plain parameters"),
+    unknown_policy: ("ConfigError", "dtype", "MixedPrecisionPolicy"),
+    policy_with_an_integer_dtype: ("ConfigError", "param_dtype=torch.int8", "floating-point"),
+    policy_with_a_string: ("ConfigError", "reduce_dtype='bfloat16'", "torch.dtype"),
+    smaller_group: ("ConfigError", "reshard_after_forward=2", "True, False or None"),
+    offload: ("ConfigError", "offload_policy", "CPUOffloadPolicy", "leave it None"),
+    other_dimension: ("PlacementError", "'weight'", "Shard(dim=1)", "granularity="),
+    cut_inside_rows: ("ConfigError", "'weight'", "(5, 3)", "Element()", "Row()"),
+    cut_inside_slices: ("ConfigError", "'weight'", "(5, 3, 7)", "Row()", "Block(rows=3)"),
+    granularity_of_one_parameter: ("ConfigError", "'weight'", "(5, 3)", "Element()", "Row()"),
+    mesh_of_three_axes: ("ConfigError", "3 axes", "mesh['dp']", "placements="),
+    unknown_axis: ("ConfigError", "'data'", "'dp'"),
+    axis_out_of_range: ("ConfigError", "[1]"),
+    partial_weights: ("PlacementError", "axis 0", "parameter placement", "Replicate or Flat"),
+    replicated_gradients: ("PlacementError", "axis 'dp'", "gradient placement", "Partial or Flat"),
+    sharded_weights_with_a_replicated_optimizer: ("PlacementError", "axis 'dp'", "optimizer=Flat()"),
+    placements_of_different_lengths: ("PlacementError", "one parameter, gradient and optimizer placement", "dp_axes"),
+    tensor_dimension: ("PlacementError", "axis 0", "Shard(dim=0)", "Replicate or Flat"),
+    deep_copy: ("StateError", "Stack", "deep-copied", "load_state_dict"),
+    deep_copy_of_a_unit: ("StateError", "Block", "deep-copied", "load_state_dict"),
+    pickled: ("StateError", "Stack", "pickled", "save_checkpoint"),
+    optimizer_before_sharding: ("ConfigError", "none of the optimizer's parameters is sharded", "after fully_shard"),
+    gradient_replaced_by_a_plain_tensor: ("StateError", "'weight'", "plain tensor", "DTensor"),
+    replaced_by_another_dtype: ("StateError", "'weight'", "float64", "float32", "MixedPrecisionPolicy"),
+}
+
+
+def make_mistakes() -> dict[str, str]:
+    """Return the class and message of the error that each mistake meets."""
+    met = {}
+    for mistake in MISTAKES:
+        try:
+            mistake()
+        except Exception as error:
+            met[mistake.__name__] = f"{type(error).__name__}: {error}"
+        else:
+            met[mistake.__name__] = "nothing was raised"
+    return met
+
+
+@pytest.fixture(scope="module")
+def met() -> list[dict[str, str]]:
+    """What each rank met."""
+    return run_ranks(2, make_mistakes)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_the_error_says_what_is_wrong_and_what_to_do_for(
+    met: list[dict[str, str]], mistake: Callable[[], None]
+) -> None:
+    wanted = MISTAKES[mistake]
+    for messages in met:
+        message = messages[mistake.__name__]
+        assert message.startswith(wanted[0])
+        assert [word for word in wanted[1:] if word not in message] == [], message
+
+
+def state_after_a_refusal() -> bool:
+    """Try to shard a model with one bad parameter; return whether nothing about it has changed."""
+    model = Scaled(nn.Parameter(torch.tensor(2.0)))
+    before = dict(model.named_parameters())
+    try:
+        fully_shard(model)
+    except ValueError:
+        after = dict(model.named_parameters())
+        same = after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+        return same and type(model) is Scaled and bool(torch.isfinite(model(torch.ones(1, 3))).all())
+    return False
+
+
+def test_a_refused_module_is_left_as_it_was() -> None:
+    assert run_ranks(2, state_after_a_refusal) == [True, True]
+
+
+def accept_after_the_cure() -> list[str]:
+    """Apply the cures that the messages give."""
+    scaled = Scaled(nn.Parameter(torch.tensor(2.0)))
+    fully_shard(scaled, ignored_params=[scaled.scale])
+    tied = Tied()
+    fully_shard([tied.first, tied.second])
+    fully_shard(tied)
+    blocks = nn.ModuleList([nn.Linear(3, 3)])
+    for block in blocks:
+        fully_shard(block)
+    return [type(module).__name__ for module in (scaled, tied, tied.first, blocks[0])]
+
+
+def test_the_cures_in_the_messages_work() -> None:
+    assert run_ranks(2, accept_after_the_cure)[0] == ["FSDPScaled", "FSDPTied", "FSDPLinear", "FSDPLinear"]
+
+
+# ---------------------------------------------------------------- a rank that dies
+
+
+class DiesOnRankOne(Block):
+    """Ends the process of rank 1 in forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            os._exit(7)
+        return super().forward(x)
+
+
+def train_until_a_rank_dies() -> None:
+    model = Stack(Block(), DiesOnRankOne(), Block())
+    shard_each(model)
+    model(inputs(dist.get_rank(), 0)).square().mean().backward()
+
+
+def test_a_rank_that_dies_ends_the_job_with_an_error_on_the_others_within_the_timeout() -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(3, train_until_a_rank_dies, timeout=20, fresh=True)
+    kinds = {failure.rank: failure.kind for failure in caught.value.failures}
+    assert kinds == {0: FailureKind.RAISED, 1: FailureKind.DIED, 2: FailureKind.RAISED}
+    assert time.monotonic() - started < 20

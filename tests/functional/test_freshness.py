@@ -1,0 +1,239 @@
+"""Forward uses the weights as they are now, however they were changed since the last forward."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
+from tests.functional.replica import Block, Stack, inputs, whole
+from tests.harness import run_ranks
+
+POLICIES = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16 compute": MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=True),
+}
+
+
+def sharded(policy: MixedPrecisionPolicy, strategy: str = "optim_grads_params") -> Stack:
+    torch.manual_seed(0)
+    model = Stack(Block(), Block(hidden=5))
+    placements = getattr(Placements, strategy)(0)
+    for layer in model.layers:
+        fully_shard(layer, placements=placements, mp_policy=policy)
+    return fully_shard(model, placements=placements, mp_policy=policy)
+
+
+def output_of(model: nn.Module, step: int) -> torch.Tensor:
+    output: torch.Tensor = model(inputs(dist.get_rank(), step))
+    return output
+
+
+def wanted_output(model: nn.Module, policy: MixedPrecisionPolicy, step: int) -> torch.Tensor:
+    """Compute what a plain model with the present full weights returns."""
+    dtype = policy.param_dtype or torch.float32
+    plain = Stack(Block(), Block(hidden=5)).to(dtype)
+    weights = {name: whole(parameter, parameter).to(dtype) for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        output: torch.Tensor = torch.func.functional_call(plain, weights, (inputs(dist.get_rank(), step).to(dtype),))
+    return output
+
+
+def train_once(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
+    output_of(model, step).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def change_in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def change_through_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+
+
+def change_local_shards(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert isinstance(parameter, DTensor)
+            parameter.to_local().mul_(0.5)
+
+
+def change_with_foreach(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([parameter for parameter in model.parameters()], 0.5)
+
+
+def halved_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    halves = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    for name, value in model.state_dict().items():
+        halves[name].copy_(value).mul_(0.5)
+    return halves
+
+
+def load_state(model: nn.Module) -> None:
+    model.load_state_dict(halved_state(model))
+
+
+def load_state_by_assignment(model: nn.Module) -> None:
+    model.load_state_dict(halved_state(model), assign=True)
+
+
+def move_to_its_device(model: nn.Module) -> None:
+    change_in_place(model)
+    model.to("cpu")
+
+
+def apply_to_modules(model: nn.Module) -> None:
+    def halve(module: nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters(recurse=False):
+                parameter.mul_(0.5)
+
+    model.apply(halve)
+
+
+def change_while_gathered(model: nn.Module) -> None:
+    """The outermost unit's weights may be gathered when the change comes: a forward without backward leaves them so."""
+    output_of(model, 8)
+    change_in_place(model)
+
+
+CHANGES: dict[str, Callable[[nn.Module], None]] = {
+    "an operation in place": change_in_place,
+    "an operation on .data": change_through_data,
+    "an operation on the local shards": change_local_shards,
+    "a foreach operation": change_with_foreach,
+    "load_state_dict": load_state,
+    "load_state_dict with assign": load_state_by_assignment,
+    "model.to": move_to_its_device,
+    "model.apply": apply_to_modules,
+    "an operation in place after a forward without backward": change_while_gathered,
+}
+
+
+def follow(policy_name: str, is_training: bool, change: str, adapted: bool, strategy: str) -> tuple[float, float]:
+    """Train, change the weights, run forward; return its error, and how much the change changed the output."""
+    policy = POLICIES[policy_name]
+    model = sharded(policy, strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+    if adapted:
+        fully_shard_optimizer(optimizer)
+    train_once(model, optimizer)
+    before = wanted_output(model, policy, 1)
+    CHANGES[change](model)
+    model.train(is_training)
+    with torch.set_grad_enabled(is_training):
+        found = output_of(model, 1).detach()
+    wanted = wanted_output(model, policy, 1)
+    return float((found - wanted).abs().max()), float((before - wanted).abs().max())
+
+
+@pytest.fixture(scope="module")
+def followed() -> Callable[..., list[tuple[float, float] | str]]:
+    known: dict[tuple[str, bool, bool, str], list[dict[str, tuple[float, float] | str]]] = {}
+
+    def get(policy: str, is_training: bool, change: str, adapted: bool, strategy: str = "optim_grads_params") -> list:
+        key = policy, is_training, adapted, strategy
+        if key not in known:
+            known[key] = run_ranks(2, follow_all, *key)
+        return [results[change] for results in known[key]]
+
+    return get
+
+
+def follow_all(
+    policy: str, is_training: bool, adapted: bool, strategy: str
+) -> dict[str, tuple[float, float] | str]:
+    results: dict[str, tuple[float, float] | str] = {}
+    for change in CHANGES:
+        try:
+            results[change] = follow(policy, is_training, change, adapted, strategy)
+        except Exception as error:
+            results[change] = f"{type(error).__name__}: {error}"
+    return results
+
+
+@pytest.mark.parametrize("adapted", [True, False], ids=["adapted optimizer", "stock optimizer"])
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_next_forward_uses_weights_changed_by(
+    followed: Callable[..., list], policy: str, is_training: bool, change: str, adapted: bool
+) -> None:
+    for result in followed(policy, is_training, change, adapted):
+        assert isinstance(result, tuple), result
+        error, effect = result
+        assert error == 0.0 < 0.05 < effect
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_rest_whole_follow_in_evaluation_too_when_changed_by(
+    followed: Callable[..., list], change: str, strategy: str
+) -> None:
+    for result in followed("bf16 compute", False, change, True, strategy):
+        assert isinstance(result, tuple), result
+        error, effect = result
+        assert error == 0.0 < 0.05 < effect
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "AdamW foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
+    "AdamW one by one": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=False),
+    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "SGD foreach": lambda parameters: torch.optim.SGD(parameters, lr=0.5, foreach=True),
+    "Adam fused": lambda parameters: torch.optim.Adam(parameters, lr=0.1, fused=True),
+}
+
+
+def step_and_follow(name: str, adapted: bool) -> list[tuple[float, float]]:
+    policy = POLICIES["bf16 compute"]
+    model = sharded(policy)
+    optimizer = OPTIMIZERS[name](list(model.parameters()))
+    if adapted:
+        fully_shard_optimizer(optimizer)
+    results = []
+    for step in range(2):
+        before = wanted_output(model, policy, 7)
+        train_once(model, optimizer, step)
+        found, wanted = output_of(model, 7).detach(), wanted_output(model, policy, 7)
+        results.append((float((found - wanted).abs().max()), float((before - wanted).abs().max())))
+    return results
+
+
+@pytest.mark.parametrize("adapted", [True, False], ids=["adapted", "stock"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_next_training_forward_uses_weights_stepped_by(name: str, adapted: bool) -> None:
+    for results in run_ranks(2, step_and_follow, name, adapted):
+        assert all(error == 0.0 < 0.01 < effect for error, effect in results)
+
+
+def weights_after_load() -> list[float]:
+    """Return how far the gathered weights are from those loaded, with no forward in between."""
+    policy = POLICIES["bf16 compute"]
+    model = sharded(policy)
+    state = halved_state(model)
+    model.load_state_dict(state)
+    worst = []
+    for index, layer in enumerate(model.layers):
+        assert isinstance(layer, FsdpModule)
+        layer.unshard()
+        for name, parameter in layer.named_parameters():
+            full = whole(state[f"layers.{index}.{name}"], parameter)
+            worst.append(float((parameter.detach() - full.to(torch.bfloat16)).abs().max()))
+        layer.reshard()
+    return worst
+
+
+def test_gathered_weights_are_those_loaded_right_after_load_state_dict() -> None:
+    for worst in run_ranks(2, weights_after_load):
+        assert len(worst) == 12
+        assert max(worst) == 0.0
