@@ -116,9 +116,13 @@ def _give_back(held: list[int]) -> None:
     _METER.add(-held[0])
 
 
+# They read no data and no storage size.
+_HARMLESS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
 class _ReleasedStorageGuard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if not func.is_view:
+        if func not in _HARMLESS:
             for leaf in tree_iter((args, kwargs or {})):
                 if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.numel():
                     owner = _RELEASED.get(leaf.untyped_storage()._cdata)

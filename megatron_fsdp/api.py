@@ -96,7 +96,8 @@ def fully_shard(
     _move_to(modules, device, owned)
     build = _GroupBuilder(mesh, placements, device, policy, grad_divisor, granularity)
     groups = [group for like in group_parameters(owned) for group in build(like, name)]
-    mark_owned(owned, name)
+    for parameter in owned:
+        mark_owned(parameter.parameter, name, parameter.name)
     unit = Unit(name, modules, groups, policy, None if reshard_after_forward is None else bool(reshard_after_forward))
     convert(modules, unit)
     _adopt_units(modules, unit)
@@ -242,7 +243,7 @@ def _check_shard_placement(
         placement = shard_placement_fn(parameter.parameter)
         if placement is not None and placement != Shard(0):
             raise PlacementError(
-                f"parameter {parameter.name!r}: shard_placement_fn returned {placement}; flat buffers are cut along "
+                f"parameter {parameter.name!r}: shard_placement_fn returned {placement!r}; flat buffers are cut along "
                 "the first dimension only. Use granularity= to say where they may be cut."
             )
 

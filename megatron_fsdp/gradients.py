@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,7 +63,7 @@ class GradientBuffer:
         placements: the strategy.
         dtypes: of the wire and of the result.
         divisor: the sum over ranks is divided by it.
-        parameters: the sharded parameters; their ``.grad`` is set when gradients are final and read to see
+        parameters: the sharded parameters by name; their ``.grad`` is set when gradients are final and read to see
             ``zero_grad``.
     """
 
@@ -73,12 +73,13 @@ class GradientBuffer:
         placements: Placements,
         dtypes: GradientDtypes,
         divisor: float,
-        parameters: Sequence[nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
     ) -> None:
         self.name = main_weight.name
         self.state = GradState.EMPTY
         self.divisor = divisor
-        self._parameters = parameters
+        self._names = tuple(parameters)
+        self._parameters = tuple(parameters.values())
         self._observer: weakref.ref[GradientObserver] | None = None
         self._arrived = bytearray(len(parameters))
         self._num_arrived = 0
@@ -257,6 +258,22 @@ class GradientBuffer:
         if tickets:
             self._packed.release_storage()
 
+    def abandon(self) -> None:
+        """Forget what a backward that raised left here.
+
+        What it had folded into gradients that the parameters show stays, as after a plain backward that raised; sums that no
+        parameter shows yet are dropped.
+        """
+        self.wait()
+        self._arrived = bytearray(len(self._parameters))
+        self._filled = bytearray(len(self._parameters))
+        self._num_arrived = 0
+        self._carry = None
+        if not self.rests_partial:
+            self._packed.release_storage()
+        is_shown = any(parameter.grad is not None for parameter in self._parameters)
+        self.state = GradState.FINAL if is_shown else GradState.EMPTY
+
     # ------------------------------------------------------------------ main_grad over microbatches
 
     def _open_main_grad(self) -> None:
@@ -283,8 +300,8 @@ class GradientBuffer:
                 mine.zero_()
             elif not isinstance(gradient, DTensor):
                 raise StateError(
-                    f"{self.name}: .grad of parameter {index} was replaced by a plain tensor; give a DTensor like "
-                    f"the parameter"
+                    f"{self.name}: .grad of parameter {self._names[index]!r} was replaced by a plain tensor; assign a "
+                    f"DTensor laid out like the parameter, or change the gradient in place"
                 )
             elif gradient.to_local().data_ptr() != mine.data_ptr():
                 mine.copy_(gradient.to_local())

@@ -104,13 +104,18 @@ class FsdpModule:
         return units_below(self) if recurse else iter((unit_of(self),))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        for unit in units_below(self):
-            for group in unit.groups:
-                group.reshard()
-        result = super()._apply(fn, recurse)  # type: ignore[misc]
-        for unit in units_below(self):
-            for group in unit.groups:
-                group.readopt()
+        # The module's own parameters stay in their buffers; everything else is handled as in any module.
+        groups = unit_of(self).groups
+        for group in groups:
+            group.reshard()
+            group.hide()
+        try:
+            result = super()._apply(fn, recurse)  # type: ignore[misc]
+            for group in groups:
+                group.apply(fn)
+        finally:
+            for group in groups:
+                group.show()
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -159,7 +164,8 @@ def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
         module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
         module._fsdp_unit = unit  # type: ignore[assignment]  # not a submodule or tensor: lands in the instance dictionary
         module.register_forward_pre_hook(functools.partial(_before_forward, unit), prepend=True, with_kwargs=True)
-        module.register_forward_hook(functools.partial(_after_forward, unit))
+        # Also called, with None for the output, when forward raised: parameters must not stay gathered then.
+        module.register_forward_hook(functools.partial(_after_forward, unit), always_call=True)
         module.register_state_dict_pre_hook(functools.partial(_before_state_dict, unit))
         module.register_load_state_dict_pre_hook(functools.partial(_before_load_state_dict, unit))
         module.register_load_state_dict_post_hook(functools.partial(_after_load_state_dict, unit))

@@ -16,7 +16,7 @@ from megatron_fsdp.errors import ConfigError, OwnershipError
 
 __all__ = ["OwnedParameter", "ParameterSite", "collect_parameters", "group_parameters", "mark_owned"]
 
-# Original parameters that some unit has taken over, with the name of that unit and of the parameter in it. A tied
+# Parameters, sharded ones and the originals, that some unit has taken over, with the name of that unit and of the parameter in it. A tied
 # weight that is still registered elsewhere is found here.
 _TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -90,6 +90,11 @@ def _check_parameter(name: str, parameter: nn.Parameter, root: nn.Module) -> Non
     where = f"{type(root).__name__}: parameter {name!r}"
     if parameter in _TAKEN:
         unit, first_name = _TAKEN[parameter]
+        if isinstance(parameter, DTensor):
+            raise OwnershipError(
+                f"{where} belongs to unit {unit!r} already, which was sharded before; call fully_shard on children first, "
+                f"then on their parents"
+            )
         raise OwnershipError(
             f"{where} is the same tensor as {first_name!r} of unit {unit!r}, which owns it already. Tied parameters "
             "need one unit: pass both modules to one call, fully_shard([first, second]), or wrap neither and leave "
@@ -112,10 +117,9 @@ def _check_parameter(name: str, parameter: nn.Parameter, root: nn.Module) -> Non
         )
 
 
-def mark_owned(owned: Iterable[OwnedParameter], unit: str) -> None:
-    """Remember that a unit has taken these parameters over."""
-    for parameter in owned:
-        _TAKEN[parameter.parameter] = (unit, parameter.name)
+def mark_owned(parameter: nn.Parameter, unit: str, name: str) -> None:
+    """Remember that ``parameter`` belongs to a unit, under a name."""
+    _TAKEN[parameter] = (unit, name)
 
 
 def group_parameters(owned: Sequence[OwnedParameter]) -> list[list[OwnedParameter]]:

@@ -27,7 +27,7 @@ from dbuffer_kernels import cast_copy
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.gradients import GradientBuffer, GradientDtypes
 from megatron_fsdp.lanes import Ticket, lane
-from megatron_fsdp.ownership import OwnedParameter
+from megatron_fsdp.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.precision import GroupDtypes
 from megatron_fsdp.strategy import Placements
 
@@ -104,7 +104,8 @@ class ParameterGroup:
         self.weight_state = WeightState.SHARDED
         self.requires_grad = owned[0].parameter.requires_grad
         self._gather_ticket: Ticket | None = None
-        self._dirty = True
+        self._is_changed = True
+        self._is_suspect = False
         self._seen_version = -1
         self._generation = 0
         self._gathered_generation = 0
@@ -123,7 +124,7 @@ class ParameterGroup:
         self.gradients: GradientBuffer | None = None
         if self.requires_grad:
             dtypes = GradientDtypes(spec.dtypes.reduce, spec.dtypes.main_grad)
-            self.gradients = GradientBuffer(self.main_weight, spec.placements, dtypes, spec.divisor, sharded)
+            self.gradients = GradientBuffer(self.main_weight, spec.placements, dtypes, spec.divisor, self.parameters)
             self.gradients.rename(f"unit {name!r}")
         self._sites.show_sharded()
 
@@ -154,6 +155,7 @@ class ParameterGroup:
         face = nn.Parameter(self.main_weight.get_dtensor(index), requires_grad=self.requires_grad)
         _copy_attributes(owned.parameter, face)
         _GROUPS[face] = weakref.ref(self)
+        mark_owned(face, self.name, owned.name)
         return face
 
     def _unsharded_parameter(self, index: int, owned: OwnedParameter) -> nn.Parameter:
@@ -186,7 +188,7 @@ class ParameterGroup:
         """
         if self.weight_state is not WeightState.SHARDED:
             return
-        if check and self._main_changed():
+        if check and (self._main_changed() or self._is_suspect):
             self.refresh()
         self.weight_state = WeightState.GATHERING
         self._gathered_generation = self._generation
@@ -219,9 +221,9 @@ class ParameterGroup:
 
     # ------------------------------------------------------------------ main weight to model weight
 
-    def mark_changed(self) -> None:
-        """Say that main weights may have changed in a way that shows in no version counter."""
-        self._dirty = True
+    def suspect_change(self) -> None:
+        """Say that main weights may have changed in a way that shows nowhere: the next gather refreshes first."""
+        self._is_suspect = True
 
     def _main_changed(self) -> bool:
         version = self.main_weight.local_buffer._version + _optimizer_steps[0]
@@ -229,14 +231,13 @@ class ParameterGroup:
             version += face._version
         if version != self._seen_version:
             self._seen_version = version
-            self._dirty = True
-        return self._dirty
+            self._is_changed = True
+        return self._is_changed
 
     def catch_up(self) -> None:
-        """Refresh after an optimizer step, if main weights may have changed."""
-        self.mark_changed()
-        if self._main_changed():
-            self.refresh()
+        """Refresh after an optimizer step or a load."""
+        self._main_changed()
+        self.refresh()
 
     def is_stale(self) -> bool:
         """Whether the gathered weights are older than the main weights."""
@@ -244,7 +245,8 @@ class ParameterGroup:
 
     def refresh(self) -> None:
         """Bring ``model_weight`` up to date with ``main_weight``: one cast, and a gather where weights rest whole."""
-        self._dirty = False
+        self._is_changed = False
+        self._is_suspect = False
         self._generation += 1
         main, model = self.main_weight, self.model_weight
         if main is model:
@@ -256,6 +258,33 @@ class ParameterGroup:
             shard.redistribute(model.placements, out=model)
 
     # ------------------------------------------------------------------ faces
+
+    def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply what ``nn.Module.to`` and its like apply to parameters; buffers keep their dtype and device.
+
+        Raises:
+            StateError: the function changes dtype or device.
+        """
+        current = self.main_weight.local_buffer
+        with torch.no_grad():
+            result = function(current)
+        if result.dtype != current.dtype or result.device != current.device:
+            raise StateError(
+                f"unit {self.name!r}: parameters {', '.join(map(repr, self.parameters))} rest in a buffer of {current.dtype} on "
+                f"{current.device} and cannot become {result.dtype} on {result.device}. Change dtype or device before "
+                f"fully_shard, or use MixedPrecisionPolicy."
+            )
+        if result is not current:
+            current.copy_(result)
+            self._is_changed = True
+
+    def hide(self) -> None:
+        """Take the parameters out of their modules until ``show``."""
+        self._sites.hide()
+
+    def show(self) -> None:
+        """Register the sharded parameters again."""
+        self._sites.show_sharded()
 
     def rename(self, name: str) -> None:
         """Take another unit name, for messages."""
@@ -303,7 +332,7 @@ class ParameterGroup:
                 wanted.write_tensor(index, current.full_tensor())
             face = self._sharded[index]
             face.data = wanted.get_dtensor(index)
-        self._dirty = True
+        self._is_changed = True
 
     def __repr__(self) -> str:
         return f"ParameterGroup({self.name!r}, {len(self.parameters)} parameters, {self.weight_state.value})"
@@ -338,6 +367,12 @@ class _Sites:
             registry[attribute] = resting
         for module, attribute, resting, _ in self._assigned:
             setattr(module(), attribute, resting)
+
+    def hide(self) -> None:
+        for registry, attribute, _, _ in self._plain:
+            registry[attribute] = None
+        for module, attribute, _, _ in self._assigned:
+            setattr(module(), attribute, None)
 
     def show_unsharded(self) -> None:
         for registry, attribute, _, used in self._plain:

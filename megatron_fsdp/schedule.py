@@ -55,10 +55,12 @@ class Schedule:
         self._is_backward_open = False
         self._backward = 0
         self._any_gradient = False
-        self._active: dict[int, Unit] = {}
+        # Weak, so that a model whose backward raised is freed when it is deleted.
+        self._active: dict[int, weakref.ref[Unit]] = {}
         self._closed: set[int] = set()
-        self._deferred: list[Unit] = []
-        self._reducing: list[Unit] = []
+        self._deferred: list[weakref.ref[Unit]] = []
+        self._reducing: list[weakref.ref[Unit]] = []
+        self._ahead: weakref.ref[Unit] | None = None
 
     def adopt(self, root: Unit, units: Iterable[Unit]) -> None:
         """Serve ``units``, of which ``root`` is the outermost."""
@@ -92,7 +94,7 @@ class Schedule:
         if _is_in_backward():
             self._before_recomputation(unit, module)
             return
-        if unit is self.root and unit.open_call is None:
+        if unit is self.root and not unit.awaits(module):
             self._start_pass()
         if self._open_call(unit, module):
             self._unshard_fresh(unit)
@@ -111,12 +113,14 @@ class Schedule:
             self._end_call(unit, call)
             return
         self._close_call(unit, call)
+        if output is None:
+            self._reshard(unit)
         if unit is self.root:
             self._end_pass()
 
     def _open_call(self, unit: Unit, module: nn.Module) -> bool:
         """Note that a module of the unit runs; tell whether that begins a call of the unit."""
-        if unit.open_call is not None:
+        if unit.awaits(module):
             unit.pending_modules.discard(id(module))
             return False
         self._clock += 1
@@ -140,8 +144,12 @@ class Schedule:
     def _start_pass(self) -> None:
         if self._is_backward_open:
             # A backward that raised never ran its final callback. Its gradients are void.
+            for unit in self.units():
+                for buffer in unit.gradients:
+                    buffer.abandon()
             self._reset_backward()
-        self._clean_up()
+        for unit in self.units():
+            unit.open_call = None
         self._last_order, self._order, self._cursor = self._order or self._last_order, [], 0
         self._trail = []
 
@@ -170,7 +178,7 @@ class Schedule:
                 if not torch.is_grad_enabled() and not group.rests_whole:
                     # Evaluation often follows a swap of weights (averages) through .data, which no version counter
                     # shows.
-                    group.mark_changed()
+                    group.suspect_change()
             elif group.is_stale():
                 group.reshard()
         self._unshard(unit, check=True)
@@ -191,7 +199,7 @@ class Schedule:
         for reference in expected[self._cursor : self._cursor + 2]:
             following = reference()
             if following is not None and following.groups:
-                self._start_gather(following, check=True)
+                self._gather_ahead(following, check=True)
                 return
 
     # ------------------------------------------------------------------ backward
@@ -205,7 +213,7 @@ class Schedule:
         unit = call.unit
         unit.expect(call)
         self._leave_passed(call)
-        self._active[id(unit)] = unit
+        self._active[id(unit)] = unit.reference
         self._closed.discard(id(unit))
         self._unshard(unit, check=False)
         self._prefetch_backward(call)
@@ -215,7 +223,7 @@ class Schedule:
         self._any_gradient = True
         if id(unit) not in self._active:
             self._open_backward()
-            self._active[id(unit)] = unit
+            self._active[id(unit)] = unit.reference
             self._closed.discard(id(unit))
         if unit.num_arrived == unit.num_gradients:
             self._close(unit)
@@ -223,7 +231,7 @@ class Schedule:
     def drain(self) -> None:
         """Make compute wait for all reductions in flight and release their buffers: one packed buffer lives at most."""
         reducing, self._reducing = self._reducing, []
-        for unit in reducing:
+        for unit in _alive(reducing):
             for buffer in unit.gradients:
                 if buffer.is_reducing:
                     trace("fold", unit.name)
@@ -236,7 +244,7 @@ class Schedule:
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def _leave_passed(self, call: Call) -> None:
-        for unit in tuple(self._active.values()):
+        for unit in _alive(self._active.values()):
             if unit is call.unit:
                 continue
             outstanding = list(unit.outstanding_calls())
@@ -252,14 +260,14 @@ class Schedule:
     def _before_recomputation(self, unit: Unit, module: nn.Module) -> None:
         # Reentrant checkpointing runs the first forward without a graph, so no output is watched, and this is where
         # backward is seen to move on. Units whose outputs are watched are left by the watch.
-        for other in tuple(self._active.values()):
+        for other in _alive(self._active.values()):
             if other is not unit and not any(other.outstanding_calls()) and not other.encloses(unit):
                 self._close(other)
                 self._leave(other)
         self._open_backward()
         if unit.open_call is not None or not any(unit.outstanding_calls()):
             self._open_call(unit, module)
-        self._active[id(unit)] = unit
+        self._active[id(unit)] = unit.reference
         self._unshard(unit, check=False)
 
     def _prefetch_backward(self, call: Call) -> None:
@@ -270,7 +278,7 @@ class Schedule:
         for position in range(call.position - 1, -1, -1):
             unit = call.trail[position]()
             if unit is not None and unit.groups and unit is not call.unit:
-                self._start_gather(unit, check=False)
+                self._gather_ahead(unit, check=False)
                 return
 
     def _close(self, unit: Unit) -> None:
@@ -281,14 +289,14 @@ class Schedule:
             # Nothing has a gradient so far. Either this rank used none of these parameters, and others may have; or
             # this is a backward that asks for no parameter's gradient at all.
             self._leave(unit)
-            self._deferred.append(unit)
+            self._deferred.append(unit.reference)
             self._closed.add(id(unit))
             return
         self._closed.add(id(unit))
         if all(group.requires_grad for group in unit.groups):
             self._leave(unit)
         deferred, self._deferred = self._deferred, []
-        for earlier in (*deferred, unit):
+        for earlier in (*_alive(deferred), unit):
             self._reduce(earlier)
 
     def _reduce(self, unit: Unit) -> None:
@@ -296,7 +304,7 @@ class Schedule:
             buffer.close(reduce=unit.requires_gradient_sync)
         if any(buffer.is_reducing for buffer in unit.gradients):
             trace("reduce", unit.name)
-            self._reducing.append(unit)
+            self._reducing.append(unit.reference)
 
     def _leave(self, unit: Unit) -> None:
         self._active.pop(id(unit), None)
@@ -306,7 +314,7 @@ class Schedule:
 
     def finish(self) -> None:
         """End the backward: close what is open, complete the reductions, hand the gradients to the parameters."""
-        for unit in sorted(self._active.values(), key=_first_begin, reverse=True):
+        for unit in sorted(_alive(self._active.values()), key=_first_begin, reverse=True):
             self._close(unit)
             self._leave(unit)
         for unit in self.units():
@@ -325,7 +333,7 @@ class Schedule:
             if buffer.rests_final or (self.is_last_backward and self.requires_all_reduce):
                 trace("final", unit.name)
                 buffer.finalize()
-                group.mark_changed()
+                group.suspect_change()
 
     def _reset_backward(self) -> None:
         self._is_backward_open = False
@@ -344,6 +352,13 @@ class Schedule:
             trace("gather", unit.name)
             for group in unit.groups:
                 group.start_gather(check=check)
+
+    def _gather_ahead(self, unit: Unit, *, check: bool) -> None:
+        """Start a predicted gather, unless the last prediction has not come true yet: one unit ahead is what memory is for."""
+        ahead = self._ahead() if self._ahead is not None else None
+        if ahead is None or not ahead.has_state(WeightState.GATHERING):
+            self._start_gather(unit, check=check)
+            self._ahead = unit.reference
 
     def _unshard(self, unit: Unit, *, check: bool) -> None:
         self._start_gather(unit, check=check)
@@ -379,6 +394,10 @@ def _watchers(tensor: torch.Tensor) -> list[Call]:
 def _enter_backward(calls: list[Call], gradient: torch.Tensor) -> None:
     for call in reversed(calls):
         call.unit.schedule.before_backward(call)
+
+
+def _alive(references: Iterable[weakref.ref[Unit]]) -> list[Unit]:
+    return [unit for reference in references if (unit := reference()) is not None]
 
 
 def _first_begin(unit: Unit) -> int:

@@ -52,7 +52,7 @@ class Placements:
         ):
             if not isinstance(found, legal):
                 names = " or ".join(choice.__name__ for choice in legal)
-                raise PlacementError(f"axis {axis!r}: the {kind} placement is {found}; legal is {names}")
+                raise PlacementError(f"axis {axis!r}: the {kind} placement is {found!r}; legal is {names}")
         if isinstance(optimizer, Replicate) and (isinstance(parameter, Flat) or isinstance(gradient, Flat)):
             raise PlacementError(
                 f"axis {axis!r}: parameter {parameter} and gradient {gradient} with optimizer Replicate(): what the "

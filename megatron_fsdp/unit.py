@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from megatron_fsdp.errors import StateError
 from megatron_fsdp.gradients import GradientBuffer
 from megatron_fsdp.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.precision import MixedPrecisionPolicy
@@ -46,15 +47,27 @@ class Call:
         entered: the number of the last backward that reached its outputs; 0 for none so far.
     """
 
-    __slots__ = ("__weakref__", "begin", "end", "entered", "position", "trail", "unit")
+    __slots__ = ("__weakref__", "_unit", "begin", "end", "entered", "position", "trail")
 
     def __init__(self, unit: Unit, begin: int) -> None:
-        self.unit = unit
+        self._unit = unit.reference
         self.begin = begin
         self.end = begin
         self.position = 0
         self.trail: list[weakref.ref[Unit]] = []
         self.entered = 0
+
+    @property
+    def unit(self) -> Unit:
+        """The unit that was called; graphs do not keep models alive.
+
+        Raises:
+            StateError: it is gone.
+        """
+        unit = self._unit()
+        if unit is None:
+            raise StateError("backward through the output of a sharded model that was deleted; keep the model until then")
+        return unit
 
 
 class Unit:
@@ -94,6 +107,10 @@ class Unit:
         self.num_gradients = sum(buffer.num_parameters for buffer in self.gradients)
         for buffer in self.gradients:
             buffer.observe(self)
+
+    def awaits(self, module: nn.Module) -> bool:
+        """Whether a call of the unit is under way in which this module of it has still to run."""
+        return self.open_call is not None and id(module) in self.pending_modules
 
     def has_state(self, state: WeightState) -> bool:
         """Whether any of its groups is in ``state``."""

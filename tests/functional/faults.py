@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
@@ -13,6 +13,7 @@ from dbuffer import collectives
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp import gradients, optimizer
 
+_accumulate = gradients.accumulate
 Works = list[dist.Work] | None
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -173,8 +174,44 @@ def without_earlier_microbatches() -> Iterator[None]:
         yield
 
 
-_accumulate = gradients.accumulate
-
-
 def _slice_of(flat: torch.Tensor, axis: MeshAxis) -> torch.Tensor:
     return flat.view(axis.size, -1)[axis.rank]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault and the strategies that meet it.
+
+    Attributes:
+        installed: makes the block in which everything that meets the fault goes wrong.
+    """
+
+    installed: Callable[[], AbstractContextManager[None]]
+    strategies: tuple[str, ...]
+
+
+def _wrong(*strategies: str, **functions: Callable[..., None]) -> Fault:
+    return Fault(functools.partial(replaced, **functions), strategies)
+
+
+def _stale() -> AbstractContextManager[None]:
+    return replaced(all_gather=StaleGather())
+
+
+_GATHERING = ("optim", "optim_grads", "optim_grads_params")
+_EVERY = ("no_shard", *_GATHERING)
+
+FAULTS = {
+    "a gather that is skipped": _wrong(*_GATHERING, all_gather=keep_own_shard),
+    "a gather in another order": _wrong(*_GATHERING, all_gather=gather_in_another_order),
+    "a gather of stale weights": Fault(_stale, _GATHERING),
+    "a reduce-scatter without reduction": _wrong(*_GATHERING, reduce_scatter=keep_own_sum),
+    "a reduce-scatter of another slice": _wrong(*_GATHERING, reduce_scatter=scatter_another_slice),
+    "a reduce-scatter to one rank only": _wrong(*_GATHERING, reduce_scatter=scatter_to_one_rank),
+    "an all-reduce that is skipped": _wrong(*_EVERY, all_reduce=keep_own_tensor),
+    "an all-reduce on one rank only": _wrong(*_EVERY, all_reduce=reduce_on_one_rank),
+    "an all-reduce that is done twice": _wrong(*_EVERY, all_reduce=reduce_twice),
+    "sums in the place of averages": Fault(without_division, _EVERY),
+    "later microbatches that are dropped": Fault(without_later_microbatches, _EVERY),
+    "earlier microbatches that are overwritten": Fault(without_earlier_microbatches, _EVERY),
+}

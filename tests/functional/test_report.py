@@ -114,6 +114,7 @@ def no_common_root(shard: Shard) -> nn.Module:
     for block in model.blocks:
         shard(block)
     shard(model.embedding)
+    shard([model.norm, model.head])
     return model
 
 
@@ -203,9 +204,7 @@ def run(setting: Setting) -> Step:
             optimizer.zero_grad()
     tensors = [value for state in optimizer.state.values() for value in state.values()]
     local = [value.to_local() if isinstance(value, DTensor) else value for value in tensors]
-    sharded = {id(parameter) for parameter in trained if isinstance(parameter, DTensor)}
     seen.optimizer_bytes = sum(value.nbytes for value in local)
-    assert len(sharded) == len(trained) or setting.model == "no_common_root"
     return seen
 
 

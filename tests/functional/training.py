@@ -1,7 +1,7 @@
 """One training run, sharded and replicated, and the comparison of the two that every parity test rests on."""
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard_optimizer, microbatch, no_sync
-from tests.functional.models import Model, draw_tokens, loss_of, make_mesh, make_model, shard_model
+from tests.functional.models import NUM_BLOCKS, Model, draw_tokens, loss_of, make_mesh, make_model, shard_model
 
 NUM_MICROBATCHES = 2
 # Between the smallest and the largest norm that these runs meet: some steps are clipped, others are not.
@@ -48,13 +48,14 @@ class Recipe:
 
     Attributes:
         strategy: classmethod of ``Placements``. mesh_shape: its product is the number of ranks.
-        optimizer: class in ``torch.optim``. options: its arguments.
+        num_blocks: of the model. optimizer: class in ``torch.optim``. options: its arguments.
         is_adapted: whether ``fully_shard_optimizer`` is called. own_dtype: of the parameters before sharding.
     """
 
     strategy: str = "optim_grads_params"
     mesh_shape: tuple[int, ...] = (2,)
     num_steps: int = 20
+    num_blocks: int = NUM_BLOCKS
     clip: Clip = Clip.OURS
     accumulation: Accumulation = Accumulation.MICROBATCH
     zero_grad: ZeroGrad = ZeroGrad.TO_NONE
@@ -77,7 +78,7 @@ class History:
     Attributes:
         losses: one per microbatch, and that of one more forward after the last step; a rank's own in a sharded run.
         norms: the gradient norm before clipping, one per step.
-        weights: the whole weights that the optimizer left, by name.
+        weights: the whole weights that the optimizer left, and the buffers, by name.
     """
 
     losses: tuple[float, ...]
@@ -94,11 +95,22 @@ class Tolerance:
     loss: float = 1e-5
 
 
-def train_sharded(recipe: Recipe) -> History:
-    """Train on this rank's share of the data; call it on every rank."""
+def train_sharded(recipe: Recipe, fault: Callable[[], AbstractContextManager[None]] = nullcontext) -> History:
+    """Train on this rank's share of the data; call it on every rank.
+
+    Args:
+        recipe: what to train and how.
+        fault: makes the block in which the model is sharded and trained; the weights are read after it.
+    """
+    with fault():
+        model = make_model(num_blocks=recipe.num_blocks).to(recipe.own_dtype)
+        shard_model(model, make_mesh(recipe.mesh_shape), recipe.strategy, recipe.policy)
+        losses, norms = _train(recipe, model)
+    return History(losses, norms, whole_weights(model))
+
+
+def _train(recipe: Recipe, model: Model) -> tuple[tuple[float, ...], tuple[float, ...]]:
     rank = dist.get_rank()
-    model = make_model().to(recipe.own_dtype)
-    shard_model(model, make_mesh(recipe.mesh_shape), recipe.strategy, recipe.policy)
     optimizer = _make_optimizer(recipe, model)
     if recipe.is_adapted:
         fully_shard_optimizer(optimizer)
@@ -114,14 +126,13 @@ def train_sharded(recipe: Recipe) -> History:
         optimizer.step()
         _zero_grad(recipe, optimizer)
     tokens = draw_tokens(rank, recipe.num_steps)
-    with torch.no_grad():
-        losses.append(loss_of(model(tokens), tokens).item())
-    return History(tuple(losses), tuple(norms), whole_weights(model))
+    losses.append(loss_of(model(tokens), tokens).item())
+    return tuple(losses), tuple(norms)
 
 
 def train_replicated(recipe: Recipe) -> History:
-    """Train one whole model on the data of all ranks, with FP32 weights that a cast precedes where the recipe computes in less."""
-    model = make_model().to(recipe.own_dtype).float()
+    """Train one whole model on the data of all ranks, with FP32 weights, cast for compute where the recipe asks for it."""
+    model = make_model(num_blocks=recipe.num_blocks).to(recipe.own_dtype).float()
     param_dtype = recipe.policy.param_dtype if recipe.policy is not None else None
     forward = partial(_forward_in, model, param_dtype or recipe.own_dtype)
     optimizer = _make_optimizer(recipe, model)
@@ -135,9 +146,8 @@ def train_replicated(recipe: Recipe) -> History:
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
         _zero_grad(recipe, optimizer)
-    with torch.no_grad():
-        batches = [draw_tokens(rank, recipe.num_steps) for rank in range(recipe.num_ranks)]
-        losses.append(torch.stack([loss_of(forward(tokens), tokens) for tokens in batches]).mean().item())
+    batches = [draw_tokens(rank, recipe.num_steps) for rank in range(recipe.num_ranks)]
+    losses.append(torch.stack([loss_of(forward(tokens), tokens) for tokens in batches]).mean().item())
     return History(tuple(losses), tuple(norms), whole_weights(model))
 
 
@@ -162,10 +172,10 @@ def disagreements(ranks: Sequence[History], oracle: History, tolerance: Toleranc
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of all parameters as whole tensors; on a sharded model, every rank calls it."""
+    """Return copies of all entries of the state dict as whole tensors; on a sharded model, every rank calls it."""
     return {
-        name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
-        for name, parameter in model.named_parameters()
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in model.state_dict().items()
     }
 
 

@@ -1,0 +1,452 @@
+"""DBuffer on real process groups: what each rank holds, what collectives make of it, and what is refused."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dbuffer import (
+    BufferPlacement,
+    DBuffer,
+    Element,
+    Flat,
+    Partial,
+    Replicate,
+    Row,
+    Whole,
+    memory_meter,
+    observe_collectives,
+)
+from tests.harness import run_ranks
+
+# A row that no rank count divides, a scalar-like vector, one row only, slices of a 3-D tensor, and nothing at all.
+SHAPES = [(5, 3), (1,), (1, 7), (3, 2, 5), (0, 4), (11,)]
+
+
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+def square() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+
+
+def tensors(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def contents(buffer: DBuffer) -> list[torch.Tensor]:
+    return [buffer.get_local_tensor(index).clone() for index in range(len(SHAPES))]
+
+
+def equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def partial_buffer(mesh: DeviceMesh, *placements: BufferPlacement) -> DBuffer:
+    """Return a replicated buffer whose values differ on every rank, under placements that call them partial."""
+    buffer = DBuffer(mesh, placements, SHAPES, torch.float32, "cpu")
+    buffer.zero_()
+    for index, tensor in enumerate(tensors(seed=dist.get_rank())):
+        buffer.write_tensor(index, tensor)
+    return buffer
+
+
+def total_over(ranks: list[int], scale: float = 1.0) -> list[torch.Tensor]:
+    parts = [tensors(seed=rank) for rank in ranks]
+    return [torch.stack(same).sum(0) * scale for same in zip(*parts, strict=True)]
+
+
+def close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(found, wanted, strict=True)
+    )
+
+
+# ---------------------------------------------------------------- one axis
+
+
+def facts_on_a_line() -> dict[str, bool]:
+    """Return what holds of buffers on one axis, by name."""
+    mesh, rank, size = line(), dist.get_rank(), dist.get_world_size()
+    wanted = tensors()
+    flat = DBuffer.distribute_tensors(wanted, mesh, [Flat()])
+    whole = flat.redistribute([Replicate()])
+    facts = {
+        "gathered": equal(contents(whole), wanted),
+        "shards are equal": flat.local_buffer.numel() * size == flat.plan.numel == whole.local_buffer.numel(),
+        "bytes": flat.nbytes == flat.local_buffer.numel() * 4,
+        "pieces": equal(
+            [piece.flatten() for piece in contents(flat)],
+            [t.flatten()[list(flat.layout.held(i))] for i, t in enumerate(wanted)],
+        ),
+        "padding is zero": float(whole.local_buffer.sum()) == pytest.approx(float(sum(t.sum() for t in wanted)), abs=1e-4),
+        "sliced back": torch.equal(whole.scatter("dp", Flat()).local_buffer, flat.local_buffer),
+        "slice shares memory": whole.scatter(0, Flat()).local_buffer.data_ptr()
+        == whole.local_buffer[rank * flat.local_buffer.numel() :].data_ptr(),
+        "no change, same buffer": flat.redistribute([Flat()]) is flat,
+        "from local": torch.equal(
+            DBuffer.from_local(flat.local_buffer, mesh, [Flat()], SHAPES).local_buffer, flat.local_buffer
+        ),
+    }
+    summed = partial_buffer(mesh, Partial("sum"))
+    averaged = partial_buffer(mesh, Partial("avg"))
+    everyone = list(range(size))
+    facts |= {
+        "summed": close(contents(summed.redistribute([Replicate()])), total_over(everyone)),
+        "averaged": close(contents(averaged.redistribute([Replicate()])), total_over(everyone, 1 / size)),
+        "scattered sum": close(
+            contents(summed.redistribute([Flat()]).allgather("dp")), total_over(everyone)
+        ),
+        "scattered average": close(
+            contents(averaged.reduce_scatter("dp", Flat()).redistribute([Replicate()])), total_over(everyone, 1 / size)
+        ),
+    }
+    return facts
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids=lambda size: f"{size} ranks")
+def line_facts(request: pytest.FixtureRequest) -> list[dict[str, bool]]:
+    """The facts on every rank."""
+    return run_ranks(request.param, facts_on_a_line)
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        "gathered",
+        "shards are equal",
+        "bytes",
+        "pieces",
+        "padding is zero",
+        "sliced back",
+        "slice shares memory",
+        "no change, same buffer",
+        "from local",
+        "summed",
+        "averaged",
+        "scattered sum",
+        "scattered average",
+    ],
+)
+def test_on_one_axis_every_rank_finds(line_facts: list[dict[str, bool]], fact: str) -> None:
+    assert [facts[fact] for facts in line_facts] == [True] * len(line_facts)
+
+
+def in_place() -> dict[str, bool]:
+    """Run collectives whose input is a slice of their output, or the other way round."""
+    mesh, wanted = line(), tensors()
+    everyone = list(range(dist.get_world_size()))
+    whole = DBuffer(mesh, [Replicate()], SHAPES, torch.float32, "cpu").zero_()
+    shard = whole.slice_view([Flat()])
+    for index, tensor in enumerate(wanted):
+        shard.write_tensor(index, tensor)
+    pointer, allocations = whole.local_buffer.data_ptr(), memory_meter().num_allocations
+    shard.redistribute([Replicate()], out=whole)
+    facts = {"gathered": equal(contents(whole), wanted) and whole.local_buffer.data_ptr() == pointer}
+    packed = partial_buffer(mesh, Partial("sum"))
+    mine = packed.slice_view([Flat()])
+    allocations = memory_meter().num_allocations
+    packed.redistribute([Flat()], out=mine)
+    wanted_shard = DBuffer.distribute_tensors(total_over(everyone), mesh, [Flat()])
+    facts["reduced"] = torch.allclose(mine.local_buffer, wanted_shard.local_buffer, atol=1e-6)
+    facts["nothing allocated"] = memory_meter().num_allocations == allocations + 1
+    works: list[dist.Work] = []
+    target = DBuffer(mesh, [Replicate()], SHAPES, torch.float32, "cpu")
+    wanted_shard.redistribute([Replicate()], out=target, works=works)
+    facts["one handle"] = len(works) == 1
+    works[0].wait()
+    facts["there after waiting"] = close(contents(target), total_over(everyone))
+    return facts
+
+
+@pytest.mark.parametrize("fact", ["gathered", "reduced", "nothing allocated", "one handle", "there after waiting"])
+def test_collectives_work_in_place_and_asynchronously(fact: str, in_place_facts: list[dict[str, bool]]) -> None:
+    assert [facts[fact] for facts in in_place_facts] == [True] * 3
+
+
+@pytest.fixture(scope="module")
+def in_place_facts() -> list[dict[str, bool]]:
+    """The facts on every rank."""
+    return run_ranks(3, in_place)
+
+
+# ---------------------------------------------------------------- two axes
+
+
+def facts_on_a_square() -> dict[str, bool]:
+    mesh, wanted = square(), tensors()
+    both = DBuffer.distribute_tensors(wanted, mesh, [Flat(), Flat()])
+    inner = DBuffer.distribute_tensors(wanted, mesh, [Replicate(), Flat()])
+    outer_rank, inner_rank = mesh.get_coordinate() or []
+    quarter = both.plan.numel // 4
+    kinds: list[str] = []
+    with observe_collectives(lambda call: kinds.append(f"{call.kind} {call.axis} {call.num_bytes // 4 // quarter}")):
+        gathered = both.redistribute([Replicate(), Replicate()])
+        reduced = partial_buffer(mesh, Partial(), Partial()).redistribute([Flat(), Flat()])
+        hybrid = partial_buffer(mesh, Partial(), Partial()).redistribute([Replicate(), Flat()])
+    full = DBuffer.distribute_tensors(wanted, mesh, [Replicate(), Replicate()]).local_buffer
+    start = (2 * inner_rank + outer_rank) * quarter
+    return {
+        "gathered": equal(contents(gathered), wanted),
+        "inner axis is the major one": torch.equal(both.local_buffer, full[start : start + quarter]),
+        "an inner shard is contiguous": torch.equal(
+            both.allgather("outer").local_buffer, inner.local_buffer
+        ),
+        "reduced over both": close(contents(reduced.redistribute([Replicate()] * 2)), total_over([0, 1, 2, 3])),
+        "hybrid": close(contents(hybrid.allgather("inner")), total_over([0, 1, 2, 3])),
+        "cheapest order": kinds
+        == [
+            "all_gather outer 2",
+            "all_gather inner 4",
+            "reduce_scatter inner 4",
+            "reduce_scatter outer 2",
+            "reduce_scatter inner 4",
+            "all_reduce outer 2",
+        ],
+    }
+
+
+@pytest.fixture(scope="module")
+def square_facts() -> list[dict[str, bool]]:
+    """The facts on every rank."""
+    return run_ranks(4, facts_on_a_square)
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        "gathered",
+        "inner axis is the major one",
+        "an inner shard is contiguous",
+        "reduced over both",
+        "hybrid",
+        "cheapest order",
+    ],
+)
+def test_on_two_axes_every_rank_finds(square_facts: list[dict[str, bool]], fact: str) -> None:
+    assert [facts[fact] for facts in square_facts] == [True] * 4
+
+
+# ---------------------------------------------------------------- tensors, dtypes, storage
+
+
+def facts_about_tensors() -> dict[str, object]:
+    mesh, rank = line(), dist.get_rank()
+    by_element = DBuffer(mesh, [Flat()], [(3, 5)], torch.float32, "cpu", granularity=Element())
+    by_row = DBuffer(mesh, [Flat()], [(2, 3, 5)], torch.float32, "cpu", granularity=Row())
+    by_slice = DBuffer(mesh, [Flat()], [(4, 3, 5)], torch.float32, "cpu")
+    uncut = DBuffer(mesh, [Flat()], [(4, 3)], torch.float32, "cpu", granularity=Whole())
+    source = DBuffer.distribute_tensors(tensors(), mesh, [Flat()])
+    narrow = source.cast(torch.bfloat16)
+    integers = DBuffer.distribute_tensors([torch.arange(11)], mesh, [Flat()])
+    bytes_ = DBuffer.distribute_tensors([torch.arange(21, dtype=torch.uint8).view(7, 3)], mesh, [Flat()])
+    return {
+        "rank": rank,
+        "element": by_element.get_local_tensor(0).ndim,
+        "row": tuple(by_row.get_local_tensor(0).shape[1:]),
+        "slice": tuple(by_slice.get_local_tensor(0).shape[1:]),
+        "uncut": uncut.get_local_tensor(0).numel(),
+        "cast": torch.equal(narrow.local_buffer, source.local_buffer.bfloat16()),
+        "cast keeps place": narrow.plan is source.plan and narrow.placements == source.placements,
+        "integers": integers.redistribute([Replicate()]).get_local_tensor(0).tolist() == list(range(11)),
+        "bytes": bytes_.redistribute([Replicate()]).get_local_tensor(0).flatten().tolist() == list(range(21)),
+        "meta": DBuffer(mesh, [Flat()], SHAPES, torch.float32, "meta").local_buffer.is_meta,
+        "repr": "released" in repr(_released(source)) and "released" not in repr(narrow),
+    }
+
+
+def _released(buffer: DBuffer) -> DBuffer:
+    buffer.release_storage()
+    return buffer
+
+
+@pytest.fixture(scope="module")
+def tensor_facts() -> list[dict[str, object]]:
+    """The facts on both ranks."""
+    return run_ranks(2, facts_about_tensors)
+
+
+@pytest.mark.parametrize(
+    ("fact", "wanted"),
+    [
+        ("element", [1, 1]),
+        ("row", [(5,), (5,)]),
+        ("slice", [(3, 5), (3, 5)]),
+        ("cast", [True, True]),
+        ("cast keeps place", [True, True]),
+        ("integers", [True, True]),
+        ("bytes", [True, True]),
+        ("meta", [True, True]),
+        ("repr", [True, True]),
+    ],
+)
+def test_a_buffer_shows_its_tensors_by(
+    tensor_facts: list[dict[str, object]], fact: str, wanted: list[object]
+) -> None:
+    assert [facts[fact] for facts in tensor_facts] == wanted
+
+
+def test_a_tensor_that_may_not_be_cut_is_whole_on_one_rank(tensor_facts: list[dict[str, object]]) -> None:
+    assert sorted(int(str(facts["uncut"])) for facts in tensor_facts) == [0, 12]
+
+
+def release_and_return() -> tuple[bool, bool, list[str]]:
+    mesh = line()
+    buffer = DBuffer.distribute_tensors(tensors(), mesh, [Replicate()])
+    view = buffer.get_local_tensor(0)
+    finer = buffer.slice_view([Flat()])
+    buffer.release_storage()
+    errors = []
+    attempts: list[Callable[[], object]] = [
+        lambda: buffer.local_buffer,
+        lambda: buffer.get_local_tensor(0),
+        lambda: buffer.get_dtensor(0),
+        lambda: finer.local_buffer,
+        lambda: buffer.cast(torch.bfloat16),
+        lambda: buffer.zero_(),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+        except Exception as error:
+            errors.append(type(error).__name__)
+    allocated = buffer.is_allocated
+    buffer.reallocate_storage()
+    for index, tensor in enumerate(tensors()):
+        buffer.write_tensor(index, tensor)
+    return allocated, torch.equal(view, tensors()[0]), errors
+
+
+def test_a_released_buffer_refuses_every_use_and_comes_back_under_its_views() -> None:
+    for allocated, same, errors in run_ranks(2, release_and_return):
+        assert not allocated
+        assert same
+        assert errors == ["StorageError"] * 6
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def partial_from_replicate() -> None:
+    DBuffer(line(), [Replicate()], SHAPES, torch.float32, "cpu").redistribute([Partial()])
+
+
+def partial_from_flat() -> None:
+    DBuffer(line(), [Flat()], SHAPES, torch.float32, "cpu").redistribute([Partial()])
+
+
+def gather_of_what_is_whole() -> None:
+    DBuffer(line(), [Replicate()], SHAPES, torch.float32, "cpu").allgather("dp")
+
+
+def reduction_of_what_is_flat() -> None:
+    DBuffer(line(), [Flat()], SHAPES, torch.float32, "cpu").allreduce(0)
+
+
+def unknown_axis() -> None:
+    DBuffer(line(), [Flat()], SHAPES, torch.float32, "cpu").allgather("tp")
+
+
+def too_many_placements() -> None:
+    DBuffer(line(), [Flat(), Flat()], SHAPES, torch.float32, "cpu")
+
+
+def other_plan() -> None:
+    buffer = DBuffer(line(), [Flat()], SHAPES, torch.float32, "cpu")
+    buffer.allgather("dp", out=DBuffer(buffer.mesh, [Replicate()], SHAPES[:2], torch.float32, "cpu"))
+
+
+def other_dtype() -> None:
+    buffer = DBuffer(line(), [Flat()], SHAPES, torch.float32, "cpu")
+    buffer.allgather("dp", out=DBuffer.from_plan(buffer.plan, buffer.mesh, [Replicate()], torch.bfloat16, "cpu"))
+
+
+def short_local() -> None:
+    DBuffer.from_local(torch.zeros(3), line(), [Flat()], SHAPES)
+
+
+def mixed_dtypes() -> None:
+    DBuffer.distribute_tensors([torch.zeros(3), torch.zeros(3, dtype=torch.int64)], line(), [Flat()])
+
+
+def whole_as_partial() -> None:
+    DBuffer.distribute_tensors([torch.zeros(3)], line(), [Partial()])
+
+
+def coarser_slice() -> None:
+    DBuffer(line(), [Flat()], SHAPES, torch.float32, "cpu").slice_view([Replicate()])
+
+
+def other_device() -> None:
+    DBuffer(line(), [Flat()], SHAPES, torch.float32, "cuda")
+
+
+def plan_for_fewer_shards() -> None:
+    mesh = init_device_mesh("cpu", (1, 2))
+    small = DBuffer(init_device_mesh("cpu", (2,)), [Flat()], SHAPES, torch.float32, "cpu").plan
+    odd = type(small)(small.shapes, small.granularities, 1, small.offsets, small.numel)
+    DBuffer.from_plan(odd, mesh, [Replicate(), Flat()], torch.float32, "cpu")
+
+
+def inner_gather_first() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
+    DBuffer(mesh, [Flat(), Flat()], SHAPES, torch.float32, "cpu").allgather("inner")
+
+
+REFUSALS: dict[Callable[[], None], tuple[str, ...]] = {
+    partial_from_replicate: ("PlacementError", "'dp'", "cannot change from Replicate() to Partial"),
+    partial_from_flat: ("PlacementError", "'dp'", "cannot change from Flat() to Partial"),
+    gather_of_what_is_whole: ("PlacementError", "'dp'", "needs Flat there"),
+    reduction_of_what_is_flat: ("PlacementError", "'dp'", "needs Partial there"),
+    unknown_axis: ("MeshError", "'tp'", "('dp',)"),
+    too_many_placements: ("PlacementError", "found 2 placements", "1 axes"),
+    other_plan: ("LayoutError", "out= has another plan"),
+    other_dtype: ("PlacementError", "torch.bfloat16", "torch.float32"),
+    short_local: ("LayoutError", "(3,)", "2 shards"),
+    mixed_dtypes: ("LayoutError", "torch.float32", "torch.int64", "one buffer per dtype"),
+    whole_as_partial: ("PlacementError", "use Replicate or Flat"),
+    coarser_slice: ("PlacementError", "not within its part", "gather first"),
+    other_device: ("MeshError", "cuda", "'cpu'", "move the module"),
+    plan_for_fewer_shards: ("PlacementError", "1 shards", "2 parts"),
+    inner_gather_first: ("PlacementError", "'inner'", "gather the earlier axes first"),
+}
+
+
+def refuse_all() -> dict[str, str]:
+    met = {}
+    for refusal in REFUSALS:
+        try:
+            refusal()
+        except Exception as error:
+            met[refusal.__name__] = f"{type(error).__name__}: {error}"
+        else:
+            met[refusal.__name__] = "nothing was raised"
+    return met
+
+
+@pytest.fixture(scope="module")
+def refused() -> dict[str, str]:
+    """The error that each mistake met on rank 1."""
+    return run_ranks(2, refuse_all)[1]
+
+
+@pytest.mark.parametrize("mistake", REFUSALS, ids=lambda mistake: mistake.__name__)
+def test_a_refusal_says_what_was_found_and_wanted_for(refused: dict[str, str], mistake: Callable[[], None]) -> None:
+    message, (kind, *words) = refused[mistake.__name__], REFUSALS[mistake]
+    assert message.startswith(kind), message
+    assert [word for word in words if word not in message] == [], message
+
+
+def test_the_plan_pads_these_ugly_shapes_by_less_than_half() -> None:
+    data = sum(map(math.prod, SHAPES))
+    for numel in run_ranks(3, plan_numel):
+        assert data <= numel < 1.5 * data
+
+
+def plan_numel() -> int:
+    return DBuffer(line(), [Flat()], SHAPES, torch.float32, "cpu").plan.numel

@@ -1,0 +1,158 @@
+"""What the engine reads off a device mesh, on real process groups."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _world
+
+from dbuffer import MeshError
+from dbuffer.mesh import axis_index, flattened_mesh, mesh_axes
+from tests.harness import run_ranks
+
+
+def describe_axes() -> list[tuple[str, int, int, list[int]]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    return [
+        (axis.name, axis.size, axis.rank, dist.get_process_group_ranks(axis.gather_group)) for axis in mesh_axes(mesh)
+    ]
+
+
+def test_axes_tell_name_size_own_place_and_fellow_ranks() -> None:
+    ranks = run_ranks(4, describe_axes)
+    assert ranks[0] == [("outer", 2, 0, [0, 2]), ("inner", 2, 0, [0, 1])]
+    assert ranks[2] == [("outer", 2, 1, [0, 2]), ("inner", 2, 0, [2, 3])]
+
+
+def facts_about_one_axis() -> dict[str, object]:
+    """Return what holds on a mesh of all ranks, by name."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    (axis,) = mesh_axes(mesh)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=axis.reduce_group)
+    facts: dict[str, object] = {
+        "name": axis.name,
+        "same object again": mesh_axes(mesh)[0] is axis,
+        "same reduce group again": axis.reduce_group is axis.reduce_group,
+        "groups differ": axis.reduce_group is not axis.gather_group,
+        "same ranks": dist.get_process_group_ranks(axis.reduce_group) == dist.get_process_group_ranks(axis.gather_group),
+        "total": float(total),
+        "flattened is itself": flattened_mesh(mesh) is mesh,
+    }
+    try:
+        mesh_axes(init_device_mesh("cpu", (2,)))
+    except MeshError as error:
+        facts["outside"] = str(error)
+    else:
+        facts["outside"] = ""
+    return facts
+
+
+@pytest.fixture(scope="module")
+def facts() -> list[dict[str, object]]:
+    """The facts on each of three ranks."""
+    return run_ranks(3, facts_about_one_axis)
+
+
+def test_an_axis_without_a_name_goes_by_its_number(facts: list[dict[str, object]]) -> None:
+    assert facts[0]["name"] == "axis 0"
+
+
+def test_a_mesh_has_the_same_axes_each_time(facts: list[dict[str, object]]) -> None:
+    assert facts[0]["same object again"] is facts[0]["same reduce group again"] is True
+
+
+def test_reductions_have_a_communicator_of_their_own(facts: list[dict[str, object]]) -> None:
+    assert facts[0]["groups differ"] is True
+
+
+def test_the_communicator_for_reductions_spans_the_ranks_of_the_axis(facts: list[dict[str, object]]) -> None:
+    assert facts[2]["same ranks"] is True
+    assert facts[2]["total"] == 3.0
+
+
+def test_flattening_one_axis_changes_nothing(facts: list[dict[str, object]]) -> None:
+    assert facts[0]["flattened is itself"] is True
+
+
+def test_a_rank_outside_of_a_mesh_is_told_so_and_the_others_are_not(facts: list[dict[str, object]]) -> None:
+    assert "rank 2 is not part of" in str(facts[2]["outside"])
+    assert facts[0]["outside"] == facts[1]["outside"] == ""
+
+
+def count_groups_of_equal_meshes() -> int:
+    """Return how many process groups five equal meshes add when all of them reduce."""
+    before = len(_world.pg_map)
+    meshes = [init_device_mesh("cpu", (dist.get_world_size(),)) for _ in range(5)]
+    for mesh in meshes:
+        assert mesh_axes(mesh)[0].reduce_group is not None
+    return len(_world.pg_map) - before
+
+
+def test_equal_meshes_share_one_communicator_for_reductions() -> None:
+    assert run_ranks(2, count_groups_of_equal_meshes) == [1, 1]
+
+
+def flatten() -> tuple[list[int], int, bool]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    flat = flattened_mesh(mesh)
+    return flat.mesh.tolist(), flat.get_local_rank(), flattened_mesh(mesh) is flat
+
+
+def test_a_flattened_mesh_counts_its_outermost_axis_slowest_and_is_made_once() -> None:
+    for rank, result in enumerate(run_ranks(4, flatten)):
+        assert result == ([0, 1, 2, 3], rank, True)
+
+
+def forget_a_mesh() -> bool:
+    from dbuffer.mesh import _AXES
+
+    before = len(_AXES)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh_axes(mesh)
+    del mesh
+    gc.collect()
+    return len(_AXES) == before
+
+
+def test_the_axes_of_a_mesh_that_has_gone_are_forgotten() -> None:
+    assert run_ranks(2, forget_a_mesh) == [True, True]
+
+
+def look_up_axes() -> dict[str, object]:
+    named = init_device_mesh("cpu", (1, 1), mesh_dim_names=("outer", "inner"))
+    unnamed = init_device_mesh("cpu", (1, 1))
+    found: dict[str, object] = {
+        "by name": axis_index(named, "inner"),
+        "by number": axis_index(named, 0),
+        "from the end": axis_index(unnamed, -1),
+    }
+    for case, mesh, axis in (("other name", named, "tp"), ("no names", unnamed, "inner"), ("beyond", named, 2)):
+        try:
+            found[case] = axis_index(mesh, axis)
+        except MeshError as error:
+            found[case] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def looked_up() -> dict[str, object]:
+    """What each look-up found."""
+    return run_ranks(1, look_up_axes)[0]
+
+
+@pytest.mark.parametrize(
+    ("case", "wanted"),
+    [
+        ("by name", 1),
+        ("by number", 0),
+        ("from the end", 1),
+        ("other name", "the mesh has no axis 'tp'; its axes are ('outer', 'inner')"),
+        ("no names", "the mesh has no axis 'inner'; its axes are unnamed, use their numbers"),
+        ("beyond", "axis 2 is outside the mesh, which has 2 axes"),
+    ],
+)
+def test_an_axis_is_found_or_refused(looked_up: dict[str, object], case: str, wanted: object) -> None:
+    assert looked_up[case] == wanted

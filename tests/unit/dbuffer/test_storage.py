@@ -1,0 +1,281 @@
+"""Flat storage: released and brought back under views that stay, metered, and guarded against use after release."""
+
+import gc
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from dbuffer import StorageError, guard_released_storage, memory_meter
+from dbuffer.storage import FlatStorage
+
+CPU = torch.device("cpu")
+
+
+def make(numel: int = 7, dtype: torch.dtype = torch.float32) -> FlatStorage:
+    return FlatStorage(numel, dtype, CPU, name="unit 'blocks.3': gathered weights")
+
+
+def test_a_new_storage_holds_its_elements() -> None:
+    tensor = make(7, torch.bfloat16).tensor
+    assert tensor.shape == (7,)
+    assert tensor.dtype is torch.bfloat16
+
+
+def test_release_gives_the_bytes_back_to_the_allocator() -> None:
+    storage = make()
+    tensor = storage.tensor
+    storage.release()
+    assert tensor.untyped_storage().nbytes() == 0
+
+
+def test_reallocation_brings_the_bytes_back_under_views_made_before() -> None:
+    storage = make()
+    view = storage.tensor[2:5]
+    storage.release()
+    storage.reallocate()
+    storage.tensor.copy_(torch.arange(7.0))
+    assert view.tolist() == [2.0, 3.0, 4.0]
+
+
+def test_the_tensor_keeps_its_identity_over_a_release() -> None:
+    storage = make()
+    before = storage.tensor
+    storage.release()
+    storage.reallocate()
+    assert storage.tensor is before
+
+
+def test_a_released_storage_raises_with_its_name_and_the_way_out() -> None:
+    storage = make()
+    storage.release()
+    with pytest.raises(StorageError, match=r"unit 'blocks.3': gathered weights.*unshard\(\).*reshard\(\)"):
+        _ = storage.tensor
+
+
+def test_releasing_twice_counts_once() -> None:
+    storage = make()
+    held = memory_meter().current_bytes
+    storage.release()
+    storage.release()
+    assert memory_meter().current_bytes == held - 28
+
+
+def test_reallocating_twice_counts_once() -> None:
+    storage = make()
+    held = memory_meter().current_bytes
+    storage.release()
+    storage.reallocate()
+    storage.reallocate()
+    assert memory_meter().current_bytes == held
+
+
+def test_an_empty_storage_is_always_allocated() -> None:
+    storage = make(0)
+    storage.release()
+    assert storage.is_allocated
+    assert storage.tensor.shape == (0,)
+
+
+def test_a_meta_storage_takes_no_bytes() -> None:
+    held = memory_meter().current_bytes
+    storage = FlatStorage(7, torch.float32, torch.device("meta"), name="meta")
+    assert storage.nbytes == 0
+    assert memory_meter().current_bytes == held
+
+
+def test_storage_made_in_inference_mode_can_be_trained_on() -> None:
+    with torch.inference_mode():
+        storage = make()
+    assert not storage.tensor.is_inference()
+
+
+# ---------------------------------------------------------------- meter
+
+
+def test_the_meter_counts_what_is_held_now() -> None:
+    held = memory_meter().current_bytes
+    storage = make(5, torch.float64)
+    assert memory_meter().current_bytes == held + 40
+    storage.release()
+    assert memory_meter().current_bytes == held
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_the_meter_forgets_a_storage_that_nobody_refers_to_any_more(released: bool) -> None:
+    gc.disable()
+    try:
+        held = memory_meter().current_bytes
+        storage = make()
+        if released:
+            storage.release()
+        del storage
+        assert memory_meter().current_bytes == held
+    finally:
+        gc.enable()
+
+
+def test_the_peak_is_the_most_held_since_the_last_reset() -> None:
+    meter = memory_meter()
+    meter.reset_peak()
+    rest = meter.current_bytes
+    first = make(10)
+    first.release()
+    second = make(6)
+    assert meter.peak_bytes - rest == 40
+    meter.reset_peak()
+    assert meter.peak_bytes - rest == second.nbytes == 24
+
+
+def test_every_allocation_is_counted_until_the_next_reset() -> None:
+    meter = memory_meter()
+    meter.reset_peak()
+    storage = make()
+    storage.release()
+    storage.reallocate()
+    assert meter.num_allocations == 2
+    meter.reset_peak()
+    assert meter.num_allocations == 0
+
+
+# ---------------------------------------------------------------- guard
+
+
+class Released:
+    """A released storage and a (2, 3) view of it, out of sight of a failure report: to print it is to read it."""
+
+    def __init__(self) -> None:
+        self.storage = make()
+        self.view = self.storage.tensor[:6].view(2, 3)
+        self.storage.release()
+
+
+@pytest.fixture
+def released() -> Released:
+    """A released storage with a view."""
+    return Released()
+
+
+def read(released: Released) -> object:
+    return released.view.sum()
+
+
+def write(released: Released) -> object:
+    return released.view.zero_()
+
+
+def copy_into(released: Released) -> object:
+    return released.view.copy_(torch.ones(2, 3))
+
+
+def copy_from(released: Released) -> object:
+    return torch.ones(2, 3).copy_(released.view)
+
+
+def in_a_list(released: Released) -> object:
+    return torch.cat([torch.ones(2, 3), released.view])
+
+
+def as_a_parameter(released: Released) -> object:
+    return nn.Parameter(released.view, requires_grad=False) + 1
+
+
+def as_a_keyword(released: Released) -> object:
+    return torch.ones(2, 3).add(other=released.view)
+
+
+def as_an_output(released: Released) -> object:
+    return torch.add(torch.ones(2, 3), 1, out=released.view)
+
+
+def detached(released: Released) -> object:
+    return released.view.detach() * 2
+
+
+def transposed(released: Released) -> object:
+    return released.view.t()
+
+
+def sliced(released: Released) -> object:
+    return released.view[1:, :2]
+
+
+def multiplied(released: Released) -> object:
+    return nn.functional.linear(torch.ones(1, 3), released.view)
+
+
+USES = [
+    read,
+    write,
+    copy_into,
+    copy_from,
+    in_a_list,
+    as_a_parameter,
+    as_a_keyword,
+    as_an_output,
+    detached,
+    transposed,
+    sliced,
+    multiplied,
+]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_the_guard_names_the_owner_when_released_memory_is(
+    released: Released, use: Callable[[Released], object]
+) -> None:
+    with guard_released_storage(), pytest.raises(StorageError, match="unit 'blocks.3': gathered weights"):
+        use(released)
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_the_guard_lets_reallocated_memory_be(released: Released, use: Callable[[Released], object]) -> None:
+    released.storage.reallocate()
+    released.storage.tensor.zero_()
+    with guard_released_storage():
+        use(released)
+
+
+def test_the_guard_watches_backward_too() -> None:
+    storage = make(6)
+    weight = storage.tensor.view(2, 3).fill_(1.0)
+    x = torch.ones(3, requires_grad=True)
+    with guard_released_storage():
+        product = x * weight
+        storage.release()
+        with pytest.raises(StorageError, match="unit 'blocks.3'"):
+            product.sum().backward()
+
+
+def test_the_guard_is_off_again_after_its_block() -> None:
+    with guard_released_storage():
+        assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 1
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+
+
+def test_a_storage_that_has_gone_is_not_taken_for_a_later_one_at_its_address() -> None:
+    for _ in range(20):
+        storage = make()
+        storage.release()
+        del storage
+        with guard_released_storage():
+            assert torch.ones(7).sum() == 7
+
+
+def test_other_threads_may_allocate_while_one_releases() -> None:
+    held = memory_meter().current_bytes
+
+    def cycle() -> None:
+        for _ in range(200):
+            storage = make()
+            storage.release()
+            storage.reallocate()
+
+    threads = [threading.Thread(target=cycle) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert memory_meter().current_bytes == held

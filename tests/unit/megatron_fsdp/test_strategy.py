@@ -1,0 +1,99 @@
+"""The strategy as a triple of placements: what each name means, which triples are legal."""
+
+import itertools
+
+import pytest
+
+from dbuffer import BufferPlacement, Flat, Partial, PlacementError, Replicate
+from megatron_fsdp import Placements
+
+R, P, F = Replicate(), Partial(), Flat()
+
+
+@pytest.mark.parametrize(
+    ("placements", "parameter", "gradient", "optimizer"),
+    [
+        (Placements.no_shard(), (R,), (P,), (R,)),
+        (Placements.optim(), (R,), (P,), (F,)),
+        (Placements.optim_grads(), (R,), (F,), (F,)),
+        (Placements.optim_grads_params(), (F,), (F,), (F,)),
+        (Placements.hsdp(), (R, F), (P, F), (R, F)),
+        (Placements.hfsdp(), (R, F), (P, F), (F, F)),
+    ],
+)
+def test_a_strategy_by_name_is_its_triple(
+    placements: Placements,
+    parameter: tuple[BufferPlacement, ...],
+    gradient: tuple[BufferPlacement, ...],
+    optimizer: tuple[BufferPlacement, ...],
+) -> None:
+    assert placements.parameter == parameter
+    assert placements.gradient == gradient
+    assert placements.optimizer == optimizer
+
+
+def test_axes_may_be_named() -> None:
+    assert Placements.hsdp("outer", "inner").dp_axes == ("outer", "inner")
+
+
+def test_a_single_placement_stands_for_one_axis() -> None:
+    assert Placements("dp", F, F, F) == Placements.optim_grads_params("dp")  # type: ignore[arg-type]
+
+
+def test_lists_are_taken_for_tuples() -> None:
+    assert Placements(["dp"], [F], [F], [F]) == Placements.optim_grads_params("dp")  # type: ignore[arg-type]
+
+
+def test_equal_strategies_are_equal_and_hash_alike() -> None:
+    assert hash(Placements.hsdp(0, 1)) == hash(Placements.hsdp(0, 1))
+    assert Placements.hsdp(0, 1) == Placements.hsdp(0, 1)
+
+
+LEGAL = {
+    (type(parameter), type(gradient), type(optimizer))
+    for parameter, gradient, optimizer in [(R, P, R), (R, P, F), (R, F, F), (F, F, F), (F, P, F)]
+}
+
+
+@pytest.mark.parametrize("triple", list(itertools.product((R, P, F), repeat=3)), ids=repr)
+def test_a_triple_is_legal_exactly_when_nothing_replicated_is_sharded_elsewhere(
+    triple: tuple[BufferPlacement, BufferPlacement, BufferPlacement],
+) -> None:
+    parameter, gradient, optimizer = triple
+    if tuple(map(type, triple)) in LEGAL:
+        assert Placements(("dp",), (parameter,), (gradient,), (optimizer,)).num_axes == 1
+    else:
+        with pytest.raises(PlacementError, match="axis 'dp'"):
+            Placements(("dp",), (parameter,), (gradient,), (optimizer,))
+
+
+def test_an_illegal_second_axis_is_the_one_named() -> None:
+    with pytest.raises(PlacementError, match="axis 'inner': the gradient placement"):
+        Placements(("outer", "inner"), (R, F), (P, R), (R, F))
+
+
+@pytest.mark.parametrize("lengths", [(0, 0, 0, 0), (1, 2, 1, 1), (2, 2, 2, 1), (2, 1, 1, 1)])
+def test_every_axis_needs_all_three_placements(lengths: tuple[int, ...]) -> None:
+    axes, parameter, gradient, optimizer = lengths
+    with pytest.raises(PlacementError, match="for each of dp_axes"):
+        Placements(tuple(range(axes)), (F,) * parameter, (F,) * gradient, (F,) * optimizer)
+
+
+@pytest.mark.parametrize(
+    ("placements", "sizes", "wanted"),
+    [
+        (Placements.no_shard(), [8], 1),
+        (Placements.optim(), [8], 8),
+        (Placements.optim_grads_params(), [8], 8),
+        (Placements.hsdp(), [3, 8], 8),
+        (Placements.hfsdp(), [3, 8], 24),
+    ],
+)
+def test_buffers_are_cut_for_the_optimizers_placement(placements: Placements, sizes: list[int], wanted: int) -> None:
+    assert placements.num_shards(sizes) == wanted
+
+
+def test_a_kind_is_sharded_when_any_axis_is_flat() -> None:
+    hsdp = Placements.hsdp()
+    assert hsdp.is_sharded(hsdp.parameter)
+    assert not hsdp.is_sharded(Placements.no_shard().parameter)
