@@ -213,6 +213,7 @@ class UnitFacts:
     """What decides when a unit is gathered and released.
 
     Attributes:
+        name: path of its (first) module below the model; the class name where that is the model itself.
         modules: class names. reason: why it keeps or releases its weights after forward, in words.
         ties: for every parameter that is registered in several places, their full names.
         schedule: units of one root share a number; prefetching and draining happen within it.

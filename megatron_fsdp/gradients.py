@@ -261,7 +261,8 @@ class GradientBuffer:
     def abandon(self) -> None:
         """Forget what a backward that raised left here.
 
-        What it had folded into gradients that the parameters show stays, as after a plain backward that raised; sums that no
+        What it had folded into gradients that the parameters show stays, as after a plain backward that raised; sums
+        that no
         parameter shows yet are dropped.
         """
         self.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -40,8 +41,13 @@ def read_facts(model: nn.Module) -> ModelFacts:
     places = _places(model)
     outside = [names[0] for key, (names, _) in places.items() if key not in owners]
     outside_bytes = sum(parameter.nbytes for key, (_, parameter) in places.items() if key not in owners)
-    facts = tuple(_unit_facts(unit, units, _ties(places, owners, position)) for position, unit in enumerate(units))
-    return ModelFacts(facts, tuple(_Walk(model, units, owners).visits(model)), tuple(outside), outside_bytes)
+    names = {id(module): name for name, module in model.named_modules()}
+    facts = []
+    for position, unit in enumerate(units):
+        inner = _unit_facts(unit, units)
+        path = next((names[id(reference())] for reference in unit.modules if id(reference()) in names), "")
+        facts.append(replace(inner, name=path or inner.modules[0], ties=_ties(places, owners, position)))
+    return ModelFacts(tuple(facts), tuple(_Walk(model, units, owners).visits(model)), tuple(outside), outside_bytes)
 
 
 def _registered(unit: Unit, name: str) -> nn.Parameter:
@@ -67,7 +73,7 @@ def _ties(
     return tuple(tuple(names) for names in mine if len(names) > 1)
 
 
-def _unit_facts(unit: Unit, units: Sequence[Unit], ties: tuple[tuple[str, ...], ...]) -> UnitFacts:
+def _unit_facts(unit: Unit, units: Sequence[Unit]) -> UnitFacts:
     schedules = list(dict.fromkeys(id(other.schedule) for other in units))
     modules = [module for reference in unit.modules if (module := reference()) is not None]
     positions = {id(other): position for position, other in enumerate(units)}
@@ -85,7 +91,6 @@ def _unit_facts(unit: Unit, units: Sequence[Unit], ties: tuple[tuple[str, ...], 
         backward_prefetch=ahead(unit.backward_prefetch),
         modules=tuple(type(module).__name__.removeprefix("FSDP") for module in modules),
         reason=_reason(unit),
-        ties=ties,
     )
 
 

@@ -16,8 +16,8 @@ from megatron_fsdp.errors import ConfigError, OwnershipError
 
 __all__ = ["OwnedParameter", "ParameterSite", "collect_parameters", "group_parameters", "mark_owned"]
 
-# Parameters, sharded ones and the originals, that some unit has taken over, with the name of that unit and of the parameter in it. A tied
-# weight that is still registered elsewhere is found here.
+# Parameters, sharded ones and the originals, that some unit has taken over, with the name of that unit and of the
+# parameter in it. A tied weight that is still registered elsewhere is found here.
 _TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -92,8 +92,8 @@ def _check_parameter(name: str, parameter: nn.Parameter, root: nn.Module) -> Non
         unit, first_name = _TAKEN[parameter]
         if isinstance(parameter, DTensor):
             raise OwnershipError(
-                f"{where} belongs to unit {unit!r} already, which was sharded before; call fully_shard on children first, "
-                f"then on their parents"
+                f"{where} belongs to unit {unit!r} already, which was sharded before; call fully_shard on children "
+                "first, then on their parents"
             )
         raise OwnershipError(
             f"{where} is the same tensor as {first_name!r} of unit {unit!r}, which owns it already. Tied parameters "

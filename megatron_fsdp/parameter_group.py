@@ -29,6 +29,7 @@ from megatron_fsdp.gradients import GradientBuffer, GradientDtypes
 from megatron_fsdp.lanes import Ticket, lane
 from megatron_fsdp.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.precision import GroupDtypes
+from megatron_fsdp.sites import Sites
 from megatron_fsdp.strategy import Placements
 
 __all__ = ["GroupSpec", "ParameterGroup", "WeightState", "group_of_parameter", "refreshes_itself"]
@@ -120,7 +121,7 @@ class ParameterGroup:
         self._unsharded = [self._unsharded_parameter(index, parameter) for index, parameter in enumerate(owned)]
         if not self.rests_whole:
             self.gathered.release_storage()
-        self._sites = _Sites(owned, self._sharded, self._unsharded)
+        self._sites = Sites(owned, self._sharded, self._unsharded)
         self.gradients: GradientBuffer | None = None
         if self.requires_grad:
             dtypes = GradientDtypes(spec.dtypes.reduce, spec.dtypes.main_grad)
@@ -228,16 +229,24 @@ class ParameterGroup:
     def _main_changed(self) -> bool:
         version = self.main_weight.local_buffer._version + _optimizer_steps[0]
         for face in self._sharded:
-            version += face._version
+            version += face._version + face._local_tensor._version
         if version != self._seen_version:
             self._seen_version = version
             self._is_changed = True
         return self._is_changed
 
+    @property
+    def refreshes_locally(self) -> bool:
+        """Whether a refresh is a cast of this rank's shard, without communication."""
+        return self.main_weight.placements == self.model_weight.placements
+
     def catch_up(self) -> None:
-        """Refresh after an optimizer step or a load."""
+        """Take notice of an optimizer step or a load: gather what rests whole now, cast the rest before its next use."""
         self._main_changed()
-        self.refresh()
+        if self.refreshes_locally:
+            self._is_changed = True
+        else:
+            self.refresh()
 
     def is_stale(self) -> bool:
         """Whether the gathered weights are older than the main weights."""
@@ -270,9 +279,9 @@ class ParameterGroup:
             result = function(current)
         if result.dtype != current.dtype or result.device != current.device:
             raise StateError(
-                f"unit {self.name!r}: parameters {', '.join(map(repr, self.parameters))} rest in a buffer of {current.dtype} on "
-                f"{current.device} and cannot become {result.dtype} on {result.device}. Change dtype or device before "
-                f"fully_shard, or use MixedPrecisionPolicy."
+                f"unit {self.name!r}: parameters {', '.join(map(repr, self.parameters))} rest in a buffer of "
+                f"{current.dtype} on {current.device} and cannot become {result.dtype} on {result.device}. Change "
+                "dtype or device before fully_shard, or use MixedPrecisionPolicy."
             )
         if result is not current:
             current.copy_(result)
@@ -336,49 +345,6 @@ class ParameterGroup:
 
     def __repr__(self) -> str:
         return f"ParameterGroup({self.name!r}, {len(self.parameters)} parameters, {self.weight_state.value})"
-
-
-class _Sites:
-    """Where the parameters of a group are registered, and the two sets of objects to register there."""
-
-    def __init__(
-        self, owned: Sequence[OwnedParameter], sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter]
-    ) -> None:
-        # Dictionaries, not modules: they do not refer back to anything that owns this group.
-        self._first = [(parameter.sites[0].module._parameters, parameter.sites[0].attribute) for parameter in owned]
-        self._plain: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
-        self._assigned: list[tuple[weakref.ref[nn.Module], str, nn.Parameter, nn.Parameter]] = []
-        for parameter, resting, used in zip(owned, sharded, unsharded, strict=True):
-            for site in parameter.sites:
-                if type(site.module).__setattr__ is nn.Module.__setattr__:
-                    self._plain.append((site.module._parameters, site.attribute, resting, used))
-                else:
-                    # Modules with their own __setattr__ (recurrent ones) keep further references to their weights.
-                    self._assigned.append((weakref.ref(site.module), site.attribute, resting, used))
-
-    def registered(self, index: int) -> torch.Tensor:
-        registry, attribute = self._first[index]
-        value = registry[attribute]
-        assert value is not None
-        return value
-
-    def show_sharded(self) -> None:
-        for registry, attribute, resting, _ in self._plain:
-            registry[attribute] = resting
-        for module, attribute, resting, _ in self._assigned:
-            setattr(module(), attribute, resting)
-
-    def hide(self) -> None:
-        for registry, attribute, _, _ in self._plain:
-            registry[attribute] = None
-        for module, attribute, _, _ in self._assigned:
-            setattr(module(), attribute, None)
-
-    def show_unsharded(self) -> None:
-        for registry, attribute, _, used in self._plain:
-            registry[attribute] = used
-        for module, attribute, _, used in self._assigned:
-            setattr(module(), attribute, used)
 
 
 def _gradient_hook(group: weakref.ref[ParameterGroup], index: int) -> Callable[[torch.Tensor], None]:

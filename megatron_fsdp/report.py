@@ -52,9 +52,7 @@ def explain(model: nn.Module, num_microbatches: int = 1) -> Report:
 def report_of(facts: ModelFacts, num_microbatches: int = 1) -> Report:
     """Return the report for facts that may come from a live model or from shapes alone; see ``explain``."""
     if num_microbatches < 1:
-        raise ConfigError(
-            f"explain: num_microbatches={num_microbatches}; an optimizer step has at least one"
-        )
+        raise ConfigError(f"explain: num_microbatches={num_microbatches}; an optimizer step has at least one")
     forecast = forecast_step(facts, num_microbatches)
     units = tuple(_unit_report(unit, position, forecast) for position, unit in enumerate(facts.units))
     groups = [group for unit in facts.units for group in unit.groups]
@@ -62,6 +60,7 @@ def report_of(facts: ModelFacts, num_microbatches: int = 1) -> Report:
     largest = max(facts.units, key=lambda unit: unit.whole_bytes)
     return Report(
         num_microbatches=num_microbatches,
+        num_roots=len({unit.schedule for unit in facts.units}),
         units=units,
         persistent_bytes=sum(group.local_numel(part.placements) * part.dtype.itemsize for group, part in resting),
         padding_bytes=sum(group.padding_numel(part.placements) * part.dtype.itemsize for group, part in resting),

@@ -141,11 +141,13 @@ class Report:
         optimizer_bytes: what ``torch.optim.AdamW`` will add: two moments, and 4 bytes per parameter for its step count.
         largest_unit, largest_unit_bytes: DESIGN's B: the unit with most bytes of gathered weights in compute dtype.
         forward_peak, backward_peak, step_peak: the most bytes held beyond ``persistent_bytes``, and at which unit.
+        num_roots: units with no unit around them; each has a schedule of its own.
         unsharded_bytes: parameters that belong to no unit, named in ``unsharded``.
         assumptions: what the peaks and the collectives rest on.
     """
 
     num_microbatches: int
+    num_roots: int
     units: tuple[UnitReport, ...]
     persistent_bytes: int
     padding_bytes: int
@@ -185,6 +187,13 @@ def _unit_lines(report: Report) -> list[str]:
         names = [unit.name for unit in alike]
         name = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} alike, each)"
         rows.append((name, *row))
+    groups = [group for unit in report.units for group in unit.groups]
+    numel = sum(group.numel for group in groups)
+    padding = _percent(sum(group.buffer_numel for group in groups) - numel, numel)
+    num_parameters = f"{sum(group.num_parameters for group in groups):,}"
+    rows.append(
+        ("total", "", "", num_parameters, f"{numel:,}", padding, format_bytes(report.persistent_bytes), "", "", "")
+    )
     return _aligned(rows, num_left=3)
 
 
@@ -199,12 +208,16 @@ def _unit_row(unit: UnitReport) -> tuple[str, ...]:
         _shortened(list(dict.fromkeys(_dtype_text(group) for group in unit.groups))),
         f"{sum(group.num_parameters for group in unit.groups):,}",
         f"{numel:,}",
-        f"{padding / numel:.2%}" if numel else "0.00%",
+        _percent(padding, numel),
         format_bytes(unit.persistent_bytes),
         format_bytes(unit.transient_bytes("gathered weights")),
         format_bytes(unit.transient_bytes("packed gradients")),
         "released" if unit.reshards_after_forward else "kept",
     )
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{part / whole:.2%}" if whole else "0.00%"
 
 
 def _dtype_text(group: GroupReport) -> str:
@@ -230,7 +243,7 @@ def _total_lines(report: Report) -> list[str]:
         (
             "buffers at rest",
             format_bytes(report.persistent_bytes),
-            f"{format_bytes(report.padding_bytes)} of it padding",
+            f"{format_bytes(report.padding_bytes)} of it padding on this rank",
         ),
         ("AdamW state (expected)", format_bytes(report.optimizer_bytes), "two moments and a step count"),
         ("B, the largest unit", format_bytes(largest), f"{report.largest_unit}, weights in compute dtype"),
@@ -274,9 +287,13 @@ def _traffic_lines(report: Report) -> list[str]:
 
 def _note_lines(report: Report) -> list[str]:
     lines = []
-    reasons = {unit.reason: None for unit in report.units}
-    for reason in reasons:
+    for reason in dict.fromkeys(unit.reason for unit in report.units):
         lines.append(f"{reason}: {_shortened([unit.name for unit in report.units if unit.reason == reason])}")
+    if report.num_roots > 1:
+        lines.append(
+            f"{report.num_roots} units have no unit around them, so nothing is gathered ahead and each keeps its weights until "
+            f"its backward; call fully_shard on the outermost module too"
+        )
     frozen = [unit.name for unit in report.units if unit.num_frozen_groups]
     if frozen:
         lines.append(f"frozen groups, without gradients: {_shortened(frozen)}")

@@ -12,7 +12,6 @@ everything that came after that call in forward is done.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -23,7 +22,7 @@ from torch import nn
 from megatron_fsdp.lanes import trace
 from megatron_fsdp.parameter_group import WeightState
 from megatron_fsdp.structure import iterate_tensors
-from megatron_fsdp.unit import Call, Unit
+from megatron_fsdp.unit import Call, Unit, watchers
 
 __all__ = ["Schedule"]
 
@@ -169,17 +168,12 @@ class Schedule:
     def _watch(self, call: Call, output: Any) -> None:
         for tensor in iterate_tensors(output):
             if tensor.requires_grad:
-                _watchers(tensor).append(call)
+                watchers(tensor).append(call)
                 call.unit.expect(call)
 
     def _unshard_fresh(self, unit: Unit) -> None:
         for group in unit.groups:
-            if group.weight_state is WeightState.SHARDED:
-                if not torch.is_grad_enabled() and not group.rests_whole:
-                    # Evaluation often follows a swap of weights (averages) through .data, which no version counter
-                    # shows.
-                    group.suspect_change()
-            elif group.is_stale():
+            if group.weight_state is not WeightState.SHARDED and group.is_stale():
                 group.reshard()
         self._unshard(unit, check=True)
 
@@ -348,10 +342,15 @@ class Schedule:
     # ------------------------------------------------------------------ weights
 
     def _start_gather(self, unit: Unit | None, *, check: bool) -> None:
-        if unit is not None and unit.has_state(WeightState.SHARDED):
-            trace("gather", unit.name)
-            for group in unit.groups:
-                group.start_gather(check=check)
+        if unit is None or not unit.has_state(WeightState.SHARDED):
+            return
+        trace("gather", unit.name)
+        for group in unit.groups:
+            # No counter shows a change through .data or by a foreach operator (clipped or averaged weights), so before
+            # a forward a refresh that needs no communication is always done, and in evaluation every one.
+            if check and (group.refreshes_locally or not torch.is_grad_enabled()):
+                group.suspect_change()
+            group.start_gather(check=check)
 
     def _gather_ahead(self, unit: Unit, *, check: bool) -> None:
         """Start a predicted gather, unless the last prediction has not come true yet: one unit ahead is what memory is for."""
@@ -372,28 +371,6 @@ class Schedule:
             trace("reshard", unit.name)
             for group in unit.groups:
                 group.reshard()
-
-
-def _watchers(tensor: torch.Tensor) -> list[Call]:
-    """Return the calls that a tensor is an output of, which a hook on it enters.
-
-    There are several where a unit returns its very input, or its last child's output: backward has to enter the later
-    call first, while hooks of their own would run in the order of registration.
-    """
-    calls: list[Call] | None = getattr(tensor, "_fsdp_calls", None)
-    if calls is None:
-        calls = []
-        tensor._fsdp_calls = calls  # type: ignore[attr-defined]  # lives and dies with the tensor
-        tensor.register_hook(functools.partial(_enter_backward, calls))
-    elif tensor.is_leaf:
-        # A leaf outlives its graphs, and so would the calls of earlier steps.
-        calls[:] = [call for call in calls if not call.entered]
-    return calls
-
-
-def _enter_backward(calls: list[Call], gradient: torch.Tensor) -> None:
-    for call in reversed(calls):
-        call.unit.schedule.before_backward(call)
 
 
 def _alive(references: Iterable[weakref.ref[Unit]]) -> list[Unit]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from megatron_fsdp.errors import StateError
@@ -13,7 +15,7 @@ from megatron_fsdp.gradients import GradientBuffer
 from megatron_fsdp.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.precision import MixedPrecisionPolicy
 
-__all__ = ["Call", "Driver", "Unit"]
+__all__ = ["Call", "Driver", "Unit", "watchers"]
 
 
 class Driver(Protocol):
@@ -66,7 +68,9 @@ class Call:
         """
         unit = self._unit()
         if unit is None:
-            raise StateError("backward through the output of a sharded model that was deleted; keep the model until then")
+            raise StateError(
+                "backward through the output of a sharded model that was deleted; keep the model until then"
+            )
         return unit
 
 
@@ -158,7 +162,9 @@ class Unit:
 
     def forget(self, backward: int) -> None:
         """Stop expecting a backward of the calls that were entered in the given one; a retained graph may bring it all the same."""
-        self.calls = [reference for reference in self.calls if (call := reference()) is not None and call.entered != backward]
+        self.calls = [
+            reference for reference in self.calls if (call := reference()) is not None and call.entered != backward
+        ]
 
     def expect(self, call: Call) -> None:
         """Expect a backward of ``call``, as long as the hooks on its outputs keep it alive."""
@@ -171,6 +177,28 @@ class Unit:
         self.name = name
         for group in self.groups:
             group.rename(name)
+
+
+def watchers(tensor: torch.Tensor) -> list[Call]:
+    """Return the calls that a tensor is an output of, which a hook on it enters.
+
+    There are several where a unit returns its very input, or its last child's output: backward has to enter the later
+    call first, while hooks of their own would run in the order of registration.
+    """
+    calls: list[Call] | None = getattr(tensor, "_fsdp_calls", None)
+    if calls is None:
+        calls = []
+        tensor._fsdp_calls = calls  # type: ignore[attr-defined]  # lives and dies with the tensor
+        tensor.register_hook(functools.partial(_enter_backward, calls))
+    elif tensor.is_leaf:
+        # A leaf outlives its graphs, and so would the calls of earlier steps.
+        calls[:] = [call for call in calls if not call.entered]
+    return calls
+
+
+def _enter_backward(calls: list[Call], gradient: torch.Tensor) -> None:
+    for call in reversed(calls):
+        call.unit.schedule.before_backward(call)
 
 
 def _begin(reference: weakref.ref[Call]) -> int:

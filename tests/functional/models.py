@@ -1,9 +1,12 @@
 """Small models with ugly shapes, data that differs on every rank, and the ways in which the functional tests shard them."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard
@@ -85,3 +88,25 @@ def shard_model(
     for block in model.blocks:
         fully_shard(block, mesh, placements, mp_policy=policy)
     return fully_shard(model, mesh, placements, mp_policy=policy)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, ranks: Sequence[int]) -> None:
+    """Take one optimizer step per entry of ``steps`` on the mean loss over the data of ``ranks``.
+
+    Args:
+        ranks: this rank alone for a sharded model, all of them for the whole model beside it.
+    """
+    for step in steps:
+        for rank in ranks:
+            tokens = draw_tokens(rank, step)
+            (loss_of(model(tokens), tokens) / len(ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of all entries of the state dict as whole tensors; on a sharded model, every rank calls it."""
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in model.state_dict().items()
+    }

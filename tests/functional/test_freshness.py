@@ -68,7 +68,7 @@ def change_local_shards(model: nn.Module) -> None:
 
 def change_with_foreach(model: nn.Module) -> None:
     with torch.no_grad():
-        torch._foreach_mul_([parameter for parameter in model.parameters()], 0.5)
+        torch._foreach_mul_(list(model.parameters()), 0.5)
 
 
 def halved_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -149,9 +149,7 @@ def followed() -> Callable[..., list[tuple[float, float] | str]]:
     return get
 
 
-def follow_all(
-    policy: str, is_training: bool, adapted: bool, strategy: str
-) -> dict[str, tuple[float, float] | str]:
+def follow_all(policy: str, is_training: bool, adapted: bool, strategy: str) -> dict[str, tuple[float, float] | str]:
     results: dict[str, tuple[float, float] | str] = {}
     for change in CHANGES:
         try:

@@ -119,9 +119,7 @@ WANTED_WEIGHTS = {
 
 
 @pytest.mark.parametrize(("name", "wanted"), WANTED_WEIGHTS.items())
-def test_forward_sees_weights_in_the_compute_dtype(
-    shown: dict[str, Dtypes], name: str, wanted: torch.dtype
-) -> None:
+def test_forward_sees_weights_in_the_compute_dtype(shown: dict[str, Dtypes], name: str, wanted: torch.dtype) -> None:
     assert shown[name].seen["weight"] is shown[name].seen["frozen"] is wanted
 
 

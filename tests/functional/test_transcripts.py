@@ -68,7 +68,9 @@ def test_each_reduction_is_folded_before_its_gradients_are_final_in(name: str) -
         if "backward" not in heading:
             continue
         for unit in {line.split()[1] for line in lines if line.startswith("final")}:
-            assert [line.split()[0] for line in lines if line in (f"reduce {unit}", f"fold {unit}", f"final {unit}")] == [
+            assert [
+                line.split()[0] for line in lines if line in (f"reduce {unit}", f"fold {unit}", f"final {unit}")
+            ] == [
                 "reduce",
                 "fold",
                 "final",

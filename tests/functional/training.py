@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard_optimizer, microbatch, no_sync
-from tests.functional.models import NUM_BLOCKS, Model, draw_tokens, loss_of, make_mesh, make_model, shard_model
+from tests.functional.models import NUM_BLOCKS, Model, draw_tokens, loss_of, make_mesh, make_model, shard_model, whole_state
 
 NUM_MICROBATCHES = 2
 # Between the smallest and the largest norm that these runs meet: some steps are clipped, others are not.
@@ -106,7 +106,7 @@ def train_sharded(recipe: Recipe, fault: Callable[[], AbstractContextManager[Non
         model = make_model(num_blocks=recipe.num_blocks).to(recipe.own_dtype)
         shard_model(model, make_mesh(recipe.mesh_shape), recipe.strategy, recipe.policy)
         losses, norms = _train(recipe, model)
-    return History(losses, norms, whole_weights(model))
+    return History(losses, norms, whole_state(model))
 
 
 def _train(recipe: Recipe, model: Model) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -148,7 +148,7 @@ def train_replicated(recipe: Recipe) -> History:
         _zero_grad(recipe, optimizer)
     batches = [draw_tokens(rank, recipe.num_steps) for rank in range(recipe.num_ranks)]
     losses.append(torch.stack([loss_of(forward(tokens), tokens) for tokens in batches]).mean().item())
-    return History(tuple(losses), tuple(norms), whole_weights(model))
+    return History(tuple(losses), tuple(norms), whole_state(model))
 
 
 def disagreements(ranks: Sequence[History], oracle: History, tolerance: Tolerance | None = None) -> list[str]:
@@ -169,14 +169,6 @@ def disagreements(ranks: Sequence[History], oracle: History, tolerance: Toleranc
             if not worst <= tolerance.weight:
                 found.append(f"rank {rank}: {name} is off by {worst:.3g}, wanted <= {tolerance.weight:g}")
     return found
-
-
-def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of all entries of the state dict as whole tensors; on a sharded model, every rank calls it."""
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in model.state_dict().items()
-    }
 
 
 def _apart(what: str, found: Sequence[float], wanted: Sequence[float], tolerance: float) -> Iterator[str]:

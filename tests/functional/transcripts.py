@@ -109,9 +109,7 @@ def with_head() -> WithHead:
     return fully_shard(model)
 
 
-def train(
-    model: nn.Module, lines: list[str], microbatches: int = 1, steps: tuple[int, ...] = (0, 1)
-) -> None:
+def train(model: nn.Module, lines: list[str], microbatches: int = 1, steps: tuple[int, ...] = (0, 1)) -> None:
     """Train, with a heading before each phase."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in steps:

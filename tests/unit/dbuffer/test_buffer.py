@@ -84,7 +84,8 @@ def facts_on_a_line() -> dict[str, bool]:
             [piece.flatten() for piece in contents(flat)],
             [t.flatten()[list(flat.layout.held(i))] for i, t in enumerate(wanted)],
         ),
-        "padding is zero": float(whole.local_buffer.sum()) == pytest.approx(float(sum(t.sum() for t in wanted)), abs=1e-4),
+        "padding is zero": float(whole.local_buffer.sum())
+        == pytest.approx(float(sum(t.sum() for t in wanted)), abs=1e-4),
         "sliced back": torch.equal(whole.scatter("dp", Flat()).local_buffer, flat.local_buffer),
         "slice shares memory": whole.scatter(0, Flat()).local_buffer.data_ptr()
         == whole.local_buffer[rank * flat.local_buffer.numel() :].data_ptr(),
@@ -99,9 +100,7 @@ def facts_on_a_line() -> dict[str, bool]:
     facts |= {
         "summed": close(contents(summed.redistribute([Replicate()])), total_over(everyone)),
         "averaged": close(contents(averaged.redistribute([Replicate()])), total_over(everyone, 1 / size)),
-        "scattered sum": close(
-            contents(summed.redistribute([Flat()]).allgather("dp")), total_over(everyone)
-        ),
+        "scattered sum": close(contents(summed.redistribute([Flat()]).allgather("dp")), total_over(everyone)),
         "scattered average": close(
             contents(averaged.reduce_scatter("dp", Flat()).redistribute([Replicate()])), total_over(everyone, 1 / size)
         ),
@@ -194,9 +193,7 @@ def facts_on_a_square() -> dict[str, bool]:
     return {
         "gathered": equal(contents(gathered), wanted),
         "inner axis is the major one": torch.equal(both.local_buffer, full[start : start + quarter]),
-        "an inner shard is contiguous": torch.equal(
-            both.allgather("outer").local_buffer, inner.local_buffer
-        ),
+        "an inner shard is contiguous": torch.equal(both.allgather("outer").local_buffer, inner.local_buffer),
         "reduced over both": close(contents(reduced.redistribute([Replicate()] * 2)), total_over([0, 1, 2, 3])),
         "hybrid": close(contents(hybrid.allgather("inner")), total_over([0, 1, 2, 3])),
         "cheapest order": kinds
@@ -285,9 +282,7 @@ def tensor_facts() -> list[dict[str, object]]:
         ("repr", [True, True]),
     ],
 )
-def test_a_buffer_shows_its_tensors_by(
-    tensor_facts: list[dict[str, object]], fact: str, wanted: list[object]
-) -> None:
+def test_a_buffer_shows_its_tensors_by(tensor_facts: list[dict[str, object]], fact: str, wanted: list[object]) -> None:
     assert [facts[fact] for facts in tensor_facts] == wanted
 
 
@@ -329,117 +324,7 @@ def test_a_released_buffer_refuses_every_use_and_comes_back_under_its_views() ->
         assert errors == ["StorageError"] * 6
 
 
-# ---------------------------------------------------------------- refusals
-
-
-def partial_from_replicate() -> None:
-    DBuffer(line(), [Replicate()], SHAPES, torch.float32, "cpu").redistribute([Partial()])
-
-
-def partial_from_flat() -> None:
-    DBuffer(line(), [Flat()], SHAPES, torch.float32, "cpu").redistribute([Partial()])
-
-
-def gather_of_what_is_whole() -> None:
-    DBuffer(line(), [Replicate()], SHAPES, torch.float32, "cpu").allgather("dp")
-
-
-def reduction_of_what_is_flat() -> None:
-    DBuffer(line(), [Flat()], SHAPES, torch.float32, "cpu").allreduce(0)
-
-
-def unknown_axis() -> None:
-    DBuffer(line(), [Flat()], SHAPES, torch.float32, "cpu").allgather("tp")
-
-
-def too_many_placements() -> None:
-    DBuffer(line(), [Flat(), Flat()], SHAPES, torch.float32, "cpu")
-
-
-def other_plan() -> None:
-    buffer = DBuffer(line(), [Flat()], SHAPES, torch.float32, "cpu")
-    buffer.allgather("dp", out=DBuffer(buffer.mesh, [Replicate()], SHAPES[:2], torch.float32, "cpu"))
-
-
-def other_dtype() -> None:
-    buffer = DBuffer(line(), [Flat()], SHAPES, torch.float32, "cpu")
-    buffer.allgather("dp", out=DBuffer.from_plan(buffer.plan, buffer.mesh, [Replicate()], torch.bfloat16, "cpu"))
-
-
-def short_local() -> None:
-    DBuffer.from_local(torch.zeros(3), line(), [Flat()], SHAPES)
-
-
-def mixed_dtypes() -> None:
-    DBuffer.distribute_tensors([torch.zeros(3), torch.zeros(3, dtype=torch.int64)], line(), [Flat()])
-
-
-def whole_as_partial() -> None:
-    DBuffer.distribute_tensors([torch.zeros(3)], line(), [Partial()])
-
-
-def coarser_slice() -> None:
-    DBuffer(line(), [Flat()], SHAPES, torch.float32, "cpu").slice_view([Replicate()])
-
-
-def other_device() -> None:
-    DBuffer(line(), [Flat()], SHAPES, torch.float32, "cuda")
-
-
-def plan_for_fewer_shards() -> None:
-    mesh = init_device_mesh("cpu", (1, 2))
-    small = DBuffer(init_device_mesh("cpu", (2,)), [Flat()], SHAPES, torch.float32, "cpu").plan
-    odd = type(small)(small.shapes, small.granularities, 1, small.offsets, small.numel)
-    DBuffer.from_plan(odd, mesh, [Replicate(), Flat()], torch.float32, "cpu")
-
-
-def inner_gather_first() -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
-    DBuffer(mesh, [Flat(), Flat()], SHAPES, torch.float32, "cpu").allgather("inner")
-
-
-REFUSALS: dict[Callable[[], None], tuple[str, ...]] = {
-    partial_from_replicate: ("PlacementError", "'dp'", "cannot change from Replicate() to Partial"),
-    partial_from_flat: ("PlacementError", "'dp'", "cannot change from Flat() to Partial"),
-    gather_of_what_is_whole: ("PlacementError", "'dp'", "needs Flat there"),
-    reduction_of_what_is_flat: ("PlacementError", "'dp'", "needs Partial there"),
-    unknown_axis: ("MeshError", "'tp'", "('dp',)"),
-    too_many_placements: ("PlacementError", "found 2 placements", "1 axes"),
-    other_plan: ("LayoutError", "out= has another plan"),
-    other_dtype: ("PlacementError", "torch.bfloat16", "torch.float32"),
-    short_local: ("LayoutError", "(3,)", "2 shards"),
-    mixed_dtypes: ("LayoutError", "torch.float32", "torch.int64", "one buffer per dtype"),
-    whole_as_partial: ("PlacementError", "use Replicate or Flat"),
-    coarser_slice: ("PlacementError", "not within its part", "gather first"),
-    other_device: ("MeshError", "cuda", "'cpu'", "move the module"),
-    plan_for_fewer_shards: ("PlacementError", "1 shards", "2 parts"),
-    inner_gather_first: ("PlacementError", "'inner'", "gather the earlier axes first"),
-}
-
-
-def refuse_all() -> dict[str, str]:
-    met = {}
-    for refusal in REFUSALS:
-        try:
-            refusal()
-        except Exception as error:
-            met[refusal.__name__] = f"{type(error).__name__}: {error}"
-        else:
-            met[refusal.__name__] = "nothing was raised"
-    return met
-
-
-@pytest.fixture(scope="module")
-def refused() -> dict[str, str]:
-    """The error that each mistake met on rank 1."""
-    return run_ranks(2, refuse_all)[1]
-
-
-@pytest.mark.parametrize("mistake", REFUSALS, ids=lambda mistake: mistake.__name__)
-def test_a_refusal_says_what_was_found_and_wanted_for(refused: dict[str, str], mistake: Callable[[], None]) -> None:
-    message, (kind, *words) = refused[mistake.__name__], REFUSALS[mistake]
-    assert message.startswith(kind), message
-    assert [word for word in words if word not in message] == [], message
+# ---------------------------------------------------------------- padding
 
 
 def test_the_plan_pads_these_ugly_shapes_by_less_than_half() -> None:

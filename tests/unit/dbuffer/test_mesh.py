@@ -37,7 +37,8 @@ def facts_about_one_axis() -> dict[str, object]:
         "same object again": mesh_axes(mesh)[0] is axis,
         "same reduce group again": axis.reduce_group is axis.reduce_group,
         "groups differ": axis.reduce_group is not axis.gather_group,
-        "same ranks": dist.get_process_group_ranks(axis.reduce_group) == dist.get_process_group_ranks(axis.gather_group),
+        "same ranks": dist.get_process_group_ranks(axis.reduce_group)
+        == dist.get_process_group_ranks(axis.gather_group),
         "total": float(total),
         "flattened is itself": flattened_mesh(mesh) is mesh,
     }

@@ -226,7 +226,7 @@ USES = [
 def test_the_guard_names_the_owner_when_released_memory_is(
     released: Released, use: Callable[[Released], object]
 ) -> None:
-    with guard_released_storage(), pytest.raises(StorageError, match="unit 'blocks.3': gathered weights"):
+    with guard_released_storage(), pytest.raises(StorageError, match=r"unit 'blocks\.3': gathered weights"):
         use(released)
 
 
@@ -245,7 +245,7 @@ def test_the_guard_watches_backward_too() -> None:
     with guard_released_storage():
         product = x * weight
         storage.release()
-        with pytest.raises(StorageError, match="unit 'blocks.3'"):
+        with pytest.raises(StorageError, match=r"unit 'blocks\.3'"):
             product.sum().backward()
 
 

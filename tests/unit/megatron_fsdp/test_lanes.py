@@ -108,8 +108,15 @@ def test_two_transcripts_with_the_same_lines_end_independently() -> None:
 
 
 def test_a_transcript_ends_with_an_exception_in_its_block() -> None:
-    with pytest.raises(ValueError), record_transcript() as lines:
-        trace("gather", "a")
-        raise ValueError
+    kept: list[list[str]] = []
+
+    def fail() -> None:
+        with record_transcript() as lines:
+            kept.append(lines)
+            trace("gather", "a")
+            raise ValueError("out of memory, say")
+
+    with pytest.raises(ValueError, match="out of memory"):
+        fail()
     trace("use", "a")
-    assert lines == ["gather a"]
+    assert kept == [["gather a"]]

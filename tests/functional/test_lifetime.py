@@ -1,0 +1,196 @@
+"""A model gives everything back when it is deleted, and goes on after an exception."""
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dbuffer import memory_meter
+from megatron_fsdp import FsdpModule, fully_shard_optimizer
+from tests.functional.replica import Block, Case, Comparison, Stack, compare, inputs, shard_each
+from tests.harness import run_ranks
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    output: torch.Tensor = model(inputs(dist.get_rank(), step).requires_grad_())
+    return output.float().square().mean()
+
+
+# ---------------------------------------------------------------- deletion
+
+
+class Failing(Block):
+    """Raises in forward or backward while ``mode`` says so."""
+
+    mode = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mode == "forward":
+            raise RuntimeError("out of memory, say")
+        x = super().forward(x)
+        if self.mode == "backward":
+            x = _RaiseInBackward.apply(x)
+        return x
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of memory, say")
+
+
+def failing_stack() -> Stack:
+    return Stack(Block(), Block(), Failing(), Block(), Block())
+
+
+def run_to_failure(model: nn.Module, mode: str, step: int = 0) -> None:
+    """Run a step that ends in an exception in forward or backward."""
+    for module in model.modules():
+        if isinstance(module, Failing):
+            module.mode = mode
+    message = "nothing was raised"
+    try:
+        loss_of(model, step).backward()
+    except RuntimeError as error:
+        message = str(error)
+    assert "out of memory, say" in message
+    for module in model.modules():
+        if isinstance(module, Failing):
+            module.mode = ""
+
+
+def train_a_step(model: nn.Module, step: int = 0) -> None:
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+    loss_of(model, step).backward()
+    optimizer.step()
+
+
+LIVES: dict[str, Callable[[nn.Module], None]] = {
+    "nothing": lambda model: None,
+    "a forward": lambda model: [loss_of(model, 0), None][1],
+    "a forward without gradients": lambda model: torch.no_grad()(loss_of)(model, 0).detach_() and None,
+    "a training step": train_a_step,
+    "an exception in forward": lambda model: run_to_failure(model, "forward"),
+    "an exception in backward": lambda model: run_to_failure(model, "backward"),
+    "an unshard": lambda model: model.layers[0].unshard(),
+}
+
+
+def bytes_left_after(life: str) -> int:
+    """Make, use and delete a model without the garbage collector; return what the engine still holds."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = memory_meter().current_bytes
+        model = failing_stack()
+        shard_each(model)
+        held = memory_meter().current_bytes - before
+        assert held > 0
+        LIVES[life](model)
+        del model
+        return memory_meter().current_bytes - before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_deleting_a_model_frees_its_buffers_without_the_garbage_collector_after(life: str) -> None:
+    assert run_ranks(2, bytes_left_after, life) == [0, 0]
+
+
+def bytes_left_with_loss_alive() -> int:
+    gc.collect()
+    gc.disable()
+    try:
+        before = memory_meter().current_bytes
+        model = failing_stack()
+        shard_each(model)
+        loss = loss_of(model, 0)
+        loss.backward()
+        del model
+        left = memory_meter().current_bytes - before
+        assert float(loss.detach()) > 0
+        return left
+    finally:
+        gc.enable()
+
+
+def test_deleting_a_model_frees_its_buffers_even_while_its_last_loss_is_referenced() -> None:
+    assert run_ranks(2, bytes_left_with_loss_alive) == [0, 0]
+
+
+# ---------------------------------------------------------------- after an exception
+
+
+def fail_before_each_step(mode: str, model: nn.Module, step: int) -> None:
+    if isinstance(model.layers[0], FsdpModule):
+        run_to_failure(model, mode, step + 50)
+        model.zero_grad()
+
+
+def fail_in_forward(model: nn.Module, step: int) -> None:
+    fail_before_each_step("forward", model, step)
+
+
+def fail_in_backward(model: nn.Module, step: int) -> None:
+    fail_before_each_step("backward", model, step)
+
+
+def fail_and_save(model: nn.Module, step: int) -> None:
+    """The usual handler: catch, save what there is, go on with the next batch."""
+    fail_before_each_step("forward", model, step)
+    model.state_dict()
+
+
+def fail_and_change_weights(model: nn.Module, step: int) -> None:
+    fail_before_each_step("forward", model, step)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+
+
+RECOVERIES = {
+    "an exception in forward": fail_in_forward,
+    "an exception in backward": fail_in_backward,
+    "an exception in forward and a saved state": fail_and_save,
+    "an exception in forward and a change of weights": fail_and_change_weights,
+}
+
+
+def mean_square(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    output: torch.Tensor = model(inputs(rank, step))
+    return output.square().mean()
+
+
+def train_through(recovery: str) -> Comparison:
+    return compare(Case(failing_stack, mean_square, prepare=RECOVERIES[recovery]))
+
+
+@pytest.mark.parametrize("recovery", RECOVERIES)
+def test_the_next_step_is_right_after(recovery: str) -> None:
+    results = run_ranks(2, train_through, recovery, timeout=20)
+    assert all(result.is_exact for result in results), results
+
+
+def bytes_at_rest_after(mode: str) -> list[int]:
+    model = failing_stack()
+    shard_each(model)
+    held = [memory_meter().current_bytes]
+    for step in range(3):
+        run_to_failure(model, mode, step)
+        loss_of(model, step).backward()
+        held.append(memory_meter().current_bytes)
+    return held
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_a_step_after_an_exception_leaves_nothing_allocated_from_an_exception_in(mode: str) -> None:
+    for held in run_ranks(2, bytes_at_rest_after, mode):
+        assert held == [held[0]] * 4
