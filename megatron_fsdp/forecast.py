@@ -26,7 +26,7 @@ class Phase(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most transient bytes of a phase, beyond what rests, and the unit that was reached when they were held."""
+    """The most transient bytes of a phase, beyond what rests, and the unit whose buffer reached it."""
 
     num_bytes: int = 0
     unit: str = ""

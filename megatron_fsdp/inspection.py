@@ -41,12 +41,18 @@ def read_facts(model: nn.Module) -> ModelFacts:
     places = _places(model)
     outside = [names[0] for key, (names, _) in places.items() if key not in owners]
     outside_bytes = sum(parameter.nbytes for key, (_, parameter) in places.items() if key not in owners)
-    names = {id(module): name for name, module in model.named_modules()}
+    ties: dict[int, list[tuple[str, ...]]] = {}
+    for key, (names, _) in places.items():
+        if len(names) > 1 and key in owners:
+            ties.setdefault(owners[key][0], []).append(tuple(names))
+    paths = {id(module): path for path, module in model.named_modules()}
+    positions = {id(unit): position for position, unit in enumerate(units)}
+    roots = {key: root for root, key in enumerate(dict.fromkeys(id(unit.schedule) for unit in units))}
     facts = []
     for position, unit in enumerate(units):
-        inner = _unit_facts(unit, units)
-        path = next((names[id(reference())] for reference in unit.modules if id(reference()) in names), "")
-        facts.append(replace(inner, name=path or inner.modules[0], ties=_ties(places, owners, position)))
+        inner = _unit_facts(unit, positions, roots[id(unit.schedule)])
+        path = next((paths[id(reference())] for reference in unit.modules if id(reference()) in paths), "")
+        facts.append(replace(inner, name=path or inner.modules[0], ties=tuple(ties.get(position, ()))))
     return ModelFacts(tuple(facts), tuple(_Walk(model, units, owners).visits(model)), tuple(outside), outside_bytes)
 
 
@@ -66,17 +72,8 @@ def _places(model: nn.Module) -> dict[int, tuple[list[str], nn.Parameter]]:
     return places
 
 
-def _ties(
-    places: Mapping[int, tuple[list[str], nn.Parameter]], owners: _Owners, position: int
-) -> tuple[tuple[str, ...], ...]:
-    mine = [names for key, (names, _) in places.items() if key in owners and owners[key][0] == position]
-    return tuple(tuple(names) for names in mine if len(names) > 1)
-
-
-def _unit_facts(unit: Unit, units: Sequence[Unit]) -> UnitFacts:
-    schedules = list(dict.fromkeys(id(other.schedule) for other in units))
+def _unit_facts(unit: Unit, positions: Mapping[int, int], schedule: int) -> UnitFacts:
     modules = [module for reference in unit.modules if (module := reference()) is not None]
-    positions = {id(other): position for position, other in enumerate(units)}
 
     def ahead(references: Sequence[weakref.ref[Unit]]) -> tuple[int, ...]:
         return tuple(positions[key] for reference in references if (key := id(reference())) in positions)
@@ -84,7 +81,7 @@ def _unit_facts(unit: Unit, units: Sequence[Unit]) -> UnitFacts:
     return UnitFacts(
         name=unit.name,
         groups=tuple(_group_facts(group) for group in unit.groups),
-        schedule=schedules.index(id(unit.schedule)),
+        schedule=schedule,
         reshards_after_forward=_schedule(unit).reshards_after_forward(unit),
         reshards_after_backward=unit.reshard_after_backward,
         forward_prefetch=ahead(unit.forward_prefetch),

@@ -229,7 +229,7 @@ class ParameterGroup:
     def _main_changed(self) -> bool:
         version = self.main_weight.local_buffer._version + _optimizer_steps[0]
         for face in self._sharded:
-            version += face._version + face._local_tensor._version
+            version += face._version + face._local_tensor._version  # type: ignore[attr-defined]  # a DTensor
         if version != self._seen_version:
             self._seen_version = version
             self._is_changed = True
@@ -241,7 +241,7 @@ class ParameterGroup:
         return self.main_weight.placements == self.model_weight.placements
 
     def catch_up(self) -> None:
-        """Take notice of an optimizer step or a load: gather what rests whole now, cast the rest before its next use."""
+        """Take notice of an optimizer step or a load: gather what rests whole, leave the rest to its next gather."""
         self._main_changed()
         if self.refreshes_locally:
             self._is_changed = True

@@ -65,7 +65,7 @@ class CollectiveTotal:
 
 @dataclass(frozen=True, slots=True)
 class PeakReport:
-    """The most bytes held in a phase beyond what rests, and the unit that was reached when they were held."""
+    """The most bytes held in a phase beyond what rests, and the unit whose buffer reached it."""
 
     num_bytes: int
     unit: str
@@ -190,10 +190,8 @@ def _unit_lines(report: Report) -> list[str]:
     groups = [group for unit in report.units for group in unit.groups]
     numel = sum(group.numel for group in groups)
     padding = _percent(sum(group.buffer_numel for group in groups) - numel, numel)
-    num_parameters = f"{sum(group.num_parameters for group in groups):,}"
-    rows.append(
-        ("total", "", "", num_parameters, f"{numel:,}", padding, format_bytes(report.persistent_bytes), "", "", "")
-    )
+    counts = (f"{sum(group.num_parameters for group in groups):,}", f"{numel:,}", padding)
+    rows.append(("total", "", "", *counts, format_bytes(report.persistent_bytes), "", "", ""))
     return _aligned(rows, num_left=3)
 
 
@@ -233,7 +231,7 @@ def _total_lines(report: Report) -> list[str]:
 
     def peak(found: PeakReport) -> tuple[str, str]:
         ratio = f"{found.num_bytes / largest:.2f} B" if largest else ""
-        where = f", reached at {found.unit}" if found.unit else ""
+        where = f", reached by {found.unit}" if found.unit else ""
         return format_bytes(found.num_bytes), f"{ratio}{where}" if found.num_bytes else ""
 
     peaks = (report.forward_peak, report.backward_peak, report.step_peak)
@@ -291,8 +289,8 @@ def _note_lines(report: Report) -> list[str]:
         lines.append(f"{reason}: {_shortened([unit.name for unit in report.units if unit.reason == reason])}")
     if report.num_roots > 1:
         lines.append(
-            f"{report.num_roots} units have no unit around them, so nothing is gathered ahead and each keeps its weights until "
-            f"its backward; call fully_shard on the outermost module too"
+            f"{report.num_roots} units have no unit around them, so nothing is gathered ahead and each keeps its "
+            f"weights until its backward; call fully_shard on the outermost module too"
         )
     frozen = [unit.name for unit in report.units if unit.num_frozen_groups]
     if frozen:

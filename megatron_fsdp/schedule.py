@@ -353,7 +353,7 @@ class Schedule:
             group.start_gather(check=check)
 
     def _gather_ahead(self, unit: Unit, *, check: bool) -> None:
-        """Start a predicted gather, unless the last prediction has not come true yet: one unit ahead is what memory is for."""
+        """Start a predicted gather, unless the last one predicted is still unused: memory is for one unit ahead."""
         ahead = self._ahead() if self._ahead is not None else None
         if ahead is None or not ahead.has_state(WeightState.GATHERING):
             self._start_gather(unit, check=check)

@@ -161,7 +161,7 @@ class Unit:
         )
 
     def forget(self, backward: int) -> None:
-        """Stop expecting a backward of the calls that were entered in the given one; a retained graph may bring it all the same."""
+        """Expect no further backward of the calls entered in the given one; a retained graph may bring it anyway."""
         self.calls = [
             reference for reference in self.calls if (call := reference()) is not None and call.entered != backward
         ]

@@ -224,7 +224,7 @@ MISTAKES: dict[Callable[[], None], tuple[str, ...]] = {
     module_list: ("ConfigError", "ModuleList", "no forward", "each of its modules"),
     module_dict: ("ConfigError", "ModuleDict", "no forward", "each of its modules"),
     sharded_twice: ("ConfigError", "Linear", "sharded already", "children first"),
-    parents_before_children: ("ConfigError", "'up.weight'", "unit 'Stack'", "children first"),
+    parents_before_children: ("OwnershipError", "'up.weight'", "unit 'Stack'", "children first"),
     empty_list: ("ConfigError", "empty list"),
     no_module: ("ConfigError", "str", "a module or a list of modules"),
     other_device: ("ConfigError", "'scale'", "cuda", "'cpu'", "move the module"),
