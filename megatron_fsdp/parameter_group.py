@@ -227,13 +227,17 @@ class ParameterGroup:
         self._is_suspect = True
 
     def _main_changed(self) -> bool:
-        version = self.main_weight.local_buffer._version + _optimizer_steps[0]
-        for face in self._sharded:
-            version += face._version + face._local_tensor._version  # type: ignore[attr-defined]  # a DTensor
+        version = self._version()
         if version != self._seen_version:
             self._seen_version = version
             self._is_changed = True
         return self._is_changed
+
+    def _version(self) -> int:
+        version: int = self.main_weight.local_buffer._version + _optimizer_steps[0]
+        for face in self._sharded:
+            version += face._version + face._local_tensor._version  # type: ignore[attr-defined]  # a DTensor
+        return version
 
     @property
     def refreshes_locally(self) -> bool:
@@ -265,6 +269,8 @@ class ParameterGroup:
             cast_copy(main.local_buffer, shard.local_buffer)
         if shard is not model:
             shard.redistribute(model.placements, out=model)
+            # Where both share memory the gather has written the main weights' bytes too, which is no change of theirs.
+            self._seen_version = self._version()
 
     # ------------------------------------------------------------------ faces
 

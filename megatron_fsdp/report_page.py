@@ -12,7 +12,7 @@ __all__ = ["BufferReport", "CollectiveReport", "CollectiveTotal", "GroupReport",
 
 ASSUMPTIONS = (
     "each unit is called once per forward, in the order in which modules are registered, as in the step before",
-    "inputs need no gradient, and every trainable parameter gets one; nothing is recomputed in backward",
+    "inputs need no gradient, every trainable parameter gets one; no recomputation in backward, no no_sync",
     "the optimizer holds the trainable parameters and went through fully_shard_optimizer",
     "clipping, checkpoints and evaluation are not counted",
     "activations, the workspace of collectives and the allocator's rounding are not counted",

@@ -327,7 +327,8 @@ class Schedule:
             if buffer.rests_final or (self.is_last_backward and self.requires_all_reduce):
                 trace("final", unit.name)
                 buffer.finalize()
-                group.suspect_change()
+                if self.is_last_backward:
+                    group.suspect_change()
 
     def _reset_backward(self) -> None:
         self._is_backward_open = False

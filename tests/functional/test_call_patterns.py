@@ -54,8 +54,8 @@ def recurrent() -> nn.Module:
 
 
 def two_forwards(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    first = model(inputs(rank, 2 * step))
-    second = model(inputs(rank, 2 * step + 1))
+    first: torch.Tensor = model(inputs(rank, 2 * step))
+    second: torch.Tensor = model(inputs(rank, 2 * step + 1))
     return (first * second).mean()
 
 
@@ -205,7 +205,7 @@ class StructuredModel(nn.Module):
 
 
 def structured_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    output = model(inputs(rank, step))
+    output: Output = model(inputs(rank, step))
     return (output.hidden * output.extra["right"][0]).square().sum()
 
 

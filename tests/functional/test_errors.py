@@ -224,7 +224,7 @@ MISTAKES: dict[Callable[[], None], tuple[str, ...]] = {
     module_list: ("ConfigError", "ModuleList", "no forward", "each of its modules"),
     module_dict: ("ConfigError", "ModuleDict", "no forward", "each of its modules"),
     sharded_twice: ("ConfigError", "Linear", "sharded already", "children first"),
-    parents_before_children: ("OwnershipError", "'up.weight'", "unit 'Stack'", "children first"),
+    parents_before_children: ("OwnershipError", "'norm.weight'", "unit 'Stack'", "children first"),
     empty_list: ("ConfigError", "empty list"),
     no_module: ("ConfigError", "str", "a module or a list of modules"),
     other_device: ("ConfigError", "'scale'", "cuda", "'cpu'", "move the module"),
@@ -308,7 +308,8 @@ def accept_after_the_cure() -> list[str]:
     scaled = Scaled(nn.Parameter(torch.tensor(2.0)))
     fully_shard(scaled, ignored_params=[scaled.scale])
     tied = Tied()
-    fully_shard([tied.first, tied.second])
+    pair: list[nn.Module] = [tied.first, tied.second]
+    fully_shard(pair)
     fully_shard(tied)
     blocks = nn.ModuleList([nn.Linear(3, 3)])
     for block in blocks:

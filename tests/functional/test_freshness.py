@@ -1,6 +1,7 @@
 """Forward uses the weights as they are now, however they were changed since the last forward."""
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -106,6 +107,9 @@ def change_while_gathered(model: nn.Module) -> None:
     change_in_place(model)
 
 
+# The error of an output and the effect of the change on it, or what was raised.
+Followed: TypeAlias = tuple[float, float] | str
+
 CHANGES: dict[str, Callable[[nn.Module], None]] = {
     "an operation in place": change_in_place,
     "an operation on .data": change_through_data,
@@ -137,10 +141,12 @@ def follow(policy_name: str, is_training: bool, change: str, adapted: bool, stra
 
 
 @pytest.fixture(scope="module")
-def followed() -> Callable[..., list[tuple[float, float] | str]]:
-    known: dict[tuple[str, bool, bool, str], list[dict[str, tuple[float, float] | str]]] = {}
+def followed() -> Callable[..., list[Followed]]:
+    known: dict[tuple[str, bool, bool, str], list[dict[str, Followed]]] = {}
 
-    def get(policy: str, is_training: bool, change: str, adapted: bool, strategy: str = "optim_grads_params") -> list:
+    def get(
+        policy: str, is_training: bool, change: str, adapted: bool, strategy: str = "optim_grads_params"
+    ) -> list[Followed]:
         key = policy, is_training, adapted, strategy
         if key not in known:
             known[key] = run_ranks(2, follow_all, *key)
@@ -149,8 +155,8 @@ def followed() -> Callable[..., list[tuple[float, float] | str]]:
     return get
 
 
-def follow_all(policy: str, is_training: bool, adapted: bool, strategy: str) -> dict[str, tuple[float, float] | str]:
-    results: dict[str, tuple[float, float] | str] = {}
+def follow_all(policy: str, is_training: bool, adapted: bool, strategy: str) -> dict[str, Followed]:
+    results: dict[str, Followed] = {}
     for change in CHANGES:
         try:
             results[change] = follow(policy, is_training, change, adapted, strategy)
@@ -164,7 +170,7 @@ def follow_all(policy: str, is_training: bool, adapted: bool, strategy: str) -> 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_next_forward_uses_weights_changed_by(
-    followed: Callable[..., list], policy: str, is_training: bool, change: str, adapted: bool
+    followed: Callable[..., list[Followed]], policy: str, is_training: bool, change: str, adapted: bool
 ) -> None:
     for result in followed(policy, is_training, change, adapted):
         assert isinstance(result, tuple), result
@@ -175,7 +181,7 @@ def test_the_next_forward_uses_weights_changed_by(
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_weights_that_rest_whole_follow_in_evaluation_too_when_changed_by(
-    followed: Callable[..., list], change: str, strategy: str
+    followed: Callable[..., list[Followed]], change: str, strategy: str
 ) -> None:
     for result in followed("bf16 compute", False, change, True, strategy):
         assert isinstance(result, tuple), result

@@ -32,7 +32,7 @@ class Failing(Block):
             raise RuntimeError("out of memory, say")
         x = super().forward(x)
         if self.mode == "backward":
-            x = _RaiseInBackward.apply(x)
+            x = _RaiseInBackward.apply(x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return x
 
 
@@ -72,14 +72,45 @@ def train_a_step(model: nn.Module, step: int = 0) -> None:
     optimizer.step()
 
 
+def do_nothing(model: nn.Module) -> None:
+    """Only live."""
+
+
+def run_forward(model: nn.Module) -> None:
+    """Make a graph and drop it."""
+    loss_of(model, 0)
+
+
+def evaluate(model: nn.Module) -> None:
+    """Run forward without gradients."""
+    with torch.no_grad():
+        loss_of(model, 0)
+
+
+def fail_once_in_forward(model: nn.Module) -> None:
+    """Run a forward that raises."""
+    run_to_failure(model, "forward")
+
+
+def fail_once_in_backward(model: nn.Module) -> None:
+    """Run a backward that raises."""
+    run_to_failure(model, "backward")
+
+
+def gather_a_unit(model: nn.Module) -> None:
+    """Leave a unit gathered."""
+    unit = next(module for module in model.modules() if isinstance(module, FsdpModule) and module.parameter_groups)
+    unit.unshard()
+
+
 LIVES: dict[str, Callable[[nn.Module], None]] = {
-    "nothing": lambda model: None,
-    "a forward": lambda model: [loss_of(model, 0), None][1],
-    "a forward without gradients": lambda model: torch.no_grad()(loss_of)(model, 0).detach_() and None,
+    "nothing": do_nothing,
+    "a forward": run_forward,
+    "a forward without gradients": evaluate,
     "a training step": train_a_step,
-    "an exception in forward": lambda model: run_to_failure(model, "forward"),
-    "an exception in backward": lambda model: run_to_failure(model, "backward"),
-    "an unshard": lambda model: model.layers[0].unshard(),
+    "an exception in forward": fail_once_in_forward,
+    "an exception in backward": fail_once_in_backward,
+    "an unshard": gather_a_unit,
 }
 
 
@@ -130,7 +161,7 @@ def test_deleting_a_model_frees_its_buffers_even_while_its_last_loss_is_referenc
 
 
 def fail_before_each_step(mode: str, model: nn.Module, step: int) -> None:
-    if isinstance(model.layers[0], FsdpModule):
+    if isinstance(model, FsdpModule):
         run_to_failure(model, mode, step + 50)
         model.zero_grad()
 

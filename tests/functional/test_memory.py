@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dbuffer import guard_released_storage, memory_meter
-from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
+from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, ParameterGroup, fully_shard, fully_shard_optimizer
 from tests.functional.replica import WIDTH, Block, Stack, inputs, shard_each
 from tests.harness import run_ranks
 
@@ -25,7 +26,7 @@ def sharded_stack(policy: MixedPrecisionPolicy | None = None, kind: type[Stack] 
     return model
 
 
-def groups_of(model: nn.Module) -> list:
+def groups_of(model: nn.Module) -> list[ParameterGroup]:
     return [group for module in model.modules() if isinstance(module, FsdpModule) for group in module.parameter_groups]
 
 
@@ -109,8 +110,11 @@ def measure(name: str) -> list[StepMemory]:
     return steps
 
 
+Measured: TypeAlias = Callable[[str], list[StepMemory]]
+
+
 @pytest.fixture(scope="module")
-def measured() -> Callable[[str], list[StepMemory]]:
+def measured() -> Measured:
     known: dict[str, list[StepMemory]] = {}
 
     def get(name: str) -> list[StepMemory]:
@@ -122,24 +126,24 @@ def measured() -> Callable[[str], list[StepMemory]]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_forward_holds_at_most_two_gathered_units_with(measured: Callable, name: str) -> None:
+def test_forward_holds_at_most_two_gathered_units_with(measured: Measured, name: str) -> None:
     assert 1.0 <= max(step.forward for step in measured(name)) <= 2.0
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_backward_holds_at_most_two_gathered_units_and_one_packed_gradient_with(measured: Callable, name: str) -> None:
+def test_backward_holds_at_most_two_gathered_units_and_one_packed_gradient_with(measured: Measured, name: str) -> None:
     packed = 2.0 if name == "bf16, reduced in fp32" else 1.0
     assert 2.0 <= max(step.backward for step in measured(name)) <= 2.0 + packed
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_held_between_steps_does_not_grow_with(measured: Callable, name: str) -> None:
+def test_what_is_held_between_steps_does_not_grow_with(measured: Measured, name: str) -> None:
     assert len({step.rest_bytes for step in measured(name)}) == 1
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_step_allocates_two_gathered_buffers_and_one_packed_buffer_per_unit_with(
-    measured: Callable, name: str
+    measured: Measured, name: str
 ) -> None:
     wanted = 3 * len(HIDDEN_SIZES) * SETTINGS[name].microbatches
     assert [step.num_allocations for step in measured(name)] == [wanted] * 5
@@ -149,7 +153,8 @@ def bytes_at_rest() -> list[tuple[int, int]]:
     """Return what the model holds in this process and the bytes of its shards of weights and gradients."""
     before = memory_meter().current_bytes
     model = sharded_stack()
-    shards = sum(group.main_weight.nbytes + group.main_grad.nbytes for group in groups_of(model))
+    buffers = [buffer for group in groups_of(model) for buffer in (group.main_weight, group.main_grad)]
+    shards = sum(buffer.nbytes for buffer in buffers if buffer is not None)
     return [(memory_meter().current_bytes - before, shards)]
 
 

@@ -1,7 +1,6 @@
 """Which dtype each copy of weights and gradients has while a model trains, and what that does to its numbers."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -296,9 +295,14 @@ def different_policies() -> list[torch.dtype]:
     fully_shard(model.layers[1])
     fully_shard(model)
     seen: list[torch.dtype] = []
-    hook: Callable[..., None] = lambda module, args: seen.append(module.weight.dtype)  # noqa: E731
+
+    def note(module: nn.Module, args: object) -> None:
+        assert isinstance(module, nn.Linear)
+        seen.append(module.weight.dtype)
+
     for layer in model.layers:
-        layer.up.register_forward_pre_hook(hook)
+        assert isinstance(layer, Block)
+        layer.up.register_forward_pre_hook(note)
     model(inputs(dist.get_rank(), 0)).square().mean().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     return seen

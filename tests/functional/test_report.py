@@ -1,20 +1,32 @@
 """What explain() predicts is what happens: bytes at rest, transient peaks and collectives of real training steps."""
 
 import functools
+import gc
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 
-from dbuffer import CollectiveCall, memory_meter, observe_collectives
-from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, Report, explain, fully_shard
-from megatron_fsdp import fully_shard_optimizer, microbatch
+from dbuffer import CollectiveCall, Flat, Partial, Replicate, memory_meter, observe_collectives
+from megatron_fsdp import (
+    FsdpModule,
+    MixedPrecisionPolicy,
+    Placements,
+    Report,
+    explain,
+    fully_shard,
+    fully_shard_optimizer,
+    microbatch,
+)
 from tests.functional.models import draw_tokens, loss_of, make_mesh
 from tests.harness import run_ranks
 
@@ -155,6 +167,19 @@ POLICIES = {
 }
 
 
+TWO_AXES = (Replicate(), Replicate()), (Partial(), Partial()), (Flat(), Flat())
+PLACEMENTS = {
+    "no_shard": Placements.no_shard(0),
+    "optim": Placements.optim(0),
+    "optim_grads": Placements.optim_grads(0),
+    "optim_grads_params": Placements.optim_grads_params(0),
+    "hsdp": Placements.hsdp(0, 1),
+    "hfsdp": Placements.hfsdp(0, 1),
+    "no_shard on two axes": Placements((0, 1), TWO_AXES[0], TWO_AXES[1], TWO_AXES[0]),
+    "optim_grads_params on two axes": Placements((0, 1), TWO_AXES[2], TWO_AXES[2], TWO_AXES[2]),
+}
+
+
 @dataclass(frozen=True)
 class Setting:
     """One run to predict."""
@@ -167,12 +192,25 @@ class Setting:
 
     def __str__(self) -> str:
         ranks = "x".join(map(str, self.mesh))
-        return f"{self.model}-{ranks}-{self.strategy}-{self.policy}-{self.num_microbatches}"
+        return f"{self.model}, {ranks} ranks, {self.strategy}, {self.policy}, {self.num_microbatches} microbatches"
+
+
+def settings() -> list[Setting]:
+    """Every strategy, precision and number of microbatches on one to three ranks; every model; meshes of two axes."""
+    one_axis = [name for name, placements in PLACEMENTS.items() if placements.num_axes == 1]
+    two_axes = [name for name, placements in PLACEMENTS.items() if placements.num_axes == 2]
+    strategies = product(((1,), (2,), (3,)), one_axis, ("fp32", "bf16"), (1, 2))
+    chosen = [Setting("every_part_a_unit", *entry) for entry in strategies]
+    chosen += [Setting(*entry) for entry in product(MODELS, ((2,),), ("optim_grads",), ("fp32",), (2,))]
+    policies = ("fp32", "bf16 gradients")
+    chosen += [Setting(*entry) for entry in product(MODELS, ((2,), (3,)), ("optim_grads_params",), policies, (2,))]
+    chosen += [Setting("root_with_parameters", (2, 2), name, "bf16", 2) for name in two_axes]
+    return list(dict.fromkeys(chosen))
 
 
 @dataclass
 class Step:
-    """What one rank saw of one run: bytes at rest, the peaks above them and the collectives of the third step."""
+    """What one rank saw of one run: bytes at rest, the peaks above them and the collectives of the second step."""
 
     report: Report
     persistent_bytes: int = 0
@@ -182,18 +220,25 @@ class Step:
     calls: Counter[Call] = field(default_factory=Counter)
 
 
-def run(setting: Setting) -> Step:
-    """Train three steps and return what the last one took, beside what was predicted before the first."""
-    mesh = make_mesh(setting.mesh)
-    placements = getattr(Placements, setting.strategy)(*range(mesh.ndim))
-    shard = functools.partial(fully_shard, mesh=mesh, placements=placements, mp_policy=POLICIES[setting.policy])
+def run_all(chosen: list[Setting]) -> list[Step]:
+    """Run settings of one mesh shape one after the other."""
+    mesh = make_mesh(chosen[0].mesh)
+    return [run(setting, mesh) for setting in chosen]
+
+
+def run(setting: Setting, mesh: DeviceMesh) -> Step:
+    """Train two steps and return what the second took, beside what was predicted before the first."""
+    gc.collect()
     meter = memory_meter()
     before = meter.current_bytes
-    model = MODELS[setting.model](shard)
+    mesh, policy = make_mesh(setting.mesh), POLICIES[setting.policy]
+    model = MODELS[setting.model](
+        partial(fully_shard, mesh=mesh, placements=PLACEMENTS[setting.strategy], mp_policy=policy)
+    )
     seen = Step(explain(model, setting.num_microbatches), meter.current_bytes - before)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = fully_shard_optimizer(torch.optim.AdamW(trained, lr=0.01))
-    for step in range(3):
+    for step in range(2):
         seen.forward_peak = seen.backward_peak = 0
         seen.calls.clear()
         for index in range(setting.num_microbatches):
@@ -203,8 +248,7 @@ def run(setting: Setting) -> Step:
             optimizer.step()
             optimizer.zero_grad()
     tensors = [value for state in optimizer.state.values() for value in state.values()]
-    local = [value.to_local() if isinstance(value, DTensor) else value for value in tensors]
-    seen.optimizer_bytes = sum(value.nbytes for value in local)
+    seen.optimizer_bytes = sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in tensors)
     return seen
 
 
@@ -222,3 +266,52 @@ def _run_microbatch(model: nn.Module, seen: Step, before: int, tokens: torch.Ten
 
 def _key(phase: str, call: CollectiveCall) -> Call:
     return phase, call.kind, call.axis, call.num_ranks, call.num_bytes
+
+
+@functools.cache
+def steps_on(mesh: tuple[int, ...]) -> dict[Setting, list[Step]]:
+    """Run all settings of a mesh shape and return what every rank saw."""
+    chosen = [setting for setting in settings() if setting.mesh == mesh]
+    ranks = run_ranks(math.prod(mesh), run_all, chosen, timeout=300.0)
+    return {setting: [rank[position] for rank in ranks] for position, setting in enumerate(chosen)}
+
+
+@pytest.fixture(params=settings(), ids=str)
+def steps(request: pytest.FixtureRequest) -> list[Step]:
+    """What every rank saw of one setting."""
+    setting = request.param
+    assert isinstance(setting, Setting)
+    return steps_on(setting.mesh)[setting]
+
+
+def predicted_calls(report: Report) -> Counter[Call]:
+    calls: Counter[Call] = Counter()
+    for each in (each for unit in report.units for group in unit.groups for each in group.collectives):
+        calls[each.phase, each.kind, each.axis, each.num_ranks, each.bytes_each] += each.count
+    return calls
+
+
+def test_bytes_at_rest_are_predicted_to_the_byte(steps: list[Step]) -> None:
+    for seen in steps:
+        assert seen.persistent_bytes > 0
+        assert seen.report.persistent_bytes == seen.persistent_bytes
+
+
+def test_every_collective_of_a_step_is_predicted_with_its_bytes(steps: list[Step]) -> None:
+    for seen in steps:
+        assert predicted_calls(seen.report) == seen.calls
+        assert sum(total.count for total in seen.report.collectives) == seen.calls.total()
+        num_bytes = sum(call[-1] * count for call, count in seen.calls.items())
+        assert sum(total.num_bytes for total in seen.report.collectives) == num_bytes
+
+
+def test_transient_peaks_are_predicted_from_above_within_a_percent(steps: list[Step]) -> None:
+    for seen in steps:
+        forward, backward = seen.report.forward_peak.num_bytes, seen.report.backward_peak.num_bytes
+        assert seen.forward_peak <= forward <= 1.01 * seen.forward_peak
+        assert seen.backward_peak <= backward <= 1.01 * seen.backward_peak
+
+
+def test_adamw_state_is_predicted_to_the_byte(steps: list[Step]) -> None:
+    for seen in steps:
+        assert seen.report.optimizer_bytes == seen.optimizer_bytes

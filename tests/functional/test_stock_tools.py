@@ -1,11 +1,14 @@
 """PyTorch's own tools work on sharded models as they are: gathering, clipping, optimizers, state dicts, loading."""
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -14,10 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megatron_fsdp import MixedPrecisionPolicy
+from megatron_fsdp import fully_shard
 from tests.functional.models import (
     Model,
     draw_tokens,
@@ -131,7 +133,6 @@ OPTIMIZERS = {
     "Adam amsgrad": ("Adam", {"lr": 0.01, "amsgrad": True}),
     "SGD momentum foreach": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
     "SGD momentum one by one": ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "foreach": False}),
-    "SGD momentum fused": ("SGD", {"lr": 0.1, "momentum": 0.9, "fused": True}),
 }
 
 
@@ -179,53 +180,212 @@ def test_a_full_state_dict_has_the_names_and_tensors_of_the_whole_model() -> Non
         assert differing(on_rank_0, wanted if rank == 0 else {}) == []
 
 
-def from_every_rank(model: Model, wanted: State) -> None:
+# A loader gives a sharded model the values of ``wanted``, the state dict of another whole model.
+Loader = Callable[[Model, State], object]
+
+
+def load_full_on_every_rank(model: Model, wanted: State) -> None:
     set_model_state_dict(model, wanted, options=FULL)
 
 
-def from_rank_0(model: Model, wanted: State) -> None:
+def load_full_on_rank_0(model: Model, wanted: State) -> None:
     set_model_state_dict(model, wanted if dist.get_rank() == 0 else {}, options=FROM_RANK_0)
 
 
-def from_shards(model: Model, wanted: State) -> None:
-    other = make_model(seed=1)
-    set_model_state_dict(model, get_model_state_dict(shard_model(other, world_mesh())))
+def load_shards(model: Model, wanted: State) -> None:
+    set_model_state_dict(model, get_model_state_dict(sharded_like(model, wanted)))
 
 
-def assigned_canonical(model: Model, wanted: State) -> None:
-    model.load_state_dict(_distributed(model, wanted, lambda _: [Shard(0)]), assign=True)
+def copy_shards(model: Model, wanted: State) -> None:
+    model.load_state_dict(sharded_like(model, wanted).state_dict())
 
 
-def assigned_like_the_parameters(model: Model, wanted: State) -> None:
-    model.load_state_dict(_distributed(model, wanted, lambda parameter: parameter.placements), assign=True)
+def assign_whole_tensors(model: Model, wanted: State) -> None:
+    model.load_state_dict(wanted, assign=True)
 
 
-def _distributed(
-    model: Model, wanted: State, placements_of: Callable[[DTensor], Sequence[Placement]]
-) -> dict[str, torch.Tensor]:
-    """Return ``wanted`` with what is a DTensor in the model as torch's ``distribute_tensor`` cuts it."""
+def assign_canonical(model: Model, wanted: State) -> None:
+    model.load_state_dict(canonical(model, wanted), assign=True)
+
+
+def copy_canonical(model: Model, wanted: State) -> None:
+    model.load_state_dict(canonical(model, wanted))
+
+
+def canonical(model: Model, wanted: State) -> State:
+    """Return ``wanted`` with what is a DTensor in the model as ``distribute_tensor`` makes it: cut as torch cuts."""
     return {
-        name: distribute_tensor(wanted[name], mine.device_mesh, placements_of(mine))
-        if isinstance(mine, DTensor)
-        else wanted[name]
+        name: distribute_tensor(wanted[name], mine.device_mesh, mine.placements) if isinstance(mine, DTensor) else wanted[name]
         for name, mine in model.state_dict().items()
     }
 
 
-def assigned_plain(model: Model, wanted: State) -> None:
-    model.load_state_dict(wanted, assign=True)
+def sharded_like(model: Model, wanted: State) -> Model:
+    """Return another sharded model, of the same strategy, that holds ``wanted``."""
+    other = make_model(seed=99)
+    other.load_state_dict(wanted)
+    spec = model.parameter_groups[0].spec
+    for block in other.blocks:
+        fully_shard(block, spec.mesh, spec.placements)
+    return fully_shard(other, spec.mesh, spec.placements)
 
 
-def copied_from_shards(model: Model, wanted: State) -> None:
-    model.load_state_dict(shard_model(make_model(seed=1), world_mesh()).state_dict())
-
-
-LOADERS: dict[str, Callable[[Model, State], None]] = {
-    "set_model_state_dict, full on every rank": from_every_rank,
-    "set_model_state_dict, full on rank 0": from_rank_0,
-    "set_model_state_dict, sharded": from_shards,
-    "load_state_dict of DTensors cut as torch cuts them, assigned": assigned_canonical,
-    "load_state_dict of DTensors distributed by torch, assigned": assigned_like_the_parameters,
-    "load_state_dict of whole tensors, assigned": assigned_plain,
-    "load_state_dict of another sharded model's, copied": copied_from_shards,
+LOADERS: dict[str, Loader] = {
+    "set_model_state_dict, full on every rank": load_full_on_every_rank,
+    "set_model_state_dict, full on rank 0": load_full_on_rank_0,
+    "set_model_state_dict, sharded": load_shards,
+    "load_state_dict, sharded": copy_shards,
+    "load_state_dict, whole tensors assigned": assign_whole_tensors,
+    "load_state_dict, canonical DTensors assigned": assign_canonical,
+    "load_state_dict, canonical DTensors copied": copy_canonical,
 }
+
+
+def load_and_step(strategy: str, mesh_shape: tuple[int, ...], wanted: State) -> dict[str, tuple[State, State] | str]:
+    """Load with each loader into a model in use; return its values right after, and after one more step."""
+    results: dict[str, tuple[State, State] | str] = {}
+    for name, load in LOADERS.items():
+        model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, range(1), [dist.get_rank()])
+        try:
+            load(model, wanted)
+        except RuntimeError as error:
+            results[name] = str(error)
+            continue
+        loaded = whole_state(model)
+        train(model, optimizer, range(1), [dist.get_rank()])
+        results[name] = loaded, whole_state(model)
+    return results
+
+
+@pytest.fixture(scope="module", params=[("optim_grads_params", (3,)), ("optim", (2,)), ("hfsdp", (2, 2))], ids=str)
+def loaded(request: pytest.FixtureRequest) -> list[dict[str, tuple[State, State] | str]]:
+    strategy, mesh_shape = request.param
+    num_ranks = torch.Size(mesh_shape).numel()
+    return run_ranks(num_ranks, load_and_step, strategy, mesh_shape, make_model(seed=1).state_dict())
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_model_takes_over_values_and_trains_on_from_them_after(
+    name: str, loaded: list[dict[str, tuple[State, State] | str]]
+) -> None:
+    model = make_model(seed=1)
+    wanted = whole_state(model)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(1), range(len(loaded)))
+    for results in loaded:
+        outcome = results[name]
+        assert not isinstance(outcome, str), outcome
+        right_after, one_step_later = outcome
+        assert differing(right_after, wanted) == []
+        assert differing(one_step_later, model.state_dict(), 1e-6) == []
+
+
+# ---------------------------------------------------------------------- optimizer state dicts
+
+ADAMW = {"foreach": {"foreach": True}, "one by one": {"foreach": False}, "fused": {"fused": True}}
+
+
+def sharded_adamw(seed: int, options: Mapping[str, bool]) -> tuple[Model, torch.optim.Optimizer]:
+    model = shard_model(make_model(seed), world_mesh())
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+
+
+def whole_adamw(num_steps: int, num_ranks: int) -> tuple[Model, torch.optim.Optimizer]:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, range(num_steps), range(num_ranks))
+    return model, optimizer
+
+
+def resume_from_full_state(options: Mapping[str, bool]) -> tuple[State, State, State]:
+    """Train, move everything over to a new model and optimizer through rank 0, and train both on."""
+    mine = [dist.get_rank()]
+    model, optimizer = sharded_adamw(0, options)
+    train(model, optimizer, range(2), mine)
+    weights = get_model_state_dict(model, options=FULL_ON_RANK_0)
+    # PyTorch hands out the 0-d step counters as they are, not copies.
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL_ON_RANK_0))
+    other, other_optimizer = sharded_adamw(5, options)
+    set_model_state_dict(other, weights, options=FROM_RANK_0)
+    set_optimizer_state_dict(other, other_optimizer, state, options=FROM_RANK_0)
+    moments = flat(state)
+    train(model, optimizer, range(2, 4), mine)
+    train(other, other_optimizer, range(2, 4), mine)
+    return moments, whole_state(model), whole_state(other)
+
+
+def flat(optimizer_state: Mapping[str, Any]) -> State:
+    """Return an optimizer state's tensors as one flat dictionary."""
+    return {
+        f"{name}: {key}": value
+        for name, values in optimizer_state.get("state", {}).items()
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+@pytest.mark.parametrize("kind", ADAMW)
+def test_the_full_optimizer_state_equals_the_whole_models_and_resumes_bit_for_bit(kind: str) -> None:
+    wanted = flat(get_optimizer_state_dict(*whole_adamw(2, NUM_RANKS)))
+    for rank, (moments, continued, resumed) in enumerate(run_ranks(NUM_RANKS, resume_from_full_state, ADAMW[kind])):
+        assert differing(moments, wanted if rank == 0 else {}, 1e-6) == []
+        assert differing(resumed, continued) == []
+
+
+def resume_whole_state(weights: State, state: dict[str, Any]) -> State:
+    model, optimizer = sharded_adamw(5, {})
+    set_model_state_dict(model, weights, options=FULL)
+    set_optimizer_state_dict(model, optimizer, state, options=FULL)
+    train(model, optimizer, range(2, 4), [dist.get_rank()])
+    return whole_state(model)
+
+
+def test_a_sharded_run_goes_on_from_a_whole_models_state() -> None:
+    model, optimizer = whole_adamw(2, NUM_RANKS)
+    state = get_optimizer_state_dict(model, optimizer)
+    resumed = run_ranks(NUM_RANKS, resume_whole_state, whole_state(model), state)
+    train(model, optimizer, range(2, 4), range(NUM_RANKS))
+    for found in resumed:
+        assert differing(found, model.state_dict(), 1e-5) == []
+
+
+# ---------------------------------------------------------------------- torch.distributed.checkpoint
+
+
+def save_with_dcp(path: str) -> State:
+    model, optimizer = sharded_adamw(0, {})
+    train(model, optimizer, range(2), [dist.get_rank()])
+    dcp.save({"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=path)
+    return whole_state(model)
+
+
+def load_with_dcp(path: str, num_savers: int, is_sharded: bool) -> tuple[State, State]:
+    """Load into a fresh model and optimizer; return the values right after, and after one step on all savers' data."""
+    model, optimizer = sharded_adamw(5, {}) if is_sharded else whole_adamw(0, 1)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    loaded = whole_state(model)
+    train(model, optimizer, range(2, 3), range(num_savers))
+    return loaded, whole_state(model)
+
+
+@pytest.fixture(scope="module")
+def saved_with_dcp(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, State]:
+    path = str(tmp_path_factory.mktemp("dcp"))
+    return path, run_ranks(NUM_RANKS, save_with_dcp, path)[0]
+
+
+@pytest.mark.parametrize(
+    ("num_loaders", "is_sharded"), [(3, True), (2, True), (1, True), (1, False)], ids=["3 ranks", "2 ranks", "1 rank", "a whole model"]
+)
+def test_what_three_ranks_saved_with_dcp_loads_on(
+    num_loaders: int, is_sharded: bool, saved_with_dcp: tuple[str, State]
+) -> None:
+    path, saved = saved_with_dcp
+    model, optimizer = whole_adamw(3, NUM_RANKS)
+    for loaded_values, one_step_later in run_ranks(num_loaders, load_with_dcp, path, NUM_RANKS, is_sharded):
+        assert differing(loaded_values, saved) == []
+        assert differing(one_step_later, model.state_dict(), 1e-5) == []

@@ -103,17 +103,22 @@ def faces() -> list[DTensor]:
     return [buffer.get_dtensor(index) for index in range(len(SHAPES))]
 
 
-def whole_again(transform: Callable[[DTensor], DTensor], wanted: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
+
+
+def whole_again(transform: Callable[[DTensor], torch.Tensor], wanted: Callable[[torch.Tensor], torch.Tensor]) -> bool:
     return all(
-        torch.equal(transform(face).full_tensor(), wanted(value)) for face, value in zip(faces(), values(), strict=True)
+        torch.equal(whole(transform(face)), wanted(value)) for face, value in zip(faces(), values(), strict=True)
     )
 
 
-def half_in_place(face: DTensor) -> DTensor:
+def half_in_place(face: DTensor) -> torch.Tensor:
     return torch.zeros_like(face).copy_(face).mul_(0.5)
 
 
-TRANSFORMS: dict[str, tuple[Callable[[DTensor], DTensor], Callable[[torch.Tensor], torch.Tensor]]] = {
+TRANSFORMS: dict[str, tuple[Callable[[DTensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
     "nothing": (lambda face: face, lambda value: value),
     "detach": (lambda face: face.detach(), lambda value: value),
     "copy_ and mul_ in place": (half_in_place, lambda value: value * 0.5),
@@ -146,7 +151,7 @@ def facts_about_faces() -> dict[str, object]:
     local = [buffer.get_dtensor(index) for index in range(len(SHAPES))]
     face, value = local[0], wanted[0]
     resharded = distribute_tensor(value, mesh, face.placements)
-    norms = [float(torch.linalg.vector_norm(one).full_tensor()) for one in local if one.numel()]
+    norms = [float(whole(torch.linalg.vector_norm(one))) for one in local if one.numel()]
     facts: dict[str, object] = {
         "global shape": [tuple(one.shape) for one in local] == SHAPES,
         "stride": face.stride() == value.stride(),
@@ -157,7 +162,7 @@ def facts_about_faces() -> dict[str, object]:
         ),
         "redistributed": torch.equal(face.redistribute(mesh, [Replicate()]).to_local(), value),
         "canonical": torch.equal(resharded.full_tensor(), value),
-        "copied from canonical": torch.equal(torch.zeros_like(face).copy_(face).full_tensor(), value),
+        "copied from canonical": torch.equal(whole(torch.zeros_like(face).copy_(face)), value),
         "other dimension": torch.equal(face.redistribute(mesh, [Shard(1)]).full_tensor(), value),
         "written through": False,
         "rows": len(face.to_local()),

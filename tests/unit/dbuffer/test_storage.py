@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from dbuffer import StorageError, guard_released_storage, memory_meter
 from dbuffer.storage import FlatStorage
@@ -251,8 +252,8 @@ def test_the_guard_watches_backward_too() -> None:
 
 def test_the_guard_is_off_again_after_its_block() -> None:
     with guard_released_storage():
-        assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 1
-    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+        assert len(_get_current_dispatch_mode_stack()) == 1
+    assert len(_get_current_dispatch_mode_stack()) == 0
 
 
 def test_a_storage_that_has_gone_is_not_taken_for_a_later_one_at_its_address() -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import record_transcript
-from megatron_fsdp.lanes import CpuLane, lane, trace
+from megatron_fsdp.lanes import CpuLane, Ticket, lane, trace
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ class Work:
         self._log.append("waited")
 
 
-def submit(log: list[str], *, then: bool = True) -> object:
+def submit(log: list[str], *, then: bool = True) -> Ticket:
     def operation(works: list[dist.Work] | None) -> None:
         assert works is not None
         log.append("issued")
@@ -37,30 +37,32 @@ def test_an_operation_is_issued_when_it_is_submitted() -> None:
 
 def test_waiting_waits_for_the_collective_and_then_runs_what_follows() -> None:
     log: list[str] = []
-    submit(log).wait()  # type: ignore[attr-defined]
+    submit(log).wait()
     assert log == ["issued", "waited", "followed"]
 
 
 def test_waiting_again_does_nothing() -> None:
     log: list[str] = []
     ticket = submit(log)
-    ticket.wait()  # type: ignore[attr-defined]
-    ticket.wait()  # type: ignore[attr-defined]
+    ticket.wait()
+    ticket.wait()
     assert log == ["issued", "waited", "followed"]
 
 
 def test_an_operation_may_have_nothing_that_follows() -> None:
     log: list[str] = []
-    submit(log, then=False).wait()  # type: ignore[attr-defined]
+    submit(log, then=False).wait()
     assert log == ["issued", "waited"]
 
 
 def test_what_follows_is_run_by_the_wait_of_its_own_operation() -> None:
-    log: list[str] = []
-    first, second = [CpuLane().submit(lambda works: None, lambda name=name: log.append(name)) for name in "ab"]
+    first_log: list[str] = []
+    second_log: list[str] = []
+    first, second = submit(first_log), submit(second_log)
     second.wait()
+    assert first_log == ["issued"]
     first.wait()
-    assert log == ["b", "a"]
+    assert first_log == second_log == ["issued", "waited", "followed"]
 
 
 def test_an_operation_that_raises_raises_where_it_is_submitted() -> None:

@@ -100,11 +100,12 @@ def test_a_weight_tied_between_two_modules_of_a_list_is_owned_once() -> None:
 
 
 def test_a_parameter_that_a_unit_has_taken_names_that_unit() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    mark_owned(model[0].weight, "encoder", "first.weight")
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    shared = next(first.parameters())
+    mark_owned(shared, "encoder", "first.weight")
     with pytest.raises(OwnershipError, match=r"Linear: parameter 'weight' .*'first.weight' of unit 'encoder'"):
-        collect_parameters([model[1]], no_units, ())
+        collect_parameters([second], no_units, ())
 
 
 @pytest.mark.parametrize("place", ["inner.scale", "norm.weight"])

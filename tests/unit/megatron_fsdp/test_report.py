@@ -1,8 +1,7 @@
-"""The report: numbers worked out by hand, what it says about a live model, and the page that it prints."""
+"""The report: what it says about a live model, and the page that it prints."""
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,167 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dbuffer import Flat, Partial, Replicate, plan
-from megatron_fsdp import ConfigError, FsdpModule, MixedPrecisionPolicy, Placements, StateError, explain, fully_shard
-from megatron_fsdp.facts import AxisFacts, GroupFacts, ModelFacts, Transfer, UnitFacts, Visit, VisitKind
-from megatron_fsdp.precision import GroupDtypes
-from megatron_fsdp.report import CollectiveTotal, PeakReport, report_of
+from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, StateError, explain, fully_shard
+from megatron_fsdp.report import report_of
 from megatron_fsdp.report_page import format_bytes
+from tests.unit.megatron_fsdp.chains import three_units
 
-FP32 = GroupDtypes(torch.float32, torch.float32, torch.float32, torch.float32)
-BF16 = GroupDtypes(torch.bfloat16, torch.float32, torch.float32, torch.float32)
 NUM_RANKS = 6
-
-# ---------------------------------------------------------------- from facts alone, against numbers worked out by hand
-
-
-def group_of(
-    rows: int, placements: Placements | None = None, dtypes: GroupDtypes = FP32, sizes: tuple[int, ...] = (4,)
-) -> GroupFacts:
-    """A weight of ``rows`` rows of 4 elements, which 16 bytes align in FP32: nothing is padded if ranks divide rows."""
-    axes = tuple(AxisFacts(f"axis{position}", size, size - 1) for position, size in enumerate(sizes))
-    placements = placements or Placements.optim_grads_params(0)
-    layout = plan([(rows, 4)], placements.num_shards(sizes), itemsize=4)
-    return GroupFacts(("weight",), layout, axes, placements, dtypes, requires_grad=True)
-
-
-def chain(*groups: GroupFacts) -> ModelFacts:
-    """A root without parameters around units of one group each, which run one after the other."""
-    units = [UnitFacts("root", (), reshards_after_forward=False)]
-    units += [UnitFacts(f"unit{number}", (group,)) for number, group in enumerate(groups, start=1)]
-    visits = [Visit(VisitKind.OPEN, 0)]
-    for number in range(1, len(units)):
-        visits += [Visit(VisitKind.OPEN, number), Visit(VisitKind.USE, number, 0), Visit(VisitKind.CLOSE, number)]
-    return ModelFacts(tuple(units), (*visits, Visit(VisitKind.CLOSE, 0)))
-
-
-def three_units(dtypes: GroupDtypes = FP32, placements: Placements | None = None) -> ModelFacts:
-    """Buffers of 64, 128 and 32 elements."""
-    return chain(*(group_of(rows, placements, dtypes) for rows in (16, 32, 8)))
-
-
-def test_a_sharded_model_rests_as_a_weight_shard_and_a_gradient_shard() -> None:
-    # 64 + 128 + 32 elements of 4 bytes, twice, over 4 ranks.
-    assert report_of(three_units()).persistent_bytes == 224 * 4 * 2 // 4
-
-
-def test_a_replicated_model_rests_whole_but_the_optimizer_works_on_a_slice() -> None:
-    report = report_of(three_units(placements=Placements.optim(0)))
-    # Weights and gradients whole, main weights a slice of the former. Two moments of 56 elements, three step counts.
-    assert report.persistent_bytes == 224 * 4 * 2
-    assert report.optimizer_bytes == 2 * 56 * 4 + 3 * 4
-    assert [buffer.shares for buffer in report.units[1].groups[0].resting] == ["model_weight", "", ""]
-
-
-def test_main_weights_of_another_dtype_have_memory_of_their_own() -> None:
-    report = report_of(three_units(BF16, Placements.optim(0)))
-    # Per element: 2 bytes of bf16 weights, 4 of FP32 gradients; and a quarter of 4 of FP32 weights.
-    assert report.persistent_bytes == 224 * (2 + 4) + 56 * 4
-
-
-def test_forward_holds_a_unit_and_the_one_gathered_ahead() -> None:
-    report = report_of(three_units())
-    assert report.forward_peak == PeakReport((64 + 128) * 4, "unit2")
-    assert (report.largest_unit, report.largest_unit_bytes) == ("unit2", 128 * 4)
-
-
-def test_backward_holds_a_unit_the_one_gathered_ahead_and_one_packed_buffer() -> None:
-    # unit2 with its gradients packed, while unit1 is gathered ahead: 128 + 128 + 64 elements.
-    assert report_of(three_units()).backward_peak == PeakReport((128 + 128 + 64) * 4, "unit2")
-
-
-def test_gradients_that_are_reduced_in_fp32_count_twice_against_bf16_weights() -> None:
-    report = report_of(three_units(BF16))
-    assert report.forward_peak.num_bytes == (64 + 128) * 2
-    assert report.backward_peak.num_bytes == (128 + 64) * 2 + 128 * 4
-
-
-def test_a_root_that_keeps_its_weights_adds_them_to_every_peak() -> None:
-    facts = three_units()
-    root = replace(facts.units[0], groups=(group_of(4),))
-    facts = ModelFacts((root, *facts.units[1:]), (facts.visits[0], Visit(VisitKind.USE, 0, 0), *facts.visits[1:]))
-    report = report_of(facts)
-    assert report.forward_peak.num_bytes == (16 + 64 + 128) * 4
-    assert report.backward_peak.num_bytes == (16 + 128 + 128 + 64) * 4
-
-
-def test_weights_that_rest_whole_need_no_transient_memory_in_forward() -> None:
-    for strategy in (Placements.no_shard(0), Placements.optim(0), Placements.optim_grads(0)):
-        assert report_of(three_units(placements=strategy)).forward_peak == PeakReport(0, "")
-
-
-def test_each_strategy_issues_its_collectives_per_microbatch_or_per_step() -> None:
-    def issued(placements: Placements) -> list[tuple[str, str, int, int]]:
-        totals = report_of(three_units(placements=placements), 5).collectives
-        return [(total.phase, total.kind, total.count, total.num_bytes) for total in totals]
-
-    whole = 224 * 4
-    assert issued(Placements.no_shard(0)) == [("backward", "all_reduce", 3, whole)]
-    assert issued(Placements.optim(0)) == [("backward", "reduce_scatter", 3, whole), ("step", "all_gather", 3, whole)]
-    assert issued(Placements.optim_grads(0)) == [
-        ("backward", "reduce_scatter", 15, 5 * whole),
-        ("step", "all_gather", 3, whole),
-    ]
-    assert issued(Placements.optim_grads_params(0)) == [
-        ("forward", "all_gather", 15, 5 * whole),
-        ("backward", "all_gather", 15, 5 * whole),
-        ("backward", "reduce_scatter", 15, 5 * whole),
-    ]
-
-
-def test_hybrid_sharding_reduces_the_outer_axis_once_per_step_in_pieces_of_an_inner_shard() -> None:
-    report = report_of(chain(group_of(16, Placements.hsdp(0, 1), sizes=(2, 4))), 3)
-    assert report.collectives == (
-        CollectiveTotal("forward", "all_gather", "axis1", 4, 3, 3 * 64 * 4),
-        CollectiveTotal("backward", "all_gather", "axis1", 4, 3, 3 * 64 * 4),
-        CollectiveTotal("backward", "all_reduce", "axis0", 2, 1, 16 * 4),
-        CollectiveTotal("backward", "reduce_scatter", "axis1", 4, 3, 3 * 64 * 4),
-    )
-
-
-def test_an_axis_of_one_rank_issues_nothing() -> None:
-    assert report_of(chain(group_of(16, sizes=(1,)))).collectives == ()
-
-
-def test_a_change_on_two_axes_goes_through_an_intermediate_buffer() -> None:
-    both = Placements((0, 1), (Flat(), Flat()), (Flat(), Flat()), (Flat(), Flat()))
-    group = group_of(16, both, sizes=(2, 4))
-    # 8 elements rest; 16 after the gather over axis0, which are gathered over axis1 into the 64.
-    assert group.gather().transfers == (
-        Transfer("all_gather", "axis0", 2, 16 * 4),
-        Transfer("all_gather", "axis1", 4, 64 * 4),
-    )
-    assert group.gather().scratch_bytes == 16 * 4
-
-
-def test_two_partial_axes_are_reduced_one_after_the_other() -> None:
-    both = Placements((0, 1), (Replicate(), Replicate()), (Partial(), Partial()), (Replicate(), Replicate()))
-    group = group_of(16, both, sizes=(2, 4))
-    assert [transfer.axis for transfer in group.finalize().transfers] == ["axis1", "axis0"]
-    assert group.reduce().transfers == ()
-
-
-def test_padding_is_counted_on_the_rank_that_holds_it() -> None:
-    axes = [AxisFacts("axis0", 3, rank) for rank in range(3)]
-    layout = plan([(4, 4)], 3, itemsize=4)
-    groups = [GroupFacts(("weight",), layout, (axis,), Placements.optim_grads_params(0), FP32, True) for axis in axes]
-    padded = [report_of(chain(group)).padding_bytes for group in groups]
-    # Rows of 16 bytes in shards of two rows: the third shard is empty; weights and gradients.
-    assert padded == [0, 0, 2 * 8 * 4]
-    assert [report_of(chain(group)).optimizer_bytes for group in groups] == [2 * 8 * 4 + 4, 2 * 8 * 4 + 4, 4]
-
-
-def test_gradients_of_another_dtype_are_copied_for_the_optimizer() -> None:
-    dtypes = replace(FP32, main_grad=torch.bfloat16)
-    assert report_of(three_units(dtypes)).step_peak.num_bytes == 224 * 4 // 4
-
-
-def test_no_microbatch_is_refused() -> None:
-    with pytest.raises(ConfigError, match="num_microbatches=0"):
-        report_of(three_units(), 0)
-
-
-# ---------------------------------------------------------------- of a live model
 
 
 class Block(nn.Module):
