@@ -52,7 +52,8 @@ def observe_collectives(observer: Callable[[CollectiveCall], None]) -> Iterator[
     try:
         yield
     finally:
-        _observers.remove(observer)
+        # By identity: two observers may compare equal.
+        _observers[:] = [other for other in _observers if other is not observer]
 
 
 def _notify(kind: str, axis: MeshAxis, full: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.dlpack import from_dlpack
 
 from dbuffer import collectives
 from dbuffer.errors import LayoutError, PlacementError
@@ -23,6 +24,22 @@ from dbuffer.mesh import flattened_mesh, mesh_axes
 from dbuffer.placements import flat_axes
 
 __all__ = ["FlatRows", "RaggedShard", "buffer_dtensor"]
+
+
+# What every DLPack version exchanges; other dtypes (float8, bool) keep the view.
+_DLPACK_DTYPES = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,4 +240,15 @@ def buffer_dtensor(local: torch.Tensor, layout: Layout, index: int, mesh: Device
 def _wrap(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
     with torch.no_grad():
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(_standalone(local), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _standalone(view: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the memory of ``view`` whose storage is that memory alone.
+
+    A view would bring the whole flat buffer along when it is pickled, and PyTorch cannot deep-copy a DTensor over a local
+    tensor that does not begin its storage.
+    """
+    if view.numel() == 0:
+        return torch.empty_like(view)
+    return from_dlpack(view) if view.dtype in _DLPACK_DTYPES else view

@@ -13,6 +13,8 @@ from dbuffer.errors import MeshError
 __all__ = ["MeshAxis", "axis_index", "flattened_mesh", "mesh_axes"]
 
 _AXES: dict[int, tuple[MeshAxis, ...]] = {}
+# By gather group, not by mesh: meshes over the same ranks (slices of one, or made twice) share it.
+_REDUCE_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _FLATTENED: dict[int, DeviceMesh] = {}
 
 
@@ -30,7 +32,6 @@ class MeshAxis:
     size: int
     rank: int
     gather_group: dist.ProcessGroup
-    _reduce_group: dist.ProcessGroup | None = None
 
     @property
     def reduce_group(self) -> dist.ProcessGroup:
@@ -39,12 +40,12 @@ class MeshAxis:
         Reductions wait for gradients, gathers run ahead of them; on one communicator the slower queue would hold up
         the other, and both queues would have to interleave alike on every rank.
         """
-        if self._reduce_group is None:
+        if self.gather_group not in _REDUCE_GROUPS:
             ranks = dist.get_process_group_ranks(self.gather_group)
-            self._reduce_group = dist.new_group(
+            _REDUCE_GROUPS[self.gather_group] = dist.new_group(
                 ranks, use_local_synchronization=True, group_desc=f"reduce over {self.name}"
             )
-        return self._reduce_group
+        return _REDUCE_GROUPS[self.gather_group]
 
 
 def mesh_axes(mesh: DeviceMesh) -> tuple[MeshAxis, ...]:

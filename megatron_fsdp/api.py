@@ -168,17 +168,22 @@ def _refuse_unsupported(reshard_after_forward: bool | int | None, offload_policy
         raise ConfigError("dp_mesh_dims is not supported yet; pass mesh=mesh['dp'] (or a tuple of names) instead")
 
 
+_DEFAULT_MESH: list[Any] = []
+
+
 def _default_mesh() -> DeviceMesh:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if not dist.is_initialized() and not dist.is_torchelastic_launched():
         backend = "nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    return init_device_mesh(device_type, (dist.get_world_size() if dist.is_initialized() else _launched_world_size(),))
-
-
-def _launched_world_size() -> int:
-    dist.init_process_group()
-    return dist.get_world_size()
+    elif not dist.is_initialized():
+        dist.init_process_group()
+    # One mesh for all units without one: meshes made anew would each bring communicators of their own.
+    world = dist.group.WORLD
+    if not _DEFAULT_MESH or _DEFAULT_MESH[0] is not world:
+        _DEFAULT_MESH[:] = [world, init_device_mesh(device_type, (dist.get_world_size(),))]
+    mesh: DeviceMesh = _DEFAULT_MESH[1]
+    return mesh
 
 
 def _default_placements(mesh: DeviceMesh) -> Placements:
@@ -260,7 +265,6 @@ def _adopt_units(modules: Sequence[nn.Module], root: Unit) -> None:
                 if id(unit) not in units:
                     units[id(unit)] = unit
                     unit.rename(prefix + path)
-    root.rename(type(modules[0]).__name__)
     schedule.adopt(root, units.values())
 
 

@@ -230,13 +230,16 @@ class GradientBuffer:
         overwrite = self.state is GradState.EMPTY
         scale = 1.0 / (self.divisor * self._wire_scale)
 
+        # Not self: a ticket that nobody waits for must not keep this object alive.
+        packed, reduced, main_grad = self._packed, self._reduced, self.main_grad
+
         def run(works: list[torch.distributed.Work] | None) -> None:
-            self._packed.redistribute(self._reduced.placements, out=self._reduced, works=works)
+            packed.redistribute(reduced.placements, out=reduced, works=works)
 
         def fold() -> None:
-            accumulate(self._reduced.local_buffer, self.main_grad.local_buffer, scale=scale, overwrite=overwrite)
+            accumulate(reduced.local_buffer, main_grad.local_buffer, scale=scale, overwrite=overwrite)
 
-        self._tickets.append(lane("reduce", self._packed.device).submit(run, fold))
+        self._tickets.append(lane("reduce", packed.device).submit(run, fold))
         self.state = GradState.PARTIAL
 
     def _fill_missing(self) -> None:

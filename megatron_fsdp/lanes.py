@@ -128,4 +128,5 @@ def record_transcript() -> Iterator[list[str]]:
     try:
         yield transcript
     finally:
-        _transcripts.remove(transcript)
+        # By identity: two transcripts may hold the same lines.
+        _transcripts[:] = [other for other in _transcripts if other is not transcript]

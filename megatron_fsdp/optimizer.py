@@ -127,7 +127,7 @@ def _combine(parts: list[torch.Tensor], norm_type: float, device: torch.device) 
 
 def _by_reduction(gradients: Iterable[DBuffer]) -> Iterable[list[DBuffer]]:
     """Split buffers by the mesh and placements over which their elements are spread."""
-    split: dict[tuple[int, tuple[object, ...]], list[DBuffer]] = {}
+    split: dict[tuple[tuple[int, ...], tuple[object, ...]], list[DBuffer]] = {}
     for buffer in gradients:
-        split.setdefault((id(buffer.mesh), buffer.placements), []).append(buffer)
+        split.setdefault((tuple(id(axis.gather_group) for axis in buffer.axes), buffer.placements), []).append(buffer)
     return split.values()

@@ -12,7 +12,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard_optimizer, microbatch, no_sync
-from tests.functional.models import NUM_BLOCKS, Model, draw_tokens, loss_of, make_mesh, make_model, shard_model, whole_state
+from tests.functional.models import (
+    NUM_BLOCKS,
+    Model,
+    draw_tokens,
+    loss_of,
+    make_mesh,
+    make_model,
+    shard_model,
+    whole_state,
+)
 
 NUM_MICROBATCHES = 2
 # Between the smallest and the largest norm that these runs meet: some steps are clipped, others are not.
