@@ -33,7 +33,7 @@ from gpt.optimizer import build_optimizer, set_learning_rate
 from gpt.parallel import accumulation, clip_gradients, parallelize, unwrapped
 from gpt.sample import Sampling, generate
 from gpt.train_log import Interval, IntervalMeans, IterationRecord, TrainLog, peak_memory_mib
-from megatron_fsdp import FsdpError, explain, fully_shard_optimizer, load_checkpoint, save_checkpoint
+from megatron_fsdp import FsdpConfig, FsdpError, explain, fully_shard_optimizer, load_checkpoint, save_checkpoint
 
 _DEFAULT_FOLDER = Path("runs/gpt")
 
@@ -284,7 +284,8 @@ def describe(job: Job) -> None:
     )
     log.message(precision_line(is_bf16=args.bf16, device=job.device))
     if args.use_megatron_fsdp:
-        log.message(str(explain(job.model)))
+        config = FsdpConfig.from_args(args)
+        log.message("\n".join([config.explain(), *config.notices(), str(explain(job.model))]))
 
 
 def precision_line(*, is_bf16: bool, device: torch.device) -> str:

@@ -1,0 +1,38 @@
+"""The trainer in the README runs as it stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.harness import run_ranks
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def trainer() -> str:
+    """Return the README's Python example."""
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    return str(code)
+
+
+def run_trainer() -> tuple[float, float, int]:
+    """Run it; return its last gradient norm, its last loss, and how many of its parameters are whole on this rank."""
+    names: dict[str, object] = {}
+    exec(compile(trainer(), str(README), "exec"), names)  # what is under test is the text itself
+    model, norm, loss = names["model"], names["norm"], names["loss"]
+    whole = sum(parameter.to_local().shape == parameter.shape for parameter in model.parameters())  # type: ignore[attr-defined]
+    return norm.item(), loss.item(), whole  # type: ignore[attr-defined]
+
+
+def test_the_readmes_trainer_learns_and_clips_by_one_norm_on_all_ranks() -> None:
+    results = run_ranks(3, run_trainer)
+    assert len({norm for norm, _, _ in results}) == 1
+    assert all(loss < 0.01 for _, loss, _ in results)
+
+
+def test_the_readmes_trainer_shards_its_parameters() -> None:
+    num_parameters = 16
+    assert sum(whole for _, _, whole in run_ranks(3, run_trainer)) < num_parameters
+    ((_, _, alone),) = run_ranks(1, run_trainer)
+    assert alone == num_parameters
