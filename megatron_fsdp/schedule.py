@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_fsdp.errors import StateError
 from megatron_fsdp.lanes import trace
 from megatron_fsdp.parameter_group import WeightState
 from megatron_fsdp.structure import iterate_tensors
@@ -199,7 +200,16 @@ class Schedule:
     # ------------------------------------------------------------------ backward
 
     def before_backward(self, call: Call) -> None:
-        """Gather the unit again for its backward, end the units that backward has left, start the next gather."""
+        """Gather the unit again for its backward, end the units that backward has left, start the next gather.
+
+        Raises:
+            StateError: the backward is itself recorded (``create_graph=True``).
+        """
+        if torch.is_grad_enabled():
+            raise StateError(
+                f"unit {call.unit.name!r}: backward with create_graph=True is not supported: the recorded graph would use the "
+                f"unit's weights after they are released. Keep the module whose second derivatives are wanted unsharded."
+            )
         self._open_backward()
         if call.entered == self._backward:
             return

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dbuffer import guard_released_storage, observe_collectives
-from megatron_fsdp import fully_shard
+from megatron_fsdp import StateError, fully_shard
 from tests.functional.replica import WIDTH, Block, Case, Comparison, Stack, compare, inputs, shard_each
 from tests.harness import run_ranks
 
@@ -265,3 +265,21 @@ def _take_input_gradient(model: nn.Module, step: int) -> None:
 def test_training_goes_on_right_after_a_backward_to_the_inputs_alone() -> None:
     results = run_ranks(2, train_after_input_gradients)
     assert all(result.is_exact for result in results), results
+
+
+def ask_for_second_derivatives() -> str:
+    model = Stack(Block(), Block())
+    shard_each(model)
+    x = inputs(dist.get_rank(), 0).requires_grad_()
+    loss = model(x).square().mean()
+    try:
+        torch.autograd.grad(loss, x, create_graph=True)
+    except StateError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_recorded_backward_is_refused_by_name() -> None:
+    for message in run_ranks(2, ask_for_second_derivatives):
+        assert "create_graph=True" in message
+        assert "unsharded" in message
