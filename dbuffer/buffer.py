@@ -282,8 +282,8 @@ class DBuffer:
         if isinstance(source, Replicate) and isinstance(target, Flat):
             return self.scatter(axis, target, out=out)
         raise PlacementError(
-            f"{self.name}: axis {self.axes[axis].name!r} cannot change from {source!r} to {target!r}; legal are Flat to "
-            f"Replicate, Partial to Flat or Replicate, and Replicate to Flat"
+            f"{self.name}: axis {self.axes[axis].name!r} cannot change from {source!r} to {target!r}; legal are Flat "
+            "to Replicate, Partial to Flat or Replicate, and Replicate to Flat"
         )
 
     def allgather(

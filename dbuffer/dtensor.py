@@ -246,7 +246,8 @@ def _wrap(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ..
 def _standalone(view: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the memory of ``view`` whose storage is that memory alone.
 
-    A view would bring the whole flat buffer along when it is pickled, and PyTorch cannot deep-copy a DTensor over a local
+    A view would bring the whole flat buffer along when it is pickled, and PyTorch cannot deep-copy a DTensor over a
+    local
     tensor that does not begin its storage.
     """
     if view.numel() == 0:

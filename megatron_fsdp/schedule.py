@@ -207,8 +207,9 @@ class Schedule:
         """
         if torch.is_grad_enabled():
             raise StateError(
-                f"unit {call.unit.name!r}: backward with create_graph=True is not supported: the recorded graph would use the "
-                f"unit's weights after they are released. Keep the module whose second derivatives are wanted unsharded."
+                f"unit {call.unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
+                "use the unit's weights after they are released. Keep the module whose second derivatives are wanted "
+                "unsharded."
             )
         self._open_backward()
         if call.entered == self._backward:
