@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.parameter_group import ParameterGroup
+from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter, is_laid_out_like
 from megatron_fsdp.precision import caster
 from megatron_fsdp.unit import Unit
 
@@ -194,9 +194,17 @@ def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bo
         group.reshard()
 
 
-def _before_load_state_dict(unit: Unit, *_: Any) -> None:
-    for group in unit.groups:
-        group.reshard()
+def _before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for below in units_below(module):
+        for group in below.groups:
+            group.reshard()
+    # Whole tensors, and DTensors that torch.distributed.tensor cut, are brought into the rows of each rank.
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value, owner = state_dict.get(prefix + name), group_of_parameter(parameter)
+        if owner is None or not isinstance(value, torch.Tensor) or is_laid_out_like(value, parameter):
+            continue
+        if value.shape == parameter.shape:
+            state_dict[prefix + name] = owner.laid_out(parameter, value)
 
 
 def _after_load_state_dict(unit: Unit, *_: Any) -> None:

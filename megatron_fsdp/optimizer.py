@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dbuffer import DBuffer
 from dbuffer.collectives import all_reduce
 from dbuffer.placements import Flat
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.module import units_below
-from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
+from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter, is_laid_out_like, refreshes_itself
 
 __all__ = ["clip_grad_norm_", "fully_shard_optimizer"]
 
@@ -45,6 +46,7 @@ def fully_shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
         )
     references = list(groups.values())
     refreshes_itself(optimizer)
+    optimizer.register_load_state_dict_post_hook(_lay_out_new_state)
     optimizer.register_step_pre_hook(functools.partial(_before_step, references))
     optimizer.register_step_post_hook(functools.partial(_after_step, references))
     return optimizer
@@ -64,6 +66,29 @@ def _after_step(references: Iterable[weakref.ref[ParameterGroup]], *_: Any) -> N
             if group.gradients is not None:
                 group.gradients.restore_dtype()
             group.catch_up()
+
+
+# The state dictionary that each optimizer had at its last step. load_state_dict brings a new one, in which PyTorch
+# may have
+# put DTensors with rows of its own; they are brought into the parameters' rows before they meet them.
+_STATES: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+def _lay_out_new_state(optimizer: Optimizer, *_: Any) -> None:
+    if _STATES.get(optimizer) == id(optimizer.state):
+        return
+    _STATES[optimizer] = id(optimizer.state)
+    for parameter in _parameters_of(optimizer):
+        group, state = group_of_parameter(parameter), optimizer.state.get(parameter, {})
+        if group is None:
+            continue
+        for key, value in state.items():
+            is_like = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == parameter.shape
+            if is_like and not is_laid_out_like(value, parameter):
+                state[key] = group.laid_out(parameter, value)
+
+
+register_optimizer_step_pre_hook(_lay_out_new_state)
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterable[torch.Tensor]:

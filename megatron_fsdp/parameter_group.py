@@ -32,7 +32,7 @@ from megatron_fsdp.precision import GroupDtypes
 from megatron_fsdp.sites import Sites
 from megatron_fsdp.strategy import Placements
 
-__all__ = ["GroupSpec", "ParameterGroup", "WeightState", "group_of_parameter", "refreshes_itself"]
+__all__ = ["GroupSpec", "ParameterGroup", "WeightState", "group_of_parameter", "is_laid_out_like", "refreshes_itself"]
 
 # Fused and foreach optimizers change a DTensor's memory without touching any version counter, so every step of any
 # torch.optim.Optimizer in the process counts as a change (docs/design/freshness.md).
@@ -326,6 +326,24 @@ class ParameterGroup:
             self._adopt(index, name, current)
         self._sites.show_sharded()
 
+    def laid_out(self, face: torch.Tensor, value: torch.Tensor) -> DTensor:
+        """Return ``value``, a whole tensor or a DTensor of any placement, as a DTensor laid out like one of the
+        parameters.
+
+        Every rank of the mesh calls it. One whole tensor exists at a time.
+        """
+        index = next(position for position, other in enumerate(self._sharded) if other is face)
+        template = self._sharded[index]
+        assert isinstance(template, DTensor)
+        held = self.main_weight.layout.held(index)
+        whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach().reshape(-1)
+        local = torch.empty_like(template.to_local(), dtype=value.dtype)
+        local.view(-1).copy_(whole[held.start : held.stop])
+        stride = template.stride()
+        return DTensor.from_local(
+            local, template.device_mesh, template.placements, run_check=False, shape=template.shape, stride=stride
+        )
+
     def _adopt(self, index: int, name: str, current: torch.Tensor) -> None:
         wanted = self.main_weight
         if (
@@ -365,6 +383,13 @@ def _gradient_hook(group: weakref.ref[ParameterGroup], index: int) -> Callable[[
 def _copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
     for name, value in vars(source).items():
         setattr(target, name, value)
+
+
+def is_laid_out_like(value: torch.Tensor, face: torch.Tensor) -> bool:
+    """Whether ``value`` may stand beside a sharded parameter as it is: a DTensor with the very rows of its ranks."""
+    if not isinstance(value, DTensor) or not isinstance(face, DTensor):
+        return False
+    return [repr(placement) for placement in value.placements] == [repr(placement) for placement in face.placements]
 
 
 def _is_ragged(tensor: DTensor) -> bool:
