@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dbuffer import DBuffer
 from dbuffer.collectives import all_reduce
 from dbuffer.placements import Flat
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.module import units_below
-from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter, is_laid_out_like, refreshes_itself
+from megatron_fsdp.optimizer_state import lay_out_loaded_state, parameters_of
+from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
 
 __all__ = ["clip_grad_norm_", "fully_shard_optimizer"]
 
@@ -35,7 +35,7 @@ def fully_shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
         ConfigError: the optimizer has no sharded parameter; it was probably built before ``fully_shard``.
     """
     groups: dict[int, weakref.ref[ParameterGroup]] = {}
-    for parameter in _parameters_of(optimizer):
+    for parameter in parameters_of(optimizer):
         group = group_of_parameter(parameter)
         if group is not None:
             groups[id(group)] = weakref.ref(group)
@@ -46,7 +46,7 @@ def fully_shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
         )
     references = list(groups.values())
     refreshes_itself(optimizer)
-    optimizer.register_load_state_dict_post_hook(_lay_out_new_state)
+    optimizer.register_load_state_dict_post_hook(lay_out_loaded_state)
     optimizer.register_step_pre_hook(functools.partial(_before_step, references))
     optimizer.register_step_post_hook(functools.partial(_after_step, references))
     return optimizer
@@ -68,40 +68,11 @@ def _after_step(references: Iterable[weakref.ref[ParameterGroup]], *_: Any) -> N
             group.catch_up()
 
 
-# The state dictionary that each optimizer had at its last step. load_state_dict brings a new one, in which PyTorch
-# may have
-# put DTensors with rows of its own; they are brought into the parameters' rows before they meet them.
-_STATES: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-
-
-def _lay_out_new_state(optimizer: Optimizer, *_: Any) -> None:
-    if _STATES.get(optimizer) == id(optimizer.state):
-        return
-    _STATES[optimizer] = id(optimizer.state)
-    for parameter in _parameters_of(optimizer):
-        group, state = group_of_parameter(parameter), optimizer.state.get(parameter, {})
-        if group is None:
-            continue
-        for key, value in state.items():
-            is_like = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == parameter.shape
-            if is_like and not is_laid_out_like(value, parameter):
-                state[key] = group.laid_out(parameter, value)
-
-
-register_optimizer_step_pre_hook(_lay_out_new_state)
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterable[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: float = 2.0) -> torch.Tensor:
     """Scale the gradients of a sharded model so that their global norm is at most ``max_norm``.
 
     One pass over each flat gradient shard and one all-reduce of a scalar per distinct mesh, whatever the number of
-    parameters. Parameters that
-    are not sharded (ignored ones) are taken in as they are on this rank.
+    parameters. Parameters that are not sharded (ignored ones) are taken in as they are on this rank.
 
     Args:
         model: a module with sharded modules in it, after the last microbatch's backward.
