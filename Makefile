@@ -20,9 +20,6 @@ TRAIN_ARGS ?= --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_
 # What `make test` runs, and flags for pytest.
 TESTS ?= tests/unit tests/functional
 TEST_ARGS ?=
-# Passed to `python -m benchmarks`.
-BENCH_ARGS ?=
-
 # A rank is a process here, and a thread pool in each would only fight over the cores.
 export OMP_NUM_THREADS ?= 1
 
@@ -35,7 +32,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 CONSTRAINTS := constraints/tools.txt $(if $(HAS_GPU),,constraints/cpu.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-gpu check format bench clean
+.PHONY: help train test test-gpu check format clean
 
 help: ## List targets and variables.
 	@echo "Targets:"
@@ -49,7 +46,6 @@ help: ## List targets and variables.
 	@echo "                                     ranks and flags of make train"
 	@echo "  TESTS=tests/unit/dbuffer TEST_ARGS='-x -k plan'"
 	@echo "                                     tests and pytest flags of make test"
-	@echo "  BENCH_ARGS=--help                  flags of make bench"
 	@echo "PYTHON and VENV_ARGS count when the environment is made: run make clean before changing them."
 
 train: $(STAMP) ## Train a small GPT with sharded parameters, gradients and optimizer state.
@@ -70,9 +66,6 @@ check: $(STAMP) ## Check format, lint, types and architecture.
 format: $(STAMP) ## Format the code and sort its imports.
 	$(BIN) -m ruff format $(CHECKED)
 	$(BIN) -m ruff check --fix $(CHECKED)
-
-bench: $(STAMP) ## Run the benchmarks.
-	$(BIN) -m benchmarks $(BENCH_ARGS)
 
 clean: ## Remove the environment, caches and build leftovers.
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

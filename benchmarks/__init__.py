@@ -1,0 +1,1 @@
+"""Benchmarks will live here; there are none yet (README, "What is there")."""

@@ -110,7 +110,9 @@ class StaleGather:
         _right.all_gather(output, self._first.setdefault(shard.data_ptr(), shard.clone()), axis)
 
 
-def scatter_another_slice(output: torch.Tensor, full: torch.Tensor, axis: MeshAxis, op: str, works: Works = None) -> None:
+def scatter_another_slice(
+    output: torch.Tensor, full: torch.Tensor, axis: MeshAxis, op: str, works: Works = None
+) -> None:
     """Reduce-scatter that hands each rank its neighbour's slice."""
     rolled = full.view(axis.size, -1).roll(1, dims=0).reshape(-1)
     _right.reduce_scatter(output, rolled, axis, op)

@@ -1,4 +1,4 @@
-"""Small models with ugly shapes, data that differs on every rank, and the ways in which the functional tests shard them."""
+"""Small models with ugly shapes, data that differs on every rank, and the ways in which the tests shard them."""
 
 from collections.abc import Sequence
 

@@ -22,8 +22,8 @@ from tests.harness import run_ranks
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 WAYS = (Accumulation.UNANNOUNCED, Accumulation.NO_SYNC)
 
-# One rounding to bf16 is off by 2**-9 of the value at most: losses here are near 3.4 and norms near 0.45. In 20 steps of 0.001
-# weights move by 0.02, and leaving out the rounding altogether moves them by another 0.002.
+# One rounding to bf16 is off by 2**-9 of the value at most: losses here are near 3.4 and norms near 0.45. In 20 steps
+# of 0.001 weights move by 0.02, and leaving out the rounding altogether moves them by another 0.002.
 BF16 = Tolerance(weight=2.5e-4, norm=2**-10, loss=2**-8)
 SLOW_ADAMW = {"lr": 0.001, "weight_decay": 0.1}
 POLICIES = {

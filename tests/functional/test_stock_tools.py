@@ -41,7 +41,9 @@ FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 NUM_RANKS = 3
 
 
-def differing(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float = 0.0) -> list[str]:
+def differing(
+    found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float = 0.0
+) -> list[str]:
     """Return the names that only one side has, and those whose values are further apart than ``tolerance``."""
     names = list(found.keys() ^ wanted.keys())
     return names + [
@@ -60,7 +62,9 @@ def gather_parameters_and_gradients(strategy: str, mesh_shape: tuple[int, ...]) 
     tokens = draw_tokens(dist.get_rank())
     loss_of(model(tokens), tokens).backward()
     model.reshard()
-    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = {
+        name: parameter.grad.full_tensor() for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     return {name: value.detach() for name, value in before.items()}, gradients
 
 
@@ -215,7 +219,9 @@ def copy_canonical(model: Model, wanted: State) -> None:
 def canonical(model: Model, wanted: State) -> State:
     """Return ``wanted`` with what is a DTensor in the model as ``distribute_tensor`` makes it: cut as torch cuts."""
     return {
-        name: distribute_tensor(wanted[name], mine.device_mesh, mine.placements) if isinstance(mine, DTensor) else wanted[name]
+        name: distribute_tensor(wanted[name], mine.device_mesh, mine.placements)
+        if isinstance(mine, DTensor)
+        else wanted[name]
         for name, mine in model.state_dict().items()
     }
 
@@ -253,7 +259,9 @@ def load_and_step(strategy: str, mesh_shape: tuple[int, ...], name: str, wanted:
     return loaded, whole_state(model)
 
 
-@pytest.mark.parametrize(("strategy", "mesh_shape"), [("optim_grads_params", (3,)), ("hfsdp", (2, 2))], ids=["three ranks", "two axes"])
+@pytest.mark.parametrize(
+    ("strategy", "mesh_shape"), [("optim_grads_params", (3,)), ("hfsdp", (2, 2))], ids=["three ranks", "two axes"]
+)
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_model_takes_over_values_and_trains_on_from_them_after(
     name: str, strategy: str, mesh_shape: tuple[int, ...]
@@ -343,7 +351,10 @@ def test_a_sharded_run_goes_on_from_a_whole_models_state() -> None:
 def save_with_dcp(path: str) -> State:
     model, optimizer = sharded_adamw(0, {})
     train(model, optimizer, range(2), [dist.get_rank()])
-    dcp.save({"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=path)
+    dcp.save(
+        {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)},
+        checkpoint_id=path,
+    )
     return whole_state(model)
 
 
@@ -366,13 +377,15 @@ def saved_with_dcp(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, State
 
 
 @pytest.mark.parametrize(
-    ("num_loaders", "is_sharded"), [(3, True), (2, True), (1, True), (1, False)], ids=["3 ranks", "2 ranks", "1 rank", "a whole model"]
+    ("num_loaders", "is_sharded"),
+    [(3, True), (2, True), (1, True), (1, False)],
+    ids=["3 ranks", "2 ranks", "1 rank", "a whole model"],
 )
 def test_what_three_ranks_saved_with_dcp_loads_on(
     num_loaders: int, is_sharded: bool, saved_with_dcp: tuple[str, State]
 ) -> None:
     path, saved = saved_with_dcp
-    model, optimizer = whole_adamw(3, NUM_RANKS)
+    model, _optimizer = whole_adamw(3, NUM_RANKS)
     for loaded_values, one_step_later in run_ranks(num_loaders, load_with_dcp, path, NUM_RANKS, is_sharded):
         assert differing(loaded_values, saved) == []
         assert differing(one_step_later, model.state_dict(), 1e-5) == []

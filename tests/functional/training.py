@@ -140,7 +140,7 @@ def _train(recipe: Recipe, model: Model) -> tuple[tuple[float, ...], tuple[float
 
 
 def train_replicated(recipe: Recipe) -> History:
-    """Train one whole model on the data of all ranks, with FP32 weights, cast for compute where the recipe asks for it."""
+    """Train one whole model on the data of all ranks; FP32 weights, cast for compute where the recipe asks for it."""
     model = make_model(num_blocks=recipe.num_blocks).to(recipe.own_dtype).float()
     param_dtype = recipe.policy.param_dtype if recipe.policy is not None else None
     forward = partial(_forward_in, model, param_dtype or recipe.own_dtype)
