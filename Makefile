@@ -25,7 +25,7 @@ export OMP_NUM_THREADS ?= 1
 
 BIN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-CHECKED := dbuffer kernels megatron_fsdp examples benchmarks tests setup.py
+CHECKED := dbuffer kernels megatron_fsdp examples tests setup.py
 
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # With a GPU, torch must match the driver, so its version is the machine's own affair.

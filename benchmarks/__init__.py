@@ -1,1 +1,0 @@
-"""Benchmarks will live here; there are none yet (README, "What is there")."""
