@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from dbuffer import collectives
 from dbuffer.mesh import MeshAxis
+from dbuffer_kernels import accumulate
 from megatron_fsdp import gradients, optimizer
 
-_accumulate = gradients.accumulate
 Works = list[dist.Work] | None
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -82,12 +82,12 @@ class CallCounter:
 @contextmanager
 def replaced(**functions: Callable[..., None]) -> Iterator[None]:
     """Put other functions in the place of collectives, wherever the engine looks for them."""
-    with mock.patch.multiple(collectives, **functions):
-        if "all_reduce" not in functions:
-            yield
-            return
-        with mock.patch.object(optimizer, "all_reduce", functions["all_reduce"]):
-            yield
+    with ExitStack() as stack:
+        for kind, function in functions.items():
+            for place in (collectives, optimizer):
+                if hasattr(place, kind):
+                    stack.enter_context(mock.patch.object(place, kind, function))
+        yield
 
 
 # ---------------------------------------------------------------------- every call wrong in the same way
@@ -159,7 +159,7 @@ def without_later_microbatches() -> Iterator[None]:
 
     def first_only(source: torch.Tensor, target: torch.Tensor, *, scale: float, overwrite: bool) -> None:
         if overwrite:
-            _accumulate(source, target, scale=scale, overwrite=True)
+            accumulate(source, target, scale=scale, overwrite=True)
 
     with mock.patch.object(gradients, "accumulate", first_only):
         yield
@@ -170,7 +170,7 @@ def without_earlier_microbatches() -> Iterator[None]:
     """What should be added to a gradient that is there already takes its place."""
 
     def last_only(source: torch.Tensor, target: torch.Tensor, *, scale: float, overwrite: bool) -> None:
-        _accumulate(source, target, scale=scale, overwrite=True)
+        accumulate(source, target, scale=scale, overwrite=True)
 
     with mock.patch.object(gradients, "accumulate", last_only):
         yield

@@ -1,6 +1,6 @@
 """Small models with ugly shapes, data that differs on every rank, and the ways in which the tests shard them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,8 @@ class Block(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         inner = torch.tanh(functional.linear(self.norm(hidden), self.experts.flatten(0, 1)))
-        return hidden + self.gain * self.project(inner)
+        output: torch.Tensor = hidden + self.gain * self.project(inner)
+        return output
 
 
 class Model(nn.Module):
@@ -50,7 +51,8 @@ class Model(nn.Module):
         hidden = hidden + self.positions.to(hidden.dtype) + self.shift
         for block in self.blocks:
             hidden = block(hidden)
-        return self.head(self.norm(hidden))
+        logits: torch.Tensor = self.head(self.norm(hidden))
+        return logits
 
 
 def make_model(seed: int = 0, num_blocks: int = NUM_BLOCKS) -> Model:
@@ -110,3 +112,17 @@ def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
         for name, value in model.state_dict().items()
     }
+
+
+def differing(
+    found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float = 0.0
+) -> list[str]:
+    """Return the names that only one side has, and those whose values are further apart than ``tolerance``."""
+    return [
+        name
+        for name in found.keys() | wanted.keys()
+        if name not in found
+        or name not in wanted
+        or found[name].shape != wanted[name].shape
+        or not (found[name] - wanted[name]).abs().max() <= tolerance
+    ]

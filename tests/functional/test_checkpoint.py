@@ -16,6 +16,7 @@ from tests.functional.models import (
     VOCABULARY,
     WIDTH,
     Model,
+    differing,
     draw_tokens,
     loss_of,
     make_mesh,
@@ -61,20 +62,9 @@ def make_optimizer(name: str, model: nn.Module, lr: float = 0.01) -> torch.optim
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Return an optimizer's state as whole tensors in one flat dictionary."""
-    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    return {f"{name}: {key}": value for name, values in state["state"].items() for key, value in values.items()}
-
-
-def differing(found: State, wanted: State, tolerance: float = 0.0) -> list[str]:
-    """Return the names that only one side has, and those whose values are further apart than ``tolerance``."""
-    return [
-        name
-        for name in found.keys() | wanted.keys()
-        if name not in found
-        or name not in wanted
-        or found[name].shape != wanted[name].shape
-        or not (found[name] - wanted[name]).abs().max() <= tolerance
-    ]
+    options = StateDictOptions(full_state_dict=True)
+    state: Any = get_optimizer_state_dict(model, optimizer, options=options)["state"]
+    return {f"{name}: {key}": value for name, values in state.items() for key, value in values.items()}
 
 
 # ---------------------------------------------------------------------- resume

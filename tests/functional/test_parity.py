@@ -1,6 +1,7 @@
 """Sharded training equals replicated training of the global batch, on any number of ranks and under every strategy."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,15 +94,15 @@ def test_gradients_accumulate_as_in_torch_with_zero_grad(zero_grad: ZeroGrad) ->
 
 @pytest.mark.parametrize("accumulation", WAYS, ids=lambda choice: choice.name)
 def test_gradients_that_nobody_zeroes_accumulate_without_microbatch(accumulation: Accumulation) -> None:
-    keep = {"num_steps": 3, "accumulation": accumulation, "zero_grad": ZeroGrad.NEVER}
-    recipes = {strategy: Recipe(strategy, **keep) for strategy in STRATEGIES}
+    recipe = Recipe(num_steps=3, accumulation=accumulation, zero_grad=ZeroGrad.NEVER)
+    recipes = {strategy: replace(recipe, strategy=strategy) for strategy in STRATEGIES}
     assert compare(recipes) == {}
 
 
 @pytest.mark.parametrize("accumulation", WAYS, ids=lambda choice: choice.name)
 def test_gradients_that_nobody_zeroes_accumulate_on_two_axes(accumulation: Accumulation) -> None:
-    keep = {"num_steps": 3, "accumulation": accumulation, "zero_grad": ZeroGrad.NEVER}
-    recipes = {strategy: Recipe(strategy, (2, 2), **keep) for strategy in ("hsdp", "hfsdp")}
+    recipe = Recipe(mesh_shape=(2, 2), num_steps=3, accumulation=accumulation, zero_grad=ZeroGrad.NEVER)
+    recipes = {strategy: replace(recipe, strategy=strategy) for strategy in ("hsdp", "hfsdp")}
     assert compare(recipes) == {}
 
 
@@ -117,15 +118,15 @@ def test_bf16_compute_over_fp32_weights_stays_near_the_replicated_run_under_ever
 
 
 def test_bf16_compute_over_fp32_weights_stays_near_the_replicated_run_on_two_axes() -> None:
-    keep = {"num_steps": 5, "options": SLOW_ADAMW, "policy": POLICIES["fp32 reduction"]}
-    recipes = {strategy: Recipe(strategy, (2, 2), **keep) for strategy in ("hsdp", "hfsdp")}
+    recipe = Recipe(mesh_shape=(2, 2), num_steps=5, options=SLOW_ADAMW, policy=POLICIES["fp32 reduction"])
+    recipes = {strategy: replace(recipe, strategy=strategy) for strategy in ("hsdp", "hfsdp")}
     assert compare(recipes, BF16) == {}
 
 
 def test_fp32_main_weights_of_a_bf16_model_stay_near_the_replicated_run() -> None:
     policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, reduce_dtype=torch.float32)
-    keep = {"num_steps": 5, "options": SLOW_ADAMW, "policy": policy, "own_dtype": torch.bfloat16}
-    recipes = {strategy: Recipe(strategy, **keep) for strategy in STRATEGIES}
+    recipe = Recipe(num_steps=5, options=SLOW_ADAMW, policy=policy, own_dtype=torch.bfloat16)
+    recipes = {strategy: replace(recipe, strategy=strategy) for strategy in STRATEGIES}
     assert compare(recipes, BF16) == {}
 
 

@@ -1,56 +1,20 @@
-"""PyTorch's own tools work on sharded models as they are: gathering, clipping, optimizers, state dicts, loading."""
+"""PyTorch's own tools work on sharded parameters as they are: full_tensor, clip_grad_norm_, optimizers."""
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import fully_shard
-from tests.functional.models import (
-    Model,
-    draw_tokens,
-    loss_of,
-    make_mesh,
-    make_model,
-    shard_model,
-    train,
-    whole_state,
-    world_mesh,
-)
+from tests.functional.models import differing, draw_tokens, loss_of, make_mesh, make_model, shard_model, world_mesh
 from tests.functional.training import History, Recipe, disagreements, train_replicated, train_sharded
 from tests.harness import run_ranks
 
 State = dict[str, torch.Tensor]
-FULL = StateDictOptions(full_state_dict=True)
-FULL_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
-FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 NUM_RANKS = 3
-
-
-def differing(
-    found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float = 0.0
-) -> list[str]:
-    """Return the names that only one side has, and those whose values are further apart than ``tolerance``."""
-    names = list(found.keys() ^ wanted.keys())
-    return names + [
-        name
-        for name in found.keys() & wanted.keys()
-        if found[name].shape != wanted[name].shape or not (found[name] - wanted[name]).abs().max() <= tolerance
-    ]
 
 
 # ---------------------------------------------------------------------- full_tensor
@@ -58,14 +22,21 @@ def differing(
 
 def gather_parameters_and_gradients(strategy: str, mesh_shape: tuple[int, ...]) -> tuple[State, State]:
     model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
-    before = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    before = {name: full(parameter) for name, parameter in model.named_parameters()}
     tokens = draw_tokens(dist.get_rank())
     loss_of(model(tokens), tokens).backward()
-    model.reshard()
-    gradients = {
-        name: parameter.grad.full_tensor() for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
-    return {name: value.detach() for name, value in before.items()}, gradients
+    return {name: value.detach() for name, value in before.items()}, full_gradients(model)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor as one whole tensor; every rank calls it."""
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
+
+
+def full_gradients(model: nn.Module) -> State:
+    """Return the gradients of a sharded model as whole tensors; every rank calls it."""
+    return {name: full(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def whole_gradients(num_ranks: int) -> State:
@@ -112,10 +83,7 @@ def clip_with_torch(norm_type: float, foreach: bool | None) -> tuple[float, Stat
     tokens = draw_tokens(dist.get_rank())
     loss_of(model(tokens), tokens).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type, foreach=foreach)
-    assert isinstance(norm, DTensor)
-    return norm.full_tensor().item(), {
-        name: parameter.grad.full_tensor() for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
+    return full(norm).item(), full_gradients(model)
 
 
 @pytest.mark.parametrize(("norm_type", "foreach"), NORMS)
@@ -130,7 +98,7 @@ def test_torch_finds_the_norm_of_the_whole_gradient_and_scales_it(norm_type: flo
 
 # ---------------------------------------------------------------------- optimizers
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, tuple[str, Mapping[str, object]]] = {
     "AdamW foreach": ("AdamW", {"lr": 0.01, "foreach": True}),
     "AdamW one by one": ("AdamW", {"lr": 0.01, "foreach": False}),
     "AdamW fused": ("AdamW", {"lr": 0.01, "fused": True}),
@@ -140,15 +108,17 @@ OPTIMIZERS = {
 }
 
 
-def recipes_for(name: str) -> tuple[Recipe, Recipe]:
-    """Return the same run without and with ``fully_shard_optimizer``."""
+def recipe_for(name: str) -> Recipe:
     optimizer, options = OPTIMIZERS[name]
-    recipe = Recipe(mesh_shape=(NUM_RANKS,), num_steps=3, optimizer=optimizer, options=options, is_adapted=False)
-    return recipe, replace(recipe, is_adapted=True)
+    return Recipe(mesh_shape=(NUM_RANKS,), num_steps=3, optimizer=optimizer, options=options)
 
 
 def train_with_each_optimizer() -> dict[str, tuple[History, History]]:
-    return {name: tuple(train_sharded(recipe) for recipe in recipes_for(name)) for name in OPTIMIZERS}
+    """Train with each, without and with ``fully_shard_optimizer``."""
+    return {
+        name: (train_sharded(replace(recipe_for(name), is_adapted=False)), train_sharded(recipe_for(name)))
+        for name in OPTIMIZERS
+    }
 
 
 @pytest.fixture(scope="module")
@@ -160,232 +130,7 @@ def trained_with() -> list[dict[str, tuple[History, History]]]:
 def test_weights_equal_the_replicated_run_with(
     name: str, trained_with: list[dict[str, tuple[History, History]]]
 ) -> None:
-    oracle = train_replicated(recipes_for(name)[0])
+    oracle = train_replicated(recipe_for(name))
     plain, adapted = zip(*(histories[name] for histories in trained_with), strict=True)
     assert disagreements(plain, oracle) == []
     assert disagreements(adapted, oracle) == []
-
-
-# ---------------------------------------------------------------------- model state dicts
-
-
-def full_state_dicts() -> tuple[State, State]:
-    model = shard_model(make_model(), world_mesh())
-    everywhere = get_model_state_dict(model, options=FULL)
-    return dict(everywhere), dict(get_model_state_dict(model, options=FULL_ON_RANK_0))
-
-
-def test_a_full_state_dict_has_the_names_and_tensors_of_the_whole_model() -> None:
-    wanted = make_model().state_dict()
-    for rank, (everywhere, on_rank_0) in enumerate(run_ranks(NUM_RANKS, full_state_dicts)):
-        assert differing(everywhere, wanted) == []
-        assert list(everywhere) == list(wanted)
-        assert not any(isinstance(value, DTensor) for value in everywhere.values())
-        assert differing(on_rank_0, wanted if rank == 0 else {}) == []
-
-
-# A loader gives a sharded model the values of ``wanted``, the state dict of another whole model.
-Loader = Callable[[Model, State], object]
-
-
-def load_full_on_every_rank(model: Model, wanted: State) -> None:
-    set_model_state_dict(model, wanted, options=FULL)
-
-
-def load_full_on_rank_0(model: Model, wanted: State) -> None:
-    set_model_state_dict(model, wanted if dist.get_rank() == 0 else {}, options=FROM_RANK_0)
-
-
-def load_shards(model: Model, wanted: State) -> None:
-    set_model_state_dict(model, get_model_state_dict(sharded_like(model, wanted)))
-
-
-def copy_shards(model: Model, wanted: State) -> None:
-    model.load_state_dict(sharded_like(model, wanted).state_dict())
-
-
-def assign_whole_tensors(model: Model, wanted: State) -> None:
-    model.load_state_dict(wanted, assign=True)
-
-
-def assign_canonical(model: Model, wanted: State) -> None:
-    model.load_state_dict(canonical(model, wanted), assign=True)
-
-
-def copy_canonical(model: Model, wanted: State) -> None:
-    model.load_state_dict(canonical(model, wanted))
-
-
-def canonical(model: Model, wanted: State) -> State:
-    """Return ``wanted`` with what is a DTensor in the model as ``distribute_tensor`` makes it: cut as torch cuts."""
-    return {
-        name: distribute_tensor(wanted[name], mine.device_mesh, mine.placements)
-        if isinstance(mine, DTensor)
-        else wanted[name]
-        for name, mine in model.state_dict().items()
-    }
-
-
-def sharded_like(model: Model, wanted: State) -> Model:
-    """Return another sharded model, of the same strategy, that holds ``wanted``."""
-    other = make_model(seed=99)
-    other.load_state_dict(wanted)
-    spec = model.parameter_groups[0].spec
-    for block in other.blocks:
-        fully_shard(block, spec.mesh, spec.placements)
-    return fully_shard(other, spec.mesh, spec.placements)
-
-
-LOADERS: dict[str, Loader] = {
-    "set_model_state_dict, full on every rank": load_full_on_every_rank,
-    "set_model_state_dict, full on rank 0": load_full_on_rank_0,
-    "set_model_state_dict, sharded": load_shards,
-    "load_state_dict, sharded": copy_shards,
-    "load_state_dict, whole tensors assigned": assign_whole_tensors,
-    "load_state_dict, canonical DTensors assigned": assign_canonical,
-    "load_state_dict, canonical DTensors copied": copy_canonical,
-}
-
-
-def load_and_step(strategy: str, mesh_shape: tuple[int, ...], name: str, wanted: State) -> tuple[State, State]:
-    """Load into a model in use; return its values right after, and after one more step of its optimizer."""
-    model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train(model, optimizer, range(1), [dist.get_rank()])
-    # PyTorch's own loaders write into the dictionary that they are given.
-    LOADERS[name](model, dict(wanted))
-    loaded = whole_state(model)
-    train(model, optimizer, range(1), [dist.get_rank()])
-    return loaded, whole_state(model)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "mesh_shape"), [("optim_grads_params", (3,)), ("hfsdp", (2, 2))], ids=["three ranks", "two axes"]
-)
-@pytest.mark.parametrize("name", LOADERS)
-def test_a_model_takes_over_values_and_trains_on_from_them_after(
-    name: str, strategy: str, mesh_shape: tuple[int, ...]
-) -> None:
-    num_ranks = torch.Size(mesh_shape).numel()
-    model = make_model(seed=1)
-    wanted = whole_state(model)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(1), range(num_ranks))
-    for right_after, one_step_later in run_ranks(num_ranks, load_and_step, strategy, mesh_shape, name, wanted):
-        assert differing(right_after, wanted) == []
-        assert differing(one_step_later, model.state_dict(), 1e-6) == []
-
-
-# ---------------------------------------------------------------------- optimizer state dicts
-
-ADAMW = {"foreach": {"foreach": True}, "one by one": {"foreach": False}, "fused": {"fused": True}}
-
-
-def sharded_adamw(seed: int, options: Mapping[str, bool]) -> tuple[Model, torch.optim.Optimizer]:
-    model = shard_model(make_model(seed), world_mesh())
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01, **options)
-
-
-def whole_adamw(num_steps: int, num_ranks: int) -> tuple[Model, torch.optim.Optimizer]:
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    train(model, optimizer, range(num_steps), range(num_ranks))
-    return model, optimizer
-
-
-def resume_from_full_state(options: Mapping[str, bool]) -> tuple[State, State, State]:
-    """Train, move everything over to a new model and optimizer through rank 0, and train both on."""
-    mine = [dist.get_rank()]
-    model, optimizer = sharded_adamw(0, options)
-    train(model, optimizer, range(2), mine)
-    weights = get_model_state_dict(model, options=FULL_ON_RANK_0)
-    # PyTorch hands out the 0-d step counters as they are, not copies.
-    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL_ON_RANK_0))
-    other, other_optimizer = sharded_adamw(5, options)
-    set_model_state_dict(other, weights, options=FROM_RANK_0)
-    moments = copy.deepcopy(flat(state))
-    set_optimizer_state_dict(other, other_optimizer, state, options=FROM_RANK_0)
-    train(model, optimizer, range(2, 4), mine)
-    train(other, other_optimizer, range(2, 4), mine)
-    return moments, whole_state(model), whole_state(other)
-
-
-def flat(optimizer_state: Mapping[str, Any]) -> State:
-    """Return an optimizer state's tensors as one flat dictionary."""
-    return {
-        f"{name}: {key}": value
-        for name, values in optimizer_state.get("state", {}).items()
-        for key, value in values.items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-@pytest.mark.parametrize("kind", ADAMW)
-def test_the_full_optimizer_state_equals_the_whole_models_and_resumes_bit_for_bit(kind: str) -> None:
-    wanted = flat(get_optimizer_state_dict(*whole_adamw(2, NUM_RANKS)))
-    for rank, (moments, continued, resumed) in enumerate(run_ranks(NUM_RANKS, resume_from_full_state, ADAMW[kind])):
-        if rank == 0:
-            assert differing(moments, wanted, 1e-6) == []
-        assert differing(resumed, continued) == []
-
-
-def resume_whole_state(weights: State, state: dict[str, Any]) -> State:
-    model, optimizer = sharded_adamw(5, {})
-    set_model_state_dict(model, weights, options=FULL)
-    set_optimizer_state_dict(model, optimizer, state, options=FULL)
-    train(model, optimizer, range(2, 4), [dist.get_rank()])
-    return whole_state(model)
-
-
-def test_a_sharded_run_goes_on_from_a_whole_models_state() -> None:
-    model, optimizer = whole_adamw(2, NUM_RANKS)
-    state = get_optimizer_state_dict(model, optimizer)
-    resumed = run_ranks(NUM_RANKS, resume_whole_state, whole_state(model), state)
-    train(model, optimizer, range(2, 4), range(NUM_RANKS))
-    for found in resumed:
-        assert differing(found, model.state_dict(), 1e-5) == []
-
-
-# ---------------------------------------------------------------------- torch.distributed.checkpoint
-
-
-def save_with_dcp(path: str) -> State:
-    model, optimizer = sharded_adamw(0, {})
-    train(model, optimizer, range(2), [dist.get_rank()])
-    dcp.save(
-        {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)},
-        checkpoint_id=path,
-    )
-    return whole_state(model)
-
-
-def load_with_dcp(path: str, num_savers: int, is_sharded: bool) -> tuple[State, State]:
-    """Load into a fresh model and optimizer; return the values right after, and after one step on all savers' data."""
-    model, optimizer = sharded_adamw(5, {}) if is_sharded else whole_adamw(0, 1)
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    loaded = whole_state(model)
-    train(model, optimizer, range(2, 3), range(num_savers))
-    return loaded, whole_state(model)
-
-
-@pytest.fixture(scope="module")
-def saved_with_dcp(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, State]:
-    path = str(tmp_path_factory.mktemp("dcp"))
-    return path, run_ranks(NUM_RANKS, save_with_dcp, path)[0]
-
-
-@pytest.mark.parametrize(
-    ("num_loaders", "is_sharded"),
-    [(3, True), (2, True), (1, True), (1, False)],
-    ids=["3 ranks", "2 ranks", "1 rank", "a whole model"],
-)
-def test_what_three_ranks_saved_with_dcp_loads_on(
-    num_loaders: int, is_sharded: bool, saved_with_dcp: tuple[str, State]
-) -> None:
-    path, saved = saved_with_dcp
-    model, _optimizer = whole_adamw(3, NUM_RANKS)
-    for loaded_values, one_step_later in run_ranks(num_loaders, load_with_dcp, path, NUM_RANKS, is_sharded):
-        assert differing(loaded_values, saved) == []
-        assert differing(one_step_later, model.state_dict(), 1e-5) == []
