@@ -8,6 +8,7 @@ A flat plan gives each rank a run of rows that no ``torch.chunk`` would: some ra
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +100,11 @@ class RaggedShard(Shard):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RaggedShard):
             return self._key() == other._key()
-        return type(other) is Shard and other.dim == 0
+        if type(other) is not Shard or other.dim != 0:
+            return False
+        # Not for whole specs: DTensor's sharding cache looks up by spec, and compares whatever shares a bucket. A hit
+        # there would give a tensor that PyTorch cut itself the rows of this one, or the reverse.
+        return sys._getframe(1).f_code.co_name != "_check_equals"
 
     def __ne__(self, other: object) -> bool:
         return not self == other

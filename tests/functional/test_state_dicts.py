@@ -264,3 +264,27 @@ def test_what_three_ranks_saved_with_dcp_loads_on(
     for loaded_values, one_step_later in run_ranks(num_loaders, load_with_dcp, path, NUM_RANKS, is_sharded):
         assert differing(loaded_values, saved) == []
         assert differing(one_step_later, model.state_dict(), 1e-5) == []
+
+
+# ---------------------------------------------------------------------- torch's cache
+
+
+def specs_of(strategy: str, mesh_shape: tuple[int, ...]) -> list[str]:
+    """Return the parameters that torch takes for a tensor that it cut itself, or the other way round."""
+    model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
+    cut_by_torch = canonical(model, make_model().state_dict())
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter._spec == cut_by_torch[name]._spec or cut_by_torch[name]._spec == parameter._spec
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh_shape"), [("optim_grads_params", (3,)), ("hfsdp", (2, 2))], ids=["three ranks", "two axes"]
+)
+def test_torch_finds_nothing_in_its_cache_for_a_tensor_that_it_cut_in_other_places(
+    strategy: str, mesh_shape: tuple[int, ...]
+) -> None:
+    num_ranks = torch.Size(mesh_shape).numel()
+    assert run_ranks(num_ranks, specs_of, strategy, mesh_shape) == [[]] * num_ranks
