@@ -25,14 +25,14 @@ export OMP_NUM_THREADS ?= 1
 
 BIN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-CHECKED := dbuffer kernels megatron_fsdp examples tests setup.py
+CHECKED := benchmarks dbuffer kernels megatron_fsdp examples tests setup.py
 
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # With a GPU, torch must match the driver, so its version is the machine's own affair.
 CONSTRAINTS := constraints/tools.txt $(if $(HAS_GPU),,constraints/cpu.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-gpu check format clean
+.PHONY: help train test test-nightly test-faults test-gpu bench check format clean
 
 help: ## List targets and variables.
 	@echo "Targets:"
@@ -53,6 +53,15 @@ train: $(STAMP) ## Train a small GPT with sharded parameters, gradients and opti
 
 test: $(STAMP) ## Run the unit and functional tests that need no GPU.
 	$(BIN) -m pytest $(TESTS) --durations=15 $(TEST_ARGS)
+
+test-nightly: $(STAMP) ## Run the long searches: many more random models than `make test` draws.
+	HYPOTHESIS_PROFILE=nightly $(BIN) -m pytest tests/functional/test_random_models.py --durations=15 $(TEST_ARGS)
+
+test-faults: $(STAMP) ## Kill, stall and restart training jobs in every phase, the long way.
+	$(BIN) -m pytest tests/faults --durations=15 $(TEST_ARGS)
+
+bench: $(STAMP) ## List the benches; run one with BENCH=planner.
+	$(BIN) -m benchmarks $(or $(BENCH),--help)
 
 test-gpu: $(STAMP) ## Run the tests that need a GPU.
 	$(BIN) -m pytest tests -m gpu --durations=15 $(TEST_ARGS)

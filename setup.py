@@ -6,6 +6,7 @@ from setuptools import find_packages, setup
 
 README = Path(__file__).parent / "README.md"
 EXAMPLES = ["matplotlib>=3.8", "tqdm>=4.66"]
+HUGGING_FACE = ["safetensors>=0.5"]
 TRITON = ["triton>=3.6; platform_system == 'Linux'"]
 DEVELOPMENT = ["hypothesis>=6.100", "mypy>=1.18", "pytest>=8.2", "ruff>=0.14", "setuptools>=77.0.3"]
 
@@ -26,9 +27,15 @@ setup(
         *find_packages(where="kernels", include=["dbuffer_kernels", "dbuffer_kernels.*"]),
         *find_packages(include=["dbuffer", "dbuffer.*", "megatron_fsdp", "megatron_fsdp.*"]),
     ],
-    package_data={"": ["py.typed"]},
+    package_data={"": ["py.typed"], "megatron_fsdp.catalog": ["models/*.json"]},
     install_requires=["torch>=2.11", "numpy>=1.26"],
-    extras_require={"triton": TRITON, "examples": EXAMPLES, "dev": [*DEVELOPMENT, *EXAMPLES, *TRITON]},
+    extras_require={
+        "triton": TRITON,
+        "hf": HUGGING_FACE,
+        "examples": EXAMPLES,
+        "dev": [*DEVELOPMENT, *EXAMPLES, *HUGGING_FACE, *TRITON],
+    },
+    entry_points={"console_scripts": ["megatron-fsdp = megatron_fsdp.__main__:main"]},
     classifiers=[
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3 :: Only",

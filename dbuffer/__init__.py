@@ -2,7 +2,7 @@
 
 from dbuffer.buffer import DBuffer
 from dbuffer.collectives import CollectiveCall, observe_collectives
-from dbuffer.dtensor import FlatRows, RaggedShard
+from dbuffer.dtensor import FlatDTensor, FlatRows, RaggedShard
 from dbuffer.errors import DBufferError, LayoutError, MeshError, PaddingWarning, PlacementError, StorageError
 from dbuffer.granularity import Block, Element, Granularity, Row, Whole
 from dbuffer.layout import first_dimension_granularity
@@ -19,6 +19,7 @@ __all__ = [
     "DBufferError",
     "Element",
     "Flat",
+    "FlatDTensor",
     "FlatRows",
     "Granularity",
     "LayoutError",

@@ -76,16 +76,18 @@ class DBuffer:
         device: torch.device | str,
         *,
         name: str = "DBuffer",
+        pin_memory: bool = False,
     ) -> DBuffer:
         """Make a buffer, with undefined content, for a ready plan.
 
         Args:
             plan: its number of shards must be a multiple of the product of the ``Flat`` axes.
-            name: how errors call the buffer.
+            device: the mesh's; or "cpu", where collectives work only if the mesh's backend serves it; or "meta".
+            name: how errors call the buffer. pin_memory: for CPU memory that a GPU copies from and to.
         """
         buffer = cls.__new__(cls)
         buffer._set_up(plan, mesh, placements, name)
-        buffer._allocate(dtype, torch.device(device))
+        buffer._allocate(dtype, torch.device(device), pin_memory)
         return buffer
 
     def _set_up(self, plan: Plan, mesh: DeviceMesh, placements: Sequence[BufferPlacement], name: str) -> None:
@@ -95,8 +97,8 @@ class DBuffer:
         self.name = name
         self.layout = make_layout(plan, validate_placements(placements, len(self.axes)), self.axes, name)
 
-    def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        if device.type not in (self.mesh.device_type, "meta"):
+    def _allocate(self, dtype: torch.dtype, device: torch.device, pin_memory: bool = False) -> None:
+        if device.type not in (self.mesh.device_type, "cpu", "meta"):
             raise MeshError(
                 f"the buffer is on {device} but the mesh is on {self.mesh.device_type!r}; move the module to "
                 f"{self.mesh.device_type!r}, or give a mesh of {device.type!r}"
@@ -104,7 +106,7 @@ class DBuffer:
         self.dtype = dtype
         self.device = device
         self._base: torch.Tensor | None = None
-        self._storage = FlatStorage(self.layout.numel, dtype, device, name=self.name)
+        self._storage = FlatStorage(self.layout.numel, dtype, device, name=self.name, pin_memory=pin_memory)
 
     def _view(self, layout: Layout, base: torch.Tensor) -> DBuffer:
         view = type(self).__new__(type(self))

@@ -1,31 +1,47 @@
-"""The DTensor face of a flat buffer: shards with true row counts, so that PyTorch's own tools work on them unchanged.
+"""The DTensor face of a flat buffer: sharded tensors of their true shapes, which PyTorch's own tools work on unchanged.
 
-A flat plan gives each rank a run of rows that no ``torch.chunk`` would: some ranks hold more, some none.
-``RaggedShard`` is a
-``Shard(0)`` that answers PyTorch's questions (how many rows has rank r, from which on, split, gather) from the plan.
+A function of PyTorch that gets such a tensor asks it first (``__torch_function__``), and ``ragged_kinds`` says how it runs:
+on the rows of each rank, on whole tensors, or as it is. See docs/design/facade.md.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-import sys
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
 from torch.utils.dlpack import from_dlpack
 
-from dbuffer import collectives
 from dbuffer.errors import LayoutError, PlacementError
 from dbuffer.layout import Layout, first_dimension_granularity
 from dbuffer.mesh import flattened_mesh, mesh_axes
 from dbuffer.placements import flat_axes
+from dbuffer.ragged_autograd import (
+    convert_gradients_of,
+    enter_local,
+    enter_whole,
+    is_recorded,
+    leave,
+    run_recorded,
+)
+from dbuffer.ragged_distribution import Distribution, contiguous_stride
+from dbuffer.ragged_kinds import Kind, Operator, operator_of
+from dbuffer.ragged_reduce import run_foreach_norm, run_reduction
+from dbuffer.ragged_rows import run_by_rows, run_cast, run_factory, run_foreach, run_unscale
+from dbuffer.ragged_shard import FlatRows, RaggedShard, ragged_shard
+from dbuffer.ragged_tensor import PlacedTensor, aligned_local
+from dbuffer.ragged_whole import Arguments, Options, run_on_whole, run_random_like, run_view
 
-__all__ = ["FlatRows", "RaggedShard", "buffer_dtensor"]
-
+__all__ = ["FlatDTensor", "FlatRows", "RaggedShard", "buffer_dtensor"]
 
 # What every DLPack version exchanges; other dtypes (float8, bool) keep the view.
 _DLPACK_DTYPES = frozenset(
@@ -43,182 +59,286 @@ _DLPACK_DTYPES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class FlatRows:
-    """Where the rows of one tensor lie in a flat buffer that is cut into equal shards.
+class FlatDTensor(PlacedTensor):
+    """A DTensor whose rows lie where a flat buffer has them, through every operator.
 
-    Attributes:
-        tensor_offset: where the tensor starts in the buffer, in elements.
-        shard_numel: elements of the buffer in one shard.
-        row_numel: elements of one row (all dimensions but the first).
-        num_rows: size of the first dimension.
+    Element-wise functions, casts and new tensors of the same shape work on each rank's rows, and sums, means and norms
+    need one all-reduce. Whatever else PyTorch has runs on whole tensors: right, but it gathers, and every rank of the mesh
+    must call it. In-place functions write each rank's rows; random ones draw what the whole plain tensor would get from
+    the same generator.
     """
 
-    tensor_offset: int
-    shard_numel: int
-    row_numel: int
-    num_rows: int
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Arguments = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a function of PyTorch that got such a tensor."""
+        handler = _HANDLERS.get(func) or _handler(func)
+        if handler is _native:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        operator = _OPERATORS[func]
+        if operator.is_differentiable and is_recorded(args, kwargs or {}):
+            return run_recorded(operator, args, kwargs or {})
+        return handler(operator, args, kwargs or {})
 
-    def of_shard(self, shard: int) -> range:
-        """Return the rows in one shard, empty where there are none."""
-        return range(self._first_row_at(shard * self.shard_numel), self._first_row_at((shard + 1) * self.shard_numel))
-
-    def _first_row_at(self, position: int) -> int:
-        if self.row_numel == 0:
-            return self.num_rows if position > self.tensor_offset else 0
-        return min(max(-(-(position - self.tensor_offset) // self.row_numel), 0), self.num_rows)
-
-
-class RaggedShard(Shard):
-    """A ``Shard(0)`` whose boundaries are those of a flat buffer: a few integers, whatever the number of ranks.
-
-    Args:
-        rows: where the tensor's rows lie.
-        axis_sizes: for a mesh that was flattened, the sizes of its axes; their last one is the major one of the
-            buffer, while ranks of
-            a flattened mesh count the first one slowest. Empty where rank r holds shard r.
-    """
-
-    rows: FlatRows
-    axis_sizes: tuple[int, ...]
-
-    # The base class is a compiled one that takes the dimension alone.
-    def __new__(cls, rows: FlatRows, axis_sizes: tuple[int, ...] = ()) -> RaggedShard:
-        """Create the placement; see the class."""
-        return super().__new__(cls, 0)  # type: ignore[call-arg]  # the stub lacks the argument
-
-    def __init__(self, rows: FlatRows, axis_sizes: tuple[int, ...] = ()) -> None:
-        super().__init__(0)
-        self.rows = rows
-        self.axis_sizes = axis_sizes
-
-    def _key(self) -> tuple[FlatRows, tuple[int, ...]]:
-        return (self.rows, self.axis_sizes)
-
-    # PyTorch compares placements with a plain Shard(0) in operator strategies and expects equality there; between two
-    # of these the rows decide, and they are part of the hash: the sharding cache must not hand one layout to another.
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, RaggedShard):
-            return self._key() == other._key()
-        if type(other) is not Shard or other.dim != 0:
-            return False
-        # Not for whole specs: DTensor's sharding cache looks up by spec, and compares whatever shares a bucket. A hit
-        # there would give a tensor that PyTorch cut itself the rows of this one, or the reverse.
-        return sys._getframe(1).f_code.co_name != "_check_equals"
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (RaggedShard, self._key())
-
-    def __copy__(self) -> RaggedShard:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
-        return self
-
-    def __repr__(self) -> str:
-        return f"RaggedShard({self.rows}, {self.axis_sizes})"
-
-    def __str__(self) -> str:
-        return "S(0)"
-
-    def rows_of(self, rank: int) -> range:
-        """Return the rows that one rank holds, empty where it holds none."""
-        shard, weight = 0, math.prod(self.axis_sizes)
-        if not self.axis_sizes:
-            return self.rows.of_shard(rank)
-        for size in reversed(self.axis_sizes):
-            weight //= size
-            rank, coordinate = divmod(rank, size)
-            shard += coordinate * weight
-        return self.rows.of_shard(shard)
-
-    def _rows_per_rank(self, num_chunks: int) -> list[range]:
-        return [self.rows_of(rank) for rank in range(num_chunks)]
-
-    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
-        rows = self.rows_of(int(rank))
-        return len(rows), rows.start
-
-    def local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: int, rank: Any) -> tuple[Any, Any]:  # type: ignore[override]
-        """Return (rows, first row) of one rank: PyTorch asks this of placement objects too."""
-        return self._local_shard_size_and_offset(curr_local_size, num_chunks, rank)
-
-    def _split_tensor(
-        self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
-    ) -> tuple[list[torch.Tensor], list[int]]:
-        rows = self._rows_per_rank(num_chunks)
-        most = max(len(part) for part in rows)
-        shards = [tensor[part.start : part.stop] for part in rows]
-        if not with_padding:
-            return [shard.contiguous() if contiguous else shard for shard in shards], []
-        padding = [most - len(part) for part in rows]
-        return [_pad_rows(shard, pad) for shard, pad in zip(shards, padding, strict=True)], padding
-
-    def _select_split_tensor(
-        self, tensor: torch.Tensor, num_chunks: int, index: Any, *, with_padding: bool = True, **options: Any
-    ) -> torch.Tensor:
-        rows = self.rows_of(int(index))
-        shard = tensor[rows.start : rows.stop].clone()
-        if not with_padding:
-            return shard
-        return _pad_rows(shard, max(len(part) for part in self._rows_per_rank(num_chunks)) - len(rows))
-
-    def _shard_tensor(
-        self, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, src_data_rank: int | None = 0
-    ) -> torch.Tensor:
-        axis = mesh_axes(mesh)[mesh_dim]
-        if src_data_rank is not None:
-            tensor = tensor.contiguous().clone()
-            collectives.broadcast(tensor, axis, src_data_rank)
-        return self._select_split_tensor(tensor, axis.size, axis.rank, with_padding=False)
-
-    def _to_replicate_tensor(
-        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Any
-    ) -> torch.Tensor:
-        axis = mesh_axes(mesh)[mesh_dim]
-        rows = self._rows_per_rank(axis.size)
-        most = max(len(part) for part in rows)
-        row_shape = tuple(current_logical_shape[1:])
-        padded = _pad_rows(local_tensor.contiguous(), most - local_tensor.shape[0])
-        gathered = torch.empty((axis.size, most, *row_shape), dtype=padded.dtype, device=padded.device)
-        collectives.all_gather(gathered.view(-1), padded.view(-1), axis)
-        in_order = sorted(range(axis.size), key=lambda rank: rows[rank].start)
-        return torch.cat([gathered[rank, : len(rows[rank])] for rank in in_order])
-
-    def _reduce_shard_tensor(
-        self, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int
-    ) -> torch.Tensor:
-        axis = mesh_axes(mesh)[mesh_dim]
-        reduced = tensor.contiguous().clone()
-        collectives.all_reduce(reduced, axis, reduce_op)
-        return self._select_split_tensor(reduced, axis.size, axis.rank, with_padding=False)
-
-    def _to_new_shard_dim(
-        self,
+    @staticmethod
+    def from_local(
         local_tensor: torch.Tensor,
-        mesh: DeviceMesh,
-        mesh_dim: int,
-        current_logical_shape: Any,
-        new_shard_dim: int,
-    ) -> torch.Tensor:
-        full = self._to_replicate_tensor(local_tensor, mesh, mesh_dim, current_logical_shape)
-        axis = mesh_axes(mesh)[mesh_dim]
-        return Shard(new_shard_dim)._select_split_tensor(full, axis.size, axis.rank, with_padding=False)
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> FlatDTensor:
+        """Make one from this rank's part; see ``DTensor.from_local``."""
+        made = DTensor.from_local(local_tensor.detach(), device_mesh, placements, **options)
+        result = FlatDTensor(made._local_tensor, made._spec, requires_grad=False)
+        return leave(local_tensor, result) if is_recorded((local_tensor,), {}) else result  # type: ignore[return-value]
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return the whole tensor, on all ranks of the mesh, which call it together."""
+        if grad_placements is not None:
+            return super().full_tensor(grad_placements=grad_placements)
+        return enter_whole(self) if is_recorded((self,), {}) else self.whole()
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return this rank's part, which shares this tensor's memory."""
+        if grad_placements is not None:
+            return super().to_local(grad_placements=grad_placements)
+        if is_recorded((self,), {}):
+            return enter_local(self)
+        local = self._local_tensor if self.window is None else self.whole()
+        return local.view_as(local) if torch.is_grad_enabled() else local
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> DTensor:
+        """Return the tensor under other placements on the same mesh; see ``DTensor.redistribute``.
+
+        Raises:
+            PlacementError: another mesh, or other rows while autograd records.
+        """
+        mesh = self._spec.mesh
+        if (device_mesh is not None and device_mesh != mesh) or any(
+            options.get(name) is not None for name in ("forward_dtype", "backward_dtype")
+        ):
+            raise PlacementError(f"a sharded tensor stays on its mesh {mesh} and keeps its dtype; use full_tensor()")
+        wanted = Distribution(mesh, tuple(placements or self._spec.placements))
+        if repr(wanted.placements) == repr(self._spec.placements):
+            return self
+        whole = self.full_tensor()
+        result = self.with_whole(whole.detach())
+        if wanted.is_whole:
+            return leave(whole, result)
+        if not any(isinstance(placement, RaggedShard) for placement in wanted.placements):
+            replicas = [Replicate() for _ in range(mesh.ndim)]
+            return DTensor.from_local(whole, mesh, replicas, run_check=False).redistribute(mesh, wanted.placements)
+        if whole.requires_grad:
+            raise PlacementError("no gradient flows from one division into rows to another; use torch.no_grad()")
+        local = wanted.cut(whole).clone()
+        stride = contiguous_stride(self.shape)
+        return FlatDTensor.from_local(local, mesh, wanted.placements, run_check=False, shape=self.shape, stride=stride)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatDTensor:
+        """Copy the local part, ``.grad`` and attributes; the mesh and the placements are shared."""
+        if id(self) in memo:
+            copied: FlatDTensor = memo[id(self)]
+            return copied
+        with torch._C.DisableTorchFunctionSubclass():
+            if not self.is_leaf:
+                raise RuntimeError("only tensors created by the user (graph leaves) can be deep-copied; detach() first")
+            requires_grad, gradient = self.requires_grad, self.grad
+        made = self.with_whole(self.whole().clone()) if self.window is not None else self.with_rows(
+            self._local_tensor.clone()
+        )  # fmt: skip
+        memo[id(self)] = made
+        made.requires_grad_(requires_grad)
+        for name, value in vars(self).items():
+            if name not in ("window", "is_unshared"):
+                setattr(made, name, copy.deepcopy(value, memo))
+        if gradient is not None:
+            made.grad = copy.deepcopy(gradient, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the local part; of a view of other rows, what it shows."""
+        if self.window is not None:
+            return self.with_whole(self.whole().clone()).__reduce_ex__(protocol)
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().__reduce_ex__(protocol)
 
 
-def _pad_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
-    if num_rows == 0:
-        return tensor.contiguous()
-    return torch.cat([tensor, tensor.new_zeros((num_rows, *tensor.shape[1:]))])
+# ---------------------------------------------------------------- how each function runs
+
+Handler = Callable[[Operator, Arguments, Options], Any]
 
 
-def buffer_dtensor(local: torch.Tensor, layout: Layout, index: int, mesh: DeviceMesh, name: str) -> DTensor:
+def _native(operator: Operator, args: Arguments, options: Options) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return operator.function(*args, **options)
+
+
+def _detach(operator: Operator, args: Arguments, options: Options) -> Any:
+    source = args[0]
+    if source.is_unshared:
+        source.is_unshared = False
+    detached = source.with_local(source._local_tensor.detach())
+    if source.window is not None:
+        detached.window = source.window
+    return detached
+
+
+def _set_data(operator: Operator, args: Arguments, options: Options) -> None:
+    # A sharded tensor's memory is a piece of a flat buffer, so it takes over the values.
+    target, value = args
+    if not isinstance(target, PlacedTensor):
+        raise PlacementError("the values of a plain tensor cannot be those of a sharded one; use p.full_tensor()")
+    if value.shape != target.shape or value.dtype != target.dtype or value.device != target.device:
+        raise PlacementError(
+            f".data of a sharded tensor is {target.dtype} of shape {tuple(target.shape)} on {target.device}; found "
+            f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"
+        )
+    with torch.no_grad():
+        target.copy_(value.detach())
+
+
+def _hook(operator: Operator, args: Arguments, options: Options) -> Any:
+    tensor, *rest = args
+    convert_gradients_of(tensor)
+    if operator.name == "retain_grad" and not tensor.is_leaf:
+        raise PlacementError(
+            "retain_grad would keep a gradient that forgets the rows of each rank; use register_hook and keep what it gets"
+        )
+    awake = [_awake(item) if callable(item) else item for item in rest]
+    named = {name: _awake(item) if callable(item) else item for name, item in options.items()}
+    with torch._C.DisableTorchFunctionSubclass():
+        return operator.function(tensor, *awake, **named)
+
+
+def _awake(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook in which sharded tensors are asked, whoever started backward."""
+
+    def call(*args: Any) -> Any:
+        with torch._C._EnableTorchFunction():
+            return hook(*args)
+
+    return call
+
+
+def _backward(operator: Operator, args: Arguments, options: Options) -> None:
+    if operator.function is torch.Tensor.backward:
+        _backward_from_one(*args, **options)
+    else:
+        _backward_from(*args, **options)
+
+
+def _backward_from_one(
+    root: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    _backward_from([root], [gradient], retain_graph, create_graph, inputs=inputs)
+
+
+def _backward_from(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    """Start from plain tensors, so that hooks run as they would without sharded ones."""
+    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    given = grad_tensors if grad_tensors is not None else grad_variables
+    gradients = [given] if isinstance(given, torch.Tensor) else list(given or [None] * len(roots))
+    for index, (root, gradient) in enumerate(zip(roots, gradients, strict=True)):
+        if not isinstance(root, PlacedTensor):
+            continue
+        if gradient is None:
+            roots[index] = enter_whole(root)
+        else:
+            roots[index], gradients[index] = enter_local(root), aligned_local(gradient, root)
+    if inputs is None:
+        torch.autograd.backward(roots, gradients, retain_graph, create_graph)
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.autograd.backward(roots, gradients, retain_graph, create_graph, inputs=inputs)
+
+
+def _iterate(operator: Operator, args: Arguments, options: Options) -> Any:
+    return iter(args[0].unbind(0))
+
+
+def _reshape(operator: Operator, args: Arguments, options: Options) -> Any:
+    target = args[0]
+    is_replaceable = isinstance(target, PlacedTensor) and (target.is_whole or target.is_unshared)
+    if not is_replaceable or target.window is not None:
+        return _refuse(operator, args, options)
+    reshaped = target.with_whole(operator.function(target.whole(), *args[1:], **options))
+    target._spec, target._local_tensor = reshaped._spec, reshaped._local_tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        # What PyTorch itself knows of the shape.
+        target.data = reshaped
+    return target
+
+
+def _refuse(operator: Operator, args: Arguments, options: Options) -> Any:
+    raise PlacementError(
+        f"{operator.name} cannot be right on a sharded tensor, whose memory is a piece of a flat buffer; work on "
+        "p.to_local(), this rank's rows, or on p.full_tensor(), a whole copy"
+    )
+
+
+_RUN: dict[Kind, Handler] = {
+    Kind.NATIVE: _native,
+    Kind.DETACH: _detach,
+    Kind.ROWS: run_by_rows,
+    Kind.LIKE: run_by_rows,
+    Kind.CAST: run_cast,
+    Kind.FOREACH: run_foreach,
+    Kind.FOREACH_NORM: run_foreach_norm,
+    Kind.UNSCALE: run_unscale,
+    Kind.REDUCE: run_reduction,
+    Kind.VIEW: run_view,
+    Kind.FACTORY: run_factory,
+    Kind.RANDOM: run_on_whole,
+    Kind.RANDOM_LIKE: run_random_like,
+    Kind.WHOLE: run_on_whole,
+    Kind.HOOK: _hook,
+    Kind.BACKWARD: _backward,
+    Kind.SET_DATA: _set_data,
+    Kind.ITERATE: _iterate,
+    Kind.RESHAPE: _reshape,
+    Kind.REFUSED: _refuse,
+}
+_HANDLERS: dict[Callable[..., Any], Handler] = {}
+_OPERATORS: dict[Callable[..., Any], Operator] = {}
+
+
+def _handler(function: Callable[..., Any]) -> Handler:
+    operator = operator_of(function)
+    _OPERATORS[function] = operator
+    _HANDLERS[function] = _RUN[operator.kind]
+    return _HANDLERS[function]
+
+
+# As DTensor itself does: optimizers choose foreach and fused variants by exact type.
+for _types in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+    if FlatDTensor not in _types:
+        _types.append(FlatDTensor)  # type: ignore[arg-type]  # torch annotates the list more narrowly than it uses it
+# So that torch.load(weights_only=True) reads what torch.save wrote.
+torch.serialization.add_safe_globals([FlatDTensor, RaggedShard, FlatRows])
+
+
+# ---------------------------------------------------------------- from a buffer
+
+
+def buffer_dtensor(local: torch.Tensor, layout: Layout, index: int, mesh: DeviceMesh, name: str) -> FlatDTensor:
     """Wrap this rank's part of a buffer's tensor as a DTensor that shares its memory; see ``DBuffer.get_dtensor``."""
     sizes = tuple(axis.size for axis in mesh_axes(mesh))
     shape = torch.Size(layout.plan.shapes[index])
@@ -237,24 +357,33 @@ def buffer_dtensor(local: torch.Tensor, layout: Layout, index: int, mesh: Device
         )
     rows = FlatRows(layout.plan.offsets[index], layout.numel, math.prod(shape[1:]), shape[0])
     if len(axes) > 1:
-        return _wrap(local, flattened_mesh(mesh), (RaggedShard(rows, sizes),), shape)
-    ragged = RaggedShard(rows)
+        return _wrap(local, flattened_mesh(mesh), (ragged_shard(rows, sizes),), shape)
+    ragged = ragged_shard(rows)
     return _wrap(local, mesh, tuple(ragged if axis in axes else Replicate() for axis in range(len(sizes))), shape)
 
 
-def _wrap(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> DTensor:
-    stride = torch.empty(shape, device="meta").stride()
-    with torch.no_grad():
-        return DTensor.from_local(_standalone(local), mesh, placements, run_check=False, shape=shape, stride=stride)
+def _wrap(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> FlatDTensor:
+    return FlatDTensor(_standalone(local), _spec_of(mesh, placements, shape, local.dtype), requires_grad=False)
+
+
+_SPECS: weakref.WeakValueDictionary[tuple[Any, ...], DTensorSpec] = weakref.WeakValueDictionary()
+
+
+def _spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+    # One object for weights, gradients and optimizer state of one plan: list operators then compare by identity.
+    key = (id(mesh), placements, tuple(type(placement) for placement in placements), shape, dtype)
+    spec = _SPECS.get(key)
+    if spec is None:
+        spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, contiguous_stride(shape), dtype))
+        _SPECS[key] = spec
+    return spec
 
 
 def _standalone(view: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the memory of ``view`` whose storage is that memory alone.
 
-    A view would bring the whole flat buffer along when it is pickled, and PyTorch cannot deep-copy a DTensor over a
-    local
-    tensor that does not begin its storage.
+    A view would bring the whole flat buffer along when it is pickled.
     """
-    if view.numel() == 0:
+    if view.numel() == 0 or view.is_meta:
         return torch.empty_like(view)
     return from_dlpack(view) if view.dtype in _DLPACK_DTYPES else view

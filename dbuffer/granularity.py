@@ -114,13 +114,18 @@ def aligned_sizes(
     With offsets and shards aligned, a cut is legal only at a common multiple of the unit and the alignment. A tensor
     that is never cut is its own unit; an empty one takes no room.
     """
-    known: dict[tuple[tuple[int, ...], Granularity], tuple[int, int]] = {}
+    tables: dict[Granularity, dict[tuple[int, ...], tuple[int, int]]] = {}
+    sizes, last = [], None
     for shape, granularity in zip(shapes, granularities, strict=True):
-        if (shape, granularity) not in known:
+        if granularity is not last:
+            known, last = tables.setdefault(granularity, {}), granularity
+        size = known.get(shape)
+        if size is None:
             slots = -(-math.prod(shape) // alignment)
             unit = math.lcm(granularity.unit_numel(shape), alignment) // alignment
-            known[shape, granularity] = slots, max(1, min(slots, unit))
-    return [known[key] for key in zip(shapes, granularities, strict=True)]
+            size = known[shape] = slots, max(1, min(slots, unit))
+        sizes.append(size)
+    return sizes
 
 
 def next_offset(cursor: int, numel: int, unit: int, shard_numel: int) -> int:

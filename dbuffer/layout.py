@@ -14,7 +14,7 @@ from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement, flat_axes, shard_index
 from dbuffer.plan import Plan
 
-__all__ = ["Layout", "first_dimension_granularity", "make_layout"]
+__all__ = ["Layout", "first_dimension_granularity", "make_layout", "only_flat_axis"]
 
 
 def first_dimension_granularity(shape: Sequence[int]) -> Granularity:
@@ -94,3 +94,15 @@ def make_layout(plan: Plan, placements: tuple[BufferPlacement, ...], axes: Seque
     part = plan.numel // num_parts
     index = shard_index(flat, [axis.rank for axis in axes], sizes)
     return Layout(plan, placements, index * part, (index + 1) * part)
+
+
+def only_flat_axis(axes: Sequence[MeshAxis], placements: Sequence[BufferPlacement]) -> MeshAxis:
+    """Return the one axis that shards a buffer.
+
+    Raises:
+        PlacementError: none does, or several.
+    """
+    flat = flat_axes(tuple(placements))
+    if len(flat) != 1:
+        raise PlacementError(f"{tuple(placements)} has {len(flat)} Flat axes, and this needs exactly one")
+    return axes[flat[0]]

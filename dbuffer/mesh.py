@@ -10,12 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer.errors import MeshError
 
-__all__ = ["MeshAxis", "axis_index", "flattened_mesh", "mesh_axes"]
+__all__ = ["MeshAxis", "axis_index", "flattened_mesh", "mesh_axes", "neighbours"]
 
 _AXES: dict[int, tuple[MeshAxis, ...]] = {}
 # By gather group, not by mesh: meshes over the same ranks (slices of one, or made twice) share it.
 _REDUCE_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _FLATTENED: dict[int, DeviceMesh] = {}
+_NEIGHBOURS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, MeshAxis]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(slots=True, eq=False)
@@ -26,12 +27,14 @@ class MeshAxis:
         name: the mesh's name for the axis, or ``"axis 0"`` where it has none.
         size: number of ranks along it. rank: this rank's place among them.
         gather_group: the communicator of the mesh, used by all-gathers.
+        has_separate_reduce_group: whether reductions run on a communicator of their own.
     """
 
     name: str
     size: int
     rank: int
     gather_group: dist.ProcessGroup
+    has_separate_reduce_group: bool = True
 
     @property
     def reduce_group(self) -> dist.ProcessGroup:
@@ -40,6 +43,8 @@ class MeshAxis:
         Reductions wait for gradients, gathers run ahead of them; on one communicator the slower queue would hold up
         the other, and both queues would have to interleave alike on every rank.
         """
+        if not self.has_separate_reduce_group:
+            return self.gather_group
         if self.gather_group not in _REDUCE_GROUPS:
             ranks = dist.get_process_group_ranks(self.gather_group)
             _REDUCE_GROUPS[self.gather_group] = dist.new_group(
@@ -86,6 +91,28 @@ def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
         _FLATTENED[key] = DeviceMesh.from_group(group, mesh.device_type)
         weakref.finalize(mesh, _FLATTENED.pop, key, None)
     return _FLATTENED[key]
+
+
+def neighbours(axis: MeshAxis, size: int) -> MeshAxis:
+    """Return the part of an axis that holds this rank when it is cut into runs of ``size`` ranks.
+
+    Made once for each group and size, by all ranks of the axis together.
+
+    Raises:
+        MeshError: ``size`` does not divide the axis.
+    """
+    if size < 1 or axis.size % size:
+        raise MeshError(f"axis {axis.name!r} of {axis.size} ranks cannot be cut into runs of {size}")
+    if size == axis.size:
+        return axis
+    made = _NEIGHBOURS.setdefault(axis.gather_group, {})
+    if size not in made:
+        first = axis.rank // size * size
+        ranks = dist.get_process_group_ranks(axis.gather_group)[first : first + size]
+        name = f"{axis.name}, runs of {size}"
+        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
+        made[size] = MeshAxis(name, size, axis.rank - first, group)
+    return made[size]
 
 
 def axis_index(mesh: DeviceMesh, axis: int | str) -> int:

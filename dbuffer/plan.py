@@ -6,6 +6,7 @@ it, and every answer is arithmetic on one tensor and one shard, so 16,384 shards
 
 import hashlib
 import math
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,10 @@ class Plan:
         alignment_numel: every offset and ``shard_numel`` are multiples of it.
         lower_bound_numel: no legal plan of these tensors has a smaller ``numel`` (docs/design/planner.md, "Proof").
             At least ``data_numel``, whatever is passed in.
-        binding: what forces the size, in words for a report.
+        binding: what forces the size, in words for a report; tensors are numbered as the planner's caller gave them.
+        binding_tensors: the tensors named in ``binding``, in that order, as positions in ``shapes``.
+        relaxation_numel: ``numel`` could shrink by this much at most if all tensors with units like those named in
+            ``binding`` could be cut anywhere (``Element()``).
         data_numel: sum of the tensors' elements.
     """
 
@@ -44,6 +48,8 @@ class Plan:
     alignment_numel: int = 1
     lower_bound_numel: int = 0
     binding: str = ""
+    binding_tensors: tuple[int, ...] = ()
+    relaxation_numel: int = 0
     data_numel: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,6 +75,15 @@ class Plan:
     def gap(self) -> float:
         """How far ``numel`` may be above the optimum, relative to it: 0.0 means proved optimal."""
         return self.numel / self.lower_bound_numel - 1 if self.lower_bound_numel else 0.0
+
+    def named_binding(self, names: Sequence[str]) -> str:
+        """Return ``binding`` with names in place of tensor numbers.
+
+        Args:
+            names: one per tensor, in the order of ``shapes``.
+        """
+        tensors = iter(self.binding_tensors)
+        return re.sub(r"tensor \d+", lambda found: names[next(tensors)], self.binding)
 
     def tensor_numel(self, tensor: int) -> int:
         """Return the elements of one tensor."""
@@ -177,28 +192,46 @@ class Region:
         indices: ascending positions in the shapes given to ``plan_regions``; ``plan.shapes[i]`` is the shape at
             ``indices[i]``.
         plan: the layout of those tensors.
+        relaxed: those of ``indices`` whose granularity in ``plan`` is finer than was asked, because what was asked pads
+            too much (``PaddingLimits.fallback``).
+        saved_numel: elements that relaxing saved, in all regions of the unit together.
+        split_bound_numel: no layout of the unit in as many regions as were permitted has fewer elements in all, with
+            these granularities. 0 where padding is below the price of a region, so that nothing was proved.
     """
 
     indices: tuple[int, ...]
     plan: Plan
+    relaxed: tuple[int, ...] = ()
+    saved_numel: int = 0
+    split_bound_numel: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PaddingLimits:
-    """What padding is worth: an extra collective, a warning, a refusal. Both numbers of a pair must be exceeded.
+    """What padding is worth: an extra collective, a finer cut, a warning, a refusal. Both numbers of a pair must be
+    exceeded.
 
     Attributes:
         split_ratio, split_bytes: an extra region must save more than this share of the data and this many bytes.
+        relax_ratio, relax_bytes: padding beyond both lets the tensors that cause it fall back, if there is a fallback.
+        fallback: the granularity to fall back on, None to keep every tensor to its own.
         warn_ratio, warn_bytes: padding beyond both draws a ``PaddingWarning``.
         refuse_ratio, refuse_bytes: padding beyond both is a ``LayoutError``; ratio 3.0 means a buffer of 4x its data.
     """
 
     split_ratio: float = 0.0005
-    split_bytes: int = 64 * 1024
+    split_bytes: int = 16 * 1024
     warn_ratio: float = 0.25
     warn_bytes: int = 1 << 20
     refuse_ratio: float = 3.0
     refuse_bytes: int = 64 << 20
+    relax_ratio: float = 0.01
+    relax_bytes: int = 64 * 1024
+    fallback: Granularity | None = None
+
+    def is_relaxed_from(self, padding_numel: int, data_numel: int, itemsize: int) -> bool:
+        """Return whether so much padding draws the fallback."""
+        return padding_numel > self.relax_ratio * data_numel and padding_numel * itemsize > self.relax_bytes
 
 
 def check_padding(regions: Sequence[Region], limits: PaddingLimits, itemsize: int) -> None:
@@ -217,8 +250,8 @@ def check_padding(regions: Sequence[Region], limits: PaddingLimits, itemsize: in
     message = (
         f"padding makes {len(regions)} flat buffer(s) {1 + padding / data:.2f}x their data, "
         f"{padding * itemsize / 2**20:.1f} MiB more, over {worst.num_shards} shards. What forces it: {worst.binding}. "
-        f"Give that tensor a buffer of its own (plan_regions) or a finer granularity (Element()), "
-        f"replicate it if it is tiny, or use fewer shards."
+        f"Give that tensor a buffer of its own (plan_regions) or a finer granularity (Element(), which would save "
+        f"{worst.relaxation_numel * itemsize / 2**20:.1f} MiB of it), replicate it if it is tiny, or use fewer shards."
     )
     if is_refused:
         raise LayoutError(f"{message} PaddingLimits moves this refusal.")

@@ -6,22 +6,26 @@ rank: no randomness, no clock, no torch. Problem, choice, rejected ways and proo
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from dbuffer.errors import LayoutError
-from dbuffer.granularity import Granularity, Row, aligned_sizes, granularity_per_tensor, next_offset, two_piece_shard
+from dbuffer.granularity import Element, Granularity, Row, aligned_sizes, granularity_per_tensor
 from dbuffer.plan import PaddingLimits, Plan, Region, check_padding
+from dbuffer.planner_bound import ShardBound, shard_bound
+from dbuffer.planner_search import Effort, Layout, aligned_starts, shortest_layout
+from dbuffer.planner_split import cheapest_splits, split_bound
 
-_ROWS = Row()
+_ROWS, _ELEMENTS = Row(), Element()
 _LIMITS = PaddingLimits()
-# Steps, each about a microsecond: real layers need a few hundred. A gap above the ratio buys one longer search.
-_STEPS, _MORE_STEPS, _GAP_WORTH_MORE = 4_000, 30_000, 0.002
-# Tensors that the cheap order looks ahead, and unit multiples tried before any other shard length.
-_WINDOW, _STOPS = 16, 4
-# Row-width classes told apart when regions are formed (fewer where many sizes make each bound slow), and splits solved.
-_MAX_CLASSES, _MAX_CLASSES_OF_MANY, _MANY_SIZES, _MAX_SPLITS = 6, 3, 256, 3
+# Steps of the search: real layers need a few hundred. A gap above the ratio buys one longer search.
+_STEPS, _MORE_STEPS, _GAP_WORTH_MORE = 1_500, 4_000, 0.002
+# Tensors start at multiples of this where no shard gets longer by it: whole memory transactions of a GPU.
+_START_BYTES = 128
+# Padding of which it is not worth finding out how much a tensor is to blame for.
+_NEGLIGIBLE = 0.0001
+# Sets of tensors relaxed one after another; each takes what binds most.
+_MAX_RELAXATIONS = 8
 
 
 def plan(
@@ -35,7 +39,8 @@ def plan(
 ) -> Plan:
     """Lay all tensors out in one flat buffer of ``num_shards`` equal shards, as short as can be found.
 
-    The order of the shapes is kept in the buffer when that costs no padding.
+    The order of the shapes is kept in the buffer when that costs no padding, and tensors start at multiples of 128
+    bytes as far as that costs none.
 
     Args:
         shapes: one per tensor; empty tensors and an empty list are fine.
@@ -48,7 +53,7 @@ def plan(
         LayoutError: nonsense input, or padding beyond ``limits``.
     """
     request = _request(shapes, num_shards, granularity, alignment_bytes, itemsize)
-    best = _region(request, range(len(request.shapes)))
+    best = _region(request, range(len(request.shapes)), _effort())
     check_padding((best,), limits, itemsize)
     return best.plan
 
@@ -57,31 +62,33 @@ def plan_regions(
     shapes: Sequence[Sequence[int]],
     num_shards: int,
     *,
-    granularity: Granularity | Sequence[Granularity] = _ROWS,
+    granularity: Granularity | Sequence[Granularity] | None = None,
     max_regions: int = 3,
     alignment_bytes: int = 16,
     itemsize: int = 2,
     limits: PaddingLimits = _LIMITS,
 ) -> tuple[Region, ...]:
-    """Lay tensors out in one flat buffer, or in a few by row width where mixing widths would pad too much.
+    """Lay tensors out in one flat buffer, or in a few where mixing widths would pad too much.
 
-    Regions come in order of their first tensor and hold every tensor once. Arguments and errors are those of ``plan``;
-    ``max_regions`` caps the number of buffers and ``limits`` says what an extra one has to save.
+    Regions come in order of their first tensor and hold every tensor once. Arguments and errors are those of ``plan``,
+    but for these:
+
+    Args:
+        granularity: a granularity, or one per tensor, is kept to, unless ``limits.fallback`` permits a finer one. None
+            means ``Row()`` with ``Element()`` to fall back on. ``Region.relaxed`` names the tensors that fell back.
+        max_regions: caps the number of buffers.
+        limits: also says what an extra buffer has to save, and how much padding draws the fallback.
     """
     if max_regions < 1:
         raise LayoutError(f"max_regions is {max_regions}: wanted at least 1.")
+    if granularity is None:
+        granularity, limits = _ROWS, replace(limits, fallback=limits.fallback or _ELEMENTS)
     request = _request(shapes, num_shards, granularity, alignment_bytes, itemsize)
-    regions: tuple[Region, ...] = (_region(request, range(len(request.shapes))),)
-    single = regions[0].plan
-    price = max(limits.split_bytes // itemsize, math.ceil(limits.split_ratio * single.data_numel))
-    if single.numel - single.data_numel > price:
-        for groups in _cheapest_splits(request, max_regions, price):
-            split = tuple(_region(request, indices) for indices in groups) if len(groups) > 1 else regions
-            regions = min(regions, split, key=lambda found: sum(region.plan.numel + price for region in found))
-            if all(region.plan.numel == region.plan.lower_bound_numel for region in split):
-                break
+    regions = _polished(request, _regions(request, max_regions, limits))
+    if limits.fallback is not None and limits.is_relaxed_from(_padding(regions), request.data_numel, itemsize):
+        regions = _relaxed(request, regions, max_regions, limits)
     check_padding(regions, limits, itemsize)
-    return regions
+    return _with_split_bound(request, regions, max_regions, limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,23 @@ class _Request:
     granularities: tuple[Granularity, ...]
     num_shards: int
     alignment: int
+    itemsize: int
+    data_numel: int
     sizes: list[tuple[int, int]]
+
+    def start_pieces(self) -> int:
+        """Return the pieces of alignment between starts worth having; 1 where the alignment has nothing to add."""
+        wanted = _START_BYTES // self.itemsize
+        return wanted // self.alignment if self.alignment > 1 and wanted % self.alignment == 0 else 1
+
+    def with_finer(self, tensors: set[int], finer: Granularity) -> "_Request":
+        """Return the same request with a finer granularity for some of the tensors."""
+        granularities = tuple(
+            finer if tensor in tensors else granularity for tensor, granularity in enumerate(self.granularities)
+        )
+        return replace(
+            self, granularities=granularities, sizes=aligned_sizes(self.shapes, granularities, self.alignment)
+        )
 
 
 def _request(
@@ -114,21 +137,157 @@ def _request(
             raise LayoutError(f"tensor {tensor} has shape {shape}: wanted no negative dim.")
     alignment = alignment_bytes // itemsize or 1
     granularities = granularity_per_tensor(granularity, len(checked))
-    return _Request(checked, granularities, num_shards, alignment, aligned_sizes(checked, granularities, alignment))
+    sizes = aligned_sizes(checked, granularities, alignment)
+    return _Request(checked, granularities, num_shards, alignment, itemsize, sum(map(math.prod, checked)), sizes)
 
 
-def _region(request: _Request, indices: Iterable[int]) -> Region:
+def _regions(request: _Request, max_regions: int, limits: PaddingLimits) -> tuple[Region, ...]:
+    """Solve one region; where it pads by more than a region's price, solve the splits that promise most as well."""
+    price = _price(request, limits)
+    single = tuple(range(len(request.shapes)))
+    solved: dict[tuple[int, ...], Region] = {}
+    bound = _bound(request, single)
+    promised = bound.least(bound.floor) * request.num_shards * request.alignment
+    if max_regions == 1 or promised - request.data_numel <= price:
+        solved[single] = _region(request, single, Effort(_STEPS), bound)
+        if max_regions == 1 or solved[single].plan.numel - request.data_numel <= price:
+            return (solved[single],)
+    splits = cheapest_splits(request.sizes, request.num_shards, max_regions, price // request.alignment)
+    best: tuple[Region, ...] = ()
+    cost = 0
+    for split in splits:
+        if best and cost <= split.cost * request.alignment:
+            break
+        for group in split.groups:
+            if group not in solved:
+                solved[group] = _region(request, group, Effort(_STEPS // len(split.groups)))
+        regions = tuple(solved[group] for group in split.groups)
+        found = sum(region.plan.numel for region in regions) + price * (len(regions) - 1)
+        if not best or found < cost:
+            best, cost = regions, found
+    return best
+
+
+def _polished(request: _Request, regions: tuple[Region, ...]) -> tuple[Region, ...]:
+    """Search longer where a gap is left."""
+    effort = _effort(len(regions))
+    return tuple(
+        region
+        if region.plan.gap <= _GAP_WORTH_MORE
+        else replace(region, plan=_region(request, region.indices, effort).plan)
+        for region in regions
+    )
+
+
+def _relaxed(
+    request: _Request, strict: tuple[Region, ...], max_regions: int, limits: PaddingLimits
+) -> tuple[Region, ...]:
+    """Give tensors that bind the finer granularity, as few as it takes, until the padding is within the limits."""
+    assert limits.fallback is not None
+    regions, chosen = strict, set[int]()
+    for _ in range(_MAX_RELAXATIONS):
+        if not limits.is_relaxed_from(_padding(regions), request.data_numel, request.itemsize):
+            break
+        relaxed = request.with_finer(chosen, limits.fallback)
+        binding = _binding_tensors(relaxed, regions, limits.fallback)
+        if not binding:
+            break
+        chosen |= binding
+        regions = _regions(request.with_finer(chosen, limits.fallback), max_regions, limits)
+    fewer = _fewer(request, chosen, max_regions, limits)
+    if fewer != chosen:
+        found = _regions(request.with_finer(fewer, limits.fallback), max_regions, limits)
+        if not limits.is_relaxed_from(_padding(found), request.data_numel, request.itemsize):
+            regions, chosen = found, fewer
+    regions = _polished(request.with_finer(chosen, limits.fallback), regions)
+    saved = _padding(strict) - _padding(regions)
+    if saved <= 0:
+        return strict
+    return tuple(
+        replace(region, relaxed=tuple(tensor for tensor in region.indices if tensor in chosen), saved_numel=saved)
+        for region in regions
+    )
+
+
+def _fewer(request: _Request, chosen: set[int], max_regions: int, limits: PaddingLimits) -> set[int]:
+    """Return the relaxed tensors without those sizes that the bounds say can be strict again, the largest first."""
+    assert limits.fallback is not None
+    tensors_of: dict[tuple[int, int], set[int]] = {}
+    for tensor in sorted(chosen):
+        tensors_of.setdefault(request.sizes[tensor], set()).add(tensor)
+    by_data = sorted(tensors_of, key=lambda size: (-size[0] * len(tensors_of[size]), size))
+    for size in by_data[:_MAX_RELAXATIONS] if len(by_data) > 1 else []:
+        fewer = chosen - tensors_of[size]
+        sizes = request.with_finer(fewer, limits.fallback).sizes
+        best = cheapest_splits(sizes, request.num_shards, max_regions, _price(request, limits) // request.alignment)
+        padding = best[0].cost * request.alignment - request.data_numel
+        if fewer and not limits.is_relaxed_from(padding, request.data_numel, request.itemsize):
+            chosen = fewer
+    return chosen
+
+
+def _binding_tensors(request: _Request, regions: Sequence[Region], finer: Granularity) -> set[int]:
+    """Return the tensors of one unit size that bind the region with most padding: of several sizes, those with least
+    data, which are the fewest elements to relax."""
+    for region in sorted(regions, key=lambda region: region.plan.data_numel - region.plan.numel):
+        found: dict[int, list[int]] = {}
+        units = {request.sizes[region.indices[tensor]][1] for tensor in region.plan.binding_tensors}
+        for tensor in region.indices:
+            shape, unit = request.shapes[tensor], request.sizes[tensor][1]
+            if unit in units and finer.unit_numel(shape) < request.granularities[tensor].unit_numel(shape):
+                found.setdefault(unit, []).append(tensor)
+        if found:
+            return set(min(found.values(), key=lambda tensors: sum(request.sizes[tensor][0] for tensor in tensors)))
+    return set()
+
+
+def _effort(num_regions: int = 1) -> Effort:
+    """Return what one of several regions gets of the search."""
+    return Effort(_STEPS // num_regions, _MORE_STEPS // num_regions, _GAP_WORTH_MORE)
+
+
+def _with_split_bound(
+    request: _Request, regions: tuple[Region, ...], max_regions: int, limits: PaddingLimits
+) -> tuple[Region, ...]:
+    """Add what no other split could save, where there is enough padding to ask."""
+    if _padding(regions) <= _price(request, limits):
+        return regions
+    granularities = dict(
+        pair for region in regions for pair in zip(region.indices, region.plan.granularities, strict=True)
+    )
+    cuts = tuple(granularities[tensor] for tensor in range(len(request.shapes)))
+    sizes = aligned_sizes(request.shapes, cuts, request.alignment)
+    proved = split_bound(sizes, request.num_shards, max_regions) * request.alignment
+    return tuple(replace(region, split_bound_numel=max(proved, request.data_numel)) for region in regions)
+
+
+def _price(request: _Request, limits: PaddingLimits) -> int:
+    """Return the elements that a further region has to save."""
+    return max(limits.split_bytes // request.itemsize, math.ceil(limits.split_ratio * request.data_numel))
+
+
+def _padding(regions: Sequence[Region]) -> int:
+    return sum(region.plan.numel - region.plan.data_numel for region in regions)
+
+
+def _bound(request: _Request, tensors: Iterable[int]) -> ShardBound:
+    sizes = (request.sizes[tensor] for tensor in tensors)
+    return shard_bound(Counter(size for size in sizes if size[0]), request.num_shards)
+
+
+def _region(request: _Request, indices: Iterable[int], effort: Effort, bound: ShardBound | None = None) -> Region:
     """Solve one flat buffer for some of the tensors; empty tensors sit at offset 0."""
     chosen = tuple(indices)
     filled = [tensor for tensor in chosen if request.sizes[tensor][0]]
     sizes = [request.sizes[tensor] for tensor in filled]
-    bound = _bound(Counter(sizes), request.num_shards)
-    layout = _search(sizes, request.num_shards, bound, _STEPS) if sizes else _Layout(0, (), 0)
-    if layout.shard - layout.proved > _GAP_WORTH_MORE * layout.proved:
-        more = _search(sizes, request.num_shards, bound, _MORE_STEPS)
-        best = min(more, layout, key=lambda candidate: candidate.shard)
-        layout = _Layout(best.shard, best.offsets, max(more.proved, layout.proved))
-    placed = dict(zip(filled, layout.offsets, strict=True))
+    bound = bound or _bound(request, chosen)
+    layout = shortest_layout(sizes, request.num_shards, bound, effort) if sizes else Layout(0, (), 0)
+    offsets = layout.offsets
+    if (pieces := request.start_pieces()) > 1:
+        offsets = aligned_starts(layout, sizes, request.num_shards, pieces)
+    placed = dict(zip(filled, offsets, strict=True))
+    certificate = _certificate(request, filled, bound, layout.shard)
+    position = {tensor: place for place, tensor in enumerate(chosen)}
     plan_of_chosen = Plan(
         shapes=tuple(request.shapes[tensor] for tensor in chosen),
         granularities=tuple(request.granularities[tensor] for tensor in chosen),
@@ -137,260 +296,59 @@ def _region(request: _Request, indices: Iterable[int]) -> Region:
         shard_numel=layout.shard * request.alignment,
         alignment_numel=request.alignment,
         lower_bound_numel=layout.proved * request.num_shards * request.alignment,
-        binding=_binding(request, filled, bound, layout.shard),
+        binding=certificate.text,
+        binding_tensors=tuple(position[tensor] for tensor in certificate.tensors),
+        relaxation_numel=_relaxation(sizes, certificate, request.num_shards, layout.shard) * request.alignment,
     )
     return Region(chosen, plan_of_chosen)
 
 
 @dataclass(frozen=True, slots=True)
-class _Bound:
-    """What a shard length must satisfy, whatever the order of the tensors.
+class _Certificate:
+    """What forces a shard length: in words, the tensors named there in their order, and the units of all that bind."""
 
-    Attributes:
-        floor: shards hold all data, and every unit whole.
-        crowded: the unit size that sets ``floor``, 0 where the data does.
-        forcing: distinct units, in descending order of ``halves``.
-        halves: a shard shorter than this must be a multiple of the unit.
-        multiples: entry n is the least common multiple of the first n of ``forcing``.
-    """
-
-    floor: int
-    crowded: int
-    forcing: tuple[int, ...]
-    halves: tuple[int, ...]
-    multiples: tuple[int, ...]
-
-    def least(self, at_least: int) -> int:
-        """Return the smallest permitted shard length that is no shorter than ``at_least``."""
-        forced = sum(half > at_least for half in self.halves)
-        while forced:
-            shard = -(-at_least // self.multiples[forced]) * self.multiples[forced]
-            if shard < self.halves[forced - 1]:
-                return shard
-            at_least = self.halves[forced - 1]
-            forced -= 1
-        return at_least
+    text: str
+    tensors: tuple[int, ...]
+    units: frozenset[int]
 
 
-def _bound(kinds: Counter[tuple[int, int]], num_shards: int) -> _Bound:
-    """Derive the bound from how many tensors there are of each (slots, unit)."""
-    half_of: dict[int, int] = {}
-    pieces: Counter[int] = Counter()
-    for (slots, unit), count in kinds.items():
-        half_of[unit] = max(half_of.get(unit, 0), two_piece_shard(slots, unit))
-        pieces[unit] += slots // unit * count
-        pieces[slots % unit] += count
-    forcing = sorted(half_of, key=lambda unit: (-half_of[unit], unit))
-    multiples = [1]
-    for unit in forcing:
-        # Past the largest half no multiple is ever tried: stop before hundreds of odd widths make huge integers.
-        multiples.append(multiples[-1] if multiples[-1] > half_of[forcing[0]] else math.lcm(multiples[-1], unit))
-    floor, crowded, seen = -(-sum(slots * count for (slots, _), count in kinds.items()) // num_shards), 0, 0
-    for size in sorted(pieces, reverse=True):
-        seen += pieces[size]
-        if -(-seen // num_shards) * size > floor:
-            floor, crowded = -(-seen // num_shards) * size, size
-    return _Bound(floor, crowded, tuple(forcing), tuple(half_of[unit] for unit in forcing), tuple(multiples))
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    shard: int
-    offsets: tuple[int, ...]
-    proved: int
-
-
-def _search(sizes: list[tuple[int, int]], num_shards: int, bound: _Bound, steps: int) -> _Layout:
-    """Find a short shard: try the bound; else bracket and bisect; then take or refute what lies below the find."""
-    attempts = _Attempts(sizes, num_shards, steps + 4 * len(sizes))
-    bottom = proved = best = bound.least(bound.floor)
-    stride = max(unit for _, unit in sizes)
-    # Where a shard is a multiple of a unit, tensors of that unit lie end to end: worth a visit on the way up.
-    multiples = {*bound.forcing[:_STOPS], *bound.multiples[: _STOPS + 1]}
-    stops = sorted({bound.least(-(-best // multiple) * multiple) for multiple in multiples})
-    while attempts.at(best) is None:
-        best = min(stop for stop in [*stops, bound.least(best + stride)] if stop > best)
-        stride *= 2
-    top = best
-    while attempts.steps_left > 0 and bottom + 1 < top:
-        middle = (bottom + top) // 2
-        shard = bound.least(middle)
-        if shard >= top:
-            top = middle
-        elif attempts.at(shard) is None:
-            bottom = shard
-        else:
-            top = best = shard
-    shard = proved
-    while attempts.steps_left > 0 and shard < best:
-        if attempts.at(shard) is not None:
-            best = shard
-            break
-        following = bound.least(shard + 1)
-        if proved == shard and shard in attempts.refuted:
-            proved = following
-        shard = following
-    return _Layout(best, attempts.found[best], min(proved, best))
-
-
-class _Attempts:
-    """Layouts tried for one set of tensors, by shard length; with no steps left, only the cheap orders are tried."""
-
-    def __init__(self, sizes: list[tuple[int, int]], num_shards: int, steps: int) -> None:
-        self.steps_left = steps
-        self.found: dict[int, tuple[int, ...]] = {}
-        self.refuted: set[int] = set()
-        self._failed: set[int] = set()
-        self._sizes = sizes
-        self._num_shards = num_shards
-        self._total = sum(slots for slots, _ in sizes)
-        self._members: dict[tuple[int, int], list[int]] = {}
-        for index, size in enumerate(sizes):
-            self._members.setdefault(size, []).append(index)
-
-    def at(self, shard: int) -> tuple[int, ...] | None:
-        """Return offsets for this shard length, None if none were found; ``refuted`` holds it if none exist."""
-        if shard not in self.found and shard not in self._failed:
-            offsets = next((found for order in self._orders(shard) if (found := self._place(order, shard))), None)
-            if offsets is None:
-                self._failed.add(shard)
-            else:
-                self.found[shard] = tuple(offsets)
-        return self.found.get(shard)
-
-    def _place(self, order: Iterable[int], shard: int) -> list[int]:
-        """Place tensors in this order, each at its first legal offset; return nothing when they do not fit."""
-        self.steps_left -= len(self._sizes)
-        offsets, cursor = [0] * len(self._sizes), 0
-        for index in order:
-            slots, unit = self._sizes[index]
-            offsets[index] = next_offset(cursor, slots, unit, shard)
-            cursor = offsets[index] + slots
-        return offsets if cursor <= shard * self._num_shards else []
-
-    def _orders(self, shard: int) -> Iterator[Iterable[int]]:
-        """Yield orders worth trying: the caller's own, one that looks ahead, then what a search over orders finds."""
-        yield range(len(self._sizes))
-        yield self._look_ahead(shard)
-        width = self.steps_left // (2 * len(self._members) * len(self._sizes))
-        if width > 0:
-            yield from self._sequence(shard, width)
-
-    def _look_ahead(self, shard: int) -> Iterator[int]:
-        """Yield the caller's order, but each time the first of the next few tensors that leaves the least gap."""
-        waiting, cursor = iter(range(len(self._sizes))), 0
-        window = list(islice(waiting, _WINDOW))
-        while window:
-            chosen, start = -1, -1
-            for index in window:
-                self.steps_left -= 1
-                offset = next_offset(cursor, *self._sizes[index], shard)
-                if chosen < 0 or offset < start:
-                    chosen, start = index, offset
-                if start == cursor:
-                    break
-            yield chosen
-            cursor = start + self._sizes[chosen][0]
-            window.remove(chosen)
-            window.extend(islice(waiting, 1))
-
-    def _sequence(self, shard: int, width: int) -> Iterator[list[int]]:
-        """Search all orders for one that fits and yield it; note a refutation if the search was exhaustive.
-
-        A state counts the placed tensors of each size in mixed-radix digits. Of all ways into a state only the one with
-        the smallest gaps matters, because the first legal offset never decreases with the cursor. A level beyond
-        ``width`` states keeps the most promising, and the search is no longer exhaustive.
-        """
-        slack, kinds, stride = shard * self._num_shards - self._total, [], 1
-        for (slots, unit), members in self._members.items():
-            kinds.append((slots, unit, stride, len(members)))
-            stride *= len(members) + 1
-        level: dict[int, tuple[int, int, int]] = {0: (0, 0, 0)}
-        history, is_exhaustive = [], True
-        for _ in self._sizes:
-            self.steps_left -= len(level) * len(kinds)
-            following: dict[int, tuple[int, int, int]] = {}
-            for state, (gaps, placed, _) in level.items():
-                for kind, (slots, unit, weight, count) in enumerate(kinds):
-                    if state // weight % (count + 1) < count:
-                        wasted = next_offset(gaps + placed, slots, unit, shard) - placed
-                        known = following.get(state + weight)
-                        if wasted <= slack and (known is None or wasted < known[0]):
-                            following[state + weight] = (wasted, placed + slots, kind)
-            if len(following) > width:
-                is_exhaustive = False
-                # Coarse units first among equals: fine ones can close a gap later, coarse ones cannot.
-                best = sorted(following.items(), key=lambda item: (item[1][0], -kinds[item[1][2]][1], -item[1][1]))
-                following = dict(best[:width])
-            history.append(following)
-            level = following
-        if level:
-            yield self._traced(history, [weight for _, _, weight, _ in kinds])
-        elif is_exhaustive:
-            self.refuted.add(shard)
-
-    def _traced(self, history: list[dict[int, tuple[int, int, int]]], weights: list[int]) -> list[int]:
-        """Return the order of tensors that led to the last state; equal tensors keep the caller's order."""
-        members, order = [list(group) for group in self._members.values()], []
-        (state,) = history[-1]
-        for level in reversed(history):
-            kind = level[state][2]
-            order.append(members[kind].pop())
-            state -= weights[kind]
-        return order[::-1]
-
-
-def _cheapest_splits(request: _Request, max_regions: int, price: int) -> list[list[list[int]]]:
-    """Return the splits by row width, as tensors of each region, whose bounds and price of regions sum to least."""
-    classes = _classes(request)
-    kinds = [Counter(request.sizes[tensor] for tensor in members) for members in classes]
-    costs: dict[tuple[int, ...], int] = {}
-
-    def cost(group: tuple[int, ...]) -> int:
-        if group not in costs:
-            bound = _bound(sum((kinds[number] for number in group), Counter()), request.num_shards)
-            costs[group] = bound.least(bound.floor) * request.num_shards * request.alignment + price
-        return costs[group]
-
-    splits: list[list[tuple[int, ...]]] = [[]]
-    for number in range(len(classes)):
-        splits = [
-            [*split[:at], (*split[at], number), *split[at + 1 :]] if at < len(split) else [*split, (number,)]
-            for split in splits
-            for at in range(min(len(split) + 1, max_regions))
-        ]
-    best = sorted(splits, key=lambda split: sum(map(cost, split)))[:_MAX_SPLITS]
-    return [sorted(sorted(chain(*(classes[number] for number in group))) for group in split) for split in best]
-
-
-def _classes(request: _Request) -> list[list[int]]:
-    """Sort tensors by unit, and apart those too long for two shards; small classes beyond the limit go together."""
-    total = sum(slots for slots, _ in request.sizes)
-    grouped: dict[tuple[int, bool], list[int]] = {}
-    for tensor, (slots, unit) in enumerate(request.sizes):
-        grouped.setdefault((unit, unit > 1 and slots * request.num_shards > 2 * total), []).append(tensor)
-    ranked = sorted(grouped.values(), key=lambda members: -sum(request.sizes[tensor][0] for tensor in members))
-    most = (_MAX_CLASSES_OF_MANY if len(set(request.sizes)) > _MANY_SIZES else _MAX_CLASSES) - 1
-    rest = [tensor for members in ranked[most:] for tensor in members]
-    return [*ranked[:most], rest] if rest else ranked
-
-
-def _binding(request: _Request, tensors: Sequence[int], bound: _Bound, shard: int) -> str:
+def _certificate(request: _Request, tensors: Sequence[int], bound: ShardBound, shard: int) -> _Certificate:
     """Say what forces the shard length; tensors are numbered as the caller gave them."""
-
-    def named(unit: int) -> str:
-        sizes = ((*request.sizes[tensor], tensor) for tensor in tensors)
-        _, _, tensor = max((own == unit, slots, tensor) for slots, own, tensor in sizes if unit in (own, slots % own))
-        shape = request.shapes[tensor]
-        return f"{request.granularities[tensor].describe(shape)} in tensor {tensor} of shape {shape}"
-
     forced = [unit for unit, half in zip(bound.forcing, bound.halves, strict=True) if half > shard and unit > 1]
     multiple = math.lcm(*forced)
     if shard == -(-bound.floor // multiple) * multiple > bound.floor:
-        names = " and ".join(map(named, forced[:3]))
-        return f"{names}: shards are multiples of {multiple * request.alignment}"
-    if shard == bound.floor:
-        return f"{named(bound.crowded)}: each shard holds whole ones" if bound.crowded else "the data itself"
-    if shard in bound.halves:
-        return f"{named(bound.forcing[bound.halves.index(shard)])}: it has to fit in two shards"
-    return f"gaps between tensors, the widest before {named(max(bound.forcing))}"
+        units, reason = forced, f": shards are multiples of {multiple * request.alignment}"
+    elif shard == bound.floor:
+        units, reason = [bound.crowded] if bound.crowded else [], ": each shard holds whole ones"
+    elif shard in bound.halves:
+        units, reason = [bound.forcing[bound.halves.index(shard)]], ": it has to fit in two shards"
+    else:
+        units, reason = [max(bound.forcing)], ""
+    if not units:
+        return _Certificate("the data itself", (), frozenset())
+    named = [_largest_with(request, tensors, unit) for unit in units[:3]]
+    words = " and ".join(
+        f"{request.granularities[tensor].describe(request.shapes[tensor])} in tensor {tensor} of shape "
+        f"{request.shapes[tensor]}"
+        for tensor in named
+    )
+    text = words + reason if reason else f"gaps between tensors, the widest before {words}"
+    return _Certificate(text, tuple(named), frozenset(units))
+
+
+def _largest_with(request: _Request, tensors: Sequence[int], unit: int) -> int:
+    """Return the largest tensor of whole units of this size; of a last unit this size where there is none."""
+    sizes = ((*request.sizes[tensor], tensor) for tensor in tensors)
+    return max((own == unit, slots, -tensor) for slots, own, tensor in sizes if unit in (own, slots % own))[2] * -1
+
+
+def _relaxation(sizes: Sequence[tuple[int, int]], certificate: _Certificate, num_shards: int, shard: int) -> int:
+    """Return by how many slots the buffer could shrink at most, were all tensors that bind cut anywhere."""
+    padding = shard * num_shards - sum(slots for slots, _ in sizes)
+    if not certificate.units or padding <= _NEGLIGIBLE * shard * num_shards:
+        return padding if certificate.units else 0
+    free = (
+        (slots, 1 if unit in certificate.units or slots % unit in certificate.units else unit) for slots, unit in sizes
+    )
+    bound = shard_bound(Counter(free), num_shards)
+    return (shard - bound.least(bound.floor)) * num_shards

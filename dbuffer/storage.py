@@ -65,12 +65,13 @@ class FlatStorage:
     __slots__ = ("__weakref__", "_finalizer", "_held", "_tensor", "name", "nbytes")
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, *, name: str, allocate: bool = True
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, name: str, pin_memory: bool = False
     ) -> None:
         self.name = name
         # Memory made under inference_mode could never be written by a training step later on.
         with torch.inference_mode(False):
-            self._tensor = torch.empty(numel, dtype=dtype, device=device)
+            pinned = pin_memory and device.type == "cpu" and torch.cuda.is_available()
+            self._tensor = torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
         self.nbytes = 0 if device.type == "meta" else numel * dtype.itemsize
         self._held = [self.nbytes]
         _METER.add(self.nbytes)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dbuffer import DBufferError
 from gpt.arguments import parse_arguments
-from gpt.checkpoint import TrainingState, checkpoint_path, differences, find_latest, mark_latest
+from gpt.checkpoint import TrainingState, check_tracker, checkpoints_in, differences, resume_folder
 from gpt.data import TRAIN_STREAM, VALID_STREAM, Corpus, DataError, Sampler, load_corpus, rank_samples
 from gpt.launch import Ranks, build_mesh, report_error, select_device, start_process_group
 from gpt.learning_rate import LearningRate
@@ -32,8 +32,10 @@ from gpt.model import GptConfig, GptModel, Recompute, next_byte_loss
 from gpt.optimizer import build_optimizer, set_learning_rate
 from gpt.parallel import accumulation, clip_gradients, parallelize, unwrapped
 from gpt.sample import Sampling, generate
+from gpt.signals import StopSignal
 from gpt.train_log import Interval, IntervalMeans, IterationRecord, TrainLog, peak_memory_mib
-from megatron_fsdp import FsdpConfig, FsdpError, explain, fully_shard_optimizer, load_checkpoint, save_checkpoint
+from megatron_fsdp import FsdpConfig, FsdpError, explain, fully_shard_optimizer
+from megatron_fsdp.checkpoint_background import finish_pending_save
 
 _DEFAULT_FOLDER = Path("runs/gpt")
 
@@ -66,8 +68,11 @@ class StepResult:
 
 
 def pretrain(args: argparse.Namespace, ranks: Ranks) -> None:
-    """Train from the start or from the latest checkpoint, save on the way, and show a sample; every rank calls it."""
-    with started(args, ranks) as job:
+    """Train from the start or from the latest checkpoint, save on the way, and show a sample; every rank calls it.
+
+    SIGTERM to any rank ends the run after the step under way, with a checkpoint.
+    """
+    with started(args, ranks) as job, StopSignal() as stop:
         state = resume(job)
         job.log.begin(state.iteration)
         interval = Interval(job.device, loss_sum=state.loss_sum, loss_count=state.loss_count)
@@ -80,12 +85,15 @@ def pretrain(args: argparse.Namespace, ranks: Ranks) -> None:
             with interval.excluded():
                 if is_due(state, args.eval_interval, args):
                     validate(job, state)
-                if is_due(state, args.save_interval, args) or is_due(state, args.exit_interval, args):
+                is_last = stop.is_received_anywhere() or is_due(state, args.exit_interval, args)
+                if is_last or is_due(state, args.save_interval, args):
                     save(job, state, result, interval)
             job.log.step()
-            if is_due(state, args.exit_interval, args):
+            if is_last:
                 break
         job.log.end()
+        if stop.is_received:
+            job.log.message(f"stopped by SIGTERM after {state.iteration} iterations")
         if state.iteration == args.train_iters:
             show_sample(job)
 
@@ -202,28 +210,38 @@ def save(job: Job, state: TrainingState, result: StepResult, interval: Interval)
     """
     if job.args.save is not None:
         check_finite(job, state, interval.loss_sum, result.grad_norm.item())
-        path = checkpoint_path(job.args.save, state.iteration)
+        checkpoints = checkpoints_in(job.args.save)
         state = dataclasses.replace(state, loss_sum=interval.loss_sum, loss_count=interval.loss_count)
         extra = state.to_extra(job.config, data_flags(job))
-        save_checkpoint(unwrapped(job.model), job.optimizer, path, extra=extra)
-        if job.ranks.is_main:
-            mark_latest(job.args.save, state.iteration)
-        job.log.message(f" saved checkpoint {path}")
+        handle = checkpoints.save(
+            unwrapped(job.model),
+            job.optimizer,
+            state.iteration,
+            extra=extra,
+            keep_last=job.args.keep_last,
+            asynchronous=job.args.async_save,
+        )
+        job.log.message(f" {'saved' if handle.done else 'saving'} checkpoint {handle.path}")
     job.log.draw()
 
 
 def resume(job: Job) -> TrainingState:
-    """Load the latest checkpoint under ``--load`` and return where it stands, or a new run's state if there is none."""
-    if job.args.load is None:
+    """Load the newest whole checkpoint of the run and return where it stands, or a new run's state if there is none."""
+    root = resume_folder(job.args)
+    if root is None:
         return TrainingState()
-    path = find_latest(job.args.load)
-    if path is None:
-        job.log.message(f"no checkpoint in {job.args.load}: starting from new weights")
+    loaded = checkpoints_in(root).load(unwrapped(job.model), job.optimizer)
+    if loaded is None:
+        check_tracker(checkpoints_in(root))
+        job.log.message(f"no checkpoint in {root}: starting from new weights")
         return TrainingState()
-    extra = load_checkpoint(unwrapped(job.model), job.optimizer, path)
-    state = TrainingState.from_extra(extra, job.config, path)
-    job.log.message(f"resuming from {path}: {state.iteration} iterations, {state.consumed_samples} samples consumed")
-    for difference in differences(extra["data"], data_flags(job)):
+    for message in loaded.damaged:
+        job.log.message(f"passed over a checkpoint: {message}")
+    state = TrainingState.from_extra(loaded.extra, job.config, loaded.path)
+    job.log.message(
+        f"resuming from {loaded.path}: {state.iteration} iterations, {state.consumed_samples} samples consumed"
+    )
+    for difference in differences(loaded.extra["data"], data_flags(job)):
         job.log.message(f"the loss curve will not continue exactly: {difference}")
     return state
 
@@ -270,7 +288,8 @@ def started(args: argparse.Namespace, ranks: Ranks) -> Iterator[Job]:
         yield job
     finally:
         log.end()
-    # Not after an error: the other ranks may be gone, and leaving the group waits for them.
+    # Not after an error: the other ranks may be gone, and both wait for them.
+    finish_pending_save()
     dist.destroy_process_group()
 
 

@@ -1,12 +1,16 @@
 """Megatron-style FSDP on flat distributed buffers."""
 
-from megatron_fsdp.api import fully_shard, microbatch, no_sync
+from megatron_fsdp.api import fully_shard, microbatch, no_sync, replicate, share_comm_ctx
 from megatron_fsdp.arguments import add_megatron_fsdp_args
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.config import FsdpConfig
 from megatron_fsdp.errors import CheckpointError, ConfigError, FsdpError, OwnershipError, StateError
+from megatron_fsdp.exclusion import fsdp_no_shard
 from megatron_fsdp.lanes import record_transcript
-from megatron_fsdp.module import FsdpModule, UnshardHandle
+from megatron_fsdp.materialize import materialize
+from megatron_fsdp.meshes import DataParallelMeshDims
+from megatron_fsdp.module import FsdpModule, UnshardHandle, register_fsdp_forward_method
+from megatron_fsdp.offload import CPUOffloadPolicy, OffloadPolicy
 from megatron_fsdp.optimizer import clip_grad_norm_, fully_shard_optimizer
 from megatron_fsdp.parameter_group import ParameterGroup
 from megatron_fsdp.precision import MixedPrecisionPolicy
@@ -16,13 +20,16 @@ from megatron_fsdp.strategy import Placements
 FSDPModule = FsdpModule
 
 __all__ = [
+    "CPUOffloadPolicy",
     "CheckpointError",
     "ConfigError",
+    "DataParallelMeshDims",
     "FSDPModule",
     "FsdpConfig",
     "FsdpError",
     "FsdpModule",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "OwnershipError",
     "ParameterGroup",
     "Placements",
@@ -32,11 +39,16 @@ __all__ = [
     "add_megatron_fsdp_args",
     "clip_grad_norm_",
     "explain",
+    "fsdp_no_shard",
     "fully_shard",
     "fully_shard_optimizer",
     "load_checkpoint",
+    "materialize",
     "microbatch",
     "no_sync",
     "record_transcript",
+    "register_fsdp_forward_method",
+    "replicate",
     "save_checkpoint",
+    "share_comm_ctx",
 ]

@@ -7,32 +7,27 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from dbuffer import Granularity, plan_regions
+from dbuffer import Partial, PlacementError, Replicate
+from megatron_fsdp.agreement import check_agreement
+from megatron_fsdp.building import GranularityChoice, GroupBuilder
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.module import FsdpModule, convert, units_below
-from megatron_fsdp.ownership import (
-    OwnedParameter,
-    collect_parameters,
-    granularities,
-    group_parameters,
-    mark_owned,
-)
-from megatron_fsdp.parameter_group import GroupSpec, ParameterGroup
-from megatron_fsdp.precision import MixedPrecisionPolicy, as_policy
+from megatron_fsdp.exclusion import is_no_shard
+from megatron_fsdp.meshes import buffer_device, sharding_target
+from megatron_fsdp.module import FsdpModule, convert, unit_of, units_below
+from megatron_fsdp.offload import offload_of
+from megatron_fsdp.ownership import OwnedParameter, collect_parameters, group_parameters, mark_owned
+from megatron_fsdp.precision import as_policy
 from megatron_fsdp.schedule import Schedule
 from megatron_fsdp.strategy import Placements
 from megatron_fsdp.unit import Unit
 
-__all__ = ["fully_shard", "microbatch", "no_sync"]
+__all__ = ["fully_shard", "microbatch", "no_sync", "replicate", "share_comm_ctx"]
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
-GranularityChoice = Granularity | Callable[[nn.Parameter], Granularity | None] | None
 
 
 def fully_shard(
@@ -63,17 +58,17 @@ def fully_shard(
             one, else on CPU; without an initialised process group, a group of this process alone, unless a launcher
             set one up.
         placements: the sharding strategy. None: ZeRO-3 on the (inner) axis.
-        reshard_after_forward: release weights between forward and backward. None: True, but False for the root. A
-            bool; sharding to a smaller
-            group (an int) is not supported yet.
+        reshard_after_forward: release weights between forward and backward. None: yes, but not of the root, nor of the
+            unit that forward uses last. An int: keep a part, such that groups of that many neighbours hold the
+            weights together and backward gathers within them.
         mp_policy: ``MixedPrecisionPolicy``, ours or ``torch.distributed.fsdp``'s.
-        offload_policy: only the default (no offload) is supported yet.
+        offload_policy: ``CPUOffloadPolicy()``, ours or ``torch.distributed.fsdp``'s, keeps what rests in CPU memory.
         ignored_params: parameters to leave alone: not sharded, not reduced.
         granularity: where shards may be cut; one for all, or a function of the parameter. None: between slices of
             the first dimension.
         grad_divisor: gradients are divided by it on top of the number of data-parallel ranks.
         shard_placement_fn: for FSDP2 code; may return ``Shard(0)`` or None.
-        dp_mesh_dims: not supported yet; pass the sub-mesh of the data-parallel axes as ``mesh``.
+        dp_mesh_dims: ``DataParallelMeshDims``, ours or PyTorch's: the data-parallel axes of a larger ``mesh``.
     Returns:
         ``module``.
     Raises:
@@ -84,59 +79,28 @@ def fully_shard(
     """
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
     _check_modules(modules)
-    _refuse_unsupported(reshard_after_forward, offload_policy, dp_mesh_dims)
-    mesh = _default_mesh() if mesh is None else mesh
-    placements = _default_placements(mesh) if placements is None else placements
-    mesh = _data_parallel_mesh(mesh, placements)
+    if modules and all(is_no_shard(each) for each in modules):
+        return module
+    target = sharding_target(mesh, placements, dp_mesh_dims)
     policy = as_policy(mp_policy)
-    owned = collect_parameters(modules, lambda child: isinstance(child, FsdpModule), ignored_params or ())
+    owned = collect_parameters(modules, _is_unit, ignored_params or (), target)
     _check_shard_placement(owned, shard_placement_fn)
     name = type(modules[0]).__name__
-    device = _buffer_device(mesh)
-    _move_to(modules, device, owned)
-    build = _GroupBuilder(mesh, placements, device, policy, grad_divisor, granularity)
+    _move_to(modules, buffer_device(target.mesh), owned)
+    build = GroupBuilder(target, policy, offload_of(offload_policy, target.placements), grad_divisor, granularity)
     groups = [group for like in group_parameters(owned) for group in build(like, name)]
     for parameter in owned:
         mark_owned(parameter.parameter, name, parameter.name)
-    unit = Unit(name, modules, groups, policy, None if reshard_after_forward is None else bool(reshard_after_forward))
+    check_agreement(name, groups)
+    unit = Unit(name, modules, groups, policy)
+    unit.reshard_to(reshard_after_forward)
     convert(modules, unit)
     _adopt_units(modules, unit)
     return module
 
 
-class _GroupBuilder:
-    """Makes the parameter groups of one unit."""
-
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        placements: Placements,
-        device: torch.device,
-        policy: MixedPrecisionPolicy,
-        grad_divisor: float,
-        granularity: GranularityChoice,
-    ) -> None:
-        self._mesh = mesh
-        self._placements = placements
-        self._device = device
-        self._policy = policy
-        self._granularity = granularity
-        self._num_shards = placements.num_shards([mesh.size(axis) for axis in range(mesh.ndim)])
-        self._divisor = mesh.size() * grad_divisor
-
-    def __call__(self, like: Sequence[OwnedParameter], name: str) -> Iterator[ParameterGroup]:
-        """Yield the groups (one per region) for parameters of one dtype and ``requires_grad``."""
-        first = like[0].parameter
-        dtypes = self._policy.dtypes_for(first.dtype, requires_grad=first.requires_grad)
-        spec = GroupSpec(self._mesh, self._placements, self._device, dtypes, self._divisor)
-        regions = plan_regions(
-            [parameter.shape for parameter in like],
-            self._num_shards,
-            granularity=granularities(like, self._granularity),
-            itemsize=min(dtype.itemsize for dtype in (dtypes.compute, dtypes.main, dtypes.reduce, dtypes.main_grad)),
-        )
-        for region in regions:
-            yield ParameterGroup([like[index] for index in region.indices], region.plan, spec, name)
+def _is_unit(module: nn.Module) -> bool:
+    return isinstance(module, FsdpModule)
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
@@ -156,76 +120,11 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             )
 
 
-def _refuse_unsupported(reshard_after_forward: bool | int | None, offload_policy: Any, dp_mesh_dims: Any) -> None:
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise ConfigError(
-            f"reshard_after_forward={reshard_after_forward!r}: resharding to a smaller group is not supported yet; "
-            f"use True, False or None"
-        )
-    if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
-        raise ConfigError(f"offload_policy={offload_policy!r}: offloading is not supported yet; leave it None")
-    if dp_mesh_dims is not None:
-        raise ConfigError("dp_mesh_dims is not supported yet; pass mesh=mesh['dp'] (or a tuple of names) instead")
-
-
-_DEFAULT_MESH: list[Any] = []
-
-
-def _default_mesh() -> DeviceMesh:
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    if not dist.is_initialized() and not dist.is_torchelastic_launched():
-        backend = "nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    elif not dist.is_initialized():
-        dist.init_process_group()
-    # One mesh for all units without one: meshes made anew would each bring communicators of their own.
-    world = dist.group.WORLD
-    if not _DEFAULT_MESH or _DEFAULT_MESH[0] is not world:
-        _DEFAULT_MESH[:] = [world, init_device_mesh(device_type, (dist.get_world_size(),))]
-    mesh: DeviceMesh = _DEFAULT_MESH[1]
-    return mesh
-
-
-def _default_placements(mesh: DeviceMesh) -> Placements:
-    if mesh.ndim == 1:
-        return Placements.optim_grads_params(0)
-    if mesh.ndim == 2:
-        return Placements.hsdp(0, 1)
-    raise ConfigError(
-        f"the mesh has {mesh.ndim} axes; pass its data-parallel axes alone, mesh['dp'], or give placements="
-    )
-
-
-def _data_parallel_mesh(mesh: DeviceMesh, placements: Placements) -> DeviceMesh:
-    names = mesh.mesh_dim_names or ()
-    wanted = [names.index(axis) if axis in names else axis for axis in placements.dp_axes]
-    unknown = [axis for axis in wanted if not isinstance(axis, int) or not -mesh.ndim <= axis < mesh.ndim]
-    if unknown:
-        raise ConfigError(
-            f"placements name axes {unknown} that the mesh does not have; its axes are {names or mesh.ndim}"
-        )
-    positions = [int(axis) % mesh.ndim for axis in wanted]
-    if positions == list(range(mesh.ndim)):
-        return mesh
-    if positions != sorted(positions) or not names:
-        raise ConfigError(
-            f"placements use axes {placements.dp_axes} of a mesh with axes {names or mesh.ndim}; a part of a mesh "
-            f"needs named axes, outermost first"
-        )
-    return mesh[tuple(names[position] for position in positions)]
-
-
-def _buffer_device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
-
-
 def _move_to(modules: Sequence[nn.Module], device: torch.device, owned: Sequence[OwnedParameter]) -> None:
     """Check the parameters' device, and move buffers to it. Parameters on CPU move when their shards are copied."""
     for parameter in owned:
         found = parameter.parameter.device
-        if found.type not in (device.type, "cpu"):
+        if found.type not in (device.type, "cpu", "meta"):
             raise ConfigError(
                 f"parameter {parameter.name!r} is on {found} but the mesh is on {device.type!r}; move the module to "
                 f"{device.type!r}, or pass a mesh of {found.type!r}"
@@ -242,8 +141,6 @@ def _check_shard_placement(
 ) -> None:
     if shard_placement_fn is None:
         return
-    from dbuffer import PlacementError
-
     for parameter in owned:
         placement = shard_placement_fn(parameter.parameter)
         if placement is not None and placement != Shard(0):
@@ -266,6 +163,47 @@ def _adopt_units(modules: Sequence[nn.Module], root: Unit) -> None:
                     units[id(unit)] = unit
                     unit.rename(prefix + path)
     schedule.adopt(root, units.values())
+
+
+def _state(module: nn.Module) -> Unit:
+    """Return the unit that ``fully_shard`` made of a module.
+
+    Raises:
+        StateError: ``fully_shard`` was not called on it.
+    """
+    return unit_of(module)
+
+
+# FSDP2 code asks fully_shard.state(module).
+fully_shard.state = _state  # type: ignore[attr-defined]
+
+
+def replicate(module: M, mesh: DeviceMesh | None = None, **options: Any) -> M:
+    """Keep parameters whole on every rank and all-reduce their gradients: ``fully_shard`` with ``no_shard``.
+
+    Args:
+        mesh: as in ``fully_shard``; every axis of it is one of replicas.
+        options: the keyword arguments of ``fully_shard``.
+    """
+    if options.get("dp_mesh_dims") is None:
+        target = sharding_target(mesh, None, None)
+        axes = tuple(range(target.mesh.ndim))
+        whole, summed = (Replicate(),) * len(axes), (Partial("sum"),) * len(axes)
+        return fully_shard(module, target.mesh, Placements(axes, whole, summed, whole), **options)
+    return fully_shard(module, mesh, **options)
+
+
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Let several roots (stages of a pipeline) keep the memory rule of one: their packed gradients count together.
+
+    Lanes and communicators are shared by all units of a process in any case.
+
+    Raises:
+        StateError: one of them is not sharded.
+    """
+    schedules = [unit_of(module).schedule for module in modules]
+    for schedule in schedules[1:]:
+        schedule.share_reductions(schedules[0])
 
 
 @contextmanager

@@ -1,41 +1,32 @@
-"""Save and load model and optimizer through PyTorch's distributed checkpoint, under the model's own names and shapes.
+"""Save and load model, optimizer and random state, under the model's own names and global shapes.
 
-A checkpoint is a folder: the tensors in DCP's format, and ``state.pt`` with what is not a tensor (hyperparameters,
-    the caller's ``extra``, random
-state of each rank). Nothing in it is executed on load: DCP files hold tensors only, ``state.pt`` is read with
-``weights_only=True``.
+A checkpoint is a folder in the format of PyTorch's distributed checkpoint, with ``state.pt`` for what is under no
+parameter's name and ``manifest.json`` for sizes and checksums (docs/design/checkpoint.md). Nothing in it is executed on
+load: tensors and values are read with ``weights_only=True``, the index by a reader that knows its classes alone.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping
+import io
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from dbuffer.collectives import barrier
-from megatron_fsdp.errors import CheckpointError, ConfigError
-from megatron_fsdp.module import units_below
+from megatron_fsdp.checkpoint_background import SaveHandle, finish_pending_save, run_save
+from megatron_fsdp.checkpoint_metadata import tensors_of
+from megatron_fsdp.checkpoint_model import announce_change, check_ties, match_model, restore_extra_state, view_model
+from megatron_fsdp.checkpoint_optimizer import OptimizerMatch, describe_optimizer, match_optimizer
+from megatron_fsdp.checkpoint_random import random_state, restore_random_state
+from megatron_fsdp.checkpoint_ranks import CheckpointRanks, checkpoint_ranks
+from megatron_fsdp.checkpoint_reader import OpenCheckpoint, open_checkpoint, read_entries
+from megatron_fsdp.checkpoint_writer import plan_save, write_draft
+from megatron_fsdp.errors import CheckpointError
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
-
-_STATE_FILE = "state.pt"
-_METADATA_FILE = ".metadata"
-_MAX_LISTED = 20
+__all__ = ["load_checkpoint", "save_checkpoint", "start_save", "state_bytes"]
 
 
 def save_checkpoint(
@@ -45,160 +36,170 @@ def save_checkpoint(
     *,
     extra: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
-) -> None:
+) -> SaveHandle:
     """Write a checkpoint folder at ``path``; every rank calls it. The folder appears when it is complete, and
-    replaces an older one.
+    replaces an older one. After a failure on any rank all raise, and the older one is as it was.
 
     Args:
         model: the (sharded) model. optimizer: over its parameters, or None.
-        extra: what else the caller wants back on load: nested dicts, lists, numbers, strings, tensors. Rank 0's is
-            kept.
-        asynchronous: not supported yet.
-    Raises:
-        ConfigError: ``asynchronous``.
-    """
-    if asynchronous:
-        raise ConfigError("save_checkpoint(asynchronous=True) is not supported yet; leave it False")
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    if _rank() == 0 and partial.exists():
-        shutil.rmtree(partial)
-    barrier()
-    tensors = _model_tensors(model)
-    plain: dict[str, Any] = {"extra": dict(extra or {}), "world_size": _world_size()}
-    if optimizer is not None:
-        optimizer_tensors, plain["optimizer"] = _split_optimizer(get_optimizer_state_dict(model, optimizer))
-        tensors |= optimizer_tensors
-    save(tensors, checkpoint_id=partial)
-    torch.save({"random_state": _random_state()}, partial / f"rank_{_rank()}.pt")
-    barrier()
-    if _rank() == 0:
-        torch.save(plain, partial / _STATE_FILE)
-        _publish(partial, path)
-    barrier()
-
-
-def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, path: str | Path) -> dict[str, Any]:
-    """Load a checkpoint folder into the model and optimizer, on any number of ranks; every rank calls it.
-
-    Random state is restored where the number of ranks is the one that saved.
-
+        path: on a file system that all ranks share.
+        extra: what else the caller wants back on load, such as the state of a learning-rate scheduler and the position
+            in the data: nested dicts, lists, numbers, strings, tensors. Rank 0's is kept.
+        asynchronous: return once this rank's part is copied to host memory, as many bytes as it writes, and write it
+            in the background. A later save or load waits for it first.
     Returns:
-        The ``extra`` that was saved.
+        A handle to wait for; it is done already unless ``asynchronous``.
     Raises:
-        CheckpointError: no checkpoint there, or one of another model: names and shapes that differ are listed.
-            Nothing has changed then.
+        CheckpointError: it could not be written, or an earlier asynchronous save failed and nobody has asked.
     """
-    path = Path(path)
-    if not (path / _METADATA_FILE).exists() or not (path / _STATE_FILE).exists():
-        raise CheckpointError(f"{path} holds no complete checkpoint (looked for {_METADATA_FILE} and {_STATE_FILE})")
-    saved = _saved_shapes(path)
-    plain = torch.load(path / _STATE_FILE, weights_only=True)
-    tensors = _model_tensors(model)
-    _compare(path, "model", tensors, saved)
-    optimizer_state: dict[str, Any] = {}
-    if optimizer is not None:
-        if "optimizer" not in plain:
-            raise CheckpointError(f"{path} was saved without an optimizer; load it with optimizer=None")
-        optimizer_state = get_optimizer_state_dict(model, optimizer)
-        optimizer_tensors, _ = _split_optimizer(optimizer_state)
-        _compare(path, "optimizer", optimizer_tensors, saved)
-        tensors |= optimizer_tensors
-    load(tensors, checkpoint_id=path)
-    if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, _join_optimizer(tensors, plain["optimizer"]))
-    for unit in units_below(model):
-        for group in unit.groups:
-            group.catch_up()
-    if plain["world_size"] == _world_size():
-        state = torch.load(path / f"rank_{_rank()}.pt", weights_only=True)
-        _restore_random_state(state["random_state"])
-    extra: dict[str, Any] = plain["extra"]
+    return start_save(model, optimizer, Path(path), extra=extra, asynchronous=asynchronous)
+
+
+def start_save(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    path: Path,
+    *,
+    extra: Mapping[str, Any] | None,
+    asynchronous: bool,
+    afterwards: Callable[[], None] | None = None,
+) -> SaveHandle:
+    """Save as ``save_checkpoint`` does, and call ``afterwards`` on rank 0 when the folder has its name."""
+    finish_pending_save()
+    ranks = checkpoint_ranks()
+    draft = plan_save(path, lambda: _collect(model, optimizer, extra, ranks), ranks)
+    if asynchronous:
+        ranks.check(f"copying what to save in {path} to host memory", draft.planner.hold)
+    return run_save(path, lambda: write_draft(draft, ranks, afterwards), in_background=asynchronous)
+
+
+def load_checkpoint(
+    model: nn.Module, optimizer: Optimizer | None, path: str | Path, *, verify: bool = True
+) -> dict[str, Any]:
+    """Load a checkpoint folder into the model and optimizer, whatever layout saved it; every rank calls it.
+
+    The layouts may differ in number of ranks, strategy, granularity, mesh, dtypes and ties. Random state is restored
+    where the number of ranks is the one that saved, or all ranks had the same.
+
+    Args:
+        model: sharded, of PyTorch's FSDP2, or plain. optimizer: over its parameters, or None to leave one unread.
+        path: of a checkpoint, or of a folder that ``torch.distributed.checkpoint.save`` wrote from
+            ``{"model": ..., "optimizer": ...}``.
+        verify: check all bytes against their checksums first; without, sizes alone.
+    Returns:
+        The ``extra`` that was saved, tensors in it on the CPU.
+    Raises:
+        CheckpointError: no checkpoint there, or one of another model: names and shapes that differ are listed; or
+            ``DamagedCheckpointError``, which names the file and the parameters in it. Nothing has changed then.
+    """
+    finish_pending_save()
+    ranks = checkpoint_ranks()
+    opened = open_checkpoint(Path(path), ranks, verify=verify)
+    step = f"loading {path}"
+    plans: list[_LoadPlan] = []
+    ranks.check(step, lambda: plans.append(_plan_load(opened, model, optimizer, ranks)))
+    (plan,) = plans
+    ranks.check(step, lambda: plan.read(opened))
+    _apply(plan, opened, model, optimizer)
+    extra: dict[str, Any] = opened.state.get("extra", {})
     return extra
 
 
-def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    state = get_model_state_dict(model)
-    return {f"model.{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def _split_optimizer(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return an optimizer state's tensors under flat names, and the rest."""
-    tensors: dict[str, torch.Tensor] = {}
-    rest: dict[str, dict[str, Any]] = {}
-    for name, values in state["state"].items():
-        rest[name] = {key: value for key, value in values.items() if not isinstance(value, torch.Tensor)}
-        tensors |= {
-            f"optimizer.{name}.{key}": value for key, value in values.items() if isinstance(value, torch.Tensor)
-        }
-    return tensors, {"state": rest, "param_groups": state["param_groups"]}
-
-
-def _join_optimizer(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> dict[str, Any]:
-    state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in plain["state"].items()}
-    for name, value in tensors.items():
-        if name.startswith("optimizer."):
-            parameter, key = name.removeprefix("optimizer.").rsplit(".", 1)
-            state.setdefault(parameter, {})[key] = value
-    return {"state": state, "param_groups": plain["param_groups"]}
-
-
-def _saved_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    metadata = FileSystemReader(path).read_metadata()
-    return {
-        name: tuple(entry.size)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
+def _collect(
+    model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, ranks: CheckpointRanks
+) -> tuple[dict[str, Any], bytes]:
+    """Return the nested entries that this rank knows, and the bytes of the state file."""
+    view = view_model(model)
+    entries: dict[str, Any] = {"model": view.tensors, "random_state": {f"rank_{ranks.rank}": random_state()}}
+    state: dict[str, Any] = {
+        "extra": dict(extra or {}),
+        "extra_state": view.extra_state,
+        "num_ranks": ranks.size,
+        "ties": [list(names) for names in view.ties],
+        "torch": str(torch.__version__),
     }
+    if optimizer is not None:
+        entries["optimizer"] = describe_optimizer(optimizer, view)
+        state["optimizer"] = type(optimizer).__name__
+    return entries, state_bytes(state)
 
 
-def _compare(path: Path, kind: str, wanted: Mapping[str, torch.Tensor], saved: Mapping[str, tuple[int, ...]]) -> None:
-    prefix = f"{kind}."
-    there = {name: shape for name, shape in saved.items() if name.startswith(prefix)}
-    differences = [f"{name.removeprefix(prefix)}: not in the checkpoint" for name in wanted if name not in there]
-    differences += [f"{name.removeprefix(prefix)}: only in the checkpoint" for name in there if name not in wanted]
-    differences += [
-        f"{name.removeprefix(prefix)}: {there[name]} in the checkpoint, {tuple(tensor.shape)} here"
-        for name, tensor in wanted.items()
-        if name in there and there[name] != tuple(tensor.shape)
-    ]
-    if differences:
-        listed = "\n  ".join(differences[:_MAX_LISTED])
-        more = f"\n  and {len(differences) - _MAX_LISTED} more" if len(differences) > _MAX_LISTED else ""
+def state_bytes(state: Mapping[str, Any]) -> bytes:
+    """Return the content of a state file.
+
+    Raises:
+        CheckpointError: it has something in it that could not be loaded without running code.
+    """
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    try:
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
         raise CheckpointError(
-            f"{path} is of another {kind}; nothing was loaded. {len(differences)} entries differ:\n  {listed}{more}"
-        )
+            "extra (or a module's extra state) holds something that cannot be loaded without running code; use dicts, "
+            f"lists, numbers, strings and tensors: {reason}"
+        ) from None
+    return buffer.getvalue()
 
 
-def _publish(partial: Path, path: Path) -> None:
-    """Give a complete folder its name; an older one of that name is removed after."""
-    if not path.exists():
-        partial.rename(path)
-        return
-    old = path.with_name(path.name + ".old")
-    if old.exists():
-        shutil.rmtree(old)
-    path.rename(old)
-    partial.rename(path)
-    shutil.rmtree(old)
+class _LoadPlan:
+    """Everything that is to be read, each entry into its target."""
+
+    def __init__(self, model: dict[str, torch.Tensor], optimizer: OptimizerMatch | None) -> None:
+        self.optimizer = optimizer
+        self.random: dict[str, torch.Tensor] = {}
+        self.targets: dict[str, Any] = dict(model)
+
+    def read(self, opened: OpenCheckpoint) -> None:
+        """Read everything; from here on the model changes."""
+        read_entries(opened, self.targets)
+        for targets in () if self.optimizer is None else self.optimizer.rounds:
+            read_entries(opened, targets)
+
+    def add_random_state(self, targets: Mapping[str, tuple[str, torch.Tensor]]) -> None:
+        """Read the state of generators, each an entry and its target by the generator's name."""
+        for generator, (entry, target) in targets.items():
+            self.random[generator] = self.targets[entry] = target
 
 
-def _random_state() -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+def _plan_load(
+    opened: OpenCheckpoint, model: nn.Module, optimizer: Optimizer | None, ranks: CheckpointRanks
+) -> _LoadPlan:
+    view = view_model(model)
+    tensors = match_model(opened, view)
+    check_ties(opened, view)
+    plan = _LoadPlan(tensors, None if optimizer is None else match_optimizer(opened, optimizer, view))
+    num_savers = opened.state.get("num_ranks", 0)
+    if num_savers == ranks.size:
+        plan.add_random_state(_random_targets(opened, ranks.rank))
+    elif num_savers and _is_random_state_common(opened, num_savers):
+        plan.add_random_state({name: t for name, t in _random_targets(opened, 0).items() if name != "cuda"})
+    return plan
 
 
-def _restore_random_state(state: Mapping[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+def _random_targets(opened: OpenCheckpoint, rank: int) -> dict[str, tuple[str, torch.Tensor]]:
+    saved = tensors_of(opened.metadata)
+    entries = opened.names_below("random_state", f"rank_{rank}")
+    return {str(path[0]): (name, torch.empty(saved[name].size, dtype=torch.uint8)) for path, name in entries.items()}
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def _is_random_state_common(opened: OpenCheckpoint, num_savers: int) -> bool:
+    """Whether all ranks that saved had the same state on the CPU, as with one seed for all."""
+
+    def state_of(rank: int) -> dict[str, list[int]]:
+        targets = {name: target for name, target in _random_targets(opened, rank).items() if name != "cuda"}
+        read_entries(opened, dict(targets.values()))
+        return {name: tensor.tolist() for name, (_, tensor) in targets.items()}
+
+    first = state_of(0)
+    return all(state_of(rank) == first for rank in range(1, num_savers))
 
 
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+def _apply(plan: _LoadPlan, opened: OpenCheckpoint, model: nn.Module, optimizer: Optimizer | None) -> None:
+    if optimizer is not None and plan.optimizer is not None:
+        plan.optimizer.apply(optimizer)
+    restore_extra_state(model, opened.state.get("extra_state", {}))
+    announce_change(model)
+    restore_random_state(plan.random)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ __all__ = [
     "UnitFacts",
     "Visit",
     "VisitKind",
+    "reshard_reason",
 ]
 
 
@@ -60,12 +61,18 @@ class Redistribution:
 
 @dataclass(frozen=True, slots=True)
 class BufferFacts:
-    """One buffer of a group; ``shares`` names the buffer whose memory it is a part of, empty when it has its own."""
+    """One buffer of a group.
+
+    Attributes:
+        shares: names the buffer whose memory it is a part of, empty when it has its own.
+        num_parts: it is one part in so many of what the placements say; 0 and 1: all of it.
+    """
 
     kind: str
     placements: tuple[BufferPlacement, ...]
     dtype: torch.dtype
     shares: str = ""
+    num_parts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,10 @@ class GroupFacts:
 
     Attributes:
         names: of the parameters, in plan order. axes: of the data-parallel mesh, outermost first.
+        requires_grad: any of them is trained. frozen: positions of those that are not, beside others that are.
+        holds_gradients: the gradient accumulator is there though nothing is trained (any more).
+        part_of: between forward and backward a rank keeps one part in so many of the whole weights, and as many
+            neighbours gather them; 0: nothing but its shard.
     """
 
     names: tuple[str, ...]
@@ -82,6 +93,14 @@ class GroupFacts:
     placements: Placements
     dtypes: GroupDtypes
     requires_grad: bool
+    frozen: frozenset[int] = frozenset()
+    holds_gradients: bool = False
+    part_of: int = 0
+
+    @property
+    def is_all_trained(self) -> bool:
+        """Whether none of its parameters is frozen."""
+        return self.requires_grad and not self.frozen
 
     @property
     def whole(self) -> tuple[BufferPlacement, ...]:
@@ -104,6 +123,11 @@ class GroupFacts:
         return 0 if self.placements.parameter == self.whole else self.whole_bytes
 
     @property
+    def part_bytes(self) -> int:
+        """Bytes that are kept from forward to backward, in place of the whole weights."""
+        return self.whole_bytes // self.part_of if self.part_of and self.gathered_bytes else 0
+
+    @property
     def packed_bytes(self) -> int:
         """Bytes of the buffer that gradients are packed into; 0 where there is none beside ``main_grad``."""
         is_packed = self.requires_grad and self.placements.gradient != self.partial
@@ -120,12 +144,16 @@ class GroupFacts:
         """Return the elements of one rank's part of the flat buffer, padding included; the same on every rank."""
         return self.plan.numel // math.prod(self.axes[axis].size for axis in flat_axes(placements))
 
-    def owned_numel(self, placements: Sequence[BufferPlacement]) -> int:
-        """Return the elements of one rank's part that belong to parameters."""
+    def trained_numel(self) -> int:
+        """Return the elements of the optimizer's part that belong to trained parameters."""
+        return self.owned_numel(self.placements.optimizer, self.frozen) if self.requires_grad else 0
+
+    def owned_numel(self, placements: Sequence[BufferPlacement], without: Collection[int] = ()) -> int:
+        """Return the elements of one rank's part that belong to parameters, some of them left out by position."""
         axes, sizes = flat_axes(placements), [axis.size for axis in self.axes]
         part = self.local_numel(placements)
         start = part * shard_index(axes, [axis.rank for axis in self.axes], sizes)
-        offsets = enumerate(self.plan.offsets)
+        offsets = ((index, offset) for index, offset in enumerate(self.plan.offsets) if index not in without)
         held = (
             min(offset + self.plan.tensor_numel(index), start + part) - max(offset, start) for index, offset in offsets
         )
@@ -144,7 +172,7 @@ class GroupFacts:
             BufferFacts("main_weight", placements.optimizer, dtypes.main, shares),
             BufferFacts("model_weight", placements.parameter, dtypes.compute),
         )
-        if not self.requires_grad:
+        if not self.requires_grad and not self.holds_gradients:
             return weights
         return (*weights, BufferFacts("main_grad", placements.gradient, dtypes.main_grad))
 
@@ -152,11 +180,25 @@ class GroupFacts:
         """Return the buffers that are allocated while in use."""
         gathered = BufferFacts("gathered weights", self.whole, self.dtypes.compute)
         packed = BufferFacts("packed gradients", self.partial, self.dtypes.reduce)
-        return (gathered,) * bool(self.gathered_bytes) + (packed,) * bool(self.packed_bytes)
+        part = BufferFacts("post-forward shard", self.whole, self.dtypes.compute, num_parts=self.part_of)
+        return (
+            *(gathered,) * bool(self.gathered_bytes),
+            *(part,) * bool(self.part_bytes),
+            *(packed,) * bool(self.packed_bytes),
+        )
 
     def gather(self) -> Redistribution:
         """Return how the weights are gathered."""
         return self._change(self.placements.parameter, self.whole, self.dtypes.compute.itemsize)
+
+    def gather_part(self) -> Redistribution:
+        """Return how the weights are gathered from the parts that a smaller group kept."""
+        if not self.part_bytes:
+            return self.gather()
+        sharded = self.axes[flat_axes(self.placements.parameter)[0]]
+        name = f"{sharded.name}, runs of {self.part_of}"
+        transfer = Transfer("all_gather", name, self.part_of, self.whole_bytes)
+        return Redistribution((transfer,) if self.part_of > 1 else ())
 
     def reduce(self) -> Redistribution:
         """Return how the packed gradients of one microbatch are reduced."""
@@ -217,6 +259,10 @@ class UnitFacts:
         modules: class names. reason: why it keeps or releases its weights after forward, in words.
         ties: for every parameter that is registered in several places, their full names.
         schedule: units of one root share a number; prefetching and draining happen within it.
+        lingers: weights that forward is done with are released when the next unit runs, so the last unit of a forward
+            keeps them for its backward; False: at once, if ``reshards_after_forward``.
+        unshards_in_backward: False leaves weights sharded in backward, for a unit that does not need them there.
+        max_packed_buffers: units of its root whose packed gradients may live at once.
         forward_prefetch, backward_prefetch: positions of the units to gather ahead when the user set them; empty: the
             unit that follows in the recorded order.
     """
@@ -226,6 +272,9 @@ class UnitFacts:
     schedule: int = 0
     reshards_after_forward: bool = True
     reshards_after_backward: bool = True
+    lingers: bool = False
+    unshards_in_backward: bool = True
+    max_packed_buffers: int = 1
     forward_prefetch: tuple[int, ...] = ()
     backward_prefetch: tuple[int, ...] = ()
     modules: tuple[str, ...] = ()
@@ -236,6 +285,21 @@ class UnitFacts:
     def whole_bytes(self) -> int:
         """Bytes of all of its weights in compute dtype."""
         return sum(group.whole_bytes for group in self.groups)
+
+
+def reshard_reason(groups: Sequence[GroupFacts], asked: bool | int | None, *, is_root: bool) -> str:
+    """Return in words why a unit keeps or releases its weights after forward; ``asked``: reshard_after_forward."""
+    if not groups:
+        return "nothing to release: it has no parameters of its own"
+    if not any(group.gathered_bytes for group in groups):
+        return "nothing to release: its weights rest whole on every rank"
+    if asked is not None and not isinstance(asked, bool):
+        return f"released after forward but for one part in {asked}: reshard_after_forward={asked}"
+    if asked is not None:
+        return f"{'released' if asked else 'kept'} after forward: reshard_after_forward={asked}"
+    if is_root:
+        return "kept after forward: it is the root"
+    return "released after forward: the default below the root"
 
 
 class VisitKind(enum.Enum):

@@ -11,22 +11,23 @@ from __future__ import annotations
 import enum
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, Partial
 from dbuffer.placements import BufferPlacement
 from dbuffer_kernels import accumulate
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.lanes import Ticket, lane
+from megatron_fsdp.faces import Faces
+from megatron_fsdp.lanes import Ticket
+from megatron_fsdp.reduction import Reduction
 from megatron_fsdp.strategy import Placements
 
-__all__ = ["GradState", "GradientBuffer", "GradientDtypes", "GradientObserver"]
+__all__ = ["GradState", "GradientBuffer", "GradientObserver", "GradientSpec"]
 
 
 class GradState(enum.Enum):
@@ -38,11 +39,23 @@ class GradState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class GradientDtypes:
-    """``reduce``: of the packed buffer and the reduce-scatter. ``main``: of ``main_grad``."""
+class GradientSpec:
+    """What a gradient buffer is built from besides its weights.
 
-    reduce: torch.dtype
-    main: torch.dtype
+    Attributes:
+        placements: the strategy. reduce_dtype: of the packed buffer and the wire. main_dtype: of ``main_grad``.
+        divisor: the sum over ranks is divided by it.
+        device: where gradients are produced and reduced.
+        is_offloaded: ``main_grad`` lies in CPU memory, with the main weights. is_pinned: in pages that a GPU writes.
+    """
+
+    placements: Placements
+    reduce_dtype: torch.dtype
+    main_dtype: torch.dtype
+    divisor: float
+    device: torch.device
+    is_offloaded: bool = False
+    is_pinned: bool = False
 
 
 class GradientObserver(Protocol):
@@ -59,56 +72,57 @@ class GradientBuffer:
     """The gradients of one parameter group.
 
     Args:
-        main_weight: the group's main weights; gradients share its plan, mesh and device.
-        placements: the strategy.
-        dtypes: of the wire and of the result.
-        divisor: the sum over ranks is divided by it.
-        parameters: the sharded parameters by name; their ``.grad`` is set when gradients are final and read to see
+        main_weight: the group's main weights; gradients share its plan and mesh.
+        faces: the parameters; the sharded ones' ``.grad`` is set when gradients are final, and read to see
             ``zero_grad``.
+        names: of the parameters, for messages.
     """
 
-    def __init__(
-        self,
-        main_weight: DBuffer,
-        placements: Placements,
-        dtypes: GradientDtypes,
-        divisor: float,
-        parameters: Mapping[str, nn.Parameter],
-    ) -> None:
+    def __init__(self, main_weight: DBuffer, spec: GradientSpec, faces: Faces, names: Sequence[str]) -> None:
         self.name = main_weight.name
         self.state = GradState.EMPTY
-        self.divisor = divisor
-        self._names = tuple(parameters)
-        self._parameters = tuple(parameters.values())
+        self.divisor = spec.divisor
+        self._spec = spec
+        self._names = tuple(names)
+        self._owner_faces = faces
+        self._parameters = tuple(faces.sharded)
         self._observer: weakref.ref[GradientObserver] | None = None
-        self._arrived = bytearray(len(parameters))
+        self._trained = bytearray(int(parameter.requires_grad) for parameter in self._parameters)
+        self._arrived = bytearray(len(self._parameters))
         self._num_arrived = 0
-        self._filled = bytearray(len(parameters))
+        self._filled = bytearray(len(self._parameters))
         self._carry: torch.Tensor | None = None
-        partial: tuple[BufferPlacement, ...] = tuple(Partial("sum") for _ in placements.gradient)
+        partial: tuple[BufferPlacement, ...] = tuple(Partial("sum") for _ in spec.placements.gradient)
         self._template = main_weight
-        self.main_grad = self._buffer(placements.gradient, dtypes.main, "main_grad")
+        self.main_grad = self._buffer(spec.placements.gradient, spec.main_dtype, "main_grad", main_weight.device)
         self.main_grad.zero_()
         # Where gradients rest as whole partial sums they are accumulated in place and reduced once, at the end.
-        self.rests_partial = placements.gradient == partial
+        self.rests_partial = spec.placements.gradient == partial
         self._packed = self.main_grad
         self._reduced = self.main_grad
         if not self.rests_partial:
-            self._packed = self._buffer(partial, dtypes.reduce, "packed gradients")
-            self._reduced = self._packed.slice_view(placements.gradient)
+            self._packed = self._buffer(partial, spec.reduce_dtype, "packed gradients", spec.device)
+            self._reduced = self._packed.slice_view(spec.placements.gradient)
         self._final = self.main_grad
-        if placements.gradient != placements.optimizer:
-            self._final = self.main_grad.slice_view(placements.optimizer)
-        self._views = [self._packed.get_local_tensor(index) for index in range(len(parameters))]
+        if spec.placements.gradient != spec.placements.optimizer:
+            self._final = self.main_grad.slice_view(spec.placements.optimizer)
+        self.reduction = Reduction(
+            self._packed, self._reduced, self.main_grad, self._final, is_offloaded=spec.is_offloaded,
+            is_pinned=spec.is_pinned,
+        )  # fmt: skip
+        self._views = [self._packed.get_local_tensor(index) for index in range(len(self._parameters))]
         self._gaps = [self._packed.local_buffer[gap.start : gap.stop] for gap in self._packed.layout.padding()]
         if not self.rests_partial:
             self._packed.release_storage()
         self._faces: list[DTensor] = []
         self._tickets: list[Ticket] = []
 
-    def _buffer(self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, what: str) -> DBuffer:
-        like = self._template
-        return DBuffer.from_plan(like.plan, like.mesh, placements, dtype, like.device, name=f"{self.name}: {what}")
+    def _buffer(
+        self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, what: str, device: torch.device
+    ) -> DBuffer:
+        like, pinned = self._template, self._spec.is_pinned and device.type == "cpu"
+        name = f"{self.name}: {what}"
+        return DBuffer.from_plan(like.plan, like.mesh, placements, dtype, device, name=name, pin_memory=pinned)
 
     def rename(self, name: str) -> None:
         """Take another name, for messages."""
@@ -127,9 +141,15 @@ class GradientBuffer:
         return self._final
 
     @property
-    def num_parameters(self) -> int:
-        """How many gradients make a whole."""
-        return len(self._parameters)
+    def num_trained(self) -> int:
+        """How many gradients make a whole: the parameters that are not frozen."""
+        return sum(self._trained)
+
+    def set_trained(self, index: int, trained: bool) -> None:
+        """Expect a gradient of parameter ``index`` in each backward, or none."""
+        self._trained[index] = trained
+        if not trained:
+            self._parameters[index].grad = None
 
     @property
     def num_arrived(self) -> int:
@@ -165,6 +185,7 @@ class GradientBuffer:
             return
         if not self._num_arrived:
             self._begin()
+        gradient = self._owner_faces.local_gradient(index, gradient)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         accumulate(gradient, self._views[index], scale=self._pack_scale, overwrite=not self._filled[index])
@@ -217,6 +238,8 @@ class GradientBuffer:
         if not reduce and not self.rests_partial:
             return
         if not num_arrived and not self.is_filled:
+            if not any(self._trained):
+                return
             self._begin()
         self._fill_missing()
         if self.rests_partial:
@@ -229,17 +252,7 @@ class GradientBuffer:
         self._open_main_grad()
         overwrite = self.state is GradState.EMPTY
         scale = 1.0 / (self.divisor * self._wire_scale)
-
-        # Not self: a ticket that nobody waits for must not keep this object alive.
-        packed, reduced, main_grad = self._packed, self._reduced, self.main_grad
-
-        def run(works: list[torch.distributed.Work] | None) -> None:
-            packed.redistribute(reduced.placements, out=reduced, works=works)
-
-        def fold() -> None:
-            accumulate(reduced.local_buffer, main_grad.local_buffer, scale=scale, overwrite=overwrite)
-
-        self._tickets.append(lane("reduce", packed.device).submit(run, fold))
+        self._tickets.append(self.reduction.submit(scale, overwrite=overwrite))
         self.state = GradState.PARTIAL
 
     def _fill_missing(self) -> None:
@@ -275,8 +288,7 @@ class GradientBuffer:
         self._carry = None
         if not self.rests_partial:
             self._packed.release_storage()
-        is_shown = any(parameter.grad is not None for parameter in self._parameters)
-        self.state = GradState.FINAL if is_shown else GradState.EMPTY
+        self.state = GradState.FINAL if any(self._present()) else GradState.EMPTY
 
     # ------------------------------------------------------------------ main_grad over microbatches
 
@@ -284,7 +296,7 @@ class GradientBuffer:
         """Find out what the optimizer or the user did to ``.grad`` since gradients were final."""
         if self.state is not GradState.FINAL:
             return
-        present = [parameter.grad is not None for parameter in self._parameters]
+        present = self._present()
         if not any(present):
             self.state = GradState.EMPTY
             return
@@ -295,6 +307,10 @@ class GradientBuffer:
             # start over.
             self._carry = self._final.local_buffer.clone()
             self.state = GradState.EMPTY
+
+    def _present(self) -> list[bool]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [parameter.grad is not None for parameter in self._parameters]
 
     def _adopt_user_gradients(self, present: Sequence[bool]) -> None:
         for index, parameter in enumerate(self._parameters):
@@ -315,7 +331,7 @@ class GradientBuffer:
         if self.state is not GradState.PARTIAL:
             return
         if self._final is not self.main_grad:
-            self.main_grad.redistribute(self._final.placements, out=self._final)
+            self.reduction.finish()
             if self._carry is not None:
                 self._final.local_buffer.add_(self._carry)
                 self._carry = None
@@ -326,7 +342,7 @@ class GradientBuffer:
         """Return the final gradients, with what the user did to ``.grad`` taken over; None where there are none."""
         if self.state is not GradState.FINAL:
             return None
-        present = [parameter.grad is not None for parameter in self._parameters]
+        present = self._present()
         if not any(present):
             return None
         self._adopt_user_gradients(present)
@@ -339,7 +355,7 @@ class GradientBuffer:
         cast = self._final.cast(self._template.dtype)
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
-                parameter.grad = cast.get_dtensor(index)
+                parameter.grad = self._owner_faces.wrap(index, cast.get_dtensor(index))
 
     def restore_dtype(self) -> None:
         """Show the gradients themselves again after ``match_parameter_dtype``."""
@@ -350,10 +366,13 @@ class GradientBuffer:
     def show(self) -> None:
         """Set ``.grad`` of every sharded parameter to its part of the final gradients."""
         if not self._faces:
-            self._faces = [self._final.get_dtensor(index) for index in range(len(self._parameters))]
+            self._faces = [
+                self._owner_faces.wrap(index, self._final.get_dtensor(index)) for index in range(len(self._parameters))
+            ]
             if self._final.dtype is not self._template.dtype:
                 for parameter in self._parameters:
                     parameter.grad_dtype = None  # any dtype may be assigned then
-        for parameter, face in zip(self._parameters, self._faces, strict=True):
-            if parameter.grad is not face:
-                parameter.grad = face
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, face, trained in zip(self._parameters, self._faces, self._trained, strict=True):
+                if trained and parameter.grad is not face:
+                    parameter.grad = face

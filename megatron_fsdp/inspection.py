@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.facts import AxisFacts, GroupFacts, ModelFacts, UnitFacts, Visit, VisitKind
-from megatron_fsdp.module import FsdpModule, units_below
+from megatron_fsdp.facts import AxisFacts, GroupFacts, ModelFacts, UnitFacts, reshard_reason
+from megatron_fsdp.module import units_below
 from megatron_fsdp.parameter_group import ParameterGroup
 from megatron_fsdp.schedule import Schedule
 from megatron_fsdp.unit import Unit
+from megatron_fsdp.walk import walk_modules
 
 __all__ = ["read_facts"]
-
-# id of a registered parameter -> (position of its unit, of its group)
-_Owners = Mapping[int, tuple[int, int]]
 
 
 def read_facts(model: nn.Module) -> ModelFacts:
@@ -53,7 +50,8 @@ def read_facts(model: nn.Module) -> ModelFacts:
         inner = _unit_facts(unit, positions, roots[id(unit.schedule)])
         path = next((paths[id(reference())] for reference in unit.modules if id(reference()) in paths), "")
         facts.append(replace(inner, name=path or inner.modules[0], ties=tuple(ties.get(position, ()))))
-    return ModelFacts(tuple(facts), tuple(_Walk(model, units, owners).visits(model)), tuple(outside), outside_bytes)
+    modules = [[module for reference in unit.modules if (module := reference()) is not None] for unit in units]
+    return ModelFacts(tuple(facts), walk_modules(model, modules, owners), tuple(outside), outside_bytes)
 
 
 def _registered(unit: Unit, name: str) -> nn.Parameter:
@@ -78,16 +76,22 @@ def _unit_facts(unit: Unit, positions: Mapping[int, int], schedule: int) -> Unit
     def ahead(references: Sequence[weakref.ref[Unit]]) -> tuple[int, ...]:
         return tuple(positions[key] for reference in references if (key := id(reference())) in positions)
 
+    groups = tuple(_group_facts(group) for group in unit.groups)
+    asked = next((group.part_of for group in groups if group.part_of), unit.reshard_after_forward)
+    is_root = unit is _schedule(unit).root
     return UnitFacts(
         name=unit.name,
-        groups=tuple(_group_facts(group) for group in unit.groups),
+        groups=groups,
         schedule=schedule,
         reshards_after_forward=_schedule(unit).reshards_after_forward(unit),
         reshards_after_backward=unit.reshard_after_backward,
+        lingers=unit.reshard_after_forward is None and not is_root,
+        unshards_in_backward=unit.unshards_in_backward,
+        max_packed_buffers=_schedule(unit).max_packed_buffers,
         forward_prefetch=ahead(unit.forward_prefetch),
         backward_prefetch=ahead(unit.backward_prefetch),
         modules=tuple(type(module).__name__.removeprefix("FSDP") for module in modules),
-        reason=_reason(unit),
+        reason=reshard_reason(groups, asked, is_root=is_root),
     )
 
 
@@ -96,56 +100,20 @@ def _schedule(unit: Unit) -> Schedule:
     return unit.schedule
 
 
-def _reason(unit: Unit) -> str:
-    if not unit.groups:
-        return "nothing to release: it has no parameters of its own"
-    if all(group.rests_whole for group in unit.groups):
-        return "nothing to release: its weights rest whole on every rank"
-    if unit.reshard_after_forward is not None:
-        action = "released" if unit.reshard_after_forward else "kept"
-        return f"{action} after forward: reshard_after_forward={unit.reshard_after_forward}"
-    if unit is _schedule(unit).root:
-        return "kept after forward: it is the root"
-    return "released after forward: the default below the root"
-
-
 def _group_facts(group: ParameterGroup) -> GroupFacts:
     axes = tuple(AxisFacts(axis.name, axis.size, axis.rank) for axis in group.main_weight.axes)
+    # The parameters' own flags: the group takes notice of a change in the next forward.
+    frozen = frozenset(index for index, each in enumerate(group.parameters.values()) if not each.requires_grad)
+    is_trained = len(frozen) < len(group.parameters)
+    part = group.weights.post_forward
     return GroupFacts(
-        tuple(group.parameters), group.plan, axes, group.spec.placements, group.spec.dtypes, group.requires_grad
+        tuple(group.parameters),
+        group.plan,
+        axes,
+        group.spec.placements,
+        group.spec.dtypes,
+        requires_grad=is_trained,
+        frozen=frozen if is_trained else frozenset(),
+        holds_gradients=group.gradients is not None and not is_trained,
+        part_of=0 if part is None else part.axis.size,
     )
-
-
-class _Walk:
-    """A pass over the modules in registration order, each once."""
-
-    def __init__(self, model: nn.Module, units: Sequence[Unit], owners: _Owners) -> None:
-        below = {id(module) for module in model.modules()}
-        self._positions = {id(unit): position for position, unit in enumerate(units)}
-        self._pending = [{id(reference()) for reference in unit.modules} & below for unit in units]
-        self._is_open = [False] * len(units)
-        self._owners = owners
-        self._seen: set[int] = set()
-
-    def visits(self, module: nn.Module) -> Iterator[Visit]:
-        if id(module) in self._seen:
-            return
-        self._seen.add(id(module))
-        position = self._positions[id(module._fsdp_unit)] if isinstance(module, FsdpModule) else -1
-        if position >= 0 and not self._is_open[position]:
-            self._is_open[position] = True
-            yield Visit(VisitKind.OPEN, position)
-        yield from self._uses(module._parameters.values())
-        for child in module.children():
-            yield from self.visits(child)
-        if position >= 0:
-            self._pending[position].discard(id(module))
-            if not self._pending[position]:
-                yield Visit(VisitKind.CLOSE, position)
-
-    def _uses(self, parameters: Iterable[torch.Tensor | None]) -> Iterator[Visit]:
-        for parameter in parameters:
-            if parameter is not None and id(parameter) in self._owners and id(parameter) not in self._seen:
-                # A tied parameter gets its gradient when backward reaches the first place that used it.
-                self._seen.add(id(parameter))
-                yield Visit(VisitKind.USE, *self._owners[id(parameter)])

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-__all__ = ["CpuLane", "CudaLane", "Lane", "Ticket", "lane", "record_transcript", "trace"]
+__all__ = ["CpuLane", "CudaLane", "Lane", "Ticket", "lane", "record_transcript", "trace", "wait_for_event"]
 
 Operation = Callable[[list[dist.Work] | None], None]
 
@@ -29,19 +29,25 @@ class Ticket(Protocol):
 class Lane(Protocol):
     """A queue of device work."""
 
-    def submit(self, operation: Operation, then: Callable[[], None] | None = None) -> Ticket:
+    def submit(
+        self,
+        operation: Operation,
+        then: Callable[[], None] | None = None,
+        on_host: Callable[[], None] | None = None,
+    ) -> Ticket:
         """Queue ``operation`` after all compute issued so far, and ``then`` after it.
 
         Args:
             operation: issues collectives; it is given a list for their handles, or None where stream order suffices.
             then: device work on their result.
+            on_host: work of the CPU on what ``then`` copied to it; ``Ticket.wait`` blocks the host for it.
         """
 
 
 class _CpuTicket:
     __slots__ = ("_then", "_works")
 
-    def __init__(self, works: list[dist.Work], then: Callable[[], None] | None) -> None:
+    def __init__(self, works: list[dist.Work], then: list[Callable[[], None]]) -> None:
         self._works = works
         self._then = then
 
@@ -50,30 +56,40 @@ class _CpuTicket:
         works, self._works = self._works, []
         for work in works:
             work.wait()
-        then, self._then = self._then, None
-        if then is not None:
-            then()
+        then, self._then = self._then, []
+        for step in then:
+            step()
 
 
 class CpuLane:
     """Gloo's workers as a lane."""
 
-    def submit(self, operation: Operation, then: Callable[[], None] | None = None) -> Ticket:
-        """Start the collectives; ``then`` runs in ``Ticket.wait``."""
+    def submit(
+        self,
+        operation: Operation,
+        then: Callable[[], None] | None = None,
+        on_host: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """Start the collectives; ``then`` and ``on_host`` run in ``Ticket.wait``."""
         works: list[dist.Work] = []
         operation(works)
-        return _CpuTicket(works, then)
+        return _CpuTicket(works, [step for step in (then, on_host) if step is not None])
 
 
 class _CudaTicket:
-    __slots__ = ("_event",)
+    __slots__ = ("_event", "_on_host")
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, on_host: Callable[[], None] | None) -> None:
         self._event = event
+        self._on_host = on_host
 
     def wait(self) -> None:
-        """Order the current stream after the submitted work."""
+        """Order the current stream after the submitted work, and the host too where the host has work to do on it."""
         torch.cuda.current_stream().wait_event(self._event)
+        on_host, self._on_host = self._on_host, None
+        if on_host is not None:
+            self._event.synchronize()
+            on_host()
 
 
 class CudaLane:
@@ -82,7 +98,12 @@ class CudaLane:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device=device, priority=-1)
 
-    def submit(self, operation: Operation, then: Callable[[], None] | None = None) -> Ticket:
+    def submit(
+        self,
+        operation: Operation,
+        then: Callable[[], None] | None = None,
+        on_host: Callable[[], None] | None = None,
+    ) -> Ticket:
         """Run the operation on the lane's stream, after what the current stream holds now."""
         # The wait also covers memory: a block that compute has finished with may be handed out again on this stream.
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -92,7 +113,7 @@ class CudaLane:
                 then()
             event = torch.cuda.Event()
             event.record(self._stream)
-        return _CudaTicket(event)
+        return _CudaTicket(event, on_host)
 
 
 _LANES: dict[tuple[str, torch.device], Lane] = {}
@@ -104,6 +125,12 @@ def lane(name: str, device: torch.device) -> Lane:
     if key not in _LANES:
         _LANES[key] = CudaLane(device) if device.type == "cuda" else CpuLane()
     return _LANES[key]
+
+
+def wait_for_event(event: torch.Event) -> None:
+    """Order the current stream, and with it all lanes' later work, after an event; nothing to do on CPU."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().wait_event(event)
 
 
 _transcripts: list[list[str]] = []

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
-from megatron_fsdp.errors import StateError
+from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter, is_laid_out_like
 from megatron_fsdp.precision import caster
 from megatron_fsdp.unit import Unit
 
-__all__ = ["FsdpModule", "UnshardHandle", "convert", "unit_of", "units_below"]
+__all__ = [
+    "FsdpModule",
+    "UnshardHandle",
+    "convert",
+    "register_fsdp_forward_method",
+    "unit_of",
+    "units_below",
+]
 
 T = TypeVar("T")
 
@@ -77,10 +86,10 @@ class FsdpModule:
         """Say whether the next backward is the last microbatch of an optimizer step."""
         unit_of(self).schedule.is_last_backward = is_last_backward
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose whether weights are released after forward and gathered again for backward."""
+    def set_reshard_after_forward(self, reshard_after_forward: bool | int | None, recurse: bool = True) -> None:
+        """Choose whether weights are released after forward and gathered again; as in ``fully_shard``."""
         for unit in self._units(recurse):
-            unit.reshard_after_forward = reshard_after_forward
+            unit.reshard_to(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """False keeps weights gathered after backward, so the next microbatch's forward needs no gather."""
@@ -97,8 +106,113 @@ class FsdpModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by ``factor`` instead of by the number of data-parallel ranks."""
-        for buffer in unit_of(self).gradients:
-            buffer.divisor = float(factor)
+        for group in unit_of(self).groups:
+            group.set_divisor(float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do what ``set_gradient_divide_factor`` does; FSDP2's older name."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook`` with each reduced gradient of this unit, to reduce it further over ranks outside of the mesh.
+
+        Args:
+            hook: changes a 1-D tensor, this rank's part of the averaged gradients of one parameter group, in place;
+                on every microbatch where gradients rest sharded, on the last one where they rest partial.
+            stream: FSDP2's argument. The hook runs on the lane of the reductions, so it must be None.
+        Raises:
+            ConfigError: a stream is given.
+        """
+        if stream is not None:
+            raise ConfigError(
+                "set_all_reduce_hook(stream=...): the hook runs on the lane of the reductions; leave it None"
+            )
+        for group in unit_of(self).groups:
+            group.set_reduction(hook=hook)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather this unit's weights by ``comm(output_tensor, input_tensor, group, async_op=...)``.
+
+        FSDP2's ``AllGather`` protocol; memory is the unit's own, so ``comm.allocate`` is not called.
+        """
+        for group in unit_of(self).groups:
+            group.weights.gather_function = comm
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce this unit's gradients by ``comm(output_tensor, input_tensor, group, op, async_op=...)``.
+
+        FSDP2's ``ReduceScatter`` protocol; memory is the unit's own, so ``comm.allocate`` is not called.
+        """
+        for group in unit_of(self).groups:
+            group.set_reduction(function=comm)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False: backward does not gather this unit's weights, for a module whose backward does not read them.
+
+        The backward of an embedding's look-up is the common case. Backward through one that does read them fails.
+        """
+        unit_of(self).unshards_in_backward = unshard_in_backward
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Make the next forward of the root wait for an event recorded after an optimizer step on another stream."""
+        unit_of(self).schedule.step_event = event
+
+    def reset_iter_state(self) -> None:
+        """Forget a forward or backward that raised: gathered weights are released, its gradients are dropped."""
+        unit_of(self).schedule.abandon()
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accept FSDP2's switch: reductions are always sums here, and the division is part of the fold."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Accept FSDP2's switch: parameters without a gradient always take part, with zeros, so ranks cannot differ."""
+
+    def set_reduce_scatter_max_input_buffers(self, num_buffers: int, *, recurse: bool = True) -> None:
+        """Allow this many packed gradient buffers at once. More of them let backward run further ahead of reductions.
+
+        Raises:
+            ConfigError: less than one.
+        """
+        if num_buffers < 1:
+            raise ConfigError(f"set_reduce_scatter_max_input_buffers({num_buffers}): at least one is needed")
+        for unit in self._units(recurse):
+            unit.schedule.max_packed_buffers = num_buffers
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce on a communicator of its own (the default), or on the one that gathers, which saves its memory."""
+        for unit in self._units(recurse):
+            for group in unit.groups:
+                group.use_separate_reduce_group(enable)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Refuse memory from the communicator's own allocator, which buffers that come and go cannot use yet.
+
+        Raises:
+            ConfigError: ``enable`` is true.
+        """
+        if enable:
+            raise ConfigError(
+                "set_allocate_memory_from_process_group_for_comm(True): gathered weights live in storage that is "
+                "released and reallocated, which no communicator can register; leave it off"
+            )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Refuse symmetric memory, which needs buffers that stay; see the method above.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"set_symm_mem_for_comm({backend!r}): gathered weights live in storage that is released and reallocated, "
+            "which cannot be symmetric memory; do not call it"
+        )
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accept FSDP2's switch: gathers are always asynchronous, whether or not somebody prefetches."""
+
+    def _get_fsdp_state(self) -> Unit:
+        """Return the unit: what ``fully_shard.state(module)`` returns."""
+        return unit_of(self)
 
     def _units(self, recurse: bool) -> Iterator[Unit]:
         return units_below(self) if recurse else iter((unit_of(self),))
@@ -116,6 +230,8 @@ class FsdpModule:
         finally:
             for group in groups:
                 group.show()
+            # A group that was on the meta device may have gradient buffers now.
+            unit_of(self).follow_gradients()
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -171,6 +287,8 @@ def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
         module.register_load_state_dict_post_hook(functools.partial(_after_load_state_dict, unit))
 
 
+# The compiler would trace hooks into a unit's graph, and with them the switch between the two faces.
+@_disable_dynamo
 def _before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -182,11 +300,41 @@ def _before_forward(
     return None
 
 
+@_disable_dynamo
 def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if unit.policy.output_dtype is not None:
         output = caster(unit.policy.output_dtype)(output)
     unit.schedule.after_forward(unit, module, output)
     return output
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Treat a call of another method (``generate``, ``encode``) like one of ``forward``: weights are gathered for it.
+
+    Nothing happens to a module that is not sharded, so model code may call it in either case.
+
+    Raises:
+        ConfigError: the module has no such method.
+    """
+    if not isinstance(module, FsdpModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ConfigError(f"{type(module).__name__} has no method {method_name!r} to register as a forward method")
+    unit = unit_of(module)
+
+    @functools.wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        changed = _before_forward(unit, self, args, kwargs)
+        args, kwargs = changed if changed is not None else (args, kwargs)
+        output = None
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            output = _after_forward(unit, self, args, output)
+        return output
+
+    setattr(module, method_name, types.MethodType(call, module))
 
 
 def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -198,6 +346,7 @@ def _before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str,
     for below in units_below(module):
         for group in below.groups:
             group.reshard()
+    _materialize_for(module, prefix, state_dict)
     # Whole tensors, and DTensors that torch.distributed.tensor cut, are brought into the rows of each rank.
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value, owner = state_dict.get(prefix + name), group_of_parameter(parameter)
@@ -205,6 +354,17 @@ def _before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str,
             continue
         if value.shape == parameter.shape:
             state_dict[prefix + name] = owner.laid_out(parameter, value)
+
+
+def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any]) -> None:
+    """Allocate the units on the meta device that the state dictionary fills; what is missing must not become zeros."""
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters():
+        names[id(parameter)] = prefix + name
+    for unit in units_below(module):
+        faces = [face for group in unit.groups for face in group.parameters.values()]
+        if any(group.is_meta for group in unit.groups) and all(names.get(id(face)) in state_dict for face in faces):
+            unit.materialize()
 
 
 def _after_load_state_dict(unit: Unit, *_: Any) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dbuffer import DBuffer
 from dbuffer.collectives import all_reduce
-from dbuffer.placements import Flat
+from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.module import units_below
 from megatron_fsdp.optimizer_state import lay_out_loaded_state, parameters_of
@@ -85,24 +85,27 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: float = 2.0
     """
     if norm_type not in (2.0, float("inf")):
         raise ConfigError(f"clip_grad_norm_: norm_type={norm_type}; supported are 2.0 and inf")
-    gradients = [
-        buffer for unit in units_below(model) for group in unit.gradients if (buffer := group.settled()) is not None
+    settled = [
+        (group, buffer)
+        for unit in units_below(model)
+        for group in unit.groups
+        if group.gradients is not None and (buffer := group.gradients.settled()) is not None
     ]
+    gradients = [buffer for _, buffer in settled]
     plain = [p.grad for p in model.parameters() if p.grad is not None and group_of_parameter(p) is None]
-    device = next((buffer.device for buffer in gradients), plain[0].device if plain else torch.device("cpu"))
+    device = next((group.spec.device for group, _ in settled), plain[0].device if plain else torch.device("cpu"))
     total = _combine([_partial_norm(tensor, norm_type) for tensor in plain], norm_type, device)
-    for same_axes in _by_reduction(gradients):
+    for axes, same_axes in _by_axes(settled):
         subtotal = _combine([_partial_norm(buffer.local_buffer, norm_type) for buffer in same_axes], norm_type, device)
-        for axis, placement in zip(same_axes[0].axes, same_axes[0].placements, strict=True):
-            if isinstance(placement, Flat):
-                all_reduce(subtotal, axis, "sum" if norm_type == 2.0 else "max")
+        for axis in axes:
+            all_reduce(subtotal, axis, "sum" if norm_type == 2.0 else "max")
         total = _combine([total, subtotal], norm_type, device)
     norm: torch.Tensor = total.sqrt() if norm_type == 2.0 else total
     if max_norm != float("inf"):
         # The factor of torch.nn.utils.clip_grad_norm_: just below max_norm / norm, never above 1.
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for tensor in [*(buffer.local_buffer for buffer in gradients), *plain]:
-            tensor.mul_(factor.to(tensor.dtype))
+            tensor.mul_(factor.to(device=tensor.device, dtype=tensor.dtype))
     return norm
 
 
@@ -121,9 +124,10 @@ def _combine(parts: list[torch.Tensor], norm_type: float, device: torch.device) 
     return stacked.sum() if norm_type == 2.0 else stacked.amax()
 
 
-def _by_reduction(gradients: Iterable[DBuffer]) -> Iterable[list[DBuffer]]:
-    """Split buffers by the mesh and placements over which their elements are spread."""
-    split: dict[tuple[tuple[int, ...], tuple[object, ...]], list[DBuffer]] = {}
-    for buffer in gradients:
-        split.setdefault((tuple(id(axis.gather_group) for axis in buffer.axes), buffer.placements), []).append(buffer)
+def _by_axes(settled: Iterable[tuple[ParameterGroup, DBuffer]]) -> Iterable[tuple[list[MeshAxis], list[DBuffer]]]:
+    """Split gradients by the axes over whose ranks their elements are spread."""
+    split: dict[tuple[int, ...], tuple[list[MeshAxis], list[DBuffer]]] = {}
+    for group, buffer in settled:
+        axes = group.spread_over(buffer.placements)
+        split.setdefault(tuple(id(axis.gather_group) for axis in axes), (axes, []))[1].append(buffer)
     return split.values()

@@ -13,6 +13,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dbuffer import Granularity, first_dimension_granularity
 from megatron_fsdp.errors import ConfigError, OwnershipError
+from megatron_fsdp.exclusion import is_no_shard
+from megatron_fsdp.meshes import ShardingTarget
+from megatron_fsdp.tensor_parallel import TensorParallel, tensor_parallel_of
 
 __all__ = ["OwnedParameter", "ParameterSite", "collect_parameters", "group_parameters", "mark_owned"]
 
@@ -31,30 +34,49 @@ class ParameterSite:
 
 @dataclass(slots=True, eq=False)
 class OwnedParameter:
-    """A parameter of a unit: its first name, and every place where it is registered (several when it is tied)."""
+    """A parameter of a unit.
+
+    Attributes:
+        name: the first name within the unit. sites: every place where it is registered (several when it is tied).
+        split: how it is sharded over axes that are not data-parallel; None for a plain parameter.
+        is_replicated: it stays whole on every rank (``fsdp_no_shard``).
+        trained_main_dtype: of the main weight it would have if it was trained; None: its own.
+    """
 
     name: str
     parameter: nn.Parameter
+    split: TensorParallel | None = None
+    is_replicated: bool = False
+    trained_main_dtype: torch.dtype | None = None
     sites: list[ParameterSite] = field(default_factory=list)
 
     @property
+    def local_tensor(self) -> torch.Tensor:
+        """This rank's part along axes that are not data-parallel: what the buffers lay out."""
+        return self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter.data
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        """Global shape."""
-        return tuple(self.parameter.shape)
+        """Shape of ``local_tensor``; the parameter's own unless it is ``split``."""
+        return tuple(self.local_tensor.shape)
 
 
 def collect_parameters(
-    modules: Sequence[nn.Module], is_unit: Callable[[nn.Module], bool], ignored: Iterable[nn.Parameter]
+    modules: Sequence[nn.Module],
+    is_unit: Callable[[nn.Module], bool],
+    ignored: Iterable[nn.Parameter],
+    target: ShardingTarget | None = None,
 ) -> list[OwnedParameter]:
     """Return the parameters below ``modules`` that no nested unit owns, in registration order.
 
     Args:
-        modules: the modules of one unit.
+        modules: the modules of one unit. target: over what it is sharded; None
+            where no parameter is a DTensor.
         is_unit: tells nested units, which are skipped with all that is below them.
         ignored: parameters that nobody shards.
     Raises:
         OwnershipError: a parameter belongs to another unit already.
-        ConfigError: a parameter that cannot be sharded (0-d, meta, already a DTensor).
+        ConfigError: a parameter that cannot be sharded (0-d, a DTensor over the data-parallel axes).
     """
     skipped = {id(parameter) for parameter in ignored}
     found: dict[int, OwnedParameter] = {}
@@ -68,7 +90,9 @@ def collect_parameters(
                 owned = found.get(id(parameter))
                 if owned is None:
                     _check_parameter(name, parameter, root)
-                    owned = found[id(parameter)] = OwnedParameter(name, parameter)
+                    split = tensor_parallel_of(name, parameter, target)
+                    is_replicated = is_no_shard(module) or is_no_shard(parameter)
+                    owned = found[id(parameter)] = OwnedParameter(name, parameter, split, is_replicated)
                 owned.sites.append(ParameterSite(module, attribute))
     return list(found.values())
 
@@ -100,20 +124,15 @@ def _check_parameter(name: str, parameter: nn.Parameter, root: nn.Module) -> Non
             "need one unit: pass both modules to one call, fully_shard([first, second]), or wrap neither and leave "
             "both to the unit around them."
         )
-    if isinstance(parameter, DTensor):
-        raise ConfigError(
-            f"{where} is already a DTensor with placements {parameter.placements}; sharding tensor-parallel "
-            "parameters again over a data-parallel axis is not supported yet: call fully_shard on plain parameters"
-        )
     if parameter.ndim == 0:
         raise ConfigError(
             f"{where} has no dimensions, so there are no rows to shard. Make it 1-d, "
             "nn.Parameter(torch.tensor([value])), or list it in ignored_params."
         )
-    if parameter.is_meta:
+    if hasattr(parameter, "fsdp_pre_all_gather"):
         raise ConfigError(
-            f"{where} is on the meta device; sharding before initialisation is not supported yet: call "
-            "module.to_empty(device=...) and initialise it first"
+            f"{where} is a {type(parameter).__name__} with fsdp_pre_all_gather: tensors that bring an all-gather of "
+            "their own (float8 weights) are not supported; shard the plain weight, or list it in ignored_params."
         )
 
 
@@ -123,11 +142,16 @@ def mark_owned(parameter: nn.Parameter, unit: str, name: str) -> None:
 
 
 def group_parameters(owned: Sequence[OwnedParameter]) -> list[list[OwnedParameter]]:
-    """Split a unit's parameters into groups that can share buffers: same dtype, same ``requires_grad``."""
-    groups: dict[tuple[torch.dtype, bool], list[OwnedParameter]] = {}
-    for parameter in owned:
-        key = (parameter.parameter.dtype, parameter.parameter.requires_grad)
-        groups.setdefault(key, []).append(parameter)
+    """Split a unit's parameters into groups that can share buffers.
+
+    The parameters of one group agree in dtype, ``requires_grad``, whether they are replicated, whether they are on the
+    meta device, and how they are sharded over axes that are not data-parallel.
+    """
+    groups: dict[tuple[object, ...], list[OwnedParameter]] = {}
+    for one in owned:
+        parameter, split = one.parameter, None if one.split is None else one.split.key
+        key = (parameter.dtype, parameter.requires_grad, one.is_replicated, parameter.is_meta, split)
+        groups.setdefault(key, []).append(one)
     return list(groups.values())
 
 
@@ -150,7 +174,7 @@ def granularities(
 def _checked_granularity(parameter: OwnedParameter, asked: Granularity, finest: Granularity) -> Granularity:
     slice_numel = math.prod(parameter.shape[1:])
     unit = asked.unit_numel(parameter.shape)
-    if slice_numel and unit % slice_numel and unit < parameter.parameter.numel():
+    if slice_numel and unit % slice_numel and unit < math.prod(parameter.shape):
         raise ConfigError(
             f"parameter {parameter.name!r} of shape {parameter.shape}: granularity {asked} would cut inside a slice "
             f"of the first dimension ({slice_numel} elements), which no DTensor can describe; the finest here is "

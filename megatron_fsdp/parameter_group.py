@@ -12,27 +12,26 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dbuffer import DBuffer, Plan, RaggedShard, Replicate
-from dbuffer.placements import BufferPlacement
-from dbuffer_kernels import cast_copy
+from dbuffer import BufferPlacement, DBuffer, Flat, Plan
+from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.gradients import GradientBuffer, GradientDtypes
+from megatron_fsdp.faces import Faces, is_laid_out_like
+from megatron_fsdp.gradients import GradientBuffer, GradientSpec
 from megatron_fsdp.lanes import Ticket, lane
-from megatron_fsdp.ownership import OwnedParameter, mark_owned
-from megatron_fsdp.precision import GroupDtypes
-from megatron_fsdp.sites import Sites
-from megatron_fsdp.strategy import Placements
+from megatron_fsdp.ownership import OwnedParameter
+from megatron_fsdp.partial_reshard import PostForwardShard, check_post_forward_size
+from megatron_fsdp.reduction import ReduceFunction
+from megatron_fsdp.weights import GroupSpec, WeightBuffers
 
-__all__ = ["GroupSpec", "ParameterGroup", "WeightState", "group_of_parameter", "is_laid_out_like", "refreshes_itself"]
+__all__ = ["ParameterGroup", "WeightState", "group_of_parameter", "is_laid_out_like", "refreshes_itself"]
 
 # Fused and foreach optimizers change a DTensor's memory without touching any version counter, so every step of any
 # torch.optim.Optimizer in the process counts as a change (docs/design/freshness.md).
@@ -68,110 +67,172 @@ class WeightState(enum.Enum):
     UNSHARDED = "unsharded"
 
 
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
-    """Everything a group is built from besides its parameters.
-
-    Attributes:
-        mesh: of the data-parallel axes alone. placements: the strategy on these axes.
-        device: where the buffers live. dtypes: of the four copies.
-        divisor: gradients are divided by this (the number of data-parallel ranks unless told otherwise).
-    """
-
-    mesh: DeviceMesh
-    placements: Placements
-    device: torch.device
-    dtypes: GroupDtypes
-    divisor: float
-
-
 class ParameterGroup:
     """Buffers for parameters of one dtype, ``requires_grad`` and strategy, laid out by one plan.
 
     Attributes:
         name: the unit's name, for messages.
         parameters: the sharded parameters by name within the unit, in plan order.
-        plan: where the tensors sit.
-        main_weight: what the optimizer updates. model_weight: the compute-dtype copy at rest; the same buffer where
-            dtype and
-            placement agree. main_grad: the gradient accumulator; None for a frozen group.
-        gathered: the weights that compute uses, allocated from ``unshard`` to ``reshard``.
+        plan: where the tensors sit. spec: what else it was built from.
+        weights: its weight buffers. gradients: its gradient buffers; None for a frozen group.
+        faces: the two sets of parameter objects.
     """
 
     def __init__(self, owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> None:
         self.name = name
         self.plan = plan
+        self._owned = tuple(owned)
+        self._hook: Callable[[torch.Tensor], None] | None = None
+        self._function: ReduceFunction | None = None
+        self._build(spec)
+        if not spec.is_meta:
+            for index, parameter in enumerate(owned):
+                self.main_weight.write_tensor(index, parameter.local_tensor)
+
+    def _build(self, spec: GroupSpec) -> None:
         self.spec = spec
         self.weight_state = WeightState.SHARDED
-        self.requires_grad = owned[0].parameter.requires_grad
         self._gather_ticket: Ticket | None = None
         self._is_changed = True
         self._is_suspect = False
         self._seen_version = -1
         self._generation = 0
         self._gathered_generation = 0
-        self._make_weight_buffers()
-        for index, parameter in enumerate(owned):
-            self.main_weight.write_tensor(index, parameter.parameter)
-        sharded = [self._sharded_parameter(index, parameter) for index, parameter in enumerate(owned)]
-        self._sharded = sharded
-        self.parameters: dict[str, nn.Parameter] = {
-            parameter.name: face for parameter, face in zip(owned, sharded, strict=True)
-        }
-        self._unsharded = [self._unsharded_parameter(index, parameter) for index, parameter in enumerate(owned)]
-        if not self.rests_whole:
-            self.gathered.release_storage()
-        self._sites = Sites(owned, self._sharded, self._unsharded)
+        self.weights = WeightBuffers(self.plan, spec, self.name)
+        self.faces = Faces(self._owned, self.main_weight, self.gathered, self)
+        self.parameters: dict[str, nn.Parameter] = self.faces.by_name()
+        for face in self.faces.sharded:
+            _GROUPS[face] = weakref.ref(self)
+        self.faces.adopt_names(self.name)
+        self.weights.release()
         self.gradients: GradientBuffer | None = None
-        if self.requires_grad:
-            dtypes = GradientDtypes(spec.dtypes.reduce, spec.dtypes.main_grad)
-            self.gradients = GradientBuffer(self.main_weight, spec.placements, dtypes, spec.divisor, self.parameters)
-            self.gradients.rename(f"unit {name!r}")
-        self._sites.show_sharded()
+        if any(face.requires_grad for face in self.faces.sharded):
+            self._make_gradients()
+        self.faces.sites.show_sharded()
 
-    def _make_weight_buffers(self) -> None:
-        placements, dtypes = self.spec.placements, self.spec.dtypes
-        resting, stepped = placements.parameter, placements.optimizer
-        whole: tuple[BufferPlacement, ...] = tuple(Replicate() for _ in resting)
-        self.rests_whole = resting == whole
-        self.model_weight = self._buffer(resting, dtypes.compute, "model_weight")
-        if dtypes.main is not dtypes.compute:
-            self.main_weight = self._buffer(stepped, dtypes.main, "main_weight")
-        elif resting == stepped:
-            self.main_weight = self.model_weight
-        else:
-            # Same dtype, finer placement: the optimizer's shard is a slice of the compute weights, not a second copy.
-            self.main_weight = self.model_weight.slice_view(stepped)
-        self.gathered = self.model_weight
-        if not self.rests_whole:
-            # PyTorch makes views only on memory that is there; __init__ releases it when the views exist.
-            self.gathered = self._buffer(whole, dtypes.compute, "gathered weights")
-        self.main_weight.zero_()
+    def _make_gradients(self) -> None:
+        spec = self.spec
+        like = GradientSpec(
+            spec.placements,
+            spec.dtypes.reduce,
+            spec.dtypes.main_grad,
+            spec.divisor,
+            spec.compute_device,
+            is_offloaded=spec.is_offloaded,
+            is_pinned=spec.is_pinned,
+        )
+        self.gradients = GradientBuffer(self.main_weight, like, self.faces, tuple(self.parameters))
+        self.gradients.rename(f"unit {self.name!r}")
+        self.set_reduction()
 
-    def _buffer(self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, what: str) -> DBuffer:
-        name = f"unit {self.name!r}: {what}"
-        return DBuffer.from_plan(self.plan, self.spec.mesh, placements, dtype, self.spec.device, name=name)
+    @property
+    def main_weight(self) -> DBuffer:
+        """What the optimizer updates, at the optimizer placement."""
+        return self.weights.main
 
-    def _sharded_parameter(self, index: int, owned: OwnedParameter) -> nn.Parameter:
-        face = nn.Parameter(self.main_weight.get_dtensor(index), requires_grad=self.requires_grad)
-        _copy_attributes(owned.parameter, face)
-        _GROUPS[face] = weakref.ref(self)
-        mark_owned(face, self.name, owned.name)
-        return face
+    @property
+    def model_weight(self) -> DBuffer:
+        """The compute-dtype copy at rest; ``main_weight`` itself where dtype and placement agree."""
+        return self.weights.model
 
-    def _unsharded_parameter(self, index: int, owned: OwnedParameter) -> nn.Parameter:
-        # .data gives the view a version counter of its own. Gathering again must not look to autograd like a change of
-        # the tensors it saved: the values are the same.
-        face = nn.Parameter(self.gathered.get_local_tensor(index).data, requires_grad=self.requires_grad)
-        _copy_attributes(owned.parameter, face)
-        if self.requires_grad:
-            face.register_post_accumulate_grad_hook(_gradient_hook(weakref.ref(self), index))
-        return face
+    @property
+    def gathered(self) -> DBuffer:
+        """The weights that compute uses, allocated from ``unshard`` to ``reshard``."""
+        return self.weights.gathered
+
+    @property
+    def rests_whole(self) -> bool:
+        """Whether compute weights are whole on every rank all the time."""
+        return self.weights.rests_whole
 
     @property
     def main_grad(self) -> DBuffer | None:
         """The gradient accumulator, at the gradient placement; None for a frozen group."""
         return None if self.gradients is None else self.gradients.main_grad
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any of its parameters is trained."""
+        return self.gradients is not None and self.gradients.num_trained > 0
+
+    @property
+    def is_all_trained(self) -> bool:
+        """Whether all of its parameters are trained."""
+        return self.gradients is not None and self.gradients.num_trained == len(self.parameters)
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether nothing is allocated yet: the parameters were on the meta device."""
+        return self.spec.is_meta
+
+    def materialize(self) -> None:
+        """Allocate the buffers of a group that was built from meta parameters, with zeros; no-op for any other.
+
+        Like ``nn.Module.to_empty`` this makes new parameter objects: build optimizers afterwards.
+        """
+        if self.is_meta:
+            for owned, face in zip(self._owned, self.faces.sharded, strict=True):
+                owned.parameter.requires_grad_(face.requires_grad)
+            self._build(replace(self.spec, is_meta=False))
+
+    def spread_over(self, placements: Sequence[BufferPlacement]) -> list[MeshAxis]:
+        """Return the axes whose ranks hold different elements of a buffer of this group that is placed so.
+
+        These are the ``Flat`` data-parallel axes, and those along which the parameters were sharded before.
+        """
+        flat = [axis for axis, placement in zip(self.main_weight.axes, placements, strict=True) if placement == Flat()]
+        split = self._owned[0].split
+        return flat if split is None else flat + split.sharded_axes
+
+    def set_divisor(self, divisor: float) -> None:
+        """Divide summed gradients by ``divisor`` from now on."""
+        self.spec = replace(self.spec, divisor=divisor)
+        if self.gradients is not None:
+            self.gradients.divisor = divisor
+
+    def set_reduction(
+        self, *, hook: Callable[[torch.Tensor], None] | None = None, function: ReduceFunction | None = None
+    ) -> None:
+        """Install a hook on reduced gradients, or a replacement of the reduce-scatter; None leaves what is there."""
+        self._hook, self._function = hook or self._hook, function or self._function
+        if self.gradients is not None:
+            self.gradients.reduction.hook, self.gradients.reduction.function = self._hook, self._function
+
+    def use_separate_reduce_group(self, enable: bool) -> None:
+        """Reduce on a communicator of its own, or on the one that gathers."""
+        for axis in self.main_weight.axes:
+            axis.has_separate_reduce_group = enable
+
+    def gradient_ready(self, index: int, parameter: torch.Tensor) -> None:
+        """Take over a gradient that autograd has accumulated."""
+        if self.gradients is not None:
+            self.gradients.receive(index, parameter)
+
+    def follow_requires_grad(self) -> bool:
+        """Take notice of parameters that were frozen or unfrozen; tell whether any was.
+
+        Raises:
+            StateError: an unfrozen parameter has no main weight of the dtype that the policy wants.
+        """
+        changed = self.faces.changed_requires_grad()
+        for index in changed:
+            trained = self.faces.sharded[index].requires_grad
+            if trained and self.gradients is None:
+                self._check_main_dtype(index)
+                self._make_gradients()
+            assert self.gradients is not None
+            self.faces.set_requires_grad(index, trained)
+            self.gradients.set_trained(index, trained)
+        return bool(changed)
+
+    def _check_main_dtype(self, index: int) -> None:
+        wanted = self._owned[index].trained_main_dtype
+        if wanted is not None and wanted is not self.spec.dtypes.main:
+            raise StateError(
+                f"unit {self.name!r}: parameter {self._owned[index].name!r} was frozen when it was sharded, so it has "
+                f"no main weight of {wanted}. Call fully_shard while it is trainable, and freeze it afterwards; or "
+                f"leave main_params_dtype None."
+            )
 
     # ------------------------------------------------------------------ unshard, reshard
 
@@ -189,16 +250,18 @@ class ParameterGroup:
         """
         if self.weight_state is not WeightState.SHARDED:
             return
+        if self.spec.is_meta:
+            raise StateError(
+                f"unit {self.name!r}: parameters {', '.join(map(repr, self.parameters))} are on the meta device still. "
+                "Call materialize(model), or model.to_empty(device=...) and initialise it, or load a checkpoint."
+            )
         if check and (self._main_changed() or self._is_suspect):
             self.refresh()
         self.weight_state = WeightState.GATHERING
         self._gathered_generation = self._generation
         if not self.rests_whole:
-            self._gather_ticket = lane("gather", self.spec.device).submit(self._gather)
-
-    def _gather(self, works: list[torch.distributed.Work] | None) -> None:
-        self.gathered.reallocate_storage()
-        self.model_weight.redistribute(self.gathered.placements, out=self.gathered, works=works)
+            self.weights.choose_source(self._generation)
+            self._gather_ticket = lane("gather", self.spec.device).submit(self.weights.gather)
 
     def finish_gather(self) -> None:
         """Make compute wait for the gather and show the gathered weights; no-op unless GATHERING."""
@@ -207,18 +270,35 @@ class ParameterGroup:
         if self._gather_ticket is not None:
             self._gather_ticket.wait()
             self._gather_ticket = None
+        self.weights.gathered_is_used()
         self.weight_state = WeightState.UNSHARDED
-        self._sites.show_unsharded()
+        self.faces.sites.show_unsharded()
 
-    def reshard(self) -> None:
-        """Show the sharded parameters and release the gathered weights."""
+    def reshard(self, *, keep_part: bool = False) -> None:
+        """Show the sharded parameters and release the gathered weights.
+
+        Args:
+            keep_part: of a group with ``reshard_to``, keep a part for the gather of the backward that follows.
+        """
         if self.weight_state is WeightState.SHARDED:
             return
         self.finish_gather()
-        self._sites.show_sharded()
+        self.faces.sites.show_sharded()
         self.weight_state = WeightState.SHARDED
-        if not self.rests_whole:
-            self.gathered.release_storage()
+        self.weights.release(keep_generation=self._gathered_generation if keep_part else None)
+
+    def reshard_to(self, size: int) -> None:
+        """Keep, from forward to backward, a part of the weights such that ``size`` neighbours hold them together.
+
+        Args:
+            size: of the smaller group; 0 goes back to one shard per rank.
+        Raises:
+            ConfigError: ``size`` does not divide the axis over which weights are sharded.
+        """
+        self.weights.post_forward = None
+        if size and not self.rests_whole:
+            axis = check_post_forward_size(size, self.model_weight.axes, self.model_weight.placements)
+            self.weights.post_forward = PostForwardShard(self.gathered, axis, size) if size < axis.size else None
 
     # ------------------------------------------------------------------ main weight to model weight
 
@@ -234,15 +314,12 @@ class ParameterGroup:
         return self._is_changed
 
     def _version(self) -> int:
-        version: int = self.main_weight.local_buffer._version + _optimizer_steps[0]
-        for face in self._sharded:
-            version += face._version + face._local_tensor._version  # type: ignore[attr-defined]  # a DTensor
-        return version
+        return self.main_weight.local_buffer._version + _optimizer_steps[0] + self.faces.version()
 
     @property
     def refreshes_locally(self) -> bool:
         """Whether a refresh is a cast of this rank's shard, without communication."""
-        return self.main_weight.placements == self.model_weight.placements
+        return self.weights.refreshes_locally
 
     def catch_up(self) -> None:
         """Take notice of an optimizer step or a load: gather what rests whole, leave the rest to its next gather."""
@@ -261,14 +338,7 @@ class ParameterGroup:
         self._is_changed = False
         self._is_suspect = False
         self._generation += 1
-        main, model = self.main_weight, self.model_weight
-        if main is model:
-            return
-        shard = model if main.placements == model.placements else model.slice_view(main.placements)
-        if shard.local_buffer.data_ptr() != main.local_buffer.data_ptr():
-            cast_copy(main.local_buffer, shard.local_buffer)
-        if shard is not model:
-            shard.redistribute(model.placements, out=model)
+        if self.weights.refresh():
             # Where both share memory the gather has written the main weights' bytes too, which is no change of theirs.
             self._seen_version = self._version()
 
@@ -277,12 +347,17 @@ class ParameterGroup:
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply what ``nn.Module.to`` and its like apply to parameters; buffers keep their dtype and device.
 
+        ``to_empty`` materializes a group that is on the meta device.
+
         Raises:
             StateError: the function changes dtype or device.
         """
         current = self.main_weight.local_buffer
         with torch.no_grad():
             result = function(current)
+        if self.is_meta and result.device == self.spec.device:
+            self.materialize()
+            return
         if result.dtype != current.dtype or result.device != current.device:
             raise StateError(
                 f"unit {self.name!r}: parameters {', '.join(map(repr, self.parameters))} rest in a buffer of "
@@ -295,102 +370,31 @@ class ParameterGroup:
 
     def hide(self) -> None:
         """Take the parameters out of their modules until ``show``."""
-        self._sites.hide()
+        self.faces.sites.hide()
 
     def show(self) -> None:
         """Register the sharded parameters again."""
-        self._sites.show_sharded()
+        self.faces.sites.show_sharded()
 
     def rename(self, name: str) -> None:
         """Take another unit name, for messages."""
         self.name = name
-        self.main_weight.rename(f"unit {name!r}: main_weight")
-        self.model_weight.rename(f"unit {name!r}: model_weight")
-        self.gathered.rename(f"unit {name!r}: gathered weights")
+        self.weights.rename(name)
         if self.gradients is not None:
             self.gradients.rename(f"unit {name!r}")
 
     def readopt(self) -> None:
-        """Copy values back into the buffers where somebody replaced a parameter's tensor (``module.to``,
-        ``assign=True``).
+        """Copy values back where somebody replaced a parameter (``module.to``, ``assign=True``).
 
         Raises:
             StateError: the replacement has another shape, dtype or device.
         """
-        for index, (name, face) in enumerate(self.parameters.items()):
-            current = self._sites.registered(index)
-            local = current.to_local() if isinstance(current, DTensor) else current.data
-            wanted = self.main_weight.get_local_tensor(index)
-            if current is face and local.data_ptr() == wanted.data_ptr():
-                continue
-            self._adopt(index, name, current)
-        self._sites.show_sharded()
+        if self.faces.readopt(self.name):
+            self._is_changed = True
 
     def laid_out(self, face: torch.Tensor, value: torch.Tensor) -> DTensor:
-        """Return ``value``, a whole tensor or a DTensor of any placement, as a DTensor laid out like one of the
-        parameters.
-
-        Every rank of the mesh calls it. One whole tensor exists at a time.
-        """
-        index = next(position for position, other in enumerate(self._sharded) if other is face)
-        template = self._sharded[index]
-        assert isinstance(template, DTensor)
-        held = self.main_weight.layout.held(index)
-        whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach().reshape(-1)
-        local = torch.empty_like(template.to_local(), dtype=value.dtype)
-        local.view(-1).copy_(whole[held.start : held.stop])
-        stride = template.stride()
-        return DTensor.from_local(
-            local, template.device_mesh, template.placements, run_check=False, shape=template.shape, stride=stride
-        )
-
-    def _adopt(self, index: int, name: str, current: torch.Tensor) -> None:
-        wanted = self.main_weight
-        if (
-            current.shape != wanted.plan.shapes[index]
-            or current.dtype != wanted.dtype
-            or current.device != wanted.device
-        ):
-            raise StateError(
-                f"unit {self.name!r}: parameter {name!r} was replaced by {current.dtype} {tuple(current.shape)} on "
-                f"{current.device}; its buffer holds {wanted.dtype} {wanted.plan.shapes[index]} on {wanted.device}. "
-                "Change dtype or device before fully_shard, or use MixedPrecisionPolicy."
-            )
-        with torch.no_grad():
-            if not isinstance(current, DTensor):
-                wanted.write_tensor(index, current)
-            elif current.to_local().shape == wanted.get_local_tensor(index).shape and _is_ragged(current):
-                wanted.get_local_tensor(index).copy_(current.to_local())
-            else:
-                wanted.write_tensor(index, current.full_tensor())
-            face = self._sharded[index]
-            face.data = wanted.get_dtensor(index)
-        self._is_changed = True
+        """Return ``value``, whole or a DTensor, laid out like one of the parameters; see ``Faces.laid_out``."""
+        return self.faces.laid_out(face, value)
 
     def __repr__(self) -> str:
         return f"ParameterGroup({self.name!r}, {len(self.parameters)} parameters, {self.weight_state.value})"
-
-
-def _gradient_hook(group: weakref.ref[ParameterGroup], index: int) -> Callable[[torch.Tensor], None]:
-    def receive(parameter: torch.Tensor) -> None:
-        owner = group()
-        if owner is not None and owner.gradients is not None:
-            owner.gradients.receive(index, parameter)
-
-    return receive
-
-
-def _copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
-    for name, value in vars(source).items():
-        setattr(target, name, value)
-
-
-def is_laid_out_like(value: torch.Tensor, face: torch.Tensor) -> bool:
-    """Whether ``value`` may stand beside a sharded parameter as it is: a DTensor with the very rows of its ranks."""
-    if not isinstance(value, DTensor) or not isinstance(face, DTensor):
-        return False
-    return [repr(placement) for placement in value.placements] == [repr(placement) for placement in face.placements]
-
-
-def _is_ragged(tensor: DTensor) -> bool:
-    return any(isinstance(placement, RaggedShard) for placement in tensor.placements)

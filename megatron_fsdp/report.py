@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -49,12 +49,30 @@ def explain(model: nn.Module, num_microbatches: int = 1) -> Report:
     return report_of(read_facts(model), num_microbatches)
 
 
-def report_of(facts: ModelFacts, num_microbatches: int = 1) -> Report:
-    """Return the report for facts that may come from a live model or from shapes alone; see ``explain``."""
+def report_of(
+    facts: ModelFacts,
+    num_microbatches: int = 1,
+    *,
+    forecast: Forecast | None = None,
+    moments_dtype: torch.dtype | None = None,
+) -> Report:
+    """Return the report for facts that may come from a live model or from shapes alone; see ``explain``.
+
+    Args:
+        forecast: of the same facts and microbatches, where it is known already.
+        moments_dtype: of the optimizer's two moments. None: the main weights', as ``torch.optim.AdamW`` has them.
+    """
     if num_microbatches < 1:
         raise ConfigError(f"explain: num_microbatches={num_microbatches}; an optimizer step has at least one")
-    forecast = forecast_step(facts, num_microbatches)
-    units = tuple(_unit_report(unit, position, forecast) for position, unit in enumerate(facts.units))
+    forecast = forecast or forecast_step(facts, num_microbatches)
+    is_sharded = any(_is_cut(group) for unit in facts.units for group in unit.groups)
+    issues: dict[tuple[int, int], list[Issue]] = {}
+    for issue in forecast.issues:
+        issues.setdefault((issue.unit, issue.group), []).append(issue)
+    units = tuple(
+        _unit_report(unit, position, forecast, issues, is_sharded=is_sharded)
+        for position, unit in enumerate(facts.units)
+    )
     groups = [group for unit in facts.units for group in unit.groups]
     resting = [(group, buffer) for group in groups for buffer in group.resting() if not buffer.shares]
     largest = max(facts.units, key=lambda unit: unit.whole_bytes)
@@ -64,7 +82,7 @@ def report_of(facts: ModelFacts, num_microbatches: int = 1) -> Report:
         units=units,
         persistent_bytes=sum(group.local_numel(part.placements) * part.dtype.itemsize for group, part in resting),
         padding_bytes=sum(group.padding_numel(part.placements) * part.dtype.itemsize for group, part in resting),
-        optimizer_bytes=sum(map(_adamw_bytes, groups)),
+        optimizer_bytes=sum(adamw_bytes(group, moments_dtype) for group in groups),
         largest_unit=largest.name,
         largest_unit_bytes=largest.whole_bytes,
         forward_peak=_peak_report(forecast, Phase.FORWARD),
@@ -81,22 +99,36 @@ def _peak_report(forecast: Forecast, phase: Phase) -> PeakReport:
     return PeakReport(peak.num_bytes, peak.unit)
 
 
-def _unit_report(unit: UnitFacts, position: int, forecast: Forecast) -> UnitReport:
+# By positions of unit and group.
+_Issues = Mapping[tuple[int, int], Sequence[Issue]]
+_KEPT = "kept after forward: the last that forward uses, its backward is next"
+
+
+def _is_cut(group: GroupFacts) -> bool:
+    return group.placements.is_sharded(group.placements.optimizer)
+
+
+def _unit_report(
+    unit: UnitFacts, position: int, forecast: Forecast, issues: _Issues, *, is_sharded: bool
+) -> UnitReport:
+    is_kept = position in forecast.kept
     return UnitReport(
         name=unit.name,
         modules=unit.modules,
         note="" if unit.groups else "no parameters of its own: it only orders the units below it",
         reshards_after_forward=unit.reshards_after_forward,
-        reason=unit.reason,
+        reason=_KEPT if is_kept else unit.reason,
         ties=unit.ties,
         num_frozen_groups=sum(not group.requires_grad for group in unit.groups),
-        groups=tuple(_group_report(group, position, number, forecast) for number, group in enumerate(unit.groups)),
+        replicated=tuple(name for group in unit.groups if is_sharded and not _is_cut(group) for name in group.names),
+        groups=tuple(
+            _group_report(group, issues.get((position, number), ())) for number, group in enumerate(unit.groups)
+        ),
     )
 
 
-def _group_report(group: GroupFacts, unit: int, number: int, forecast: Forecast) -> GroupReport:
+def _group_report(group: GroupFacts, issues: Iterable[Issue]) -> GroupReport:
     plan, dtypes = group.plan, group.dtypes
-    issues = (issue for issue in forecast.issues if (issue.unit, issue.group) == (unit, number))
     return GroupReport(
         num_parameters=len(group.names),
         numel=plan.data_numel,
@@ -117,7 +149,7 @@ def _group_report(group: GroupFacts, unit: int, number: int, forecast: Forecast)
 
 
 def _buffer_report(group: GroupFacts, buffer: BufferFacts) -> BufferReport:
-    num_bytes = group.local_numel(buffer.placements) * buffer.dtype.itemsize
+    num_bytes = group.local_numel(buffer.placements) * buffer.dtype.itemsize // max(buffer.num_parts, 1)
     where = _placement_text(group.axes, buffer.placements)
     return BufferReport(buffer.kind, _dtype_name(buffer.dtype), where, num_bytes, buffer.shares)
 
@@ -141,10 +173,12 @@ def _collective_totals(units: Iterable[UnitReport]) -> tuple[CollectiveTotal, ..
     return tuple(CollectiveTotal(*key, counts[key], sizes[key]) for key in ordered)
 
 
-def _adamw_bytes(group: GroupFacts) -> int:
+def adamw_bytes(group: GroupFacts, moments_dtype: torch.dtype | None = None) -> int:
+    """Return what two moments and a step count per parameter take on this rank; see ``report_of``."""
     if not group.requires_grad:
         return 0
-    return 2 * group.owned_numel(group.placements.optimizer) * group.dtypes.main.itemsize + 4 * len(group.names)
+    itemsize = (moments_dtype or group.dtypes.main).itemsize
+    return 2 * group.trained_numel() * itemsize + 4 * (len(group.names) - len(group.frozen))
 
 
 def _named_binding(group: GroupFacts) -> str:

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BufferReport", "CollectiveReport", "CollectiveTotal", "GroupReport", "PeakReport", "Report", "UnitReport"]
+__all__ = [
+    "BufferReport",
+    "CollectiveReport",
+    "CollectiveTotal",
+    "GroupReport",
+    "PeakReport",
+    "Report",
+    "UnitReport",
+    "aligned",
+    "format_bytes",
+    "note_lines",
+    "traffic_lines",
+    "unit_lines",
+]
 
 ASSUMPTIONS = (
     "each unit is called once per forward, in the order in which modules are registered, as in the step before",
     "inputs need no gradient, every trainable parameter gets one; no recomputation in backward, no no_sync",
     "the optimizer holds the trainable parameters and went through fully_shard_optimizer",
     "clipping, checkpoints and evaluation are not counted",
-    "activations, the workspace of collectives and the allocator's rounding are not counted",
+    "the workspace of collectives and the allocator's rounding are not counted",
+    "nor are activations",
 )
 
 
@@ -107,9 +120,11 @@ class UnitReport:
 
     Attributes:
         modules: class names of its modules. note: says so when it has no parameters of its own, else empty.
-        reshards_after_forward, reason: whether it gives gathered weights back after forward, and why.
+        reshards_after_forward: whether units like it give gathered weights back after forward. reason: what becomes of
+            them, and why; the last unit that forward uses keeps them though.
         ties: for every parameter that is registered in several places, all of its names.
         num_frozen_groups: groups whose parameters need no gradient.
+        replicated: parameters that stay whole on every rank in a model that is sharded (``fsdp_no_shard``).
     """
 
     name: str
@@ -120,6 +135,7 @@ class UnitReport:
     ties: tuple[tuple[str, ...], ...]
     num_frozen_groups: int
     groups: tuple[GroupReport, ...]
+    replicated: tuple[str, ...] = ()
 
     @property
     def persistent_bytes(self) -> int:
@@ -169,7 +185,7 @@ class Report:
         return plain
 
     def __str__(self) -> str:
-        parts = (_unit_lines(self), _total_lines(self), _traffic_lines(self), _note_lines(self))
+        parts = (unit_lines(self), _total_lines(self), traffic_lines(self), note_lines(self))
         return "\n\n".join("\n".join(lines) for lines in parts)
 
 
@@ -179,12 +195,15 @@ def _plain(value: Any) -> Any:
     return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
-def _unit_lines(report: Report) -> list[str]:
+def unit_lines(report: Report) -> list[str]:
+    """Return the table of units, alike ones in one row."""
     rows: list[tuple[str, ...]] = [
         ("unit", "module", "dtype", "params", "elements", "padding", "at rest", "gathered", "packed", "after forward")
     ]
-    for row, alike in itertools.groupby(report.units, key=_unit_row):
-        names = [unit.name for unit in alike]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for unit in report.units:
+        alike.setdefault(_unit_row(unit), []).append(unit.name)
+    for row, names in alike.items():
         name = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} alike, each)"
         rows.append((name, *row))
     groups = [group for unit in report.units for group in unit.groups]
@@ -192,7 +211,7 @@ def _unit_lines(report: Report) -> list[str]:
     padding = _percent(sum(group.buffer_numel for group in groups) - numel, numel)
     counts = (f"{sum(group.num_parameters for group in groups):,}", f"{numel:,}", padding)
     rows.append(("total", "", "", *counts, format_bytes(report.persistent_bytes), "", "", ""))
-    return _aligned(rows, num_left=3)
+    return aligned(rows, num_left=3)
 
 
 def _unit_row(unit: UnitReport) -> tuple[str, ...]:
@@ -253,7 +272,8 @@ def _total_lines(report: Report) -> list[str]:
     return [f"{label:<26}{size:>12}  {note}".rstrip() for label, size, note in rows]
 
 
-def _traffic_lines(report: Report) -> list[str]:
+def traffic_lines(report: Report) -> list[str]:
+    """Return the table of collectives by phase, kind and axis."""
     plural = "" if report.num_microbatches == 1 else "es"
     title = f"collectives per optimizer step of {report.num_microbatches} microbatch{plural}, bytes of the full side"
     if not report.collectives:
@@ -280,10 +300,11 @@ def _traffic_lines(report: Report) -> list[str]:
             format_bytes(sum(t.num_bytes for t in report.collectives)),
         )
     )
-    return [title, *_aligned(rows, num_left=3)]
+    return [title, *aligned(rows, num_left=3)]
 
 
-def _note_lines(report: Report) -> list[str]:
+def note_lines(report: Report) -> list[str]:
+    """Return what is worth knowing of single units, and what the report assumes."""
     lines = []
     for reason in dict.fromkeys(unit.reason for unit in report.units):
         lines.append(f"{reason}: {_shortened([unit.name for unit in report.units if unit.reason == reason])}")
@@ -295,6 +316,9 @@ def _note_lines(report: Report) -> list[str]:
     frozen = [unit.name for unit in report.units if unit.num_frozen_groups]
     if frozen:
         lines.append(f"frozen groups, without gradients: {_shortened(frozen)}")
+    replicated = [f"{unit.name}: {name}" for unit in report.units for name in unit.replicated]
+    if replicated:
+        lines.append(f"whole on every rank, not sharded: {_shortened(replicated)}")
     ties = [" = ".join(names) for unit in report.units for names in unit.ties]
     if ties:
         lines.append(f"tied parameters: {_shortened(ties)}")
@@ -312,7 +336,7 @@ def _note_lines(report: Report) -> list[str]:
     return ["notes", *(f"- {line}" for line in lines), "assumed", *(f"- {line}" for line in report.assumptions)]
 
 
-def _aligned(rows: Sequence[Sequence[str]], num_left: int) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], num_left: int) -> list[str]:
     """Return rows with columns of equal width; the first ``num_left`` columns are flush left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

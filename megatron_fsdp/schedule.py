@@ -1,13 +1,12 @@
 """Schedule: when each unit is gathered, resharded and reduced.
 
 One schedule serves a root and all units below it. In forward it gathers a unit, makes compute wait, and starts the
-next one's gather. In
-backward it does the same in the other direction, and reduces each unit's gradients when the last of them is there.
+next one's gather. In backward it does the same in the other direction, and reduces each unit's gradients when the last
+of them is there.
 
 The order of collectives must be the same on every rank, whatever gradients a rank happens to have. It rests on one fact
 (docs/design/order.md): autograd runs nodes in the reverse of the order in which they were made, so when backward
-reaches the output of a call,
-everything that came after that call in forward is done.
+reaches the output of a call, everything that came after that call in forward is done.
 """
 
 from __future__ import annotations
@@ -20,18 +19,13 @@ import torch
 from torch import nn
 
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.lanes import trace
+from megatron_fsdp.lanes import trace, wait_for_event
+from megatron_fsdp.order import ForwardOrder
 from megatron_fsdp.parameter_group import WeightState
 from megatron_fsdp.structure import iterate_tensors
-from megatron_fsdp.unit import Call, Unit, watchers
+from megatron_fsdp.unit import Call, InFlight, Unit, alive, is_in_backward, watchers
 
 __all__ = ["Schedule"]
-
-_MAX_TRAIL = 65_536
-
-
-def _is_in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class Schedule:
@@ -40,17 +34,21 @@ class Schedule:
     Attributes:
         is_last_backward: whether the next backward ends an optimizer step's gradient accumulation.
         requires_all_reduce: whether the last backward also reduces over axes that hold partial sums.
+        max_packed_buffers: how many units' packed gradients may live at once.
+        step_event: an event that the next forward waits for, recorded after an optimizer step; None for none.
     """
 
     def __init__(self) -> None:
         self.is_last_backward = True
         self.requires_all_reduce = True
+        self.max_packed_buffers = 1
+        self.step_event: Any = None
         self._units: list[weakref.ref[Unit]] = []
         self._root: weakref.ref[Unit] | None = None
         self._clock = 0
-        self._order: list[weakref.ref[Unit]] = []
-        self._last_order: list[weakref.ref[Unit]] = []
-        self._cursor = 0
+        self._order = ForwardOrder()
+        # The unit that forward left last, whose weights stay until the next one is needed: backward may be next.
+        self._lingering: weakref.ref[Unit] | None = None
         self._trail: list[weakref.ref[Unit]] = []
         self._is_backward_open = False
         self._backward = 0
@@ -59,7 +57,7 @@ class Schedule:
         self._active: dict[int, weakref.ref[Unit]] = {}
         self._closed: set[int] = set()
         self._deferred: list[weakref.ref[Unit]] = []
-        self._reducing: list[weakref.ref[Unit]] = []
+        self._reducing = InFlight()
         self._ahead: weakref.ref[Unit] | None = None
 
     def adopt(self, root: Unit, units: Iterable[Unit]) -> None:
@@ -68,6 +66,10 @@ class Schedule:
         for unit in units:
             unit.schedule = self
             self._units.append(weakref.ref(unit))
+
+    def share_reductions(self, other: Schedule) -> None:
+        """Count packed gradient buffers together with another schedule."""
+        self._reducing = other._reducing
 
     @property
     def root(self) -> Unit | None:
@@ -82,21 +84,26 @@ class Schedule:
                 yield unit
 
     def reshards_after_forward(self, unit: Unit) -> bool:
-        """Whether a unit gives its gathered weights back after a forward that backward will follow."""
+        """Whether a unit gives its gathered weights back between forward and backward.
+
+        One that was not told to does so when the next unit runs, so the last one of a forward keeps its weights.
+        """
         if unit.reshard_after_forward is None:
             return unit is not self.root
-        return unit.reshard_after_forward
+        return unit.reshard_after_forward is not False
 
     # ------------------------------------------------------------------ forward
 
     def before_forward(self, unit: Unit, module: nn.Module) -> None:
         """Gather the unit for its forward, and start the gather of the unit that followed it last time."""
-        if _is_in_backward():
+        if is_in_backward():
             self._before_recomputation(unit, module)
             return
         if unit is self.root and not unit.awaits(module):
             self._start_pass()
         if self._open_call(unit, module):
+            self._release_lingering(unit)
+            unit.follow_requires_grad()
             self._unshard_fresh(unit)
             self._prefetch_forward(unit)
 
@@ -109,7 +116,7 @@ class Schedule:
             self._watch(call, output)
         if unit.pending_modules:
             return
-        if _is_in_backward():
+        if is_in_backward():
             self._end_call(unit, call)
             return
         self._close_call(unit, call)
@@ -138,33 +145,52 @@ class Schedule:
         if unit.calls and unit.calls[-1]() is call:
             call.trail, call.position = self._trail, len(self._trail)
             self._trail.append(weakref.ref(unit))
-        if self.reshards_after_forward(unit) or not (torch.is_grad_enabled() or unit.reshard_after_forward is False):
-            self._reshard(unit)
+        root = self.root
+        if unit.reshard_after_forward is None and root is not None and root.open_call is not None:
+            # A call below the root: whoever runs next takes its place, and the end of the pass settles the last one.
+            self._release_lingering(unit)
+            self._lingering = unit.reference
+        elif self.reshards_after_forward(unit) or not (torch.is_grad_enabled() or unit.reshard_after_forward is False):
+            self._reshard(unit, keep_part=torch.is_grad_enabled())
+
+    def _release_lingering(self, unit: Unit) -> None:
+        lingering, self._lingering = self._lingering() if self._lingering is not None else None, None
+        if lingering is not None and lingering is not unit and lingering.open_call is None:
+            self._reshard(lingering)
 
     def _start_pass(self) -> None:
+        if self.step_event is not None:
+            wait_for_event(self.step_event)
+            self.step_event = None
         if self._is_backward_open:
             # A backward that raised never ran its final callback. Its gradients are void.
-            for unit in self.units():
-                for buffer in unit.gradients:
-                    buffer.abandon()
-            self._reset_backward()
+            self.abandon()
         for unit in self.units():
             unit.open_call = None
-        self._last_order, self._order, self._cursor = self._order or self._last_order, [], 0
+        self._order.start_pass()
         self._trail = []
+
+    def abandon(self) -> None:
+        """Forget a forward or backward that raised."""
+        for unit in self.units():
+            unit.open_call = None
+            if self._is_backward_open:
+                for buffer in unit.gradients:
+                    buffer.abandon()
+            self._reshard(unit)
+        self._reset_backward()
 
     def _end_pass(self) -> None:
         for unit in self.units():
             if unit.open_call is not None:
                 self._close_call(unit, unit.open_call)
-        self._clean_up()
-
-    def _clean_up(self) -> None:
-        """Reshard what a wrong prediction or an exception left gathered."""
+        # Reshard what a wrong prediction or an exception left gathered, and without a backward the last one too.
+        last = self._lingering() if self._lingering is not None and torch.is_grad_enabled() else None
+        awaited = last if last is not None and any(last.outstanding_calls()) else None
         for unit in self.units():
             unit.open_call = None
-            if not unit.is_sharded and self.reshards_after_forward(unit):
-                self._reshard(unit)
+            if unit is not awaited and not unit.is_sharded and self.reshards_after_forward(unit):
+                self._reshard(unit, keep_part=torch.is_grad_enabled())
 
     def _watch(self, call: Call, output: Any) -> None:
         for tensor in iterate_tensors(output):
@@ -179,23 +205,12 @@ class Schedule:
         self._unshard(unit, check=True)
 
     def _prefetch_forward(self, unit: Unit) -> None:
-        if len(self._order) < _MAX_TRAIL:
-            self._order.append(weakref.ref(unit))
+        self._order.visit(unit)
         if unit.forward_prefetch:
             for reference in unit.forward_prefetch:
                 self._start_gather(reference(), check=True)
             return
-        expected = self._last_order
-        # A unit that is not where it was last time moves the cursor to the end: gather on demand, and learn the new
-        # order.
-        while self._cursor < len(expected) and expected[self._cursor]() is not unit:
-            self._cursor += 1
-        self._cursor += 1
-        for reference in expected[self._cursor : self._cursor + 2]:
-            following = reference()
-            if following is not None and following.groups:
-                self._gather_ahead(following, check=True)
-                return
+        self._gather_ahead(self._order.following(), check=True)
 
     # ------------------------------------------------------------------ backward
 
@@ -220,7 +235,8 @@ class Schedule:
         self._leave_passed(call)
         self._active[id(unit)] = unit.reference
         self._closed.discard(id(unit))
-        self._unshard(unit, check=False)
+        if unit.unshards_in_backward:
+            self._unshard(unit, check=False)
         self._prefetch_backward(call)
 
     def gradient_arrived(self, unit: Unit) -> None:
@@ -233,14 +249,9 @@ class Schedule:
         if unit.num_arrived == unit.num_gradients:
             self._close(unit)
 
-    def drain(self) -> None:
-        """Make compute wait for all reductions in flight and release their buffers: one packed buffer lives at most."""
-        reducing, self._reducing = self._reducing, []
-        for unit in _alive(reducing):
-            for buffer in unit.gradients:
-                if buffer.is_reducing:
-                    trace("fold", unit.name)
-                    buffer.wait()
+    def make_room(self) -> None:
+        """Release packed buffers, oldest first, until there may be one more."""
+        self._reducing.drain(self.max_packed_buffers - 1)
 
     def _open_backward(self) -> None:
         if not self._is_backward_open:
@@ -249,7 +260,7 @@ class Schedule:
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def _leave_passed(self, call: Call) -> None:
-        for unit in _alive(self._active.values()):
+        for unit in alive(self._active.values()):
             if unit is call.unit:
                 continue
             outstanding = list(unit.outstanding_calls())
@@ -265,7 +276,7 @@ class Schedule:
     def _before_recomputation(self, unit: Unit, module: nn.Module) -> None:
         # Reentrant checkpointing runs the first forward without a graph, so no output is watched, and this is where
         # backward is seen to move on. Units whose outputs are watched are left by the watch.
-        for other in _alive(self._active.values()):
+        for other in alive(self._active.values()):
             if other is not unit and not any(other.outstanding_calls()) and not other.encloses(unit):
                 self._close(other)
                 self._leave(other)
@@ -282,13 +293,13 @@ class Schedule:
             return
         for position in range(call.position - 1, -1, -1):
             unit = call.trail[position]()
-            if unit is not None and unit.groups and unit is not call.unit:
+            if unit is not None and unit.groups and unit is not call.unit and unit.unshards_in_backward:
                 self._gather_ahead(unit, check=False)
                 return
 
     def _close(self, unit: Unit) -> None:
         """Give back a unit's trainable weights and reduce its gradients, once per backward."""
-        if id(unit) in self._closed or not unit.gradients:
+        if id(unit) in self._closed or not unit.num_gradients:
             return
         if not self._any_gradient:
             # Nothing has a gradient so far. Either this rank used none of these parameters, and others may have; or
@@ -298,10 +309,10 @@ class Schedule:
             self._closed.add(id(unit))
             return
         self._closed.add(id(unit))
-        if all(group.requires_grad for group in unit.groups):
+        if all(group.is_all_trained for group in unit.groups):
             self._leave(unit)
         deferred, self._deferred = self._deferred, []
-        for earlier in (*_alive(deferred), unit):
+        for earlier in (*alive(deferred), unit):
             self._reduce(earlier)
 
     def _reduce(self, unit: Unit) -> None:
@@ -309,7 +320,7 @@ class Schedule:
             buffer.close(reduce=unit.requires_gradient_sync)
         if any(buffer.is_reducing for buffer in unit.gradients):
             trace("reduce", unit.name)
-            self._reducing.append(unit.reference)
+            self._reducing.add(unit)
 
     def _leave(self, unit: Unit) -> None:
         self._active.pop(id(unit), None)
@@ -319,13 +330,13 @@ class Schedule:
 
     def finish(self) -> None:
         """End the backward: close what is open, complete the reductions, hand the gradients to the parameters."""
-        for unit in sorted(_alive(self._active.values()), key=_first_begin, reverse=True):
+        for unit in sorted(alive(self._active.values()), key=Unit.first_begin, reverse=True):
             self._close(unit)
             self._leave(unit)
         for unit in self.units():
             if unit.requires_gradient_sync and any(buffer.is_filled for buffer in unit.gradients):
                 self._reduce(unit)
-        self.drain()
+        self._reducing.drain(0)
         for unit in self.units():
             self._finalize(unit)
         self._reset_backward()
@@ -344,6 +355,7 @@ class Schedule:
     def _reset_backward(self) -> None:
         self._is_backward_open = False
         self._any_gradient = False
+        self._lingering = None
         self._active.clear()
         self._closed.clear()
         self._deferred.clear()
@@ -364,10 +376,10 @@ class Schedule:
                 group.suspect_change()
             group.start_gather(check=check)
 
-    def _gather_ahead(self, unit: Unit, *, check: bool) -> None:
+    def _gather_ahead(self, unit: Unit | None, *, check: bool) -> None:
         """Start a predicted gather, unless the last one predicted is still unused: memory is for one unit ahead."""
         ahead = self._ahead() if self._ahead is not None else None
-        if ahead is None or not ahead.has_state(WeightState.GATHERING):
+        if unit is not None and (ahead is None or not ahead.has_state(WeightState.GATHERING)):
             self._start_gather(unit, check=check)
             self._ahead = unit.reference
 
@@ -378,16 +390,8 @@ class Schedule:
             for group in unit.groups:
                 group.finish_gather()
 
-    def _reshard(self, unit: Unit) -> None:
+    def _reshard(self, unit: Unit, *, keep_part: bool = False) -> None:
         if not unit.is_sharded:
             trace("reshard", unit.name)
             for group in unit.groups:
-                group.reshard()
-
-
-def _alive(references: Iterable[weakref.ref[Unit]]) -> list[Unit]:
-    return [unit for reference in references if (unit := reference()) is not None]
-
-
-def _first_begin(unit: Unit) -> int:
-    return min((call.begin for call in unit.outstanding_calls()), default=0)
+                group.reshard(keep_part=keep_part)

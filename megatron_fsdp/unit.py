@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from megatron_fsdp.errors import StateError
+from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.gradients import GradientBuffer
+from megatron_fsdp.lanes import trace
 from megatron_fsdp.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.precision import MixedPrecisionPolicy
 
-__all__ = ["Call", "Driver", "Unit", "watchers"]
+__all__ = ["Call", "Driver", "InFlight", "Unit", "alive", "is_in_backward", "watchers"]
 
 
 class Driver(Protocol):
@@ -23,6 +24,8 @@ class Driver(Protocol):
 
     is_last_backward: bool
     requires_all_reduce: bool
+    max_packed_buffers: int
+    step_event: Any
 
     def before_forward(self, unit: Unit, module: nn.Module) -> None:
         """A module of the unit is about to run."""
@@ -36,8 +39,14 @@ class Driver(Protocol):
     def gradient_arrived(self, unit: Unit) -> None:
         """One more gradient of the unit is packed."""
 
-    def drain(self) -> None:
-        """Make room for a packed gradient buffer."""
+    def make_room(self) -> None:
+        """Release packed gradient buffers until there may be one more."""
+
+    def abandon(self) -> None:
+        """Forget a forward or backward that raised."""
+
+    def share_reductions(self, other: Any) -> None:
+        """Count packed gradient buffers together with another schedule."""
 
 
 class Call:
@@ -80,7 +89,8 @@ class Unit:
     Attributes:
         name: path of the (first) module below the root, for messages.
         groups: the parameter groups; empty for a module without parameters of its own.
-        reshard_after_forward: as asked; None means yes, but no for the root.
+        reshard_after_forward: as asked; None means when the next unit runs, but not for the root. Groups that keep a
+            part for backward know it themselves.
         requires_gradient_sync: False keeps gradients here, unreduced, until a backward with True.
     """
 
@@ -90,12 +100,11 @@ class Unit:
         modules: Sequence[nn.Module],
         groups: Sequence[ParameterGroup],
         policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
     ) -> None:
         self.name = name
         self.groups = tuple(groups)
         self.policy = policy
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
         self.forward_prefetch: list[weakref.ref[Unit]] = []
@@ -105,12 +114,43 @@ class Unit:
         self.calls: list[weakref.ref[Call]] = []
         self.pending_modules: set[int] = set()
         self.open_call: Call | None = None
-        self.gradients: tuple[GradientBuffer, ...] = tuple(
-            group.gradients for group in self.groups if group.gradients is not None
-        )
-        self.num_gradients = sum(buffer.num_parameters for buffer in self.gradients)
+        self.unshards_in_backward = True
+        self.gradients: tuple[GradientBuffer, ...] = ()
+        self.num_gradients = 0
+        self.follow_gradients()
+
+    def reshard_to(self, choice: bool | int | None) -> None:
+        """Choose what happens to weights between forward and backward; see ``fully_shard(reshard_after_forward=...)``.
+
+        Raises:
+            ConfigError: an int that does not divide the axis over which weights are sharded.
+        """
+        if choice is not None and not isinstance(choice, int):
+            raise ConfigError(f"reshard_after_forward={choice!r}; give None, True, False or a number of ranks")
+        size = 0 if choice is None or isinstance(choice, bool) else choice
+        for group in self.groups:
+            group.reshard_to(size)
+        # Groups of one rank hold the weights whole.
+        self.reshard_after_forward = choice if choice is None or isinstance(choice, bool) else size != 1
+
+    def follow_gradients(self) -> None:
+        """Take notice of gradient buffers that were made or changed: after materialization, freezing, unfreezing."""
+        self.gradients = tuple(group.gradients for group in self.groups if group.gradients is not None)
+        self.num_gradients = sum(buffer.num_trained for buffer in self.gradients)
         for buffer in self.gradients:
             buffer.observe(self)
+
+    def follow_requires_grad(self) -> None:
+        """Take notice of parameters that were frozen or unfrozen since the last forward."""
+        changed = [group.follow_requires_grad() for group in self.groups]
+        if any(changed):
+            self.follow_gradients()
+
+    def materialize(self) -> None:
+        """Allocate the buffers of parameters that were on the meta device."""
+        for group in self.groups:
+            group.materialize()
+        self.follow_gradients()
 
     def awaits(self, module: nn.Module) -> bool:
         """Whether a call of the unit is under way in which this module of it has still to run."""
@@ -142,9 +182,13 @@ class Unit:
         for _, call in alive:
             yield call
 
+    def first_begin(self) -> int:
+        """Return when the oldest call began whose backward may still come, 0 where there is none."""
+        return min((call.begin for call in self.outstanding_calls()), default=0)
+
     def before_packing(self) -> None:
         """Make room for a packed gradient buffer."""
-        self.schedule.drain()
+        self.schedule.make_room()
 
     def gradient_arrived(self) -> None:
         """Tell the schedule that one more gradient is packed."""
@@ -177,6 +221,37 @@ class Unit:
         self.name = name
         for group in self.groups:
             group.rename(name)
+
+
+class InFlight:
+    """Units whose gradients are being reduced, in the order of issue."""
+
+    def __init__(self) -> None:
+        self._units: list[weakref.ref[Unit]] = []
+
+    def add(self, unit: Unit) -> None:
+        """Note that the unit's reduction was issued."""
+        self._units.append(unit.reference)
+
+    def drain(self, num_kept: int) -> None:
+        """Make compute wait for all reductions but the newest ``num_kept``, and release their packed buffers."""
+        count = max(len(self._units) - num_kept, 0)
+        done, self._units = self._units[:count], self._units[count:]
+        for unit in alive(done):
+            for buffer in unit.gradients:
+                if buffer.is_reducing:
+                    trace("fold", unit.name)
+                    buffer.wait()
+
+
+def alive(references: Iterable[weakref.ref[Unit]]) -> list[Unit]:
+    """Return the units that still exist."""
+    return [unit for reference in references if (unit := reference()) is not None]
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def watchers(tensor: torch.Tensor) -> list[Call]:

@@ -118,6 +118,8 @@ def _add_io_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--eval-iters", type=_natural_int, default=100, help="global batches per validation; 0 = none")
     group.add_argument("--save", type=Path, help="folder of checkpoints, log and loss curve")
     group.add_argument("--save-interval", type=_positive_int, help="steps between checkpoints, default only at the end")
+    group.add_argument("--keep-last", type=_positive_int, help="checkpoints to keep in --save, default all")
+    group.add_argument("--async-save", action="store_true", help="write checkpoints while training goes on")
     group.add_argument("--load", type=Path, help="folder of checkpoints to resume from, when it holds any")
     group.add_argument("--log-interval", type=_positive_int, default=100, help="steps between log lines")
     group.add_argument("--prompt", type=_text, default="def ", help="what the trained model continues at the end")
@@ -169,6 +171,8 @@ def _check_training(args: argparse.Namespace, num_ranks: int) -> None:
         raise ConfigError(f"--fp16 needs loss scaling, which is not here yet{also}; use --bf16 or neither (fp32)")
     if args.save_interval is not None and args.save is None:
         raise ConfigError(f"--save-interval {args.save_interval} without --save: name the folder with --save")
+    if args.keep_last is not None and args.save is None:
+        raise ConfigError(f"--keep-last {args.keep_last} without --save: name the folder with --save")
     if args.optimizer not in ("adam", "sgd"):
         raise ConfigError(f"--optimizer {args.optimizer} is not here yet; wanted adam or sgd")
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gpt.model import GptConfig
 from megatron_fsdp import ConfigError
+from megatron_fsdp.checkpoint_series import CheckpointSeries
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -45,12 +45,11 @@ class TrainingState:
             "training": dataclasses.asdict(self),
             "model": dataclasses.asdict(config),
             "data": data,
-            "random_state": torch.get_rng_state().numpy().tobytes().hex(),
         }
 
     @classmethod
     def from_extra(cls, extra: dict[str, Any], config: GptConfig, path: Path) -> TrainingState:
-        """Return the state that ``to_extra`` described, and restore torch's CPU random state.
+        """Return the state that ``to_extra`` described.
 
         Raises:
             ConfigError: the checkpoint's model was built with other flags; each that differs is named. It catches what
@@ -60,8 +59,6 @@ class TrainingState:
         differing = differences(extra["model"], shape)
         if differing:
             raise ConfigError(f"{path} holds another model: {'; '.join(differing)}. Use its flags, or another --load")
-        random_state = bytearray.fromhex(extra["random_state"])
-        torch.set_rng_state(torch.frombuffer(random_state, dtype=torch.uint8))
         return cls(**extra["training"])
 
 
@@ -74,37 +71,27 @@ def differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     ]
 
 
-def checkpoint_path(root: Path, iteration: int) -> Path:
-    """Return the folder of one iteration's checkpoint, Megatron's ``iter_0000200``."""
-    return root / f"iter_{iteration:07d}"
+def checkpoints_in(root: Path) -> CheckpointSeries:
+    """Return the checkpoints of a run's folder, named as Megatron names them: ``iter_0000200`` and a tracker file."""
+    return CheckpointSeries(root, prefix="iter_", pointer=TRACKER, is_pointer_bare=True)
 
 
-def find_latest(root: Path) -> Path | None:
-    """Return the folder of the latest complete checkpoint under ``root``, None when there is none.
+def resume_folder(args: argparse.Namespace) -> Path | None:
+    """Return where to look for a checkpoint to go on from: ``--load``, or ``--save`` after a restart by torchrun."""
+    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    folder: Path | None = args.save if args.load is None and is_restart else args.load
+    return folder
+
+
+def check_tracker(checkpoints: CheckpointSeries) -> None:
+    """Refuse a folder whose tracker names a checkpoint when there is none: starting anew would hide the loss.
 
     Raises:
-        ConfigError: the tracker file is there but names no checkpoint.
+        ConfigError: it does, or holds no number.
     """
-    tracker = root / TRACKER
-    if not tracker.exists():
-        return None
-    content = tracker.read_text().strip()
-    if not content.isdecimal():
-        raise ConfigError(f"--load: {tracker} holds {content[:80]!r}; wanted the number of an iteration")
-    path = checkpoint_path(root, int(content))
-    if not path.is_dir():
-        raise ConfigError(f"--load: {tracker} names iteration {content}, but {path} is missing; correct the file")
-    return path
-
-
-def mark_latest(root: Path, iteration: int) -> None:
-    """Record that the checkpoint of ``iteration`` is complete; call on one rank, after all have written.
-
-    The tracker is replaced in one step: a run that is killed meanwhile leaves the old or the new number, never none.
-    """
-    temporary = root / f"{TRACKER}.tmp"
-    with temporary.open("w") as file:
-        file.write(f"{iteration}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(root / TRACKER)
+    step = checkpoints.latest()
+    if step is not None:
+        raise ConfigError(
+            f"{checkpoints.folder / checkpoints.pointer} names iteration {step}, but there is no whole checkpoint in "
+            f"{checkpoints.folder}; bring {checkpoints.path(step).name} back, or delete the file to start anew"
+        )

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it, but untyped
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from megatron_fsdp import ConfigError
 
@@ -68,7 +70,11 @@ def start_process_group(args: argparse.Namespace, ranks: Ranks, device: torch.de
     else:
         backend, device_id = "gloo", None
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        # torchrun keeps its store when it restarts the ranks, with the addresses of those that died still in it.
+        attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} on {size} ranks"
+        store = PrefixStore(attempt, store)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=device_id)
     else:
         # Port 0: any free one, so that plain starts side by side do not collide.
         address = "tcp://127.0.0.1:0"

@@ -1,11 +1,33 @@
-"""Cast, accumulate and pack flat tensors: Triton kernels on CUDA, the same numerics in plain torch everywhere else."""
+"""Kernels over flat tensors: Triton on CUDA, the same numerics in plain torch everywhere else."""
 
-# The ops are imported here and not on first use: a later import of the submodule `accumulate` or `pack` would rebind
-# that name in this package from the function to the module.
+# The ops are imported here and not on first use: a later import of the submodule `accumulate`, `adamw` or `pack` would
+# rebind that name in this package from the function to the module.
 from dbuffer_kernels import reference
 from dbuffer_kernels.accumulate import accumulate
+from dbuffer_kernels.adamw import Segments, adamw, adamw_row, adamw_rows
 from dbuffer_kernels.cast import cast_copy
 from dbuffer_kernels.launch import backend, use_backend
+from dbuffer_kernels.norm import sum_of_squares
 from dbuffer_kernels.pack import pack
+from dbuffer_kernels.reference import AdamWBuffers, Segment
+from dbuffer_kernels.rounding import cast_stochastic
+from dbuffer_kernels.split import join_weight, split_weight
 
-__all__ = ["accumulate", "backend", "cast_copy", "pack", "reference", "use_backend"]
+__all__ = [
+    "AdamWBuffers",
+    "Segment",
+    "Segments",
+    "accumulate",
+    "adamw",
+    "adamw_row",
+    "adamw_rows",
+    "backend",
+    "cast_copy",
+    "cast_stochastic",
+    "join_weight",
+    "pack",
+    "reference",
+    "split_weight",
+    "sum_of_squares",
+    "use_backend",
+]

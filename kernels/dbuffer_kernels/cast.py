@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
     import triton.language as tl
 
-FLOAT_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
-
 
 @without_grad
 def cast_copy(source: Tensor, out: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -78,7 +76,7 @@ def check_pair(op: str, source: Tensor, out: Tensor, scale: float) -> None:
 
 def check_dtypes(op: str, source_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     """Raise a ValueError unless both dtypes are ones that ``op`` can compute with."""
-    if source_dtype not in FLOAT_DTYPES or out_dtype not in FLOAT_DTYPES:
+    if source_dtype not in reference.FLOAT_DTYPES or out_dtype not in reference.FLOAT_DTYPES:
         raise ValueError(
             f"{op}: cannot compute from {source_dtype} to {out_dtype}; wanted float32, bfloat16, float16 or float64 on "
             "both sides (other dtypes can only be copied: equal dtypes, scale 1). Convert source first."

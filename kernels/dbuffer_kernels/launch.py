@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -23,6 +24,8 @@ NUM_WARPS = 8
 Backend = Literal["triton", "reference"]
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
+_Device = TypeVar("_Device", bound=Callable[..., Any])
+_DEVICE_FUNCTIONS: set[Callable[..., Any]] = set()
 
 # One switch for the process, not one per thread: autograd runs backward hooks of CUDA graphs on threads of its own.
 _forced: Backend | Literal["auto"] = "auto"
@@ -94,29 +97,54 @@ def without_grad(op: Callable[_Parameters, _Result]) -> Callable[_Parameters, _R
 
 
 def launch(
-    kernel: Callable[..., None], num_blocks: int, device: torch.device, *arguments: Any, **constants: Any
+    kernel: Callable[..., None],
+    num_blocks: int,
+    device: torch.device,
+    *arguments: Any,
+    block: int = BLOCK,
+    **constants: Any,
 ) -> None:
     """Start ``num_blocks`` programs of a kernel on the current stream of ``device``.
 
     Args:
-        kernel: a plain function in Triton's language; its constexprs come by keyword, ``BLOCK`` from here.
+        kernel: a plain function in Triton's language; its other constexprs come by keyword.
         num_blocks: size of the one-dimensional grid; nothing starts when it is 0.
+        block: the kernel's ``BLOCK``: smaller where a kernel holds many values of each element in registers.
     """
     if num_blocks == 0:
         return
     # Triton starts kernels on the current device, which need not be the tensors' one.
     guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with guard:
-        jit(kernel)[(num_blocks,)](*arguments, **constants, BLOCK=BLOCK, num_warps=NUM_WARPS)
+        jit(kernel)[(num_blocks,)](*arguments, **constants, BLOCK=block, num_warps=NUM_WARPS)
 
 
 @functools.cache
 def jit(kernel: Callable[..., None]) -> Any:
     """Turn a plain function into a Triton kernel, importing Triton if that has not happened yet."""
-    triton = importlib.import_module("triton")
-    # The name under which the kernel's file knows triton.language; type checkers see a real import there.
-    kernel.__globals__["tl"] = importlib.import_module("triton.language")
-    return triton.jit(kernel)
+    _bind_names(kernel.__globals__)
+    return importlib.import_module("triton").jit(kernel)
+
+
+def _bind_names(names: dict[str, Any]) -> None:
+    """Give a kernel's file what its kernels look up by name: ``tl`` and the compiled form of what they call."""
+    # Type checkers see a real import of triton.language there.
+    names["tl"] = importlib.import_module("triton.language")
+    for name, value in list(names.items()):
+        if isinstance(value, FunctionType) and value in _DEVICE_FUNCTIONS:
+            names[name] = _compiled(value)
+            _bind_names(value.__globals__)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Any:
+    return importlib.import_module("triton").jit(function)
+
+
+def device_function(function: _Device) -> _Device:
+    """Mark a plain function in Triton's language as one that kernels call; ``jit`` compiles it along with them."""
+    _DEVICE_FUNCTIONS.add(function)
+    return function
 
 
 @functools.cache

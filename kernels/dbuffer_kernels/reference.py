@@ -7,7 +7,8 @@ reaches a 16-bit ``out`` by way of fp32, as torch's own conversion does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,7 +16,11 @@ from torch import Tensor
 CHUNK_NUMEL = 1 << 16
 """Elements a widened temporary may hold: 256 KiB in fp32, which stays in a core's L2 cache between its two uses."""
 
+FLOAT_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+"""What the ops compute with; other dtypes can only be copied."""
+
 _FULL_PRECISION = (torch.float32, torch.float64)
+_LOW_32 = 0xFFFFFFFF
 
 
 def compute_dtype(source_dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
@@ -100,3 +105,251 @@ def _chunks(source: Tensor, target: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     if source.numel() <= CHUNK_NUMEL or not source.is_contiguous():
         return ((source, target),)
     return zip(torch.split(source.view(-1), CHUNK_NUMEL), torch.split(target.view(-1), CHUNK_NUMEL), strict=True)
+
+
+def cast_stochastic(source: Tensor, out: Tensor, *, seed: int, first_element: int = 0) -> Tensor:
+    """Write fp32 ``source`` into bf16 ``out`` with the random rounding of ``rounding_bits``, and return ``out``.
+
+    Allocates temporaries of ``CHUNK_NUMEL`` int64 elements.
+
+    Args:
+        source: fp32, contiguous. out: bf16, contiguous, same numel.
+        seed: any integer. first_element: index of ``source[0]`` in the whole buffer.
+    """
+    keys = rounding_keys(seed)
+    position = first_element
+    for piece, target in zip(_flat_chunks(source), _flat_chunks(out), strict=True):
+        bits = piece.view(torch.int32).to(torch.int64) & _LOW_32
+        index = torch.arange(position, position + piece.numel(), device=source.device)
+        rounded = (bits + rounding_bits(index, *keys)) >> 16
+        target.view(torch.int16).copy_(torch.where(piece.isnan(), (bits >> 16) | 0x40, rounded))
+        position += piece.numel()
+    return out
+
+
+def rounding_keys(seed: int) -> tuple[int, int]:
+    """Return the two 32-bit keys of a seed: the halves of its splitmix64 value, so that near seeds share nothing.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), with the finalizer of
+    Vigna's splitmix64.
+    """
+    mixed = (seed + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    mixed ^= mixed >> 31
+    return mixed & _LOW_32, mixed >> 32
+
+
+def rounding_bits(index: Tensor, low_key: int, high_key: int) -> Tensor:
+    """Return 16 random bits for each index (int64), which both keys and all 64 bits of the index decide.
+
+    A multiply-xorshift hash of 32 bits with the constants of Wellons' "hash prospector"; the second key goes in
+    between the multiplications, so that two seeds do not give the same bits at swapped indices.
+    """
+    mixed = (index & _LOW_32) ^ low_key ^ ((((index >> 32) & _LOW_32) * 0x9E3779B9) & _LOW_32)
+    mixed = ((mixed ^ (mixed >> 16)) * 0x21F0AAAD) & _LOW_32
+    mixed = (mixed + high_key) & _LOW_32
+    # The product may pass 2**63 and turn negative, but its lower half is right.
+    mixed = ((mixed ^ (mixed >> 15)) * 0xD35A2D97) & _LOW_32
+    return mixed >> 16
+
+
+def sum_of_squares(source: Tensor, out: Tensor) -> Tensor:
+    """Write (sum of squares, number of non-finite values) into fp64 ``out`` of shape (2,) and return it.
+
+    Chunks of ``CHUNK_NUMEL`` are summed in fp32 (fp64 for fp64), their sums in fp64. Allocates temporaries of
+    ``CHUNK_NUMEL`` elements.
+
+    Args:
+        source: contiguous; fp32, bf16, fp16 or fp64.
+    """
+    compute = compute_dtype(source.dtype, source.dtype)
+    total = torch.zeros((), dtype=torch.float64, device=source.device)
+    num_bad = torch.zeros((), dtype=torch.float64, device=source.device)
+    for piece in _flat_chunks(source):
+        # Not torch.dot, which adds 65,536 products in a row and loses two digits.
+        subtotal = piece.to(compute).square().sum()
+        total += subtotal
+        # On the CPU looking costs nothing, and a finite sum proves that every value is finite.
+        if not source.is_cpu or not subtotal.isfinite():
+            num_bad += piece.numel() - piece.isfinite().sum()
+    out[0], out[1] = total, num_bad
+    return out
+
+
+def split_weight(main: Tensor, model: Tensor, remainder: Tensor) -> None:
+    """Take fp32 ``main`` apart into bf16 ``model`` and int16 ``remainder``; see the op of this name in ``split``.
+
+    All contiguous and of one numel. Allocates temporaries of ``CHUNK_NUMEL`` int32 elements.
+    """
+    for piece, upper, lower in zip(_flat_chunks(main), _flat_chunks(model), _flat_chunks(remainder), strict=True):
+        bits = piece.view(torch.int32)
+        # Only a NaN's bits can overflow here, and its sum is not taken.
+        rounded = torch.where(piece.isnan(), bits | 0x400000, bits + 0x8000)
+        upper.view(torch.int16).copy_(rounded >> 16)
+        lower.copy_(bits)
+
+
+def join_weight(model: Tensor, remainder: Tensor, main: Tensor) -> Tensor:
+    """Undo ``split_weight`` and return ``main``; arguments and temporaries as there."""
+    for upper, lower, piece in zip(_flat_chunks(model), _flat_chunks(remainder), _flat_chunks(main), strict=True):
+        low = torch.where(upper.isnan(), lower.to(torch.int32) & 0xFFFF, lower.to(torch.int32))
+        piece.view(torch.int32).copy_((upper.view(torch.int16).to(torch.int32) << 16) + low)
+    return main
+
+
+def _flat_chunks(tensor: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(tensor.view(-1), CHUNK_NUMEL)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements ``start`` to ``stop`` of a flat buffer, updated with one row of hyperparameters."""
+
+    start: int
+    stop: int
+    row: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWBuffers:
+    """The flat buffers of AdamW steps: 1-D, contiguous, of one length, on one device, 16-byte aligned for speed.
+
+    Checked when it is made, not in every step: keep it as long as the buffers are the same.
+
+    Attributes:
+        gradient: read; fp32, bf16, fp16 or fp64.
+        weight: updated; fp32, bf16, fp16 or fp64 (bf16 with a ``remainder``).
+        exp_avg, exp_avg_sq: the moments, updated; fp32, bf16, fp16 or fp64.
+        model_weight: the compute copy, written with the new weight rounded to nearest even; None where there is none.
+        remainder: int16, updated; with ``weight`` it is the fp32 weight, as in ``split_weight``. None otherwise.
+        compute_dtype: what the arithmetic runs in: fp64 when a buffer is fp64, else fp32.
+    Raises:
+        ValueError: a tensor of another shape, device or dtype than these.
+    """
+
+    gradient: Tensor
+    weight: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    model_weight: Tensor | None = None
+    remainder: Tensor | None = None
+    compute_dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape, device = (self.weight.numel(),), self.weight.device
+        for name, tensor in self.named().items():
+            if tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device:
+                raise ValueError(
+                    f"AdamWBuffers: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()} on "
+                    f"{tensor.device}; wanted contiguous {shape} on {device}, where weight is. Pass flat buffers of "
+                    "one length."
+                )
+            if name != "remainder" and tensor.dtype not in FLOAT_DTYPES:
+                raise ValueError(f"AdamWBuffers: {name} is {tensor.dtype}; wanted fp32, bf16, fp16 or fp64.")
+        self._check_remainder()
+        is_double = any(tensor.dtype is torch.float64 for tensor in self.named().values())
+        object.__setattr__(self, "compute_dtype", torch.float64 if is_double else torch.float32)
+
+    def _check_remainder(self) -> None:
+        if self.remainder is None:
+            return
+        is_split = self.remainder.dtype is torch.int16 and self.weight.dtype is torch.bfloat16
+        if not is_split or self.model_weight is not None:
+            raise ValueError(
+                f"AdamWBuffers: with a remainder ({self.remainder.dtype}) the weight is {self.weight.dtype} and "
+                f"model_weight {'absent' if self.model_weight is None else 'given'}; wanted an int16 remainder, a "
+                "bfloat16 weight, which is the model weight, and no other one."
+            )
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the buffers that are there, by name."""
+        names = ("gradient", "weight", "exp_avg", "exp_avg_sq", "model_weight", "remainder")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+
+
+NUM_COLUMNS = 8
+"""Of a row of hyperparameters: sign, decay, 1 - beta1, beta2, 1 - beta2, -step size, sqrt(bias correction 2), eps."""
+
+
+def adamw(buffers: AdamWBuffers, segments: Sequence[Segment], rows: Tensor, *, clip: Tensor | None = None) -> None:
+    """Take the AdamW step that the op of this name states, in batches of pieces that share a row.
+
+    Allocates temporaries of ``CHUNK_NUMEL`` elements, one for each buffer that has not the compute dtype and two more.
+
+    Args:
+        segments: disjoint, in bounds. rows: fp64 (rows, 8). clip: 0-d, multiplied into the gradients.
+    """
+    values = rows.tolist()
+    numel = buffers.weight.numel()
+    if len(segments) == 1 and segments[0].stop - segments[0].start == numel <= CHUNK_NUMEL:
+        _adamw_batch(buffers, (slice(None),), values[segments[0].row], clip)
+        return
+    for row in {segment.row for segment in segments}:
+        for batch in _batches(segment for segment in segments if segment.row == row):
+            _adamw_batch(buffers, batch, values[row], clip)
+
+
+def _batches(segments: Iterable[Segment]) -> Iterator[list[slice]]:
+    """Yield pieces of the segments in lists of at most ``CHUNK_NUMEL`` elements: one call of torch serves a list."""
+    batch: list[slice] = []
+    room = CHUNK_NUMEL
+    for segment in segments:
+        start = segment.start
+        while start < segment.stop:
+            stop = min(start + room, segment.stop)
+            batch.append(slice(start, stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield batch
+                batch, room = [], CHUNK_NUMEL
+    if batch:
+        yield batch
+
+
+def _adamw_batch(buffers: AdamWBuffers, parts: Sequence[slice], row: Sequence[float], clip: Tensor | None) -> None:
+    sign, decay, towards, beta2, rest2, minus_step_size, root_correction, eps = row
+    compute = buffers.compute_dtype
+    gradients = _widened(_cut(buffers.gradient, parts), compute)
+    if clip is not None:
+        gradients = list(torch._foreach_mul(gradients, clip.to(compute) * sign))
+    elif sign != 1.0:
+        gradients = list(torch._foreach_mul(gradients, sign))
+    stored = [_cut(tensor, parts) for tensor in (buffers.weight, buffers.exp_avg, buffers.exp_avg_sq)]
+    # A piece that has the compute dtype is not copied: the arithmetic happens in place.
+    weights, exp_avgs, exp_avg_sqs = (_widened(pieces, compute) for pieces in stored)
+    # With a remainder the stored weight is bf16, so this list is a new one.
+    remainders = [] if buffers.remainder is None else _cut(buffers.remainder, parts)
+    for index, remainder in enumerate(remainders):
+        weights[index] = join_weight(stored[0][index], remainder, torch.empty_like(gradients[index]))
+    torch._foreach_mul_(weights, decay)
+    torch._foreach_lerp_(exp_avgs, gradients, towards)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, gradients, gradients, rest2)
+    denominators = torch._foreach_sqrt(exp_avg_sqs)
+    torch._foreach_div_(denominators, root_correction)
+    torch._foreach_add_(denominators, eps)
+    torch._foreach_addcdiv_(weights, exp_avgs, denominators, minus_step_size)
+    for index, remainder in enumerate(remainders):
+        split_weight(weights[index], stored[0][index], remainder)
+    if not remainders:
+        _store(stored[0], weights)
+    _store(stored[1], exp_avgs)
+    _store(stored[2], exp_avg_sqs)
+    if buffers.model_weight is not None:
+        torch._foreach_copy_(_cut(buffers.model_weight, parts), weights)
+
+
+def _store(pieces: list[Tensor], values: list[Tensor]) -> None:
+    # Pieces of the compute dtype were changed in place.
+    if pieces is not values:
+        torch._foreach_copy_(pieces, values)
+
+
+def _cut(tensor: Tensor, parts: Sequence[slice]) -> list[Tensor]:
+    return [tensor[part] for part in parts]
+
+
+def _widened(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return tensors if tensors[0].dtype is dtype else [tensor.to(dtype) for tensor in tensors]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dbuffer import collectives
 from dbuffer.mesh import MeshAxis
 from dbuffer_kernels import accumulate
-from megatron_fsdp import gradients, optimizer
+from megatron_fsdp import gradients, optimizer, reduction
 
 Works = list[dist.Work] | None
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -161,7 +161,7 @@ def without_later_microbatches() -> Iterator[None]:
         if overwrite:
             accumulate(source, target, scale=scale, overwrite=True)
 
-    with mock.patch.object(gradients, "accumulate", first_only):
+    with mock.patch.object(gradients, "accumulate", first_only), mock.patch.object(reduction, "accumulate", first_only):
         yield
 
 
@@ -172,7 +172,7 @@ def without_earlier_microbatches() -> Iterator[None]:
     def last_only(source: torch.Tensor, target: torch.Tensor, *, scale: float, overwrite: bool) -> None:
         accumulate(source, target, scale=scale, overwrite=True)
 
-    with mock.patch.object(gradients, "accumulate", last_only):
+    with mock.patch.object(gradients, "accumulate", last_only), mock.patch.object(reduction, "accumulate", last_only):
         yield
 
 

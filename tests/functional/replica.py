@@ -6,8 +6,9 @@ shard on its own data; beside it a plain copy is trained on the mean loss over a
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,23 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import guard_released_storage
-from megatron_fsdp import fully_shard
+from megatron_fsdp import FsdpModule, fully_shard
 
-__all__ = ["WIDTH", "Block", "Case", "Comparison", "Stack", "compare", "inputs", "shard_each", "whole"]
+__all__ = [
+    "WIDTH",
+    "Block",
+    "Case",
+    "Comparison",
+    "Stack",
+    "compare",
+    "inputs",
+    "shard_each",
+    "shard_layers",
+    "squared",
+    "three_blocks",
+    "units_of",
+    "whole",
+]
 
 WIDTH = 7
 
@@ -59,6 +74,30 @@ def shard_each(model: nn.Module) -> None:
     fully_shard(model)
 
 
+def three_blocks() -> nn.Module:
+    """Build three blocks of different sizes."""
+    return Stack(Block(), Block(hidden=1), Block(hidden=17))
+
+
+def squared(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Return the mean square of the model's output on one rank's data."""
+    output: torch.Tensor = model(inputs(rank, step))
+    return output.square().mean()
+
+
+def shard_layers(model: nn.Module, **options: Any) -> None:
+    """Shard every layer of a ``Stack`` with the same options, and the stack with the mesh and placements among them."""
+    assert isinstance(model, Stack)
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, options.get("mesh"), options.get("placements"))
+
+
+def units_of(model: nn.Module) -> list[FsdpModule]:
+    """Return all sharded modules, outermost first."""
+    return [module for module in model.modules() if isinstance(module, FsdpModule)]
+
+
 def inputs(rank: int, step: int, *shape: int) -> torch.Tensor:
     """Return the data of one rank and step; shape (3, WIDTH) unless given."""
     generator = torch.Generator().manual_seed(1 + 1000 * step + rank)
@@ -87,6 +126,7 @@ class Case:
         prepare: called on each of the two models at the start of a step, before forward.
         optimizer: over the parameters that require gradients.
         steps: optimizer steps to train.
+        is_guarded: whether use of released storage is an error; the guard keeps torch.compile from compiling.
     """
 
     build: Callable[[], nn.Module]
@@ -95,6 +135,7 @@ class Case:
     prepare: Callable[[nn.Module, int], None] | None = None
     optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] | None = None
     steps: int = 3
+    is_guarded: bool = True
 
 
 @dataclass(frozen=True)
@@ -137,7 +178,7 @@ def compare(case: Case) -> Comparison:
             if case.prepare is not None:
                 case.prepare(m, step)
         alone = _lonely_gradients(case, oracle, step)
-        with guard_released_storage():
+        with guard_released_storage() if case.is_guarded else nullcontext():
             _backward(case.loss(model, dist.get_rank(), step))
         for rank in range(dist.get_world_size()):
             _backward(case.loss(oracle, rank, step), 1 / dist.get_world_size())

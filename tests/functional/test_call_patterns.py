@@ -250,7 +250,8 @@ def take_input_gradients_only() -> list[str]:
 
 def test_a_backward_to_the_inputs_alone_reduces_nothing() -> None:
     first, second = run_ranks(2, take_input_gradients_only)
-    assert first == second == ["all_gather", "all_gather"]
+    # The last unit keeps its weights from forward; the first one is gathered again.
+    assert first == second == ["all_gather"]
 
 
 def train_after_input_gradients() -> Comparison:

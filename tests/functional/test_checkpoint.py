@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from megatron_fsdp import CheckpointError, ConfigError, MixedPrecisionPolicy, load_checkpoint, save_checkpoint
+from megatron_fsdp import CheckpointError, MixedPrecisionPolicy, load_checkpoint, save_checkpoint
 from tests.functional.models import (
     VOCABULARY,
     WIDTH,
@@ -192,19 +192,6 @@ def test_a_later_checkpoint_replaces_the_one_of_its_name_and_leaves_nothing_besi
         assert extra == {"step": 1}
         assert differing(loaded, wanted) == []
     assert [entry.name for entry in tmp_path.iterdir()] == ["latest"]
-
-
-def ask_for_asynchronous(path: str) -> str:
-    model, optimizer = Setup(mesh_shape=(1,)).build(seed=0)
-    with pytest.raises(ConfigError) as refusal:
-        save_checkpoint(model, optimizer, path, asynchronous=True)
-    return str(refusal.value)
-
-
-def test_asynchronous_saving_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    (message,) = run_ranks(1, ask_for_asynchronous, str(tmp_path / "step-2"))
-    assert "asynchronous" in message
-    assert list(tmp_path.iterdir()) == []
 
 
 # ---------------------------------------------------------------------- refusals

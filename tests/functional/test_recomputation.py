@@ -194,4 +194,6 @@ def count_collectives(kind: str, builder: str) -> list[dict[str, int]]:
 @pytest.mark.parametrize("builder", ["regions of one block", "regions of two blocks"])
 def test_recomputation_shares_the_gather_of_backward_with(builder: str, kind: str) -> None:
     first, _ = run_ranks(2, count_collectives, kind, builder)
-    assert first == [{"all_gather": 8, "reduce_scatter": 4}] * 2
+    # Reentrant regions run without a graph, so nothing says that a backward of the last unit will follow.
+    num_gathers = 8 if kind == "reentrant" else 7
+    assert first == [{"all_gather": num_gathers, "reduce_scatter": 4}] * 2

@@ -23,6 +23,7 @@ from megatron_fsdp import (
     Placements,
     Report,
     explain,
+    fsdp_no_shard,
     fully_shard,
     fully_shard_optimizer,
     microbatch,
@@ -73,7 +74,10 @@ Shard = Callable[..., object]
 
 def every_part_a_unit(shard: Shard) -> nn.Module:
     """The root has nothing left to own; the largest unit is in the middle."""
-    model = Model()
+    return _sharded_in_parts(Model(), shard)
+
+
+def _sharded_in_parts(model: Model, shard: Shard) -> nn.Module:
     for block in model.blocks:
         shard(block)
     shard(model.embedding)
@@ -120,6 +124,52 @@ def nested_units(shard: Shard) -> nn.Module:
     return model
 
 
+def released_at_once(shard: Shard) -> nn.Module:
+    """No unit waits for the next one, so the last is gathered again for its backward."""
+    model = Model()
+    for part in (*model.blocks, model.embedding, [model.norm, model.head]):
+        shard(part, reshard_after_forward=True)
+    shard(model)
+    return model
+
+
+def part_kept_for_backward(shard: Shard) -> nn.Module:
+    """Pairs of neighbours hold weights between forward and backward, in some of the units."""
+    model = Model()
+    for number, block in enumerate(model.blocks):
+        shard(block, reshard_after_forward=2 if number != 1 else None)
+    shard([model.embedding, model.head], reshard_after_forward=2)
+    shard(model, reshard_after_forward=2)
+    return model
+
+
+def partly_replicated(shard: Shard) -> nn.Module:
+    """Groups of two placements in one unit, and a unit of which nothing is sharded."""
+    model = Model()
+    for block in model.blocks:
+        fsdp_no_shard(block.get_submodule("norm"))
+    fsdp_no_shard(model.blocks[2].get_parameter("up.bias"))
+    fsdp_no_shard(model.norm)
+    return _sharded_in_parts(model, shard)
+
+
+def frozen_after_sharding(shard: Shard) -> nn.Module:
+    """Gradient accumulators are there, of a unit and of single parameters that are not trained any more."""
+    model = every_part_a_unit(shard)
+    model.get_submodule("blocks.1").requires_grad_(False)
+    model.get_parameter("blocks.3.up.weight").requires_grad_(False)
+    model.get_parameter("head.weight").requires_grad_(False)
+    return model
+
+
+def two_packed_buffers(shard: Shard) -> nn.Module:
+    """Gradients of one unit are packed while those of another are still being reduced."""
+    model = every_part_a_unit(shard)
+    assert isinstance(model, FsdpModule)
+    model.set_reduce_scatter_max_input_buffers(2)
+    return model
+
+
 def no_common_root(shard: Shard) -> nn.Module:
     """Units that nothing joins: each has a schedule of its own."""
     model = Model()
@@ -153,6 +203,10 @@ MODELS: dict[str, Callable[[Shard], nn.Module]] = {
     for build in (
         every_part_a_unit,
         root_with_parameters,
+        released_at_once,
+        partly_replicated,
+        frozen_after_sharding,
+        two_packed_buffers,
         partly_frozen,
         nested_units,
         no_common_root,
@@ -160,6 +214,7 @@ MODELS: dict[str, Callable[[Shard], nn.Module]] = {
         weights_kept_after_backward,
     )
 }
+MODELS_OF_FOUR_RANKS = {part_kept_for_backward.__name__: part_kept_for_backward}
 POLICIES = {
     "fp32": None,
     "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
@@ -204,6 +259,8 @@ def settings() -> list[Setting]:
     chosen += [Setting(*entry) for entry in product(MODELS, ((2,),), ("optim_grads",), ("fp32",), (2,))]
     policies = ("fp32", "bf16 gradients")
     chosen += [Setting(*entry) for entry in product(MODELS, ((2,), (3,)), ("optim_grads_params",), policies, (2,))]
+    chosen += [Setting("part_kept_for_backward", (4,), "optim_grads_params", policy, 2) for policy in policies]
+    chosen += [Setting("part_kept_for_backward", (2, 2), "hsdp", "bf16")]
     chosen += [Setting("root_with_parameters", (2, 2), name, "bf16", 2) for name in two_axes]
     return list(dict.fromkeys(chosen))
 
@@ -232,7 +289,7 @@ def run(setting: Setting, mesh: DeviceMesh) -> Step:
     meter = memory_meter()
     before = meter.current_bytes
     mesh, policy = make_mesh(setting.mesh), POLICIES[setting.policy]
-    model = MODELS[setting.model](
+    model = {**MODELS, **MODELS_OF_FOUR_RANKS}[setting.model](
         partial(fully_shard, mesh=mesh, placements=PLACEMENTS[setting.strategy], mp_policy=policy)
     )
     seen = Step(explain(model, setting.num_microbatches), meter.current_bytes - before)

@@ -138,20 +138,7 @@ def transform(name: str) -> bool:
     return whole_again(*TRANSFORMS[name])
 
 
-# PyTorch's sharding rules build a plain Shard(0) for the result of an operator that is not in place, which forgets the
-# rows of each rank (docs/design/facade.md, "Known limit"). PyTorch 2.11 keeps them in clone and casts.
-FORGETFUL = {"clone", "a cast", "a product with a number", "a sum of two", "a foreach product", "an interpolation"}
-if torch.__version__ < "2.12":
-    FORGETFUL -= {"clone", "a cast"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.xfail(reason="the result forgets its rows")] if name in FORGETFUL else [])
-        for name in TRANSFORMS
-    ],
-)
+@pytest.mark.parametrize("name", TRANSFORMS)
 def test_the_full_tensor_is_right_after(name: str) -> None:
     assert run_ranks(3, transform, name, timeout=20) == [True] * 3
 

@@ -165,6 +165,21 @@ def test_the_fingerprint_is_the_same_in_every_process() -> None:
     assert ROWS.fingerprint() == "075630601fdc48a1"
 
 
+def test_the_binding_reads_with_names_in_place_of_numbers() -> None:
+    words = "rows of 6 in tensor 12 of shape (4, 6) and rows of 3 in tensor 1 of shape (4, 3): multiples of 6"
+    layout = dataclasses.replace(ROWS, binding=words, binding_tensors=(1, 0))
+    expected = "rows of 6 in up.weight of shape (4, 6) and rows of 3 in gate of shape (4, 3): multiples of 6"
+    assert layout.named_binding(["gate", "up.weight"]) == expected
+
+
+@pytest.mark.parametrize(("padding", "itemsize", "draws"), [(10, 100, False), (11, 10, True), (11, 9, False)])
+def test_the_fallback_is_drawn_by_padding_beyond_its_ratio_and_its_bytes(
+    padding: int, itemsize: int, draws: bool
+) -> None:
+    limits = PaddingLimits(relax_ratio=0.1, relax_bytes=100)
+    assert limits.is_relaxed_from(padding, 100, itemsize) == draws
+
+
 def test_shapes_and_offsets_in_other_sequences_make_the_same_plan() -> None:
     other = Plan(([4, 3], torch.Size([5])), (Row(), Row()), 3, [0, 12], 6)  # type: ignore[arg-type]
     assert other == ROWS

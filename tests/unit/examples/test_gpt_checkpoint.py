@@ -1,66 +1,68 @@
 """Names of checkpoints, the tracker file and what a resumed run continues from."""
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from gpt.checkpoint import TRACKER, TrainingState, checkpoint_path, differences, find_latest, mark_latest
+from gpt.checkpoint import TRACKER, TrainingState, check_tracker, checkpoints_in, differences, resume_folder
 from gpt.model import GptConfig
 from megatron_fsdp import ConfigError
 
 CONFIG = GptConfig(num_layers=2, hidden_size=24, num_attention_heads=3, ffn_hidden_size=96, max_position_embeddings=8)
 
 
+def args(**given: Path | None) -> argparse.Namespace:
+    return argparse.Namespace(**{"save": None, "load": None, **given})
+
+
 def test_a_checkpoint_folder_is_named_as_megatron_names_it() -> None:
-    assert checkpoint_path(Path("runs"), 200) == Path("runs/iter_0000200")
+    assert checkpoints_in(Path("runs")).path(200) == Path("runs/iter_0000200")
 
 
-def test_the_latest_checkpoint_is_the_one_marked_last(tmp_path: Path) -> None:
-    for iteration in (100, 200, 300):
-        checkpoint_path(tmp_path, iteration).mkdir()
-    mark_latest(tmp_path, 100)
-    mark_latest(tmp_path, 200)
-    assert find_latest(tmp_path) == tmp_path / "iter_0000200"
-
-
-@pytest.mark.parametrize("folder", ["empty", "missing"])
-def test_a_folder_without_a_tracker_holds_no_checkpoint(tmp_path: Path, folder: str) -> None:
-    (tmp_path / "empty" / "iter_0000007").mkdir(parents=True)
-    assert find_latest(tmp_path / folder) is None
-
-
-def test_marking_leaves_no_temporary_file(tmp_path: Path) -> None:
-    mark_latest(tmp_path, 5)
+def test_the_tracker_holds_the_number_of_the_iteration(tmp_path: Path) -> None:
+    checkpoints_in(tmp_path).mark_latest(5)
     assert [path.name for path in tmp_path.iterdir()] == [TRACKER]
+    assert (tmp_path / TRACKER).read_text() == "5\n"
 
 
 def test_a_tracker_that_names_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
-    mark_latest(tmp_path, 5)
-    with pytest.raises(ConfigError, match=r"names iteration 5, but .*iter_0000005 is missing"):
-        find_latest(tmp_path)
+    checkpoints_in(tmp_path).mark_latest(5)
+    with pytest.raises(
+        ConfigError, match=r"names iteration 5, but there is no whole checkpoint in .*; bring iter_0000005"
+    ):
+        check_tracker(checkpoints_in(tmp_path))
+
+
+def test_a_folder_without_a_tracker_is_none(tmp_path: Path) -> None:
+    check_tracker(checkpoints_in(tmp_path / "missing"))
 
 
 def test_a_tracker_without_a_number_is_an_error(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("release\n")
-    with pytest.raises(ConfigError, match="holds 'release'; wanted the number of an iteration"):
-        find_latest(tmp_path)
+    with pytest.raises(ConfigError, match="holds 'release'; wanted the number of a step"):
+        check_tracker(checkpoints_in(tmp_path))
+
+
+def test_a_run_resumes_from_where_it_is_told_to(tmp_path: Path) -> None:
+    assert resume_folder(args(save=tmp_path, load=None)) is None
+    assert resume_folder(args(save=tmp_path, load=tmp_path / "other")) == tmp_path / "other"
+
+
+def test_a_run_that_torchrun_has_restarted_resumes_from_its_own_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert resume_folder(args(save=tmp_path)) == tmp_path
+    assert resume_folder(args(save=tmp_path, load=tmp_path / "other")) == tmp_path / "other"
 
 
 def test_the_state_comes_back_from_json_as_it_was(tmp_path: Path) -> None:
     state = TrainingState(iteration=7, consumed_samples=84, loss_sum=0.1 + 0.2, loss_count=3)
     extra = json.loads(json.dumps(state.to_extra(CONFIG, {"seed": 1})))
     assert TrainingState.from_extra(extra, CONFIG, tmp_path) == state
-
-
-def test_random_numbers_go_on_after_a_resume_as_they_would_have_without(tmp_path: Path) -> None:
-    extra = TrainingState().to_extra(CONFIG, {})
-    expected = torch.rand(3)
-    torch.rand(9)
-    TrainingState.from_extra(extra, CONFIG, tmp_path)
-    assert torch.equal(torch.rand(3), expected)
 
 
 @pytest.mark.parametrize(

@@ -60,11 +60,17 @@ def compile_pack(
 
 
 def compile_for(
-    kernel: Any, pointers: dict[str, str], constants: dict[str, Any], architecture: int, *, aligned: bool = True
+    kernel: Any,
+    pointers: dict[str, str],
+    constants: dict[str, Any],
+    architecture: int,
+    *,
+    aligned: bool = True,
+    block: int = launch.BLOCK,
 ) -> Any:
     """Compile as a launch would: pointers 16-byte aligned or not, scalars of the types their annotations fix."""
     function = launch.jit(kernel)
-    constants = {**constants, "BLOCK": launch.BLOCK}
+    constants = {**constants, "BLOCK": block}
     signature = {p.name: "constexpr" if p.is_constexpr else p.annotation_type for p in function.params} | pointers
     positions = [function.arg_names.index(name) for name in pointers]
     hints = {(position,): [["tt.divisibility", 16]] for position in positions if aligned}
@@ -77,9 +83,9 @@ def num_wide(pattern: re.Pattern[str], compiled: Any) -> int:
     return len(pattern.findall(compiled.asm["ptx"]))
 
 
-def accesses_per_thread(dtype: torch.dtype) -> int:
+def accesses_per_thread(dtype: torch.dtype, block: int = launch.BLOCK) -> int:
     """Return how many 16-byte accesses move one thread's part of a block."""
-    return launch.BLOCK // (32 * launch.NUM_WARPS) * dtype.itemsize // 16
+    return block // (32 * launch.NUM_WARPS) * dtype.itemsize // 16
 
 
 def assert_no_spills(compiled: Any, folder: Path) -> None:

@@ -25,6 +25,8 @@ kernels.cast_copy(source, out, scale=2.0)
 kernels.accumulate(source, out)
 kernels.pack([source[:2]], out, [4], accumulate=True)
 assert out.tolist() == [0, 3, 6, 9, 12, 16], out
+kernels.split_weight(source, torch.zeros(6, dtype=torch.bfloat16), torch.zeros(6, dtype=torch.int16))
+assert kernels.sum_of_squares(out).tolist() == [0 + 9 + 36 + 81 + 144 + 256, 0]
 assert kernels.backend("cuda") == kernels.backend("cpu") == "reference"
 try:
     with kernels.use_backend("triton"):
@@ -53,17 +55,20 @@ def run(program: str) -> None:
 
 
 def test_the_package_exports_exactly_its_documented_names() -> None:
-    assert dbuffer_kernels.__all__ == ["accumulate", "backend", "cast_copy", "pack", "reference", "use_backend"]
+    ops = "accumulate adamw cast_copy cast_stochastic join_weight pack split_weight sum_of_squares"
+    functions = [*ops.split(), "adamw_row", "adamw_rows", "backend", "use_backend"]
+    classes = ["AdamWBuffers", "Segment", "Segments"]
+    assert dbuffer_kernels.__all__ == sorted([*functions, *classes, "reference"])
+    kinds = dict.fromkeys(functions, types.FunctionType) | dict.fromkeys(classes, type)
     for name in dbuffer_kernels.__all__:
-        wanted = types.ModuleType if name == "reference" else types.FunctionType
-        assert isinstance(getattr(dbuffer_kernels, name), wanted), name
+        assert isinstance(getattr(dbuffer_kernels, name), kinds.get(name, types.ModuleType)), name
 
 
 def test_importing_a_submodule_leaves_the_op_of_the_same_name_in_place() -> None:
-    for name in ("accumulate", "pack", "cast"):
+    for name in ("accumulate", "adamw", "cast", "norm", "pack", "rounding", "split"):
         importlib.import_module(f"dbuffer_kernels.{name}")
-    assert isinstance(dbuffer_kernels.accumulate, types.FunctionType)
-    assert isinstance(dbuffer_kernels.pack, types.FunctionType)
+    for op in ("accumulate", "adamw", "pack"):
+        assert isinstance(getattr(dbuffer_kernels, op), types.FunctionType), op
 
 
 def test_the_package_works_where_triton_is_not_installed() -> None:

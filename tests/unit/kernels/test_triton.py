@@ -16,19 +16,21 @@ import pytest
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
-CASES = FOLDER / "triton_cases.py"
-COMPILED = FOLDER / "compiled_cases.py"
+CASES = (FOLDER / "triton_cases.py", FOLDER / "step_cases.py")
+COMPILED = (FOLDER / "compiled_cases.py", FOLDER / "compiled_step_cases.py")
 
 Failures = dict[str, list[str]]
 
 
-def names(cases: Path) -> list[str]:
-    functions = (node for node in ast.parse(cases.read_text()).body if isinstance(node, ast.FunctionDef))
-    return [function.name for function in functions if function.name.startswith("test_")]
+def names(files: tuple[Path, ...]) -> list[str]:
+    nodes = (node for cases in files for node in ast.parse(cases.read_text()).body)
+    found = [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    assert len(found) == len(set(found)), "two cases of one name: the report could not tell them apart"
+    return found
 
 
-def run_cases(cases: Path, folder: Path, *, interprets: bool) -> Failures:
-    """Run a file of cases in a fresh process and return, for each test function that ran, the texts of its failures."""
+def run_cases(files: tuple[Path, ...], folder: Path, *, interprets: bool) -> Failures:
+    """Run files of cases in a fresh process and return, for each test function that ran, the texts of its failures."""
     report = folder / "report.xml"
     configuration = folder / "pytest.ini"
     configuration.write_text(
@@ -41,9 +43,11 @@ def run_cases(cases: Path, folder: Path, *, interprets: bool) -> Failures:
         "TRITON_INTERPRET": "1" if interprets else "0",
     }
     options = ["--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-c", str(configuration)]
-    command = [sys.executable, "-m", "pytest", str(cases), *options, f"--rootdir={ROOT}", f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", *map(str, files), *options, f"--rootdir={ROOT}", f"--junitxml={report}"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert report.exists(), f"{cases.name} did not run (exit status {done.returncode}):\n{done.stdout}\n{done.stderr}"
+    assert report.exists(), (
+        f"{files[0].name} did not run (exit status {done.returncode}):\n{done.stdout}\n{done.stderr}"
+    )
     failures: Failures = {}
     for case in ET.parse(report).iter("testcase"):
         texts = failures.setdefault(case.attrib["name"].partition("[")[0], [])

@@ -128,6 +128,96 @@ def test_gradients_of_another_dtype_are_copied_for_the_optimizer() -> None:
     assert report_of(three_units(dtypes)).step_peak.num_bytes == 224 * 4 // 4
 
 
+def lingering(facts: ModelFacts) -> ModelFacts:
+    """Units below the root are released when the next one runs, as by default."""
+    root, *units = facts.units
+    return replace(facts, units=(root, *(replace(unit, lingers=True) for unit in units)))
+
+
+def test_the_last_unit_of_forward_is_not_gathered_again_for_its_backward() -> None:
+    report = report_of(lingering(three_units()), 5)
+    gathers = {total.phase: (total.count, total.num_bytes) for total in report.collectives if "gather" in total.kind}
+    assert gathers == {"forward": (15, 5 * 224 * 4), "backward": (10, 5 * (64 + 128) * 4)}
+    assert [unit.reason for unit in report.units[1:]] == [
+        "",
+        "",
+        "kept after forward: the last that forward uses, its backward is next",
+    ]
+
+
+def test_a_unit_that_waits_for_the_next_one_takes_no_more_room_than_two_units() -> None:
+    # When unit2 runs, unit1 goes before unit3 is gathered ahead.
+    assert report_of(lingering(three_units())).forward_peak == PeakReport((64 + 128) * 4, "unit2")
+
+
+def test_a_frozen_last_unit_is_released_because_no_backward_comes_for_it() -> None:
+    facts = lingering(three_units())
+    frozen = tuple(
+        replace(unit, groups=tuple(replace(group, requires_grad=False) for group in unit.groups))
+        for unit in facts.units
+    )
+    report = report_of(replace(facts, units=frozen))
+    assert not any("last" in unit.reason for unit in report.units)
+    assert {total.phase for total in report.collectives} == {"forward"}
+
+
+def test_parts_kept_for_backward_take_their_room_and_are_gathered_by_neighbours() -> None:
+    facts = three_units()
+    parts = tuple(
+        replace(unit, groups=tuple(replace(group, part_of=2) for group in unit.groups)) for unit in facts.units
+    )
+    report = report_of(replace(facts, units=parts))
+    backward = [total for total in report.collectives if (total.phase, total.kind) == ("backward", "all_gather")]
+    assert backward == [CollectiveTotal("backward", "all_gather", "axis0, runs of 2", 2, 3, 224 * 4)]
+    # In forward unit2 leaves a half while unit3 is there, and unit1's half with it.
+    assert report.forward_peak == PeakReport((32 + 64 + 128 + 32) * 4, "unit2")
+    # When unit3 is packed unit2 is gathered ahead, and all halves but unit3's are still there.
+    assert report.backward_peak.num_bytes == (32 + 128 + 128 + 64) * 4
+    kinds = [buffer.kind for buffer in report.units[1].groups[0].transient]
+    assert kinds == ["gathered weights", "post-forward shard", "packed gradients"]
+
+
+def test_two_packed_buffers_may_live_at_once_where_that_was_chosen() -> None:
+    facts = three_units()
+    two = replace(facts, units=tuple(replace(unit, max_packed_buffers=2) for unit in facts.units))
+    assert report_of(two).backward_peak.num_bytes - report_of(facts).backward_peak.num_bytes == 32 * 4
+
+
+def test_a_unit_that_needs_no_weights_in_backward_is_not_gathered_there() -> None:
+    facts = three_units()
+    units = (*facts.units[:2], replace(facts.units[2], unshards_in_backward=False), facts.units[3])
+    gathers = [each for each in report_of(replace(facts, units=units)).collectives if each.kind == "all_gather"]
+    assert [(each.phase, each.count) for each in gathers] == [("forward", 3), ("backward", 2)]
+
+
+def test_frozen_parameters_of_a_trained_group_have_no_optimizer_state() -> None:
+    layout = plan([(4, 4), (4, 4)], 1, itemsize=4)
+    axes = (AxisFacts("axis0", 1, 0),)
+    group = GroupFacts(("a", "b"), layout, axes, Placements.no_shard(0), FP32, True, frozen=frozenset({1}))
+    assert report_of(chain(group)).optimizer_bytes == 2 * 16 * 4 + 4
+
+
+def test_an_accumulator_that_is_not_used_any_more_still_takes_its_room() -> None:
+    frozen = replace(group_of(16), requires_grad=False)
+    more = report_of(chain(replace(frozen, holds_gradients=True))).persistent_bytes
+    assert more - report_of(chain(frozen)).persistent_bytes == 64 * 4 // 4
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["released", "kept after backward"])
+def test_alike_microbatches_are_counted_as_if_each_was_played(keeps: bool) -> None:
+    facts = lingering(three_units())
+    facts = replace(facts, units=tuple(replace(unit, reshards_after_backward=not keeps) for unit in facts.units))
+    counts = [
+        {(each.phase, each.kind): each.count for each in report_of(facts, number).collectives} for number in (2, 3, 100)
+    ]
+    for key, two in counts[0].items():
+        assert counts[2].get(key, 0) == two + 98 * (counts[1].get(key, 0) - two)
+
+
+def test_moments_of_another_dtype_take_its_size() -> None:
+    assert report_of(three_units(), moments_dtype=torch.bfloat16).optimizer_bytes == 2 * 56 * 2 + 3 * 4
+
+
 def test_no_microbatch_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_microbatches=0"):
         report_of(three_units(), 0)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, StateError, explain, fully_shard
+from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, StateError, explain, fsdp_no_shard, fully_shard
 from megatron_fsdp.report import report_of
 from megatron_fsdp.report_page import format_bytes
 from tests.unit.megatron_fsdp.chains import three_units
@@ -245,3 +245,37 @@ def test_peaks_are_printed_as_multiples_of_the_largest_unit() -> None:
 )
 def test_bytes_are_printed_in_the_largest_unit_that_they_fill(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text
+
+
+def test_what_is_replicated_in_a_sharded_model_is_listed(mesh: DeviceMesh) -> None:
+    model = Model()
+    fsdp_no_shard(model.blocks[1].get_parameter("up.bias"))
+    for block in model.blocks:
+        fully_shard(block, mesh)
+    report = explain(fully_shard(model, mesh))
+    assert [unit.replicated for unit in report.units] == [(), (), ("up.bias",), ()]
+    assert "whole on every rank, not sharded: blocks.1: up.bias" in str(report)
+    placements = [group.resting[0].placement for group in report.units[2].groups]
+    assert placements == ["axis 0: Flat", "axis 0: Replicate"]
+
+
+def test_a_model_of_which_nothing_is_sharded_lists_nothing_as_replicated(mesh: DeviceMesh) -> None:
+    report = explain(fully_shard(Model(), mesh, Placements.no_shard(0)))
+    assert [unit.replicated for unit in report.units] == [()]
+
+
+def test_a_part_kept_for_backward_is_named_with_its_cause(mesh: DeviceMesh) -> None:
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block, mesh, reshard_after_forward=2)
+    page = str(explain(fully_shard(model, mesh)))
+    assert "released after forward but for one part in 2: reshard_after_forward=2: blocks.0, blocks.1, blocks.2" in page
+
+
+def test_a_parameter_frozen_after_sharding_is_seen_before_the_next_forward(mesh: DeviceMesh) -> None:
+    model = fully_shard(Model(), mesh)
+    before = explain(model)
+    model.get_parameter("head.weight").requires_grad_(False)
+    after = explain(model)
+    assert after.persistent_bytes == before.persistent_bytes
+    assert after.optimizer_bytes < before.optimizer_bytes

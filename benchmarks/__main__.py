@@ -1,0 +1,70 @@
+"""Run a bench, or compare the results of two runs."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.harness import Row, table, write_rows
+from benchmarks.harness_comparison import comparison_text
+
+FOLDER = Path(__file__).parent
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    found = benches()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="BENCH")
+    comparison = commands.add_parser("compare", help="Compare two files that --out wrote.")
+    comparison.add_argument("before", type=Path)
+    comparison.add_argument("after", type=Path)
+    chosen = next(
+        (argument for argument in (sys.argv[1:] if arguments is None else arguments) if argument in found), ""
+    )
+    for name, summary in found.items():
+        bench = commands.add_parser(name, help=summary, description=summary)
+        bench.add_argument("--out", type=Path, help="write the rows to this file, as JSON")
+        # Only the bench that runs is imported: another may need what this machine lacks.
+        module = importlib.import_module(f"benchmarks.bench_{name}") if name == chosen else None
+        if module is not None and hasattr(module, "add_arguments"):
+            module.add_arguments(bench)
+    args = parser.parse_args(arguments)
+    if args.command == "compare":
+        print(comparison_text(args.before, args.after))
+        return 0
+    rows: list[Row] = importlib.import_module(f"benchmarks.bench_{args.command}").run(args)
+    if rows:
+        print(rows_text(rows))
+    if args.out:
+        write_rows(args.out, rows, {name: value for name, value in vars(args).items() if name != "out"})
+        print(f"{len(rows)} rows in {args.out}")
+    return 0
+
+
+def benches() -> dict[str, str]:
+    """Return the benches of this folder by name, with the first line of what each says of itself."""
+    found = {}
+    for path in sorted(FOLDER.glob("bench_*.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        found[path.stem.removeprefix("bench_")] = docstring.partition("\n")[0]
+    return found
+
+
+def rows_text(rows: Sequence[Row]) -> str:
+    """Return rows as a table: medians, and spreads where there are several samples."""
+    cells = [["quantity", "median", "unit", "spread"]]
+    for row in rows:
+        spread = f"{row.samples.spread:.1%}" if len(row.samples.values) > 1 else ""
+        cells.append([row.key, f"{row.samples.median:.4g}", row.unit, spread])
+    return table(cells)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Kernels: bytes per second of each one, beside a device copy in the same run.
+
+On CUDA every kernel is memory bound, so the rate beside that of a copy says how far it is from the limit. Without CUDA
+the plain-torch references run: the rows then show that the bench works, and nothing about the kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.harness import Row, Samples, interleaved
+from dbuffer_kernels import (
+    AdamWBuffers,
+    Segment,
+    Segments,
+    accumulate,
+    adamw,
+    adamw_row,
+    backend,
+    cast_copy,
+    cast_stochastic,
+    join_weight,
+    pack,
+    split_weight,
+    sum_of_squares,
+)
+from dbuffer_kernels.adamw import bytes_per_element
+
+FP32, BF16, INT16 = torch.float32, torch.bfloat16, torch.int16
+ROW = adamw_row(10, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+# Gradient, weight and moments of an AdamW step, and whether it writes a model weight or updates a remainder.
+ADAMW_CASES = {
+    "all fp32, bf16 model weight": (FP32, FP32, FP32, "model weight"),
+    "bf16 gradient, bf16 model weight": (BF16, FP32, FP32, "model weight"),
+    "fp32 weight as bf16 and remainder": (BF16, BF16, FP32, "remainder"),
+    "all bf16": (BF16, BF16, BF16, "nothing"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One call to measure, and how many bytes it has to move."""
+
+    call: Callable[[], object]
+    num_bytes: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the size and the number of rounds."""
+    parser.add_argument("--numel", type=int, default=0, help="elements; 0: 2^28 on CUDA, 2^20 on the CPU")
+    parser.add_argument("--rounds", type=int, default=11, help="measured calls of each kernel")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Measure every kernel, interleaved with the copy."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    numel = args.numel or (1 << 28 if device.type == "cuda" else 1 << 20)
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else None
+    rows = []
+    copy = copy_work(numel, device)
+    for name, make in makers(numel, device).items():
+        # One kernel's buffers at a time: together they would not fit.
+        work = make()
+        seconds = interleaved({"copy": copy.call, name: work.call}, rounds=args.rounds, synchronize=synchronize)
+        rates = [work.num_bytes / value for value in seconds[name].values]
+        copy_rates = [copy.num_bytes / value for value in seconds["copy"].values]
+        ratio = Samples(tuple(rate / other for rate, other in zip(rates, copy_rates, strict=True)))
+        case = {"kernel": name, "numel": numel, "backend": backend(device)}
+        rows.append(Row("kernels", case, "rate", "B/s", Samples(tuple(rates)), higher_is_better=True))
+        rows.append(Row("kernels", case, "rate over that of a copy", "", ratio, higher_is_better=True))
+    return rows
+
+
+def copy_work(numel: int, device: torch.device) -> Work:
+    """Return torch's own copy of as many bytes as an fp32 buffer has: the attainable bandwidth."""
+    source, out = torch.ones(numel, device=device), torch.empty(numel, device=device)
+    return Work(lambda: out.copy_(source), 2 * source.nbytes)
+
+
+def makers(numel: int, device: torch.device) -> dict[str, Callable[[], Work]]:
+    """Return, by name, what allocates the buffers of one kernel."""
+    steps = {f"adamw ({name})": name for name in ADAMW_CASES}
+    return {
+        "cast_copy fp32 to bf16": lambda: cast_work(numel, device, is_stochastic=False),
+        "cast_stochastic fp32 to bf16": lambda: cast_work(numel, device, is_stochastic=True),
+        "accumulate bf16 into fp32": lambda: accumulate_work(numel, device),
+        "pack bf16": lambda: pack_work(numel, device),
+        "sum_of_squares fp32": lambda: squares_work(numel, device, FP32),
+        "sum_of_squares bf16": lambda: squares_work(numel, device, BF16),
+        "split_weight": lambda: halves_work(numel, device, joins=False),
+        "join_weight": lambda: halves_work(numel, device, joins=True),
+        **{name: lambda case=case: adamw_work(numel, device, case) for name, case in steps.items()},  # type: ignore[misc]
+    }
+
+
+def cast_work(numel: int, device: torch.device, *, is_stochastic: bool) -> Work:
+    """Round to bf16, to nearest or at random."""
+    source, out = torch.randn(numel, device=device), torch.empty(numel, dtype=BF16, device=device)
+    if is_stochastic:
+        return Work(lambda: cast_stochastic(source, out, seed=1), source.nbytes + out.nbytes)
+    return Work(lambda: cast_copy(source, out), source.nbytes + out.nbytes)
+
+
+def accumulate_work(numel: int, device: torch.device) -> Work:
+    """Add a bf16 gradient to an fp32 one."""
+    source, out = torch.ones(numel, dtype=BF16, device=device), torch.zeros(numel, device=device)
+    return Work(lambda: accumulate(source, out, scale=0.5), source.nbytes + 2 * out.nbytes)
+
+
+def pack_work(numel: int, device: torch.device) -> Work:
+    """Copy sixteen gradients into one buffer."""
+    sources = list(torch.ones(numel // 16 * 16, dtype=BF16, device=device).chunk(16))
+    out = torch.empty(numel // 16 * 16, dtype=BF16, device=device)
+    offsets = [index * sources[0].numel() for index in range(16)]
+    return Work(lambda: pack(sources, out, offsets), 2 * out.nbytes)
+
+
+def squares_work(numel: int, device: torch.device, dtype: torch.dtype) -> Work:
+    """Measure a gradient's norm."""
+    source = torch.ones(numel, dtype=dtype, device=device)
+    return Work(lambda: sum_of_squares(source), source.nbytes)
+
+
+def halves_work(numel: int, device: torch.device, *, joins: bool) -> Work:
+    """Take fp32 weights apart into bf16 and 16 bits, or put them together."""
+    main, model = torch.randn(numel, device=device), torch.ones(numel, dtype=BF16, device=device)
+    rest = torch.zeros(numel, dtype=INT16, device=device)
+    num_bytes = main.nbytes + model.nbytes + rest.nbytes
+    if joins:
+        return Work(lambda: join_weight(model, rest, main), num_bytes)
+    return Work(lambda: split_weight(main, model, rest), num_bytes)
+
+
+def adamw_work(numel: int, device: torch.device, case: str) -> Work:
+    """Take an AdamW step of one segment."""
+    gradient, weight, moments, beside = ADAMW_CASES[case]
+    gradients, weights, exp_avg, exp_avg_sq = (
+        torch.ones(numel, dtype=dtype, device=device) for dtype in (gradient, weight, moments, moments)
+    )
+    model = torch.empty(numel, dtype=BF16, device=device) if beside == "model weight" else None
+    rest = torch.zeros(numel, dtype=INT16, device=device) if beside == "remainder" else None
+    buffers = AdamWBuffers(gradients, weights, exp_avg, exp_avg_sq, model, rest)
+    segments, rows = Segments([Segment(0, numel)], numel), torch.tensor([ROW], dtype=torch.float64, device=device)
+    return Work(lambda: adamw(buffers, segments, rows), numel * bytes_per_element(buffers))

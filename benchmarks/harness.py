@@ -1,0 +1,210 @@
+"""The harness: what a bench uses to measure, and what its rows look like.
+
+A bench is a file ``bench_NAME.py`` in this folder with a docstring, whose first line ``--help`` shows, and
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None       # optional
+    def run(args: argparse.Namespace) -> list[Row]
+
+``python -m benchmarks NAME`` runs it, prints its rows, and with ``--out FILE`` writes them as JSON together with the
+machine, the versions and the commit. ``python -m benchmarks compare BEFORE AFTER`` compares two such files.
+
+Two ways to measure: ``samples_of`` repeats one function; ``interleaved`` runs several in turn, so that a machine that
+warms up or gets busy slows all of them, and their ratio still means something. A claim about speed is a ratio of such
+samples.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Row", "Samples", "environment", "interleaved", "read_rows", "samples_of", "table", "write_rows"]
+
+_PACKAGES = ("torch", "triton", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Repeated measurements of one thing, in the order in which they were taken."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle value."""
+        return statistics.median(self.values)
+
+    @property
+    def low(self) -> float:
+        """The lower quartile; of fewer than four values the least."""
+        return statistics.quantiles(self.values, n=4)[0] if len(self.values) >= 4 else min(self.values)
+
+    @property
+    def high(self) -> float:
+        """The upper quartile; of fewer than four values the greatest."""
+        return statistics.quantiles(self.values, n=4)[2] if len(self.values) >= 4 else max(self.values)
+
+    @property
+    def spread(self) -> float:
+        """Quartile distance over the median."""
+        return (self.high - self.low) / abs(self.median) if self.median else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured quantity.
+
+    Attributes:
+        bench: the bench that measured it.
+        case: what was measured, as in ``{"model": "llama3-8b", "shards": 64}``; with ``metric`` it identifies the row.
+        metric: the quantity, as in ``"time"`` or ``"padding"``.
+        unit: of the values: ``"s"``, ``"B"``, ``"%"``, ``"B/s"``.
+        samples: the values; a single one where the quantity is exact.
+        is_exact: the value does not depend on the machine or its mood, so that any change is a change.
+        higher_is_better: True for throughputs.
+    """
+
+    bench: str
+    case: Mapping[str, str | int | float]
+    metric: str
+    unit: str
+    samples: Samples
+    is_exact: bool = False
+    higher_is_better: bool = False
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """What the row is about, the same in every run."""
+        case = ", ".join(f"{name}={value}" for name, value in sorted(self.case.items()))
+        return f"{self.bench}: {self.metric} ({case})"
+
+
+def samples_of(
+    function: Callable[[], object],
+    *,
+    rounds: int = 11,
+    warmup: int = 2,
+    synchronize: Callable[[], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Samples:
+    """Return the seconds that each of several calls took.
+
+    Args:
+        function: is called ``warmup`` times unmeasured and ``rounds`` times measured.
+        rounds: at least 1.
+        warmup: calls that fill caches and compile kernels.
+        synchronize: called before each look at the clock, such as ``torch.cuda.synchronize``.
+        clock: seconds.
+    """
+    return interleaved({"": function}, rounds=rounds, warmup=warmup, synchronize=synchronize, clock=clock)[""]
+
+
+def interleaved(
+    functions: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int = 11,
+    warmup: int = 2,
+    synchronize: Callable[[], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Samples]:
+    """Return the seconds of each function, called in turn: forwards in one round, backwards in the next.
+
+    Arguments are those of ``samples_of``.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for number in range(-warmup, rounds):
+        names = list(functions) if number % 2 else list(functions)[::-1]
+        for name in names:
+            if synchronize:
+                synchronize()
+            start = clock()
+            functions[name]()
+            if synchronize:
+                synchronize()
+            if number >= 0:
+                seconds[name].append(clock() - start)
+    return {name: Samples(tuple(values)) for name, values in seconds.items()}
+
+
+def environment() -> dict[str, Any]:
+    """Return what a measurement depends on: the machine, the versions and the commit, with a mark if it was edited."""
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "machine": {"processor": _processor(), "num_cores": os.cpu_count(), "devices": devices},
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "commit": _commit(),
+        "threads": torch.get_num_threads(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def write_rows(path: Path, rows: Iterable[Row], arguments: Mapping[str, Any] | None = None) -> None:
+    """Write rows as JSON with the environment, and the medians and spreads for those who read it without Python."""
+    written = [
+        {**asdict(row), "case": dict(row.case), "median": row.samples.median, "spread": row.samples.spread}
+        for row in rows
+    ]
+    content = {"environment": environment(), "arguments": dict(arguments or {}), "rows": written}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def read_rows(path: Path) -> tuple[dict[str, Any], list[Row]]:
+    """Return the environment and the rows of a file that ``write_rows`` wrote."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    rows = [
+        Row(
+            **{
+                name: row[name] for name in ("bench", "case", "metric", "unit", "is_exact", "higher_is_better", "notes")
+            },
+            samples=Samples(tuple(row["samples"]["values"])),
+        )
+        for row in content["rows"]
+    ]
+    return content["environment"], rows
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of text as aligned columns, the first row as their heads."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(cells))
+        for cells in (list(zip(row, widths, strict=True)) for row in rows)
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text(encoding="utf-8").splitlines() if information.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+edited" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,0 +1,51 @@
+"""SIGTERM as a request: the step under way is finished and saved, on all ranks alike."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class StopSignal:
+    """Notes SIGTERM while its context is open; a second one ends the process at once, as without it.
+
+    torchrun sends SIGTERM to all ranks when it is stopped itself, and to the others when one rank has failed; cluster
+    schedulers send it before they take a machine away.
+    """
+
+    def __init__(self) -> None:
+        self._is_received = False
+        self._previous: Any = signal.SIG_DFL
+        # A flag on the host must not wait for the GPU, so it has a gloo group of its own.
+        has_others = dist.is_initialized() and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo", group_desc="stop signal") if has_others else None
+
+    @property
+    def is_received(self) -> bool:
+        """Whether this rank, or at the last look any rank, got the signal."""
+        return self._is_received
+
+    def is_received_anywhere(self) -> bool:
+        """Return whether any rank got the signal so far; every rank calls it and gets the same answer."""
+        if self._group is not None:
+            flag = torch.tensor(int(self._is_received), dtype=torch.int32)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+            self._is_received = bool(flag.item())
+        return self._is_received
+
+    def __enter__(self) -> StopSignal:
+        self._previous = signal.signal(signal.SIGTERM, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGTERM, self._previous)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._is_received = True
+        signal.signal(signal.SIGTERM, self._previous)

@@ -1,0 +1,302 @@
+"""``adamw``: one AdamW step over ranges of flat buffers, in one launch and one pass over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dbuffer_kernels import reference
+from dbuffer_kernels.launch import device_function, element_type, launch, runs_on_triton, without_grad
+from dbuffer_kernels.reference import AdamWBuffers, Segment
+from dbuffer_kernels.split import joined, lower_half, upper_half
+
+if TYPE_CHECKING:
+    # At run time launch.jit binds this name, so that importing the package does not import Triton.
+    import triton.language as tl
+
+ADAMW_BLOCK = 2048
+"""Elements per program: half of what a copy takes, because each element has up to five values in registers."""
+
+_ENTRY_FIELDS = 4
+
+
+class Segments:
+    """Which ranges of a flat buffer ``adamw`` updates, and with which row of hyperparameters each.
+
+    Made once and used in every step: on CUDA it keeps a table of 32 bytes per 2048 elements on the device, copied
+    there (and waited for) in the first step.
+
+    Args:
+        segments: disjoint, in any order; empty ones are dropped.
+        numel: of the buffers.
+    Raises:
+        ValueError: a range out of bounds, or two that overlap.
+    """
+
+    def __init__(self, segments: Sequence[Segment], numel: int) -> None:
+        self.numel = numel
+        self.ranges = tuple(sorted((s for s in segments if s.start < s.stop), key=lambda segment: segment.start))
+        self.num_rows = max((segment.row for segment in self.ranges), default=-1) + 1
+        self._tables: dict[torch.device, Tensor] = {}
+        end = 0
+        for segment in self.ranges:
+            if segment.start < end or segment.stop > numel or segment.row < 0:
+                raise ValueError(
+                    f"Segments: {segment} begins before {end}, where the one before it ends, or leaves the buffer of "
+                    f"{numel} elements, or has a negative row; wanted disjoint ranges inside the buffer."
+                )
+            end = segment.stop
+
+    def table(self, device: torch.device) -> Tensor:
+        """Return the kernel's int64 table: block, first and last element, row, for each program."""
+        if device not in self._tables:
+            entries = [
+                (block, segment.start, segment.stop, segment.row)
+                for segment in self.ranges
+                # Blocks are counted from the start of the buffer, which is aligned; a range need not be.
+                for block in range(segment.start // ADAMW_BLOCK, -(-segment.stop // ADAMW_BLOCK))
+            ]
+            self._tables[device] = torch.tensor(entries, dtype=torch.int64).view(-1, _ENTRY_FIELDS).to(device)
+        return self._tables[device]
+
+
+@without_grad
+def adamw(buffers: AdamWBuffers, segments: Segments, rows: Tensor, *, clip: Tensor | None = None) -> None:
+    """Take one AdamW step on every element of ``segments``; elements outside are neither read nor written.
+
+    The formula, in the order of ``torch.optim.AdamW`` (Loshchilov, Hutter, "Decoupled weight decay regularization",
+    2019), with the columns of ``rows``::
+
+        g = gradient * sign * clip
+        w = weight * decay                        decay = 1 - lr * weight_decay
+        m = lerp(exp_avg, g, 1 - beta1)
+        v = exp_avg_sq * beta2 + (1 - beta2) * g * g
+        w = w - lr / (1 - beta1 ** step) * m / (sqrt(v) / sqrt(1 - beta2 ** step) + eps)
+
+    in fp32 (fp64 when a buffer is fp64); w, m and v are rounded to nearest even once, when they are stored. With fp32
+    buffers on the CPU the result is that of ``torch.optim.AdamW(foreach=False)`` to the bit; on CUDA multiply and
+    add may fuse.
+
+    Moves per element the gradient once, weight and moments twice, and ``model_weight`` once: 30 bytes with all in
+    fp32 and a bf16 ``model_weight``, 28 with a remainder instead of an fp32 weight, 18 with bf16 gradient and moments
+    as well (``bytes_per_element``). 1 Gi elements at 30 bytes take at best 6.7 ms at the 4.8 TB/s of an H200 (elements *
+    bytes / bandwidth). About 40 flops per element: memory bound. On CUDA nothing is allocated after the first call
+    with the same ``segments``; the CPU runs ``reference.adamw``, which states its own.
+
+    Args:
+        buffers: what is read and written.
+        segments: which elements, and the row of each.
+        rows: fp64 of shape (rows, 8) on the buffers' device, made by ``adamw_row`` or ``adamw_rows``.
+        clip: a 0-d fp32 tensor on that device, multiplied into every gradient; read by the kernel, never by the host.
+    Raises:
+        ValueError: segments of buffers of another length, too few rows, or another ``clip``.
+    """
+    _check(buffers, segments, rows, clip)
+    weight = buffers.weight
+    if not runs_on_triton(weight):
+        reference.adamw(buffers, segments.ranges, rows, clip=clip)
+        return
+    table = segments.table(weight.device)
+    # A kernel takes no absent tensors; what is marked absent is never read, so any pointer will do.
+    model, remainder = buffers.model_weight, buffers.remainder
+    launch(
+        adamw_kernel,
+        table.shape[0],
+        weight.device,
+        buffers.gradient,
+        weight,
+        buffers.exp_avg,
+        buffers.exp_avg_sq,
+        weight if model is None else model,
+        weight if remainder is None else remainder,
+        rows if clip is None else clip,
+        rows,
+        table,
+        COMPUTE=element_type(buffers.compute_dtype),
+        HAS_CLIP=clip is not None,
+        HAS_MODEL=model is not None,
+        IS_SPLIT=remainder is not None,
+        block=ADAMW_BLOCK,
+    )
+
+
+def adamw_row(
+    step: float, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, maximize: bool = False
+) -> list[float]:
+    """Return one row of hyperparameters for ``adamw``, in fp64 on the host.
+
+    Args:
+        step: how many steps were taken, this one included: 1 in the first.
+    """
+    return _columns(step, lr, betas, eps, weight_decay, maximize)
+
+
+def adamw_rows(
+    step: Tensor,
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+) -> Tensor:
+    """Return one row for each element of ``step``, computed on its device: nothing waits, and a CUDA graph may hold it.
+
+    Args:
+        step: (n,) or 0-d, how many steps were taken, this one included. lr: a number, or a tensor on that device.
+    Returns:
+        fp64 of shape (n, 8).
+    """
+    steps = step.to(torch.float64).view(-1)
+    columns = _columns(steps, lr, betas, eps, weight_decay, maximize)
+    rows = torch.empty(len(steps), reference.NUM_COLUMNS, dtype=torch.float64, device=step.device)
+    for index, column in enumerate(columns):
+        rows[:, index] = column
+    return rows
+
+
+def _columns(
+    step: Any, lr: Any, betas: tuple[float, float], eps: float, weight_decay: float, maximize: bool
+) -> list[Any]:
+    beta1, beta2 = betas
+    return [
+        -1.0 if maximize else 1.0,
+        1 - lr * weight_decay,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        -(lr / (1 - beta1**step)),
+        (1 - beta2**step) ** 0.5,
+        eps,
+    ]
+
+
+def bytes_per_element(buffers: AdamWBuffers) -> int:
+    """Return how many bytes ``adamw`` moves for each element: what the roofline is computed from."""
+    twice = [buffers.weight, buffers.exp_avg, buffers.exp_avg_sq]
+    twice += [] if buffers.remainder is None else [buffers.remainder]
+    once = [buffers.gradient] + ([] if buffers.model_weight is None else [buffers.model_weight])
+    return 2 * sum(tensor.itemsize for tensor in twice) + sum(tensor.itemsize for tensor in once)
+
+
+def _check(buffers: AdamWBuffers, segments: Segments, rows: Tensor, clip: Tensor | None) -> None:
+    weight = buffers.weight
+    if weight.numel() != segments.numel:
+        raise ValueError(
+            f"adamw: buffers of {weight.numel()} elements and segments of a buffer of {segments.numel}; wanted "
+            "segments that were made for these buffers."
+        )
+    if rows.dim() != 2 or rows.shape[1] != reference.NUM_COLUMNS or rows.dtype is not torch.float64:
+        raise ValueError(f"adamw: rows is {rows.dtype} {tuple(rows.shape)}; wanted float64 (rows, 8) from adamw_row.")
+    if rows.shape[0] < segments.num_rows or not rows.is_contiguous() or rows.device != weight.device:
+        raise ValueError(
+            f"adamw: {rows.shape[0]} rows on {rows.device} for segments that use {segments.num_rows}; wanted as many, "
+            f"contiguous, on {weight.device}."
+        )
+    if clip is not None and (clip.dtype is not torch.float32 or clip.dim() or clip.device != weight.device):
+        raise ValueError(
+            f"adamw: clip is {clip.dtype} {tuple(clip.shape)} on {clip.device}; wanted a 0-d float32 tensor on "
+            f"{weight.device}."
+        )
+
+
+def adamw_kernel(
+    gradient: tl.tensor,
+    weight: tl.tensor,
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
+    model: tl.tensor,
+    remainder: tl.tensor,
+    clip: tl.tensor,
+    rows: tl.tensor,
+    table: tl.tensor,
+    COMPUTE: tl.constexpr,
+    HAS_CLIP: tl.constexpr,
+    HAS_MODEL: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Update the part of one segment that lies in one block; ``table`` is that of ``Segments``."""
+    entry = table + tl.program_id(0).to(tl.int64) * 4
+    # The product tells the compiler that the block starts on a 16-byte boundary; an offset from memory would not.
+    start = tl.load(entry) * BLOCK
+    first = tl.load(entry + 1)
+    stop = tl.load(entry + 2)
+    row = rows + tl.load(entry + 3) * 8
+    factor = tl.load(row).to(COMPUTE)
+    if HAS_CLIP:
+        factor *= tl.load(clip).to(COMPUTE)
+    index = start + tl.arange(0, BLOCK)
+    # Whole blocks carry no mask: it would split every 16-byte access into single elements.
+    if (first <= start) & (start + BLOCK <= stop):
+        update(index, None, gradient, weight, exp_avg, exp_avg_sq, model, remainder, factor, row, HAS_MODEL, IS_SPLIT)
+    else:
+        mask = (index >= first) & (index < stop)
+        update(index, mask, gradient, weight, exp_avg, exp_avg_sq, model, remainder, factor, row, HAS_MODEL, IS_SPLIT)
+
+
+@device_function
+def update(
+    index: tl.tensor,
+    mask: tl.tensor,
+    gradient: tl.tensor,
+    weight: tl.tensor,
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
+    model: tl.tensor,
+    remainder: tl.tensor,
+    factor: tl.tensor,
+    row: tl.tensor,
+    HAS_MODEL: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+) -> None:
+    """Read, step and write the elements ``index`` (all of them where ``mask`` is None) in the dtype of ``factor``."""
+    g = tl.load(gradient + index, mask=mask).to(factor.dtype) * factor
+    m = tl.load(exp_avg + index, mask=mask).to(factor.dtype)
+    v = tl.load(exp_avg_sq + index, mask=mask).to(factor.dtype)
+    w = tl.load(weight + index, mask=mask)
+    if IS_SPLIT:
+        w = joined(w, tl.load(remainder + index, mask=mask))
+    w = w.to(factor.dtype) * tl.load(row + 1).to(factor.dtype)
+    towards = tl.load(row + 2).to(factor.dtype)
+    # As torch's lerp: from the nearer end, so that a weight of 1 gives the gradient itself.
+    m = tl.where(towards < 0.5, m + towards * (g - m), g - (g - m) * (1.0 - towards))
+    v = v * tl.load(row + 3).to(factor.dtype) + tl.load(row + 4).to(factor.dtype) * g * g
+    denominator = divide(root(v), tl.load(row + 6).to(factor.dtype)) + tl.load(row + 7).to(factor.dtype)
+    w += divide(tl.load(row + 5).to(factor.dtype) * m, denominator)
+    store_rounded(exp_avg + index, m, mask)
+    store_rounded(exp_avg_sq + index, v, mask)
+    if IS_SPLIT:
+        tl.store(weight + index, upper_half(w), mask=mask)
+        tl.store(remainder + index, lower_half(w), mask=mask)
+    else:
+        store_rounded(weight + index, w, mask)
+    if HAS_MODEL:
+        store_rounded(model + index, w, mask)
+
+
+@device_function
+def divide(dividend: tl.tensor, divisor: tl.tensor) -> tl.tensor:
+    """Divide with correct rounding; Triton's ``/`` on fp32 is off by up to two units."""
+    if dividend.dtype == tl.float32:
+        return tl.div_rn(dividend, divisor)
+    return dividend / divisor
+
+
+@device_function
+def root(value: tl.tensor) -> tl.tensor:
+    """Return the correctly rounded square root; ``tl.sqrt`` is that in fp64 only."""
+    if value.dtype == tl.float32:
+        return tl.sqrt_rn(value)
+    return tl.sqrt(value)
+
+
+@device_function
+def store_rounded(pointer: tl.tensor, value: tl.tensor, mask: tl.tensor) -> None:
+    """Store to nearest even, from fp64 to 16 bits by way of fp32 (docs/design/kernels.md, numerics)."""
+    if pointer.dtype.element_ty.primitive_bitwidth == 16:
+        value = value.to(tl.float32)
+    tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)

@@ -1,0 +1,124 @@
+"""``split_weight`` and ``join_weight``: an fp32 weight as the bf16 weight that computes and the 16 bits it lacks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dbuffer_kernels import reference
+from dbuffer_kernels.cast import check_pair
+from dbuffer_kernels.launch import BLOCK, device_function, launch, runs_on_triton, without_grad
+
+if TYPE_CHECKING:
+    # At run time launch.jit binds this name, so that importing the package does not import Triton.
+    import triton.language as tl
+
+
+@without_grad
+def split_weight(main: Tensor, model: Tensor, remainder: Tensor) -> None:
+    """Write ``main`` as the nearest bf16 weight (``model``) and what its bits lack of the fp32 ones (``remainder``).
+
+    ``bits(main) == (bits(model) << 16) + remainder`` in 32-bit integers. Ties go away from zero, where a plain cast
+    goes to even: with ties to even the remainder would need 17 bits. ``join_weight`` restores every fp32 value to the
+    bit, both zeros, subnormals and infinities included. NaN: ``model`` holds the upper half with the quiet bit set, so
+    that it is a NaN too, and ``remainder`` the lower half; a signalling NaN comes back quiet, the rest of its payload
+    and its sign unchanged.
+
+    Moves 8 bytes per element, each once: 1 Gi elements take at best 1.8 ms at the 4.8 TB/s of an H200 (elements * 8
+    bytes / bandwidth). On CUDA nothing is allocated; the CPU runs ``reference.split_weight``, which states its own.
+
+    Args:
+        main: fp32, contiguous. Read.
+        model: bf16, contiguous, same numel. Written.
+        remainder: int16, contiguous, same numel. Written. None of the three overlap.
+    Raises:
+        ValueError: other dtypes, numel, device, or memory that is not contiguous.
+    """
+    _check("split_weight", main, model, remainder)
+    if not runs_on_triton(model):
+        reference.split_weight(main, model, remainder)
+        return
+    launch(split_kernel, -(-main.numel() // BLOCK), main.device, main, model, remainder, main.numel())
+
+
+@without_grad
+def join_weight(model: Tensor, remainder: Tensor, main: Tensor) -> Tensor:
+    """Write to ``main`` what ``split_weight`` took apart and return it; arguments, errors and bytes as there.
+
+    Where ``model`` is NaN the lower half is ``remainder`` as it is.
+    """
+    _check("join_weight", main, model, remainder)
+    if not runs_on_triton(main):
+        return reference.join_weight(model, remainder, main)
+    launch(join_kernel, -(-main.numel() // BLOCK), main.device, model, remainder, main, main.numel())
+    return main
+
+
+def _check(op: str, main: Tensor, model: Tensor, remainder: Tensor) -> None:
+    dtypes = (main.dtype, model.dtype, remainder.dtype)
+    if dtypes != (torch.float32, torch.bfloat16, torch.int16):
+        found = ", ".join(map(str, dtypes))
+        raise ValueError(f"{op}: main, model and remainder are {found}; wanted float32, bfloat16 and int16.")
+    if not main.is_contiguous():
+        raise ValueError(f"{op}: main has strides {main.stride()}; wanted contiguous memory. Pass a flat buffer.")
+    check_pair(f"{op} (model)", main, model, 1.0)
+    if remainder.numel() != main.numel() or not remainder.is_contiguous() or remainder.device != main.device:
+        raise ValueError(
+            f"{op}: remainder has shape {tuple(remainder.shape)}, strides {remainder.stride()}, on {remainder.device}; "
+            f"wanted {main.numel()} contiguous elements on {main.device}."
+        )
+
+
+def split_kernel(main: tl.tensor, model: tl.tensor, remainder: tl.tensor, numel: tl.int64, BLOCK: tl.constexpr) -> None:
+    """Take apart one block of contiguous memory; branches follow cast_kernel, where their reasons stand."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    index = tl.arange(0, BLOCK)
+    if start + BLOCK <= numel:
+        value = tl.load(main + start + index)
+        tl.store(model + start + index, upper_half(value))
+        tl.store(remainder + start + index, lower_half(value))
+    else:
+        mask = start + index < numel
+        value = tl.load(main + start + index, mask=mask)
+        tl.store(model + start + index, upper_half(value), mask=mask)
+        tl.store(remainder + start + index, lower_half(value), mask=mask)
+
+
+def join_kernel(model: tl.tensor, remainder: tl.tensor, main: tl.tensor, numel: tl.int64, BLOCK: tl.constexpr) -> None:
+    """Put together one block of contiguous memory; branches follow cast_kernel, where their reasons stand."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    index = tl.arange(0, BLOCK)
+    if start + BLOCK <= numel:
+        value = joined(tl.load(model + start + index), tl.load(remainder + start + index))
+        tl.store(main + start + index, value)
+    else:
+        mask = start + index < numel
+        value = joined(tl.load(model + start + index, mask=mask), tl.load(remainder + start + index, mask=mask))
+        tl.store(main + start + index, value, mask=mask)
+
+
+@device_function
+def upper_half(value: tl.tensor) -> tl.tensor:
+    """Return the bf16 weight of fp32 values: nearest, ties away from zero, NaN quiet."""
+    bits = value.to(tl.uint32, bitcast=True)
+    upper = tl.where(value == value, (bits + 0x8000) >> 16, (bits >> 16) | 0x40)
+    return upper.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@device_function
+def lower_half(value: tl.tensor) -> tl.tensor:
+    """Return the remainder of fp32 values: their lower half, whose sign bit says that the upper one was rounded up."""
+    return value.to(tl.uint32, bitcast=True).to(tl.uint16).to(tl.int16, bitcast=True)
+
+
+@device_function
+def joined(model: tl.tensor, remainder: tl.tensor) -> tl.tensor:
+    """Return the fp32 values of bf16 weights and their remainders."""
+    upper = model.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+    unsigned = remainder.to(tl.uint16, bitcast=True).to(tl.uint32)
+    is_nan = (upper & 0x7FFFFFFF) > 0x7F800000
+    # Where the weight was rounded up, the remainder is negative: a borrow from the upper half.
+    borrow = tl.where(is_nan | (unsigned < 0x8000), 0, 0x10000).to(tl.uint32)
+    return (upper + unsigned - borrow).to(tl.float32, bitcast=True)

@@ -1,0 +1,260 @@
+"""AdamW over flat buffers: one launch per parameter group, with the state and state dicts of ``torch.optim.AdamW``."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.moments import ABSENT, KEYS, GroupMoments, state_values
+from megatron_fsdp.optimizer_state import lay_out_loaded_state, parameters_of
+from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
+from megatron_fsdp.update import PlainParameter, Rows, Update, global_norm, group_update, plain_update
+
+__all__ = ["AdamW"]
+
+
+class AdamW(torch.optim.AdamW):
+    """``torch.optim.AdamW`` that steps each parameter group of a sharded model in one pass over its flat buffers.
+
+    Same formula, arguments, param groups and state dicts; each loads what the other saved. One kernel reads a group's
+    gradients as they are accumulated (no cast to the weights' dtype), updates main weights and moments, and writes the
+    compute weights; arithmetic is fp32, rounded once per tensor. The state of a parameter is shown as DTensors over
+    the flat moments. Includes what ``fully_shard_optimizer`` does. Parameters that are not sharded take the same
+    kernel, one launch each.
+
+    Args:
+        params, lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``; all may differ between param
+            groups, and change between steps.
+        amsgrad: only False.
+        foreach, fused: accepted and kept in the param groups; there is one implementation.
+        capturable: step counters live beside the weights and nothing of a step is decided on the host, so that a CUDA
+            graph can hold it; each parameter then has its own row of hyperparameters.
+        differentiable: only False.
+        moments_dtype: of both moments; None: that of each main weight. bf16 halves them; they are rounded to nearest.
+        max_norm: what ``step`` clips to when it is not told otherwise; None does not clip.
+    Raises:
+        ConfigError: ``amsgrad`` or ``differentiable``, or a dtype that is no floating-point one.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        moments_dtype: torch.dtype | None = None,
+        max_norm: float | None = None,
+    ) -> None:
+        if moments_dtype is not None and not moments_dtype.is_floating_point:
+            raise ConfigError(f"AdamW(moments_dtype={moments_dtype}): give a floating-point dtype or None")
+        self.moments_dtype = moments_dtype
+        self.max_norm = max_norm
+        self.grad_norm: torch.Tensor | None = None
+        self._binding: _Binding | None = None
+        self._entries: tuple[dict[str, Any], ...] = ()
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        # The base class claims for fused=True that step() unscales gradients itself; GradScaler does it here.
+        self._step_supports_amp_scaling = False
+        refreshes_itself(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with hyperparameters of their own; as in ``torch.optim``.
+
+        Raises:
+            ConfigError: the group asks for ``amsgrad`` or ``differentiable``.
+        """
+        _refuse_options([{**self.defaults, **param_group}])
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None) -> Any:
+        """Take one step; parameters whose ``.grad`` is None are left alone.
+
+        With a maximal norm the gradients' global norm is measured in one pass over them and the factor applied inside
+        the update: ``.grad`` keeps its values, and no further pass is made. Every rank calls it then, as the norm is
+        reduced. ``grad_norm`` is the norm before clipping afterwards, a 0-d fp32 tensor, equal on all ranks.
+
+        Args:
+            closure: computes and returns the loss, with gradients enabled.
+            max_norm: as in ``clip_grad_norm_``; ``float("inf")`` only measures. None: the constructor's.
+        Returns:
+            What the closure returned, else None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        binding, rows = self._bound(), Rows(self.param_groups)
+        is_known = len(self._entries) == len(self.state) and all(map(operator.is_, self._entries, self.state.values()))
+        updates = [group_update(moments, self.state, rows, is_known=is_known) for moments in binding.groups]
+        updates += [plain_update(plain, self.state, rows, self.moments_dtype) for plain in binding.plain]
+        factor = self._clip_factor(updates, self.max_norm if max_norm is None else max_norm)
+        for update in updates:
+            if update is not None:
+                update.run(rows, factor)
+        for moments in binding.groups:
+            if moments.group is not None:
+                moments.group.catch_up()
+        self._entries = tuple(self.state.values())
+        return loss
+
+    def _clip_factor(self, updates: Iterable[Update | None], max_norm: float | None) -> torch.Tensor | None:
+        if max_norm is None:
+            return None
+        self.grad_norm = global_norm(update for update in updates if update is not None)
+        # The factor of torch.nn.utils.clip_grad_norm_: just below max_norm / norm, never above 1.
+        return torch.clamp(max_norm / (self.grad_norm + 1e-6), max=1.0)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this class, or of ``torch.optim.AdamW`` over the same parameters, sharded or whole.
+
+        Every rank calls it: state that PyTorch cut in other places is brought into the parameters' rows.
+
+        Raises:
+            ConfigError: it was saved with ``amsgrad``, or by another kind of optimizer.
+        """
+        _refuse_options(state_dict["param_groups"])
+        for key, values in state_dict["state"].items():
+            state_values(values, f"parameter {key!r} in the state dict")
+        super().load_state_dict(_in_parameter_dtypes(state_dict, list(parameters_of(self))))
+        lay_out_loaded_state(self)
+        binding = self._bound()
+        for moments in binding.groups:
+            moments.adopt_all(self.state)
+        for plain in binding.plain:
+            self._cast_moments(plain.parameter)
+
+    def _cast_moments(self, parameter: torch.Tensor) -> None:
+        values = self.state.get(parameter)
+        if values and self.moments_dtype is not None:
+            values.update({name: _cast(values[name], self.moments_dtype) for name in KEYS[1:]})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "moments_dtype": self.moments_dtype, "max_norm": self.max_norm}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # load_state_dict comes here too, and must not drop the flat buffers.
+        for name, value in (("_binding", None), ("grad_norm", None), ("_entries", ())):
+            self.__dict__.setdefault(name, value)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self._step_supports_amp_scaling = False
+        refreshes_itself(self)
+
+    def _bound(self) -> _Binding:
+        """Return where the parameters live, found anew when param groups have changed."""
+        parameters = list(parameters_of(self))
+        flags = tuple(bool(group["capturable"]) for group in self.param_groups for _ in group["params"])
+        if self._binding is None or not self._binding.fits(parameters, flags):
+            self._binding = _bind(self.param_groups, self.moments_dtype, self._binding, flags)
+        return self._binding
+
+
+@dataclass(frozen=True, slots=True)
+class _Binding:
+    """Where the parameters of an optimizer live.
+
+    Attributes:
+        parameters, flags: what was bound: the parameters in order, and whether each is capturable.
+        groups: the flat state of each sharded group. plain: all other parameters.
+    """
+
+    parameters: tuple[torch.Tensor, ...]
+    flags: tuple[bool, ...]
+    groups: tuple[GroupMoments, ...]
+    plain: tuple[PlainParameter, ...]
+
+    def fits(self, parameters: Sequence[torch.Tensor], flags: tuple[bool, ...]) -> bool:
+        """Whether these are the same parameters."""
+        if self.flags != flags or len(self.parameters) != len(parameters):
+            return False
+        return all(map(operator.is_, self.parameters, parameters))
+
+
+def _bind(
+    param_groups: Sequence[dict[str, Any]],
+    dtype: torch.dtype | None,
+    previous: _Binding | None,
+    flags: tuple[bool, ...],
+) -> _Binding:
+    numbered = [(number, p) for number, group in enumerate(param_groups) for p in group["params"]]
+    owners: dict[int, ParameterGroup] = {}
+    plain: list[PlainParameter] = []
+    for (number, parameter), flag in zip(numbered, flags, strict=True):
+        owner = group_of_parameter(parameter)
+        if owner is None:
+            plain.append(PlainParameter(parameter, number, flag))
+        else:
+            owners[id(owner)] = owner
+    known = {} if previous is None else {id(moments.group): moments for moments in previous.groups}
+    number_of = {id(parameter): number for number, parameter in numbered}
+    groups: list[GroupMoments] = []
+    for key, owner in owners.items():
+        members = tuple(number_of.get(id(face), ABSENT) for face in owner.parameters.values())
+        is_capturable = any(param_groups[member]["capturable"] for member in members if member != ABSENT)
+        moments = known.get(key)
+        if moments is None or (moments.members, moments.is_capturable) != (members, is_capturable):
+            # The values of an older one are taken over from the state that shows them.
+            moments = GroupMoments(owner, members, dtype, is_capturable=is_capturable)
+        groups.append(moments)
+    return _Binding(tuple(parameter for _, parameter in numbered), flags, tuple(groups), tuple(plain))
+
+
+def _refuse_options(param_groups: Iterable[dict[str, Any]]) -> None:
+    for name, group in itertools.product(("amsgrad", "differentiable"), param_groups):
+        if group.get(name):
+            raise ConfigError(
+                f"AdamW({name}=True) is not supported: found it in the options of a param group. Use "
+                f"torch.optim.AdamW with fully_shard_optimizer, or leave {name} False."
+            )
+
+
+def _in_parameter_dtypes(state_dict: dict[str, Any], parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Cast sharded state to the dtypes of its parameters, keeping each rank's rows.
+
+    ``torch.optim`` casts too, but a DTensor that it casts may forget its rows (docs/design/facade.md, "Known limit").
+    """
+    keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    state = dict(state_dict["state"])
+    for key, parameter in zip(keys, parameters, strict=False):
+        if key in state:
+            state[key] = {
+                name: _cast(value, parameter.dtype) if name in KEYS[1:] and isinstance(value, DTensor) else value
+                for name, value in state[key].items()
+            }
+    return {**state_dict, "state": state}
+
+
+def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if not isinstance(value, DTensor) or value.dtype is dtype:
+        return value.to(dtype)
+    local = value.to_local().to(dtype)
+    return DTensor.from_local(
+        local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+    )

@@ -1,0 +1,134 @@
+"""The manifest of a checkpoint folder: size and SHA-256 of every file, by which damage is found before it does harm."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_fsdp.errors import CheckpointError
+
+__all__ = [
+    "MANIFEST",
+    "DamagedCheckpointError",
+    "FileEntry",
+    "find_damage",
+    "hash_file",
+    "is_whole",
+    "read_manifest",
+    "sync_folder",
+    "write_manifest",
+]
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_CHUNK_BYTES = 1 << 22
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint with a file that is missing, cut short or changed. Nothing of it was loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """What a file must be: its size in bytes and the SHA-256 of its content, as hexadecimal digits."""
+
+    num_bytes: int
+    sha256: str
+
+
+def hash_file(path: Path) -> FileEntry:
+    """Read a file and return its entry.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    num_bytes = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            num_bytes += len(chunk)
+    return FileEntry(num_bytes, digest.hexdigest())
+
+
+def write_manifest(folder: Path, files: Mapping[str, FileEntry]) -> None:
+    """Write the manifest and bring it to the disk; it is the last file of a checkpoint to be written.
+
+    Raises:
+        OSError: it cannot be written, or a file is missing or of another size (ranks that see different folders).
+    """
+    for name, entry in files.items():
+        found = (folder / name).stat().st_size
+        if found != entry.num_bytes:
+            raise OSError(f"{folder / name} has {found} bytes, {entry.num_bytes} were written")
+    content = {name: {"bytes": entry.num_bytes, "sha256": entry.sha256} for name, entry in sorted(files.items())}
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump({"format": _FORMAT, "files": content, "sha256": _digest_of(content)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> dict[str, FileEntry]:
+    """Return the entries by file name.
+
+    Raises:
+        DamagedCheckpointError: the manifest is missing or was changed.
+        CheckpointError: it is of a later format.
+    """
+    path = folder / MANIFEST
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        version, content, digest = document["format"], document["files"], document["sha256"]
+        files = {name: FileEntry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in content.items()}
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"{path} is missing; without it nothing in {folder} can be trusted") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from None
+    if version != _FORMAT:
+        raise CheckpointError(f"{path} is of format {version!r}, this version reads {_FORMAT}; use a newer version")
+    if digest != _digest_of(content) or any(Path(name).name != name for name in files):
+        raise DamagedCheckpointError(f"{path} is damaged: its content does not match its own checksum")
+    return files
+
+
+def find_damage(folder: Path, name: str, entry: FileEntry, *, is_thorough: bool = True) -> str | None:
+    """Return what is wrong with a file, in words, or None; reads all of it where it is to be thorough."""
+    path = folder / name
+    try:
+        found = path.stat().st_size
+        if found != entry.num_bytes:
+            return f"{path} has {found} bytes, wanted {entry.num_bytes}: it was cut short or replaced"
+        if is_thorough and hash_file(path) != entry:
+            return f"{path} has the right size but another SHA-256: some of its bytes changed"
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}"
+    return None
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder has a manifest and all files in it have their sizes; quick, contents are not read."""
+    try:
+        files = read_manifest(folder)
+        return all((folder / name).stat().st_size == entry.num_bytes for name, entry in files.items())
+    except (CheckpointError, OSError):
+        return False
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk: a file's content alone does not survive a power failure without."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,191 @@
+"""What of a model goes into a checkpoint, under which names, and how it is matched with what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_fsdp.checkpoint_metadata import tensors_of
+from megatron_fsdp.checkpoint_reader import OpenCheckpoint, read_entries
+from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.module import units_below
+
+__all__ = [
+    "ModelView",
+    "announce_change",
+    "check_ties",
+    "local_part",
+    "match_model",
+    "refuse_differences",
+    "restore_extra_state",
+    "siblings",
+    "view_model",
+]
+
+_EXTRA_STATE = "_extra_state"
+# What wrappers of PyTorch put between a parameter and its name in the model as it was written.
+_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
+_MAX_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """A model as a checkpoint sees it.
+
+    Attributes:
+        tensors: parameters and persistent buffers by name, on the model's own memory; a tied one under each name.
+        names: the first name of each parameter, by the parameter's ``id``.
+        ties: the names of each parameter that has several.
+        extra_state: what modules with ``get_extra_state`` returned, by name.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    names: dict[int, str]
+    ties: tuple[tuple[str, ...], ...]
+    extra_state: dict[str, Any]
+
+    def siblings(self, name: str) -> tuple[str, ...]:
+        """Return the other names of a tied parameter."""
+        return siblings(self.ties, name)
+
+
+def view_model(model: nn.Module) -> ModelView:
+    """Look at a model; its units are resharded, nothing else changes.
+
+    Raises:
+        CheckpointError: its state dict has an entry that is neither a tensor nor a module's extra state.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    extra: dict[str, Any] = {}
+    for name, value in get_model_state_dict(model).items():
+        if name.rpartition(".")[2] == _EXTRA_STATE:
+            extra[name] = value
+        elif isinstance(value, torch.Tensor):
+            tensors[name] = value
+        else:
+            raise CheckpointError(
+                f"entry {name!r} of the model's state dict is a {type(value).__name__}; a checkpoint holds tensors, "
+                "and other values of modules that return them from get_extra_state"
+            )
+    by_parameter: dict[int, list[str]] = {}
+    for name, parameter in _unwrapped(model).named_parameters(remove_duplicate=False):
+        by_parameter.setdefault(id(parameter), []).append(_canonical(name))
+    names = {key: found[0] for key, found in by_parameter.items()}
+    return ModelView(tensors, names, tuple(tuple(f) for f in by_parameter.values() if len(f) > 1), extra)
+
+
+def siblings(ties: Sequence[Sequence[str]], name: str) -> tuple[str, ...]:
+    """Return the names that share a parameter with ``name``, which is not among them."""
+    return tuple(other for group in ties if name in group for other in group if other != name)
+
+
+def match_model(opened: OpenCheckpoint, view: ModelView) -> dict[str, torch.Tensor]:
+    """Return the model's tensors by the names of the checkpoint's entries.
+
+    A name that the checkpoint lacks may be covered by another name of the same, tied, parameter.
+
+    Raises:
+        CheckpointError: names or shapes differ; they are listed.
+    """
+    entries = {str(path[0]): name for path, name in opened.names_below("model").items() if len(path) == 1}
+    if not entries:
+        kinds = sorted({str(path[0]) for path in opened.names_below() if path})
+        raise CheckpointError(f"{opened.folder} holds no entries under 'model'; it has {', '.join(kinds) or 'none'}")
+    saved = tensors_of(opened.metadata)
+    differences, targets = [], {}
+    for name, tensor in view.tensors.items():
+        if name in entries:
+            difference = _difference(name, tensor, saved.get(entries[name]))
+            targets[entries[name]] = tensor
+        else:
+            is_covered = any(other in entries for other in view.siblings(name))
+            difference = None if is_covered else f"{name}: not in the checkpoint"
+        if difference is not None:
+            differences.append(difference)
+    differences += [f"{name}: only in the checkpoint" for name in entries if name not in view.tensors]
+    saved_extra = opened.state.get("extra_state", {}).keys()
+    differences += [f"{name}: only in the checkpoint" for name in saved_extra - view.extra_state.keys()]
+    refuse_differences(opened.folder, "model", differences)
+    return targets
+
+
+def check_ties(opened: OpenCheckpoint, view: ModelView) -> None:
+    """Refuse a checkpoint with different values for names that share one parameter here; this rank's part is compared.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    entries = {str(path[0]): name for path, name in opened.names_below("model").items() if len(path) == 1}
+    saved_ties = opened.state.get("ties", ())
+    for group in view.ties:
+        first, *others = [name for name in group if name in entries]
+        for other in others:
+            if other in siblings(saved_ties, first):
+                continue
+            one, two = (torch.empty_like(view.tensors[name]) for name in (first, other))
+            read_entries(opened, {entries[first]: one})
+            read_entries(opened, {entries[other]: two})
+            if not torch.equal(local_part(one), local_part(two)):
+                raise CheckpointError(
+                    f"{opened.folder} has different values for {first!r} and {other!r}, which are one parameter in "
+                    "this model; nothing was loaded. Untie them in the model, or make them equal before saving"
+                )
+
+
+def refuse_differences(folder: Path, kind: str, differences: Sequence[str]) -> None:
+    """Raise an error that lists the differences, if there are any.
+
+    Args:
+        kind: "model" or "optimizer".
+    """
+    if differences:
+        listed = "\n  ".join(differences[:_MAX_LISTED])
+        more = f"\n  and {len(differences) - _MAX_LISTED} more" if len(differences) > _MAX_LISTED else ""
+        raise CheckpointError(
+            f"{folder} is of another {kind}; nothing was loaded. {len(differences)} entries differ:\n  {listed}{more}"
+        )
+
+
+def restore_extra_state(model: nn.Module, extra_state: Mapping[str, Any]) -> None:
+    """Hand the saved extra state to the modules that it came from."""
+    for name, module in _unwrapped(model).named_modules():
+        key = _canonical(f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE)
+        if key in extra_state:
+            module.set_extra_state(extra_state[key])
+
+
+def announce_change(model: nn.Module) -> None:
+    """Tell a sharded model's units that main weights were written to."""
+    for unit in units_below(model):
+        for group in unit.groups:
+            group.catch_up()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _difference(name: str, tensor: torch.Tensor, saved: TensorStorageMetadata | None) -> str | None:
+    if saved is None:
+        return f"{name}: no tensor in the checkpoint"
+    if tuple(saved.size) != tuple(tensor.shape):
+        return f"{name}: {tuple(saved.size)} in the checkpoint, {tuple(tensor.shape)} here"
+    return None
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _canonical(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

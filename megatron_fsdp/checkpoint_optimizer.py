@@ -1,0 +1,224 @@
+"""Optimizer state under the parameters' names, so that it fits any order, grouping and layout of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from megatron_fsdp.checkpoint_metadata import EntryPath
+from megatron_fsdp.checkpoint_model import ModelView, refuse_differences, siblings
+from megatron_fsdp.checkpoint_reader import OpenCheckpoint, read_entries
+from megatron_fsdp.errors import CheckpointError
+
+__all__ = ["OptimizerMatch", "describe_optimizer", "match_optimizer"]
+
+
+def describe_optimizer(optimizer: Optimizer, view: ModelView) -> dict[str, Any]:
+    """Return ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`` on the live tensors.
+
+    It is what ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` returns, except that an optimizer
+    that has taken no step yet has no state: PyTorch's function would take one, with gradients of zero.
+
+    Raises:
+        CheckpointError: the optimizer has a parameter that the model has not.
+    """
+    document = optimizer.state_dict()
+    names = _names_by_index(optimizer, document, view)
+    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in document["param_groups"]]
+    return {"state": {names[index]: values for index, values in document["state"].items()}, "param_groups": groups}
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerMatch:
+    """Saved optimizer state and the places where it goes.
+
+    Attributes:
+        rounds: what to read, by entry name: tensors in the layout of their parameters, placeholders otherwise. Where
+            parameters that are two here were one when they were saved, a second round reads for the second.
+        places: by entry name, the indices of the parameters that get it, round by round, and its path in their state.
+        groups: the hyperparameters of each of the optimizer's groups, with ``params`` as indices.
+    """
+
+    rounds: Sequence[dict[str, Any]]
+    places: Mapping[str, tuple[Sequence[int], EntryPath]]
+    groups: Sequence[Mapping[str, Any]]
+
+    def apply(self, optimizer: Optimizer) -> None:
+        """Give the optimizer what the targets of all rounds hold once they are read."""
+        state: dict[int, dict[str, Any]] = {}
+        for entry, (indices, path) in self.places.items():
+            for targets, index in zip(self.rounds, indices, strict=False):
+                _insert(state.setdefault(index, {}), path, targets[entry])
+        optimizer.load_state_dict({"state": state, "param_groups": [dict(group) for group in self.groups]})
+
+
+def match_optimizer(opened: OpenCheckpoint, optimizer: Optimizer, view: ModelView) -> OptimizerMatch:
+    """Find the place of every saved value; only hyperparameters are read yet, and nothing changes.
+
+    Raises:
+        CheckpointError: the checkpoint has no optimizer, or one of another kind or over other parameters.
+    """
+    saved_groups = _read_groups(opened)
+    document = optimizer.state_dict()
+    names = _names_by_index(optimizer, document, view)
+    aliases = _Aliases(saved_groups, [*view.ties, *opened.state.get("ties", ())])
+    saved_names = {index: aliases.saved_name(name) for index, name in names.items()}
+    differences = list(_other_kind(opened, type(optimizer), document, saved_groups, names))
+    differences += [f"{names[index]}: not in the checkpoint" for index, name in saved_names.items() if name is None]
+    covered = {name for name in saved_names.values() if name is not None}
+    covered |= {other for name in covered for other in siblings(view.ties, name)}
+    differences += [f"{name}: only in the checkpoint" for name in aliases.group_of if name not in covered]
+    refuse_differences(opened.folder, "optimizer", differences)
+    groups = [_with_hyperparameters(group, saved_groups, aliases, names) for group in document["param_groups"]]
+    rounds: list[dict[str, Any]] = [{}]
+    places: dict[str, tuple[list[int], EntryPath]] = {}
+    by_index = _parameters_by_index(optimizer, document)
+    for path, entry in opened.names_below("optimizer", "state").items():
+        takers = [index for index, name in saved_names.items() if name == path[0]]
+        places[entry] = (takers, path[1:])
+        rounds += [{} for _ in range(len(takers) - len(rounds))]
+        for targets, index in zip(rounds, takers, strict=False):
+            current = _look_up(document["state"].get(index, {}), path[1:])
+            targets[entry] = _target(opened, entry, by_index[index], current)
+    return OptimizerMatch(rounds, places, groups)
+
+
+def _parameters_by_index(optimizer: Optimizer, document: Mapping[str, Any]) -> dict[int, torch.Tensor]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in document["param_groups"] for index in group["params"]]
+    return dict(zip(indices, parameters, strict=True))
+
+
+def _names_by_index(optimizer: Optimizer, document: Mapping[str, Any], view: ModelView) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for position, (live, group) in enumerate(zip(optimizer.param_groups, document["param_groups"], strict=True)):
+        for parameter, index in zip(live["params"], group["params"], strict=True):
+            name = view.names.get(id(parameter))
+            if name is None:
+                raise CheckpointError(
+                    f"group {position} of the optimizer has a parameter of shape {tuple(parameter.shape)} that is not "
+                    "one of the model's. Build the optimizer from model.parameters(), after fully_shard"
+                )
+            names[index] = name
+    return names
+
+
+class _Aliases:
+    """Which saved parameter stands for one of this model: its own name's, or that of one it is or was tied to."""
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], ties: Sequence[Sequence[str]]) -> None:
+        self.group_of: dict[str, int] = {
+            name: position for position, group in enumerate(groups) for name in group["params"]
+        }
+        self._ties = ties
+
+    def saved_name(self, name: str) -> str | None:
+        return next((other for other in (name, *siblings(self._ties, name)) if other in self.group_of), None)
+
+
+def _read_groups(opened: OpenCheckpoint) -> list[dict[str, Any]]:
+    entries = opened.names_below("optimizer", "param_groups")
+    if not entries:
+        raise CheckpointError(f"{opened.folder} was saved without an optimizer; load it with optimizer=None")
+    targets: dict[str, Any] = {}
+    for entry in entries.values():
+        saved = opened.metadata.state_dict_metadata[entry]
+        targets[entry] = None
+        if isinstance(saved, TensorStorageMetadata):
+            targets[entry] = torch.zeros(saved.size, dtype=saved.properties.dtype)
+    read_entries(opened, targets)
+    groups: dict[str | int, Any] = {}
+    for path, entry in entries.items():
+        _insert(groups, path, targets[entry])
+    return [groups[position] for position in sorted(groups)]
+
+
+def _with_hyperparameters(
+    group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], aliases: _Aliases, names: Mapping[int, str]
+) -> dict[str, Any]:
+    """Return one of the optimizer's groups with the hyperparameters that its parameters were saved with."""
+    found: dict[int, str] = {}
+    for index in group["params"]:
+        name = aliases.saved_name(names[index])
+        if name is not None:
+            found.setdefault(aliases.group_of[name], names[index])
+    positions = sorted(found)
+    for other in positions[1:]:
+        differing = [
+            key for key in saved[other] if key not in _NAMED and _differ(saved[other], saved[positions[0]], key)
+        ]
+        if differing:
+            raise CheckpointError(
+                f"{found[positions[0]]!r} and {found[other]!r} are in one group of this optimizer and were saved in "
+                f"two, with another {', '.join(differing)}; nothing was loaded. Group the parameters as they were"
+            )
+    hyperparameters = {key: value for key, value in saved[positions[0]].items() if key not in _NAMED} if found else {}
+    return {**group, **hyperparameters}
+
+
+_NAMED = ("params", "param_names")
+
+
+def _differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
+    if key not in other:
+        return True
+    # Equal as text and not with ==, which a tensor would answer with a tensor.
+    return repr(one[key]) != repr(other[key])
+
+
+def _other_kind(
+    opened: OpenCheckpoint,
+    kind: type[Optimizer],
+    document: Mapping[str, Any],
+    saved_groups: Sequence[Mapping[str, Any]],
+    names: Mapping[int, str],
+) -> Iterator[str]:
+    """Yield what shows that the checkpoint is of another kind of optimizer; nothing where it may be the same."""
+    saved_kind = opened.state.get("optimizer")
+    here = set().union(*document["param_groups"]) - {*_NAMED}
+    there = set().union(*saved_groups) - {*_NAMED}
+    if saved_kind == kind.__name__ or here <= there or there <= here:
+        return
+    only_there = ", ".join(sorted(there - here))
+    yield f"hyperparameters: {only_there} of {saved_kind or 'another optimizer'}, which {kind.__name__} has not"
+    saved_paths = set(opened.names_below("optimizer", "state"))
+    for index, values in document["state"].items():
+        for key in values:
+            if (names[index], key) not in saved_paths:
+                yield f"{names[index]}.{key}: not in the checkpoint"
+
+
+def _target(opened: OpenCheckpoint, entry: str, parameter: torch.Tensor, current: Any) -> Any:
+    """Return the tensor to read a saved value into, in the layout of its parameter."""
+    saved = opened.metadata.state_dict_metadata[entry]
+    if not isinstance(saved, TensorStorageMetadata):
+        return None
+    shape, dtype = tuple(saved.size), saved.properties.dtype
+    if isinstance(current, torch.Tensor) and tuple(current.shape) == shape:
+        return current
+    if shape == tuple(parameter.shape):
+        return torch.zeros_like(parameter.detach(), dtype=parameter.dtype if dtype.is_floating_point else dtype)
+    if shape == () or not isinstance(parameter, DTensor):
+        return torch.zeros(shape, dtype=dtype, device="cpu" if shape == () else parameter.device)
+    raise CheckpointError(
+        f"{opened.folder}: {entry} has shape {shape}, its parameter {tuple(parameter.shape)}, and this optimizer "
+        "has not made such state yet, which would show how it is laid out; take one step before loading"
+    )
+
+
+def _look_up(values: Any, path: EntryPath) -> Any:
+    for key in path:
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
+
+
+def _insert(values: dict[Any, Any], path: EntryPath, value: Any) -> None:
+    for key in path[:-1]:
+        values = values.setdefault(key, {})
+    values[path[-1]] = value

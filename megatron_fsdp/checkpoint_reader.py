@@ -1,0 +1,166 @@
+"""Opening a checkpoint folder: found, checked against its manifest on all ranks, then read entry by entry."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from megatron_fsdp.checkpoint_manifest import (
+    MANIFEST,
+    DamagedCheckpointError,
+    FileEntry,
+    find_damage,
+    read_manifest,
+)
+from megatron_fsdp.checkpoint_metadata import METADATA, EntryPath, paths_of, read_metadata, tensors_by_file
+from megatron_fsdp.checkpoint_ranks import CheckpointRanks
+from megatron_fsdp.checkpoint_writer import STATE_FILE, bring_back
+from megatron_fsdp.errors import CheckpointError
+
+__all__ = ["OpenCheckpoint", "open_checkpoint", "read_entries", "verify_folder"]
+
+_MAX_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCheckpoint:
+    """A checkpoint that was found and checked.
+
+    Attributes:
+        folder: where it lies. metadata: what it holds.
+        state: what is not under a name of the model: ``extra``, ties, number of ranks; empty for a folder that
+            PyTorch's own tools wrote.
+    """
+
+    folder: Path
+    metadata: Metadata
+    state: Mapping[str, Any]
+
+    def names_below(self, *start: str) -> dict[EntryPath, str]:
+        """Return the entries whose path begins like this, by the rest of their path."""
+        return {
+            path[len(start) :]: name for name, path in paths_of(self.metadata).items() if path[: len(start)] == start
+        }
+
+
+def open_checkpoint(folder: Path, ranks: CheckpointRanks, *, verify: bool) -> OpenCheckpoint:
+    """Find a checkpoint and check it; every rank calls it.
+
+    Args:
+        verify: hash all files, a share on each rank; False compares sizes only.
+    Raises:
+        CheckpointError: there is none.
+        DamagedCheckpointError: a file is missing or changed; the message names it and the parameters in it.
+    """
+    step = f"opening {folder}"
+    ranks.agree(step, lambda: None, lambda _: bring_back(folder))
+    files: dict[str, FileEntry] = {}
+    ranks.check(step, lambda: files.update(_expected_files(folder)))
+    _verify(folder, files, ranks, verify)
+    opened: list[OpenCheckpoint] = []
+    ranks.check(step, lambda: opened.append(_read_frame(folder, has_state=STATE_FILE in files)))
+    return opened[0]
+
+
+def verify_folder(folder: Path, ranks: CheckpointRanks) -> int:
+    """Check every byte of a checkpoint against its manifest, without a model; every rank calls it.
+
+    Returns:
+        The number of bytes checked.
+    Raises:
+        CheckpointError: as ``open_checkpoint``, and for a folder without a manifest.
+    """
+    files = read_manifest(folder)
+    _verify(folder, files, ranks, is_thorough=True)
+    read_metadata(folder)
+    return sum(entry.num_bytes for entry in files.values())
+
+
+def read_entries(opened: OpenCheckpoint, targets: MutableMapping[str, Any]) -> None:
+    """Fill ``targets``: tensors in place, this rank's shards of DTensors alone; other values are replaced.
+
+    Args:
+        targets: by entry name; any placeholder stands for what is no tensor.
+    """
+    reader = FileSystemReader(opened.folder)
+    reader.set_up_storage_reader(opened.metadata, is_coordinator=True)
+    wanted = dict(targets)
+    planner = _TensorsOnlyPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(wanted, opened.metadata, is_coordinator=True)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    reader.read_data(plan, planner).wait()
+    targets.update(wanted)
+
+
+class _TensorsOnlyPlanner(DefaultLoadPlanner):
+    """PyTorch's planner unpickles what is no tensor and would run code that it names; this one refuses such."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take over one value that is no tensor: numbers, strings, and collections of these."""
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+def _expected_files(folder: Path) -> dict[str, FileEntry]:
+    if not (folder / METADATA).exists() and not (folder / MANIFEST).exists():
+        raise CheckpointError(f"{folder} holds no complete checkpoint (looked for {METADATA} and {MANIFEST})")
+    if (folder / MANIFEST).exists() or (folder / STATE_FILE).exists():
+        return read_manifest(folder)
+    return {}
+
+
+def _verify(folder: Path, files: Mapping[str, FileEntry], ranks: CheckpointRanks, is_thorough: bool) -> None:
+    largest_first = sorted(files, key=lambda name: (-files[name].num_bytes, name))
+
+    def problems_of_mine() -> dict[str, str]:
+        found = {}
+        for name in largest_first[ranks.rank :: ranks.size]:
+            problem = find_damage(folder, name, files[name], is_thorough=is_thorough)
+            if problem is not None:
+                found[name] = problem
+        return found
+
+    def refuse(problems: list[dict[str, str]]) -> None:
+        by_file = {name: problem for part in problems for name, problem in part.items()}
+        if by_file:
+            raise DamagedCheckpointError(_damage_message(folder, by_file))
+
+    ranks.agree(f"verifying {folder}", problems_of_mine, refuse)
+
+
+def _damage_message(folder: Path, problems: Mapping[str, str]) -> str:
+    contents: dict[str, list[str]] = {}
+    if METADATA not in problems:
+        contents = tensors_by_file(read_metadata(folder))
+    lines = []
+    for name, problem in sorted(problems.items()):
+        parameters = contents.get(name, [])
+        more = f" and {len(parameters) - _MAX_LISTED} more" if len(parameters) > _MAX_LISTED else ""
+        listed = ", ".join(parameters[:_MAX_LISTED]) + more
+        lines.append(f"{problem}. It holds {listed or _WITHOUT_PARAMETERS.get(name, 'no parameters')}")
+    return (
+        f"{folder} is damaged; nothing was loaded. Load an older checkpoint, or a copy of this one:\n  "
+        + "\n  ".join(lines)
+    )
+
+
+_WITHOUT_PARAMETERS = {
+    METADATA: "the index of all parameters",
+    STATE_FILE: "extra and what else is under no parameter's name",
+}
+
+
+def _read_frame(folder: Path, *, has_state: bool) -> OpenCheckpoint:
+    metadata = read_metadata(folder)
+    state: Mapping[str, Any] = {}
+    if has_state:
+        state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+    return OpenCheckpoint(folder, metadata, state)

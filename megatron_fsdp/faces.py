@@ -1,0 +1,201 @@
+"""Faces: the two sets of parameter objects of a group, and what users did to them.
+
+At rest a module shows DTensors over ``main_weight``; while its weights are gathered it shows plain tensors, views of
+that storage. Both sets live as long as the group, so switching is a few dictionary writes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dbuffer import DBuffer, RaggedShard
+from dbuffer.dtensor import FlatDTensor
+from megatron_fsdp.errors import StateError
+from megatron_fsdp.ownership import OwnedParameter, mark_owned
+from megatron_fsdp.sites import Sites
+
+__all__ = ["Faces", "GradientReceiver", "is_laid_out_like"]
+
+
+class GradientReceiver(Protocol):
+    """Who takes over the gradients of gathered weights."""
+
+    def gradient_ready(self, index: int, parameter: torch.Tensor) -> None:
+        """Autograd has accumulated the gradient of parameter ``index`` into ``parameter.grad``."""
+
+
+class Faces:
+    """The sharded and the gathered parameters of one group, and where they are registered.
+
+    Attributes:
+        sharded: DTensors over ``main_weight``, in plan order. gathered: views of the gathered weights.
+    """
+
+    def __init__(
+        self,
+        owned: Sequence[OwnedParameter],
+        main_weight: DBuffer,
+        gathered: DBuffer,
+        receiver: GradientReceiver,
+    ) -> None:
+        self._owned = tuple(owned)
+        self._main_weight = main_weight
+        self.sharded = [self._sharded_face(index) for index in range(len(owned))]
+        self.gathered = [self._gathered_face(index, gathered) for index in range(len(owned))]
+        self._listening = bytearray(len(owned))
+        self._receiver = weakref.ref(receiver)
+        for index, parameter in enumerate(owned):
+            self.set_requires_grad(index, parameter.parameter.requires_grad)
+        self.sites = Sites(owned, self.sharded, self.gathered)
+
+    def by_name(self) -> dict[str, nn.Parameter]:
+        """Return the sharded parameters by their names within the unit."""
+        return {owned.name: face for owned, face in zip(self._owned, self.sharded, strict=True)}
+
+    def adopt_names(self, unit: str) -> None:
+        """Mark all sharded parameters as belonging to a unit."""
+        for owned, face in zip(self._owned, self.sharded, strict=True):
+            mark_owned(face, unit, owned.name)
+
+    def _resting(self, index: int) -> DTensor:
+        rows = self._main_weight.get_dtensor(index)
+        split = self._owned[index].split
+        return rows if split is None else split.resting(rows)
+
+    def _sharded_face(self, index: int) -> nn.Parameter:
+        owned = self._owned[index]
+        face = nn.Parameter(self._resting(index), requires_grad=owned.parameter.requires_grad)
+        _copy_attributes(owned.parameter, face)
+        return face
+
+    def _gathered_face(self, index: int, gathered: DBuffer) -> nn.Parameter:
+        owned = self._owned[index]
+        # .data gives the view a version counter of its own. Gathering again must not look to autograd like a change of
+        # the tensors it saved: the values are the same.
+        view = gathered.get_local_tensor(index).data
+        face = nn.Parameter(view if owned.split is None else owned.split.gathered(view), requires_grad=False)
+        _copy_attributes(owned.parameter, face)
+        return face
+
+    # ------------------------------------------------------------------ requires_grad
+
+    def changed_requires_grad(self) -> list[int]:
+        """Return which parameters were frozen or unfrozen since compute last used them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [
+                index
+                for index, (resting, used) in enumerate(zip(self.sharded, self.gathered, strict=True))
+                if resting.requires_grad is not used.requires_grad
+            ]
+
+    def set_requires_grad(self, index: int, requires_grad: bool) -> None:
+        """Make the gathered face require a gradient, and hear of it, or not."""
+        used = self.gathered[index]
+        used.requires_grad_(requires_grad)
+        if requires_grad and not self._listening[index]:
+            self._listening[index] = 1
+            used.register_post_accumulate_grad_hook(_gradient_hook(self._receiver, index))
+
+    def local_gradient(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the gradient of a gathered parameter, whole along the data-parallel axes."""
+        split = self._owned[index].split
+        return gradient if split is None else split.local_gradient(gradient)
+
+    def wrap(self, index: int, rows: DTensor) -> DTensor:
+        """Return another buffer's DTensor of parameter ``index``, placed like the sharded parameter."""
+        split = self._owned[index].split
+        return rows if split is None else split.resting(rows)
+
+    # ------------------------------------------------------------------ what users do to them
+
+    def version(self) -> int:
+        """Return a number that grows with every in-place change of a sharded parameter that PyTorch counts."""
+        version = 0
+        with torch._C.DisableTorchFunctionSubclass():
+            for face in self.sharded:
+                version += face._version + face._local_tensor._version  # type: ignore[attr-defined]  # a DTensor
+        return version
+
+    def readopt(self, unit: str) -> bool:
+        """Copy values back where somebody replaced a registered parameter or its tensor; tell whether any was.
+
+        Raises:
+            StateError: the replacement has another shape, dtype or device.
+        """
+        is_changed = False
+        for index, face in enumerate(self.sharded):
+            current = self.sites.registered(index)
+            local = current.to_local() if isinstance(current, DTensor) else current.data
+            wanted = self._main_weight.get_local_tensor(index)
+            if current is face and local.data_ptr() == wanted.data_ptr():
+                continue
+            self._adopt(index, current, unit)
+            is_changed = True
+        self.sites.show_sharded()
+        return is_changed
+
+    def _adopt(self, index: int, current: torch.Tensor, unit: str) -> None:
+        buffer, face, owned = self._main_weight, self.sharded[index], self._owned[index]
+        if current.shape != face.shape or current.dtype != buffer.dtype or current.device != buffer.device:
+            raise StateError(
+                f"unit {unit!r}: parameter {owned.name!r} was replaced by {current.dtype} {tuple(current.shape)} on "
+                f"{current.device}; its buffer holds {buffer.dtype} {tuple(face.shape)} on {buffer.device}. "
+                "Change dtype or device before fully_shard, or use MixedPrecisionPolicy."
+            )
+        with torch.no_grad():
+            mine = buffer.get_local_tensor(index)
+            if isinstance(current, DTensor) and current.to_local().shape == mine.shape and _is_ragged(current):
+                mine.copy_(current.to_local())
+            else:
+                whole = current.full_tensor() if isinstance(current, DTensor) else current
+                buffer.write_tensor(index, whole if owned.split is None else owned.split.local_part(whole))
+            face.data = self._resting(index)
+
+    def laid_out(self, face: torch.Tensor, value: torch.Tensor) -> DTensor:
+        """Return ``value``, a whole tensor or a DTensor of any placement, as a DTensor laid out like a parameter.
+
+        Every rank of the mesh calls it. One whole tensor exists at a time.
+        """
+        index = next(position for position, other in enumerate(self.sharded) if other is face)
+        template, split = self.sharded[index], self._owned[index].split
+        assert isinstance(template, DTensor)
+        held = self._main_weight.layout.held(index)
+        whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+        part = (whole if split is None else split.local_part(whole)).reshape(-1)
+        local = torch.empty_like(template.to_local(), dtype=value.dtype)
+        local.view(-1).copy_(part[held.start : held.stop])
+        stride = template.stride()
+        return FlatDTensor.from_local(
+            local, template.device_mesh, template.placements, run_check=False, shape=template.shape, stride=stride
+        )
+
+
+def _gradient_hook(receiver: weakref.ref[GradientReceiver], index: int) -> Callable[[torch.Tensor], None]:
+    def receive(parameter: torch.Tensor) -> None:
+        owner = receiver()
+        if owner is not None:
+            owner.gradient_ready(index, parameter)
+
+    return receive
+
+
+def _copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
+    for name, value in vars(source).items():
+        setattr(target, name, value)
+
+
+def is_laid_out_like(value: torch.Tensor, face: torch.Tensor) -> bool:
+    """Whether ``value`` may stand beside a sharded parameter as it is: a DTensor with the very rows of its ranks."""
+    if not isinstance(value, DTensor) or not isinstance(face, DTensor):
+        return False
+    return [repr(placement) for placement in value.placements] == [repr(placement) for placement in face.placements]
+
+
+def _is_ragged(tensor: DTensor) -> bool:
+    return any(isinstance(placement, RaggedShard) for placement in tensor.placements)

@@ -1,0 +1,184 @@
+"""Update: one AdamW launch over one group's flat buffers or over one plain parameter, and the norm of what it reads."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dbuffer.collectives import all_reduce
+from dbuffer.mesh import MeshAxis
+from dbuffer_kernels import AdamWBuffers, Segment, Segments, adamw, adamw_row, adamw_rows, sum_of_squares
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.moments import ABSENT, KEYS, GroupMoments, state_values
+
+__all__ = ["PlainParameter", "Rows", "Update", "global_norm", "group_update", "plain_update"]
+
+State = MutableMapping[Any, Any]
+
+
+class Rows:
+    """The hyperparameters of one step, a row for each combination in use, numbered as they are asked for.
+
+    Args:
+        param_groups: of the optimizer.
+    """
+
+    def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        self._param_groups = param_groups
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._tables: dict[torch.device, torch.Tensor] = {}
+
+    def number(self, group: int, step: int) -> int:
+        """Return the row of one param group's parameters in their step of that number, which counts from 1."""
+        return self._numbers.setdefault((group, step), len(self._numbers))
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return all rows, (rows, 8) in fp64; asked for after the last number was given."""
+        if device not in self._tables:
+            rows = [adamw_row(step, **self._options(group)) for group, step in self._numbers]
+            # Pinned, because a copy from pageable memory would make the host wait for the stream.
+            table = torch.tensor(rows, dtype=torch.float64, pin_memory=device.type == "cuda")
+            self._tables[device] = table.to(device, non_blocking=True)
+        return self._tables[device]
+
+    def of_steps(self, members: Sequence[int], steps: torch.Tensor) -> torch.Tensor:
+        """Return a row for each parameter from its step counter, without looking at the counters on the host.
+
+        Args:
+            members: the number of each one's param group, or ``ABSENT``. steps: (parameters,).
+        """
+        parts, start = [], 0
+        for group, run in itertools.groupby(members):
+            counters = steps[start : (start := start + len(list(run)))]
+            if group == ABSENT:
+                parts.append(torch.zeros(len(counters), 8, dtype=torch.float64, device=steps.device))
+            else:
+                parts.append(adamw_rows(counters, **self._options(group, is_capturable=True)))
+        return torch.cat(parts)
+
+    def _options(self, group: int, *, is_capturable: bool = False) -> dict[str, Any]:
+        options = {key: self._param_groups[group][key] for key in ("lr", "betas", "eps", "weight_decay", "maximize")}
+        options["betas"] = tuple(map(float, options["betas"]))
+        if not is_capturable:
+            options["lr"] = float(options["lr"])
+        return options
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One launch.
+
+    Attributes:
+        buffers, segments: its arguments.
+        rows: its hyperparameters; None: those of the whole step.
+        axes, device: over which the elements of the gradient are spread, and where collectives over them run.
+        stored: tensors whose memory is not in flat order, each with the flat copy that the launch changes.
+    """
+
+    buffers: AdamWBuffers
+    segments: Segments
+    rows: torch.Tensor | None = None
+    axes: tuple[MeshAxis, ...] = ()
+    device: torch.device | None = None
+    stored: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+
+    def run(self, rows: Rows, factor: torch.Tensor | None) -> None:
+        """Launch, with every gradient multiplied by ``factor``."""
+        device = self.buffers.weight.device
+        table = rows.on(device) if self.rows is None else self.rows
+        adamw(self.buffers, self.segments, table, clip=None if factor is None else factor.to(device))
+        for tensor, flat in self.stored:
+            tensor.copy_(flat.view(tensor.shape))
+
+
+def group_update(moments: GroupMoments, state: State, rows: Rows, *, is_known: bool) -> Update | None:
+    """Count a step of a sharded group and return its launch; None when no parameter has a gradient.
+
+    Args:
+        is_known: the entries of ``state`` are the dictionaries that the last step left there.
+    """
+    gradient = moments.gradient()
+    if gradient is None:
+        return None
+    if not (is_known and moments.is_shown()):
+        moments.adopt(state, gradient.present)
+    segments = moments.count_step(rows.number, gradient.present)
+    own = rows.of_steps(moments.members, moments.steps) if moments.is_capturable else None
+    return Update(moments.buffers(gradient.flat), segments, own, moments.axes, moments.device)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainParameter:
+    """A parameter that no sharded group owns: a plain tensor, or a DTensor of somebody else's.
+
+    Attributes:
+        group: the number of its param group.
+    """
+
+    parameter: torch.Tensor
+    group: int
+    is_capturable: bool
+
+
+def plain_update(plain: PlainParameter, state: State, rows: Rows, dtype: torch.dtype | None) -> Update | None:
+    """Count a step of one parameter and return its launch; None when it has no gradient.
+
+    Args:
+        dtype: of moments that are made now; None: the parameter's.
+    Raises:
+        ConfigError: a sparse gradient or a complex parameter.
+    """
+    parameter, gradient = plain.parameter, plain.parameter.grad
+    if gradient is None:
+        return None
+    what = f"a parameter of shape {tuple(parameter.shape)}, {parameter.dtype}"
+    if gradient.layout is not torch.strided or parameter.is_complex():
+        raise ConfigError(
+            f"AdamW: {what}, has a gradient of layout {gradient.layout}; wanted real numbers and dense gradients. Use "
+            "torch.optim.SparseAdam for sparse gradients, and torch.view_as_real for complex parameters."
+        )
+    values = state.setdefault(parameter, {})
+    if not values:
+        device = parameter.device if plain.is_capturable else "cpu"
+        moments = (torch.zeros_like(parameter, dtype=dtype).detach() for _ in range(2))
+        values.update(zip(KEYS, (torch.zeros((), device=device), *moments), strict=True))
+    step, *shown = state_values(values, what)
+    step.add_(1)
+    local = [_local(tensor) for tensor in (parameter, *shown)]
+    flat = [tensor.reshape(-1) for tensor in local]
+    stored = tuple((a, b) for a, b in zip(local, flat, strict=True) if a.data_ptr() != b.data_ptr())
+    own = rows.of_steps([plain.group], step.view(1)) if plain.is_capturable else None
+    row = 0 if plain.is_capturable else rows.number(plain.group, int(step))
+    segments = Segments([Segment(0, flat[0].numel(), row)], flat[0].numel())
+    return Update(AdamWBuffers(_local(gradient).reshape(-1), *flat), segments, own, stored=stored)
+
+
+def global_norm(updates: Iterable[Update]) -> torch.Tensor:
+    """Return the norm of all gradients of a step over all ranks: 0-d fp32, on the device of the first.
+
+    Every rank calls it with updates of the same groups. One pass over each gradient, and one all-reduce of a scalar for
+    each set of axes over which gradients are spread; those of plain parameters count as they are on this rank.
+    """
+    spread: dict[tuple[int, ...], tuple[Update, list[torch.Tensor]]] = {}
+    for update in updates:
+        key = tuple(id(axis.gather_group) for axis in update.axes)
+        total = sum_of_squares(update.buffers.gradient)[0]
+        spread.setdefault(key, (update, []))[1].append(total if update.device is None else total.to(update.device))
+    totals: list[torch.Tensor] = []
+    for first, squares in spread.values():
+        total = torch.stack([square.to(squares[0].device) for square in squares]).sum()
+        for axis in first.axes:
+            all_reduce(total, axis, "sum")
+        totals.append(total)
+    if not totals:
+        return torch.zeros(())
+    return torch.stack([total.to(totals[0].device) for total in totals]).sum().sqrt().float()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -1,0 +1,110 @@
+"""The training script loses nothing: killed at any moment it resumes, and its losses are those of an undisturbed run.
+
+The unmarked tests take a few torchrun starts; ``-m slow`` goes through every moment.
+"""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.faults.injection import SAVE_MOMENTS, STEP_MOMENTS, Fault
+from tests.faults.job import NUM_ITERATIONS, SAVE_INTERVAL, Job, Outcome
+
+# Losses of fp32 sums in another order; each step adds to the difference.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    outcome = Job(tmp_path_factory.mktemp("undisturbed")).run()
+    assert outcome.status == 0, outcome.output
+    assert list(outcome.losses) == list(range(1, NUM_ITERATIONS + 1))
+    return outcome
+
+
+def assert_recovers(outcome: Outcome, undisturbed: Outcome, steps_redone: int) -> None:
+    assert outcome.status == 0, outcome.output
+    assert outcome.losses == undisturbed.losses
+    assert outcome.steps_redone == steps_redone
+    assert outcome.recovery_s is not None
+
+
+def test_a_rank_killed_in_forward_is_restarted_and_the_losses_are_those_of_an_undisturbed_run(
+    undisturbed: Outcome, tmp_path: Path
+) -> None:
+    outcome = Job(tmp_path, max_restarts=1, fault=Fault("forward", 5, 1)).run()
+    assert_recovers(outcome, undisturbed, steps_redone=1)
+    assert "resuming from run/iter_0000003: 3 iterations, 36 samples consumed" in outcome.output
+
+
+def test_a_rank_killed_when_a_checkpoint_is_complete_but_unnamed_goes_on_from_the_one_before(
+    undisturbed: Outcome, tmp_path: Path
+) -> None:
+    outcome = Job(tmp_path, max_restarts=1, fault=Fault("save: complete, unnamed", 6, 0)).run()
+    assert_recovers(outcome, undisturbed, steps_redone=3)
+    names = sorted(path.name for path in (tmp_path / "run").glob("iter_*"))
+    assert names == ["iter_0000006", f"iter_{NUM_ITERATIONS:07d}"]
+
+
+def send_sigterm(job: Job, process: "subprocess.Popen[str]") -> None:
+    job.wait_for_iteration(2)
+    os.kill(process.pid, signal.SIGTERM)
+
+
+def test_sigterm_to_torchrun_saves_and_the_next_run_goes_on_from_there_on_one_and_on_three_ranks(
+    undisturbed: Outcome, tmp_path: Path
+) -> None:
+    # So many iterations that the signal comes before the last one, whatever the machine.
+    stopped = Job(tmp_path, more_flags=("--train-iters", "100000", "--lr-decay-iters", str(NUM_ITERATIONS))).run(
+        send_sigterm
+    )
+    last = max(stopped.losses)
+    assert f"stopped by SIGTERM after {last} iterations" in stopped.output
+    assert f"saved checkpoint run/iter_{last:07d}" in stopped.output
+    for num_ranks, more in ((1, 2), (3, 4)):
+        flags = ("--load", "run", "--train-iters", str(last + more), "--lr-decay-iters", str(NUM_ITERATIONS))
+        outcome = Job(tmp_path, num_ranks, more_flags=flags).run()
+        assert outcome.status == 0, outcome.output
+        assert f"resuming from run/iter_{last + more - 2:07d}" in outcome.output
+        common = outcome.losses.keys() & undisturbed.losses.keys()
+        assert {step: outcome.losses[step] for step in common} == pytest.approx(
+            {step: undisturbed.losses[step] for step in common}, abs=TOLERANCE
+        )
+        assert max(outcome.losses) == last + more
+
+
+# ---------------------------------------------------------------------- every moment
+
+MOMENTS = [
+    *((moment, rank) for moment in STEP_MOMENTS for rank in (0, 1)),
+    *((moment, rank) for moment, (_, _, _, rank) in SAVE_MOMENTS.items()),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize(("moment", "rank"), MOMENTS)
+def test_a_run_loses_nothing_when_a_rank_is_killed(
+    moment: str, rank: int, is_asynchronous: bool, undisturbed: Outcome, tmp_path: Path
+) -> None:
+    flags = ("--async-save",) if is_asynchronous else ()
+    outcome = Job(tmp_path, max_restarts=1, fault=Fault(moment, 6, rank), more_flags=flags).run()
+    assert outcome.status == 0, outcome.output
+    assert outcome.losses == undisturbed.losses
+    assert outcome.steps_redone <= SAVE_INTERVAL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_killed_run_goes_on_with_another_number_of_ranks(
+    num_ranks: int, undisturbed: Outcome, tmp_path: Path
+) -> None:
+    killed = Job(tmp_path, fault=Fault("backward", 5, 0)).run()
+    assert killed.status != 0
+    outcome = Job(tmp_path, num_ranks, more_flags=("--load", "run")).run()
+    assert outcome.status == 0, outcome.output
+    assert "resuming from run/iter_0000003" in outcome.output
+    assert outcome.losses == pytest.approx(undisturbed.losses, abs=TOLERANCE)

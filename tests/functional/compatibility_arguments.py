@@ -1,0 +1,284 @@
+"""Scenarios: the arguments of ``fully_shard`` and ``replicate``, one each."""
+
+import copy
+import importlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tests.functional.compatibility import (
+    Outcome,
+    blocks,
+    layers,
+    outcome,
+    raises,
+    scenario,
+    shard,
+    shows_dtensors,
+    train,
+)
+from tests.functional.replica import inputs
+
+__all__: list[str] = []
+BF16 = 1e-2
+
+
+@scenario("fully_shard")
+def plain(fsdp: Any) -> Outcome:
+    model = blocks()
+    returned = [fsdp.fully_shard(layer) is layer for layer in layers(model)]
+    returned.append(fsdp.fully_shard(model) is model)
+    names = [type(module).__name__ for module in (model, *layers(model))]
+    are_both = [isinstance(layer, fsdp.FSDPModule) and isinstance(layer, nn.Module) for layer in layers(model)]
+    before = shows_dtensors(model)
+    losses = train(model)
+    return outcome(model, losses, returned, names, are_both, before, shows_dtensors(model))
+
+
+@scenario("fully_shard of a list")
+def list_of_modules(fsdp: Any) -> Outcome:
+    model = blocks()
+    first, second, third = layers(model)
+    fsdp.fully_shard(first)
+    returned = fsdp.fully_shard([second, third])
+    fsdp.fully_shard(model)
+    return outcome(model, train(model), isinstance(returned, list), shows_dtensors(model))
+
+
+@scenario("fully_shard(mesh=1-D)")
+def one_axis(fsdp: Any) -> Outcome:
+    model = shard(fsdp, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    shapes = [tuple(parameter.shape) for parameter in model.parameters()]
+    return outcome(model, train(model), shapes)
+
+
+@scenario("fully_shard(mesh=2-D)", num_ranks=4)
+def two_axes(fsdp: Any) -> Outcome:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard(fsdp, mesh=mesh)
+    numel = [parameter.numel() for parameter in model.parameters()]
+    return outcome(model, train(model), numel)
+
+
+def between(model: nn.Module) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Return what parameters are between forward and backward, and after it."""
+    loss = model(inputs(dist.get_rank(), 99)).square().mean()
+    after_forward = shows_dtensors(model)
+    loss.backward()
+    model.zero_grad()
+    return after_forward, shows_dtensors(model)
+
+
+@scenario("fully_shard(reshard_after_forward=True)")
+def reshards(fsdp: Any) -> Outcome:
+    model = shard(fsdp, reshard_after_forward=True)
+    return outcome(model, train(model), between(model))
+
+
+@scenario("fully_shard(reshard_after_forward=False)")
+def stays(fsdp: Any) -> Outcome:
+    model = shard(fsdp, reshard_after_forward=False)
+    return outcome(model, train(model), between(model))
+
+
+@scenario("fully_shard(reshard_after_forward=2)", num_ranks=4)
+def reshards_to_two(fsdp: Any) -> Outcome:
+    model = shard(fsdp, reshard_after_forward=2)
+    refuses = raises(lambda: fsdp.fully_shard(blocks(), reshard_after_forward=3), ValueError)
+    return outcome(model, train(model), refuses)
+
+
+@scenario("fully_shard(shard_placement_fn)")
+def first_dimension(fsdp: Any) -> Outcome:
+    model = shard(fsdp, shard_placement_fn=lambda parameter: Shard(0) if parameter.ndim > 1 else None)
+    return outcome(model, train(model))
+
+
+@scenario("fully_shard(ignored_params)")
+def ignored(fsdp: Any) -> Outcome:
+    model = blocks()
+    kept = {parameter for layer in layers(model) for parameter in layer.norm.parameters()}
+    for layer in layers(model):
+        fsdp.fully_shard(layer, ignored_params=kept)
+    fsdp.fully_shard(model, ignored_params=kept)
+
+    def average(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad.div_(dist.get_world_size())
+
+    for parameter in kept:
+        parameter.register_post_accumulate_grad_hook(average)
+    return outcome(model, train(model), shows_dtensors(model))
+
+
+@scenario("fully_shard(offload_policy=OffloadPolicy)")
+def no_offload(fsdp: Any) -> Outcome:
+    model = shard(fsdp, offload_policy=fsdp.OffloadPolicy())
+    return outcome(model, train(model))
+
+
+@scenario("fully_shard(offload_policy=CPUOffloadPolicy)")
+def offload(fsdp: Any) -> Outcome:
+    model = shard(fsdp, offload_policy=fsdp.CPUOffloadPolicy(pin_memory=False))
+    devices = {parameter.device.type for parameter in model.parameters()}
+    return outcome(model, train(model), devices, fsdp.CPUOffloadPolicy().pin_memory)
+
+
+# ---------------------------------------------------------------- mixed precision
+
+
+@scenario("MixedPrecisionPolicy(param_dtype)", tolerance=BF16)
+def param_dtype(fsdp: Any) -> Outcome:
+    model = shard(fsdp, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    seen = []
+    layers(model)[0].up.register_forward_hook(lambda module, args, output: seen.append((module.weight.dtype, output.dtype)))
+    losses = train(model)
+    kept = {parameter.dtype for parameter in model.parameters()}
+    return outcome(model, losses, seen, kept)
+
+
+@scenario("MixedPrecisionPolicy(reduce_dtype)", tolerance=BF16)
+def reduce_dtype(fsdp: Any) -> Outcome:
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = shard(fsdp, mp_policy=policy)
+    model(inputs(dist.get_rank(), 7)).float().square().mean().backward()
+    gradients = {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None}
+    model.zero_grad()
+    return outcome(model, train(model), gradients)
+
+
+@scenario("MixedPrecisionPolicy(output_dtype)")
+def output_dtype(fsdp: Any) -> Outcome:
+    model = blocks()
+    fsdp.fully_shard(layers(model)[1], mp_policy=fsdp.MixedPrecisionPolicy(output_dtype=torch.float64))
+    fsdp.fully_shard(model, mp_policy=fsdp.MixedPrecisionPolicy(output_dtype=torch.float16))
+    seen = []
+    layers(model)[1].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    layers(model)[2].register_forward_pre_hook(lambda module, args: (args[0].float(),))
+    found = model(inputs(dist.get_rank(), 0)).dtype
+    return outcome(model, [], found, seen)
+
+
+@scenario("MixedPrecisionPolicy(cast_forward_inputs)")
+def cast_forward_inputs(fsdp: Any) -> Outcome:
+    seen = []
+    for choice in (True, False):
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=choice)
+        module = fsdp.fully_shard(nn.Embedding(4, 4), mp_policy=policy)
+        module.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+        linear = fsdp.fully_shard(nn.Linear(4, 4), mp_policy=policy)
+        seen.append(linear(torch.ones(1, 4, dtype=torch.float32 if choice else torch.bfloat16)).dtype)
+        seen.append(module(torch.tensor([1])).dtype)
+        if not choice:
+            seen.append(raises(lambda linear=linear: linear(torch.ones(1, 4)), RuntimeError))
+    return Outcome((), {}, (tuple(seen),))
+
+
+# ---------------------------------------------------------------- meshes with names
+
+
+def on_a_larger_mesh(fsdp: Any, sizes: tuple[int, ...], **axes: Any) -> Outcome:
+    """Shard a model of DTensors over some axes of their mesh, whose layers lay their input out like their weights."""
+    names = ("outer", "dp", "tp")[-len(sizes) :]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    model, dims = blocks(), fsdp.DataParallelMeshDims(**axes)
+    for layer in layers(model):
+        for module in layer.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                placed = distribute_tensor(parameter.detach(), mesh, [Replicate()] * mesh.ndim)
+                setattr(module, name, nn.Parameter(placed))
+        layer.register_forward_pre_hook(like_the_weights)
+        layer.register_forward_hook(lambda module, args, output: output.to_local().clone())
+        fsdp.fully_shard(layer, mesh=mesh, dp_mesh_dims=dims)
+    fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    shapes = [tuple(parameter.shape) for parameter in model.parameters()]
+    return outcome(model, train(model), dims.shard_names, dims.replicate_names, shapes)
+
+
+def like_the_weights(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[DTensor]:
+    mesh = layer.up.weight.device_mesh
+    placements = [Replicate() if name == "tp" else Shard(0) for name in mesh.mesh_dim_names]
+    return (DTensor.from_local(args[0], mesh, placements),)
+
+
+@scenario("fully_shard(dp_mesh_dims=shard)", num_ranks=4, needs="DataParallelMeshDims")
+def named_shard_axis(fsdp: Any) -> Outcome:
+    return on_a_larger_mesh(fsdp, (2, 2), shard="dp")
+
+
+@scenario("fully_shard(dp_mesh_dims=shard and replicate)", num_ranks=4, needs="DataParallelMeshDims")
+def named_both_axes(fsdp: Any) -> Outcome:
+    return on_a_larger_mesh(fsdp, (2, 2, 1), shard="dp", replicate="outer")
+
+
+@scenario("fully_shard(dp_mesh_dims=two to shard)", num_ranks=4, needs="DataParallelMeshDims")
+def named_two_shard_axes(fsdp: Any) -> Outcome:
+    return on_a_larger_mesh(fsdp, (2, 2, 1), shard=("outer", "dp"))
+
+
+@scenario("DataParallelMeshDims", needs="DataParallelMeshDims")
+def mesh_dims(fsdp: Any) -> Outcome:
+    dims = fsdp.DataParallelMeshDims(shard=("a", "b"), replicate="c")
+    same = dims == fsdp.DataParallelMeshDims(("a", "b"), "c")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    unknown = fsdp.DataParallelMeshDims(shard="none")
+    refuses = raises(lambda: fsdp.fully_shard(blocks(), mesh=mesh, dp_mesh_dims=unknown), ValueError)
+    neither = raises(lambda: fsdp.fully_shard(blocks(), mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims()), ValueError)
+    return Outcome((), {}, (dims.shard_names, dims.replicate_names, same, refuses, neither))
+
+
+# ---------------------------------------------------------------- replicate
+
+
+def replicate_of(fsdp: Any) -> Any:
+    """Return ``replicate``, which FSDP2 keeps elsewhere."""
+    if fsdp.__name__ == "torch.distributed.fsdp":
+        return importlib.import_module("torch.distributed._composable.replicate_with_fsdp").replicate
+    return fsdp.replicate
+
+
+@scenario("replicate")
+def replicas(fsdp: Any) -> Outcome:
+    model = blocks()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
+    policy = fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    kept = set(layers(model)[0].norm.parameters())
+    for layer in layers(model):
+        replicate_of(fsdp)(layer, mesh=mesh, mp_policy=policy, ignored_params=kept)
+    returned = replicate_of(fsdp)(model, mesh=mesh, offload_policy=fsdp.OffloadPolicy(), ignored_params=kept)
+    for parameter in kept:
+        parameter.requires_grad_(False)
+    return outcome(model, train(model), returned is model, isinstance(model, fsdp.FSDPModule))
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@scenario("fully_shard refuses")
+def refusals(fsdp: Any) -> Outcome:
+    """What is wrong in one engine is wrong in the other, and a ValueError where FSDP2's users may catch one."""
+    mesh = init_device_mesh("cpu", (1, 1, 2))
+    attempts = (
+        lambda: fsdp.fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
+        lambda: fsdp.fully_shard(nn.ModuleDict({"a": nn.Linear(2, 2)})),
+        lambda: fsdp.fully_shard(Scalar()),
+        lambda: fsdp.fully_shard(blocks(), mesh=mesh),
+        lambda: fsdp.fully_shard(blocks(), reshard_after_forward="yes"),
+    )
+    found = [raises(attempt, ValueError) for attempt in attempts]
+    sharded = fsdp.fully_shard(nn.Linear(2, 2))
+    found.append(raises(lambda: copy.deepcopy(sharded), AssertionError, ValueError))
+    return Outcome((), {}, (found,))
+
+
+class Scalar(nn.Module):
+    """Has a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))

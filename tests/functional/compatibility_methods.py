@@ -1,0 +1,335 @@
+"""Scenarios: the methods of ``FSDPModule``, and the functions beside ``fully_shard``, one each."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.functional.compatibility import (
+    Outcome,
+    blocks,
+    layers,
+    outcome,
+    raises,
+    scenario,
+    shard,
+    shows_dtensors,
+    train,
+)
+from tests.functional.replica import inputs, whole
+
+__all__: list[str] = []
+
+
+def hsdp(fsdp: Any, **options: Any) -> nn.Module:
+    """Shard the blocks over two ranks, in two replicas."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return shard(fsdp, mesh=mesh, **options)
+
+
+def gradients(model: nn.Module) -> list[float]:
+    """Return the norm of each whole gradient, -1 where there is none."""
+    found = []
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        found.append(-1.0 if gradient is None else round(float(whole(gradient, parameter).norm()), 5))
+    return found
+
+
+# ---------------------------------------------------------------- unshard, reshard
+
+
+@scenario("unshard, reshard")
+def unshard_and_reshard(fsdp: Any) -> Outcome:
+    model = shard(fsdp)
+    layer = layers(model)[0]
+    seen = [layer.unshard() is None, shows_dtensors(layer), layer.up.weight.shape, shows_dtensors(layers(model)[1])]
+    weight = layer.up.weight.detach().clone()
+    layer.reshard()
+    seen += [shows_dtensors(layer), torch.equal(weight, whole(layer.up.weight, weight))]
+    layer.unshard()
+    return outcome(model, train(model), seen)
+
+
+@scenario("unshard(async_op=True), UnshardHandle.wait")
+def unshard_ahead(fsdp: Any) -> Outcome:
+    model = shard(fsdp)
+    seen = []
+
+    def gather_all(model: nn.Module, is_last: bool) -> None:
+        handles = [layer.unshard(async_op=True) for layer in layers(model)]
+        handles[0].wait()
+        handles[0].wait()
+        seen.append((isinstance(handles[0], fsdp.UnshardHandle), shows_dtensors(layers(model)[0])))
+
+    return outcome(model, train(model, before=gather_all), seen)
+
+
+@scenario("unshard under MixedPrecisionPolicy")
+def unshard_in_bf16(fsdp: Any) -> Outcome:
+    layer = fsdp.fully_shard(nn.Linear(3, 5), mp_policy=fsdp.MixedPrecisionPolicy(torch.bfloat16))
+    layer.unshard()
+    seen = layer.weight.dtype
+    layer.reshard()
+    return Outcome((), {}, (seen, layer.weight.dtype))
+
+
+@scenario("reset_iter_state", needs="FSDPModule.reset_iter_state")
+def reset(fsdp: Any) -> Outcome:
+    """A forward and a backward that raise leave nothing behind after it."""
+    model = shard(fsdp)
+    fail = True
+
+    def break_(module: nn.Module, args: Any) -> None:
+        if fail:
+            raise RuntimeError("on purpose")
+
+    handle = layers(model)[1].up.register_forward_pre_hook(break_)
+    seen = [raises(lambda: model(inputs(0, 0)), RuntimeError)]
+    handle.remove()
+    model.reset_iter_state()
+    loss = model(inputs(0, 0)).square().mean()
+    layers(model)[1].up.weight.requires_grad_(True)
+    hook = layers(model)[0].register_full_backward_hook(lambda *_: break_(model, None))
+    hook.remove()
+    del loss
+    model.reset_iter_state()
+    seen.append(shows_dtensors(model))
+    model.zero_grad()
+    return outcome(model, train(model), seen)
+
+
+# ---------------------------------------------------------------- accumulation
+
+
+@scenario("set_requires_gradient_sync")
+def accumulate(fsdp: Any) -> Outcome:
+    model = shard(fsdp)
+    seen = []
+
+    def sync_last(model: Any, is_last: bool) -> None:
+        seen.append(gradients(model) if is_last else [])
+        model.set_requires_gradient_sync(is_last)
+
+    return outcome(model, train(model, microbatches=3, before=sync_last), seen)
+
+
+@scenario("set_requires_gradient_sync(recurse=False)")
+def accumulate_in_one_unit(fsdp: Any) -> Outcome:
+    model = shard(fsdp)
+
+    def sync_last(model: Any, is_last: bool) -> None:
+        layers(model)[1].set_requires_gradient_sync(is_last, recurse=False)
+        model.set_requires_gradient_sync(is_last, recurse=False)
+
+    return outcome(model, train(model, microbatches=2, before=sync_last))
+
+
+@scenario("set_requires_gradient_sync on HSDP", num_ranks=4)
+def accumulate_on_two_axes(fsdp: Any) -> Outcome:
+    model = hsdp(fsdp)
+    sync = lambda model, is_last: model.set_requires_gradient_sync(is_last)  # noqa: E731
+    return outcome(model, train(model, microbatches=2, before=sync))
+
+
+@scenario("set_requires_all_reduce", num_ranks=4)
+def reduce_over_replicas_once(fsdp: Any) -> Outcome:
+    model = hsdp(fsdp)
+
+    def reduce_last(model: Any, is_last: bool) -> None:
+        model.set_requires_all_reduce(is_last)
+
+    return outcome(model, train(model, microbatches=2, before=reduce_last))
+
+
+@scenario("set_requires_all_reduce(recurse=False)", num_ranks=4)
+def reduce_one_unit_over_replicas_once(fsdp: Any) -> Outcome:
+    model = hsdp(fsdp)
+
+    def reduce_last(model: Any, is_last: bool) -> None:
+        layers(model)[1].set_requires_all_reduce(is_last, recurse=False)
+
+    return outcome(model, train(model, microbatches=2, before=reduce_last))
+
+
+@scenario("set_is_last_backward")
+def announce_last(fsdp: Any) -> Outcome:
+    model = shard(fsdp)
+    seen = []
+
+    def announce(model: Any, is_last: bool) -> None:
+        seen.append(gradients(model) if is_last else [])
+        model.set_is_last_backward(is_last)
+
+    return outcome(model, train(model, microbatches=3, before=announce), seen)
+
+
+@scenario("set_is_last_backward on HSDP", num_ranks=4)
+def announce_last_on_two_axes(fsdp: Any) -> Outcome:
+    model = hsdp(fsdp)
+    announce = lambda model, is_last: model.set_is_last_backward(is_last)  # noqa: E731
+    return outcome(model, train(model, microbatches=2, before=announce))
+
+
+@scenario("gradients accumulate without a switch")
+def accumulate_with_communication(fsdp: Any) -> Outcome:
+    model = shard(fsdp)
+    return outcome(model, train(model, microbatches=2))
+
+
+# ---------------------------------------------------------------- resharding
+
+
+@scenario("set_reshard_after_forward")
+def choose_reshard_after_forward(fsdp: Any) -> Outcome:
+    model = shard(fsdp, reshard_after_forward=True)
+    seen = []
+    for choice, recurse in ((False, False), (False, True), (True, True)):
+        model.set_reshard_after_forward(choice, recurse)
+        loss = model(inputs(dist.get_rank(), 1)).square().mean()
+        seen.append(shows_dtensors(model))
+        loss.backward()
+        model.zero_grad()
+    layers(model)[0].set_reshard_after_forward(reshard_after_forward=False, recurse=False)
+    refuses = raises(lambda: model.set_reshard_after_forward("no"), ValueError)
+    return outcome(model, train(model), seen, refuses)
+
+
+@scenario("set_reshard_after_backward")
+def choose_reshard_after_backward(fsdp: Any) -> Outcome:
+    model = shard(fsdp)
+    seen = []
+
+    def reshard_last(model: Any, is_last: bool) -> None:
+        seen.append(shows_dtensors(model))
+        model.set_reshard_after_backward(is_last)
+        model.set_requires_gradient_sync(is_last)
+
+    losses = train(model, microbatches=2, before=reshard_last)
+    return outcome(model, losses, seen, shows_dtensors(model))
+
+
+@scenario("set_reshard_after_backward(recurse=False)")
+def keep_one_unit_after_backward(fsdp: Any) -> Outcome:
+    model = shard(fsdp)
+    layers(model)[1].set_reshard_after_backward(False, recurse=False)
+    model(inputs(dist.get_rank(), 1)).square().mean().backward()
+    seen = shows_dtensors(model)
+    layers(model)[1].set_reshard_after_backward(True)
+    model.zero_grad()
+    return outcome(model, train(model), seen)
+
+
+@scenario("set_unshard_in_backward")
+def no_gather_for_backward(fsdp: Any) -> Outcome:
+    torch.manual_seed(0)
+    table = nn.Embedding(11, 7)
+    model = nn.Sequential(table, *layers(blocks()))
+    for module in model:
+        fsdp.fully_shard(module)
+    fsdp.fully_shard(model)
+    table.set_unshard_in_backward(False)
+    losses = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        loss = model((torch.arange(5) * (dist.get_rank() + 2) + step) % 11).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return outcome(model, losses)
+
+
+# ---------------------------------------------------------------- prefetch
+
+
+@scenario("set_modules_to_forward_prefetch")
+def prefetch_forward(fsdp: Any) -> Outcome:
+    model = shard(fsdp)
+    first, second, third = layers(model)
+    model.set_modules_to_forward_prefetch([first, second])
+    first.set_modules_to_forward_prefetch([second, third])
+    second.set_modules_to_forward_prefetch([])
+    refuses = raises(lambda: model.set_modules_to_forward_prefetch([nn.Linear(2, 2)]), ValueError)
+    return outcome(model, train(model), refuses)
+
+
+@scenario("set_modules_to_backward_prefetch")
+def prefetch_backward(fsdp: Any) -> Outcome:
+    model = shard(fsdp, reshard_after_forward=True)
+    first, second, third = layers(model)
+    third.set_modules_to_backward_prefetch([second, first])
+    second.set_modules_to_backward_prefetch([first])
+    refuses = raises(lambda: model.set_modules_to_backward_prefetch([nn.Linear(2, 2)]), ValueError)
+    return outcome(model, train(model), refuses)
+
+
+@scenario("_set_unshard_async_op")
+def unshard_async_op(fsdp: Any) -> Outcome:
+    model = shard(fsdp)
+    model._set_unshard_async_op(True)
+    losses = train(model, steps=2)
+    model._set_unshard_async_op(False)
+    return outcome(model, losses + train(model, steps=1))
+
+
+# ---------------------------------------------------------------- other entry points
+
+
+class Encoder(nn.Module):
+    """A model with a second way in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(7, 13), nn.Linear(13, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., 7) for (..., 7)."""
+        result: torch.Tensor = self.down(self.encode(x))
+        return result
+
+    def encode(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        """Return (..., 13) for (..., 7)."""
+        return torch.tanh(self.up(x)) * scale
+
+
+@scenario("register_fsdp_forward_method")
+def second_method(fsdp: Any) -> Outcome:
+    model = fsdp.fully_shard(Encoder())
+    seen = [raises(lambda: fsdp.register_fsdp_forward_method(model, "no_such_method"), ValueError)]
+    fsdp.register_fsdp_forward_method(nn.Linear(2, 2), "no_such_method")
+    fsdp.register_fsdp_forward_method(model, "encode")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        loss = model.encode(inputs(dist.get_rank(), step), scale=2.0).square().mean()
+        loss.backward()
+        seen.append(model.down.weight.grad is None)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return outcome(model, losses, seen[:1])
+
+
+@scenario("share_comm_ctx")
+def two_roots(fsdp: Any) -> Outcome:
+    model = blocks()
+    first, second, third = layers(model)
+    for layer in (first, second, third):
+        fsdp.fully_shard(layer)
+    returned = fsdp.share_comm_ctx([first, second, third])
+    refuses = raises(lambda: fsdp.share_comm_ctx([nn.Linear(2, 2)]), ValueError)
+    fsdp.share_comm_ctx([])
+    return outcome(model, train(model), returned, refuses)
+
+
+@scenario("fully_shard.state, _get_fsdp_state")
+def state(fsdp: Any) -> Outcome:
+    model = shard(fsdp)
+    own = fsdp.fully_shard.state(model)
+    same = own is model._get_fsdp_state()
+    others = len({id(fsdp.fully_shard.state(layer)) for layer in (model, *layers(model))})
+    return Outcome((), {}, (same, others))

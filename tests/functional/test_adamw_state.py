@@ -1,0 +1,240 @@
+"""State of the flat AdamW goes to ``torch.optim.AdamW`` and back: state dicts, their helpers, and checkpoints."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import distribute_tensor
+
+from megatron_fsdp import ConfigError, fully_shard_optimizer
+from megatron_fsdp.adamw import AdamW
+from tests.functional.models import Model, differing, make_mesh, make_model, shard_model, train, whole_state
+from tests.harness import run_ranks
+
+State: TypeAlias = dict[str, Any]
+Make: TypeAlias = Callable[..., torch.optim.Optimizer]
+FULL_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def torch_adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    return fully_shard_optimizer(torch.optim.AdamW(parameters, foreach=False, **options))
+
+
+MAKERS: dict[str, Make] = {"ours": AdamW, "torch's": torch_adamw}
+BOTH_WAYS = pytest.mark.parametrize(("saver", "loader"), [("ours", "torch's"), ("torch's", "ours"), ("ours", "ours")])
+
+
+def sharded(make: Make, seed: int = 0, strategy: str = "optim_grads_params") -> tuple[Model, torch.optim.Optimizer]:
+    """Return a sharded model and an optimizer over its trainable parameters."""
+    mesh = make_mesh((2, dist.get_world_size() // 2) if strategy == "hfsdp" else (dist.get_world_size(),))
+    model = shard_model(make_model(seed), mesh, strategy)
+    return model, make([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def mine() -> list[int]:
+    return [dist.get_rank()]
+
+
+def resume(saver: str, loader: str, strategy: str) -> tuple[list[str], list[str]]:
+    """Train, hand weights and state over by ``state_dict``, train both on; return what differs before and after."""
+    model, optimizer = sharded(MAKERS[saver], 0, strategy)
+    train(model, optimizer, range(2), mine())
+    other, other_optimizer = sharded(MAKERS[loader], 5, strategy)
+    # Into an optimizer that has state of its own already.
+    train(other, other_optimizer, range(3), mine())
+    other.load_state_dict(model.state_dict())
+    # PyTorch's load_state_dict takes tensors over as they are, so that both optimizers would write into them.
+    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    right_after = differing(moments_of(other, other_optimizer), moments_of(model, optimizer))
+    train(model, optimizer, range(2, 4), mine())
+    train(other, other_optimizer, range(2, 4), mine())
+    return right_after, differing(whole_state(other), whole_state(model))
+
+
+def moments_of(model: Model, optimizer: torch.optim.Optimizer) -> State:
+    """Return the optimizer's state as whole tensors; every rank calls it."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[id(parameter)]}: {key}": value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+        for parameter, values in optimizer.state.items()
+        for key, value in values.items()
+    }
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("optim_grads_params", 3), ("optim", 2), ("hfsdp", 4)])
+def test_a_state_dict_resumes_bit_for_bit(saver: str, loader: str, strategy: str, num_ranks: int) -> None:
+    assert run_ranks(num_ranks, resume, saver, loader, strategy) == [([], [])] * num_ranks
+
+
+def load_own_state() -> tuple[bool, list[str]]:
+    """Load a state dict without copying it, into another of ours; train only the other one."""
+    model, optimizer = sharded(AdamW)
+    train(model, optimizer, range(2), mine())
+    before = moments_of(model, optimizer)
+    other, other_optimizer = sharded(AdamW, 5)
+    other_optimizer.load_state_dict(optimizer.state_dict())
+    train(other, other_optimizer, range(2), mine())
+    moved = bool(differing(moments_of(other, other_optimizer), before, 1e-3))
+    return moved, differing(moments_of(model, optimizer), before)
+
+
+def test_two_optimizers_never_share_the_state_that_one_loaded_from_the_other() -> None:
+    assert run_ranks(2, load_own_state) == [(True, [])] * 2
+
+
+# ---------------------------------------------------------------------- get_optimizer_state_dict
+
+
+def resume_through_rank_0(saver: str, loader: str) -> list[str]:
+    model, optimizer = sharded(MAKERS[saver])
+    train(model, optimizer, range(2), mine())
+    weights = get_model_state_dict(model, options=FULL_ON_RANK_0)
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL_ON_RANK_0))
+    other, other_optimizer = sharded(MAKERS[loader], 5)
+    set_model_state_dict(other, weights, options=FROM_RANK_0)
+    set_optimizer_state_dict(other, other_optimizer, state, options=FROM_RANK_0)
+    train(model, optimizer, range(2, 4), mine())
+    train(other, other_optimizer, range(2, 4), mine())
+    return differing(whole_state(other), whole_state(model))
+
+
+@BOTH_WAYS
+def test_the_full_state_of_rank_0_resumes_bit_for_bit(saver: str, loader: str) -> None:
+    assert run_ranks(3, resume_through_rank_0, saver, loader) == [[]] * 3
+
+
+def load_what_torch_cut() -> tuple[list[str], list[str]]:
+    """Load DTensors that PyTorch cut by its own rule, over rows that this model holds elsewhere."""
+    model, optimizer = sharded(AdamW)
+    train(model, optimizer, range(2), mine())
+    # A state dict holds the optimizer's own dictionaries.
+    state = copy.deepcopy(optimizer.state_dict())
+    wanted = moments_of(model, optimizer)
+    for values in state["state"].values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            value = values[key]
+            values[key] = distribute_tensor(value.full_tensor(), value.device_mesh, [*value.placements])
+    other, other_optimizer = sharded(AdamW, 5)
+    other_optimizer.load_state_dict(state)
+    found = moments_of(other, other_optimizer)
+    other.load_state_dict(model.state_dict())
+    train(model, optimizer, range(2, 3), mine())
+    train(other, other_optimizer, range(2, 3), mine())
+    return differing(found, wanted), differing(whole_state(other), whole_state(model))
+
+
+def test_state_that_torch_cut_lands_in_the_rows_of_its_parameters() -> None:
+    assert run_ranks(3, load_what_torch_cut) == [([], [])] * 3
+
+
+# ---------------------------------------------------------------------- torch.distributed.checkpoint
+
+
+def save_with_dcp(path: str, saver: str) -> State:
+    model, optimizer = sharded(MAKERS[saver])
+    train(model, optimizer, range(2), mine())
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    save(state, checkpoint_id=path)
+    return whole_state(model)
+
+
+def load_with_dcp(path: str, loader: str, num_savers: int) -> tuple[State, State]:
+    """Load into a fresh model and optimizer; return the weights right after, and after one step on all data."""
+    if loader == "whole":
+        model = make_model(5)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad], lr=0.01
+        )
+    else:
+        model, optimizer = sharded(MAKERS[loader], 5)
+    state: State = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    load(state, checkpoint_id=path)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    loaded = whole_state(model)
+    train(model, optimizer, range(2, 3), range(num_savers))
+    return loaded, whole_state(model)
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader", "num_loaders"),
+    [("ours", "ours", 2), ("ours", "torch's", 2), ("torch's", "ours", 2), ("ours", "whole", 1), ("ours", "ours", 4)],
+)
+def test_what_three_ranks_saved_with_dcp_trains_on(saver: str, loader: str, num_loaders: int, tmp_path: Path) -> None:
+    saved = run_ranks(3, save_with_dcp, str(tmp_path / "checkpoint"), saver)[0]
+    model = make_model()
+    train(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01), range(3), range(3))
+    for right_after, later in run_ranks(num_loaders, load_with_dcp, str(tmp_path / "checkpoint"), loader, 3):
+        assert differing(right_after, saved) == []
+        assert differing(later, model.state_dict(), 1e-5) == []
+
+
+# ---------------------------------------------------------------------- bf16 moments, refusals
+
+
+def resume_bf16_moments() -> tuple[set[torch.dtype], list[str], list[str], set[torch.dtype]]:
+    def make(parameters: Any, **options: Any) -> AdamW:
+        return AdamW(parameters, moments_dtype=torch.bfloat16, **options)
+
+    model, optimizer = sharded(make)
+    train(model, optimizer, range(2), mine())
+    state = copy.deepcopy(optimizer.state_dict())
+    other, other_optimizer = sharded(make, 5)
+    other.load_state_dict(model.state_dict())
+    other_optimizer.load_state_dict(state)
+    stock, stock_optimizer = sharded(torch_adamw, 5)
+    stock_optimizer.load_state_dict(copy.deepcopy(state))
+    wanted = moments_of(model, optimizer)
+    found = differing(moments_of(other, other_optimizer), wanted)
+    train(model, optimizer, range(2, 4), mine())
+    train(other, other_optimizer, range(2, 4), mine())
+    kinds = {value.dtype for name, value in wanted.items() if ": exp_avg" in name}
+    loaded = {value.dtype for name, value in moments_of(stock, stock_optimizer).items() if ": exp_avg" in name}
+    return kinds, found, differing(whole_state(other), whole_state(model)), loaded
+
+
+def test_bf16_moments_resume_bit_for_bit_and_load_into_torchs_as_fp32() -> None:
+    wanted = ({torch.bfloat16}, [], [], {torch.float32})
+    assert run_ranks(3, resume_bf16_moments) == [wanted] * 3
+
+
+def load_foreign_state() -> list[str]:
+    """Load the state of other kinds of optimizers; return the messages, and whether a step works after."""
+    messages = []
+    for other in (
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+    ):
+        model, optimizer = sharded(AdamW)
+        train(model, optimizer, range(1), mine())
+        before = moments_of(model, optimizer)
+        donor, donor_optimizer = sharded(lambda p, lr, other=other: other(p))
+        train(donor, donor_optimizer, range(1), mine())
+        try:
+            optimizer.load_state_dict(donor_optimizer.state_dict())
+        except ConfigError as error:
+            messages.append(str(error))
+        assert differing(moments_of(model, optimizer), before) == []
+        train(model, optimizer, range(1), mine())
+    return messages
+
+
+def test_the_state_of_other_optimizers_is_refused_before_anything_changes() -> None:
+    for sgd, amsgrad in run_ranks(2, load_foreign_state):
+        assert "['momentum_buffer']; wanted ['step', 'exp_avg', 'exp_avg_sq']" in sgd
+        assert "amsgrad=True" in amsgrad

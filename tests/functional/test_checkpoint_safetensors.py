@@ -1,0 +1,143 @@
+"""Sharded models to and from safetensors files: whole tensors one at a time out, own ranges in."""
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from megatron_fsdp import CheckpointError, checkpoint_full, safetensors_folder
+from megatron_fsdp.checkpoint_full import full_state_dict
+from megatron_fsdp.checkpoint_model import local_part
+from megatron_fsdp.safetensors_model import export_safetensors, import_safetensors
+from tests.functional.checkpoint_cases import LAYOUTS, Layout, State, message_of
+from tests.functional.models import differing, draw_tokens, loss_of, make_model, whole_state
+from tests.harness import run_ranks
+
+NAME_MAP = {"blocks.*.norm.weight": "model.layers.*.input_layernorm.weight", "head.weight": "lm_head.weight"}
+SHARDED = [name for name in LAYOUTS if name != "one process"]
+
+
+def export(layout: Layout, folder: str) -> int:
+    """Export, and return how many whole tensors existed at a time at most."""
+    model, _ = layout.build(seed=0)
+    alive, most = [0], [0]
+
+    class Counted(torch.Tensor):
+        def __del__(self) -> None:
+            alive[0] -= 1
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        alive[0] += 1
+        most[0] = max(most[0], alive[0])
+        return gather(tensor).as_subclass(Counted)
+
+    gather = checkpoint_full.whole
+    with mock.patch("megatron_fsdp.safetensors_model.whole", count):
+        export_safetensors(model, folder, name_map=NAME_MAP, max_file_bytes=500)
+    return most[0]
+
+
+@pytest.mark.parametrize("name", ["3 ranks", "HSDP", "ZeRO-1", "FSDP2"])
+def test_an_export_has_the_whole_models_values_under_the_mapped_names_of(name: str, tmp_path: Path) -> None:
+    run_ranks(LAYOUTS[name].num_ranks, export, LAYOUTS[name], str(tmp_path))
+    found = {key: value for file in tmp_path.glob("*.safetensors") for key, value in load_file(file).items()}
+    wanted = make_model(0).state_dict()
+    wanted["lm_head.weight"] = wanted.pop("head.weight")
+    for block in range(2):
+        wanted[f"model.layers.{block}.input_layernorm.weight"] = wanted.pop(f"blocks.{block}.norm.weight")
+    assert differing(found, wanted) == []
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+
+
+def test_one_whole_tensor_exists_at_a_time_during_an_export(tmp_path: Path) -> None:
+    assert max(run_ranks(3, export, LAYOUTS["3 ranks"], str(tmp_path))) <= 2  # the next is made while one is let go
+
+
+def import_and_compare(layout: Layout, folder: str) -> tuple[State, float, int, int]:
+    """Import; return the weights, a loss computed with them, and the elements that were read and that are held."""
+    model, _ = layout.build(seed=1)
+    num_read = [0]
+    read = safetensors_folder.read_range
+
+    def count(*args: object) -> torch.Tensor:
+        part = read(*args)  # type: ignore[arg-type]
+        num_read[0] += part.numel()
+        return part
+
+    with mock.patch.object(safetensors_folder, "read_range", count):
+        import_safetensors(model, folder, name_map=NAME_MAP)
+    num_held = sum(local_part(tensor).numel() for tensor in model.state_dict().values())
+    tokens = draw_tokens(0)
+    return whole_state(model), loss_of(model(tokens), tokens).item(), num_read[0], num_held
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_rank_reads_what_it_holds_and_no_more_on(name: str, tmp_path: Path) -> None:
+    model = make_model(0)
+    state = model.state_dict()
+    state["lm_head.weight"] = state.pop("head.weight")
+    for block in range(2):
+        state[f"model.layers.{block}.input_layernorm.weight"] = state.pop(f"blocks.{block}.norm.weight")
+    save_file(state, tmp_path / "model.safetensors")
+    tokens = draw_tokens(0)
+    wanted_loss = loss_of(model(tokens), tokens).item()
+    tolerance = 0.05 if LAYOUTS[name].policy else 1e-6
+    for weights, loss, num_read, num_held in run_ranks(
+        LAYOUTS[name].num_ranks, import_and_compare, LAYOUTS[name], str(tmp_path)
+    ):
+        assert differing(weights, model.state_dict()) == []
+        assert loss == pytest.approx(wanted_loss, abs=tolerance)
+        assert num_read == num_held
+
+
+def refuse(folder: str, strict: bool) -> tuple[str, list[str]]:
+    model, _ = LAYOUTS["3 ranks"].build(seed=1)
+    before = whole_state(model)
+    message = message_of(CheckpointError, lambda: import_safetensors(model, folder, strict=strict))
+    return message, differing(whole_state(model), before)
+
+
+def test_files_of_another_model_are_refused_with_names_and_shapes_and_nothing_changes(tmp_path: Path) -> None:
+    state = make_model(0).state_dict()
+    state["rotary"] = torch.zeros(3)
+    state["head.weight"] = torch.zeros(5, 7)
+    del state["shift"]
+    save_file(state, tmp_path / "model.safetensors")
+    for message, changed in run_ranks(3, refuse, str(tmp_path), True):
+        assert "shift: no shift in the files" in message
+        assert "head.weight: (5, 7) in the files, (23, 7) here" in message
+        assert "rotary: only in the files" in message
+        assert changed == []
+
+
+def test_what_only_the_files_have_is_left_unread_when_asked(tmp_path: Path) -> None:
+    save_file({**make_model(0).state_dict(), "rotary": torch.zeros(3)}, tmp_path / "model.safetensors")
+    for message, changed in run_ranks(3, refuse, str(tmp_path), False):
+        assert message == "no error"
+        assert changed != []
+
+
+def fail_to_export(folder: str) -> str:
+    model, _ = LAYOUTS["3 ranks"].build(seed=0)
+    return message_of(CheckpointError, lambda: export_safetensors(model, folder))
+
+
+def test_an_export_that_rank_0_cannot_write_fails_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for message in run_ranks(3, fail_to_export, str(tmp_path / "file")):
+        assert "exporting to" in message
+        assert "failed on rank 0: FileExistsError" in message
+
+
+def take_whole(layout: Layout) -> tuple[int, State]:
+    model, _ = layout.build(seed=0)
+    return dist.get_rank(), full_state_dict(model)
+
+
+@pytest.mark.parametrize("name", ["3 ranks", "HFSDP, blocks of 5 rows", "FSDP2"])
+def test_the_full_state_dict_is_whole_on_rank_0_and_empty_elsewhere_on(name: str) -> None:
+    for rank, found in run_ranks(LAYOUTS[name].num_ranks, take_whole, LAYOUTS[name]):
+        assert differing(found, make_model(0).state_dict() if rank == 0 else {}) == []

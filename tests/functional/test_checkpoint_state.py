@@ -1,0 +1,289 @@
+"""What a checkpoint keeps beside weights and moments: schedules, groups, random numbers, ties, modules' own state."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp import CheckpointError, fully_shard, load_checkpoint, save_checkpoint
+from tests.functional.checkpoint_cases import Layout, State, full_optimizer_state, make_two_groups, message_of
+from tests.functional.checkpoint_cases import train_alone as train
+from tests.functional.models import differing, make_model, shard_model, whole_state, world_mesh
+from tests.functional.models import train as train_on_all
+from tests.harness import run_ranks
+
+# ---------------------------------------------------------------------- schedules and groups
+
+
+def resume_schedule(path: str) -> tuple[list[float], list[float], list[str]]:
+    """Train with a schedule, save half way, and train on both the run and its resumed twin."""
+
+    def build(seed: int) -> tuple[Any, Any, Any]:
+        model, optimizer = Layout((2,)).build(seed)
+        return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6 + seed)
+
+    def advance(model: Any, optimizer: Any, scheduler: Any, steps: range) -> list[float]:
+        rates = []
+        for step in steps:
+            train(model, optimizer, range(step, step + 1))
+            scheduler.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    run, twin = build(0), build(1)
+    advance(*run, range(3))
+    save_checkpoint(run[0], run[1], path, extra={"scheduler": run[2].state_dict()})
+    twin[2].load_state_dict(load_checkpoint(twin[0], twin[1], path)["scheduler"])
+    one, other = advance(*run, range(3, 6)), advance(*twin, range(3, 6))
+    return one, other, differing(whole_state(twin[0]), whole_state(run[0]))
+
+
+def test_a_learning_rate_schedule_goes_on_where_it_was(tmp_path: Path) -> None:
+    for one, other, differences in run_ranks(2, resume_schedule, str(tmp_path / "step")):
+        assert one == other
+        assert len(set(one)) == 3
+        assert differences == []
+
+
+def load_into_other_groups(path: str) -> tuple[State, State, list[float]]:
+    """Save an optimizer of two groups, and load into one that has the parameters in another order and three groups."""
+    model, optimizer = Layout((2,)).build(seed=0)
+    train(model, optimizer, range(2))
+    save_checkpoint(model, optimizer, path)
+    other = shard_model(make_model(1), world_mesh())
+    parameters = list(other.parameters())[::-1]
+    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+    groups = [matrices[2:], matrices[:2], [parameter for parameter in parameters if parameter.ndim <= 1]]
+    other_optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1.0)
+    load_checkpoint(other, other_optimizer, path)
+    decays = [group["weight_decay"] for group in other_optimizer.param_groups]
+    return full_optimizer_state(other, other_optimizer), full_optimizer_state(model, optimizer), decays
+
+
+def test_moments_and_hyperparameters_follow_the_names_into_other_groups(tmp_path: Path) -> None:
+    for found, wanted, decays in run_ranks(2, load_into_other_groups, str(tmp_path / "step")):
+        assert differing(found, wanted) == []
+        assert decays == [0.1, 0.1, 0.0]
+
+
+def load_two_groups_into_one(path: str) -> tuple[str, bool]:
+    model, optimizer = Layout((1,)).build(seed=0)
+    save_checkpoint(model, optimizer, path)
+    merged = torch.optim.AdamW(model.parameters(), lr=0.5)
+    message = message_of(CheckpointError, lambda: load_checkpoint(model, merged, path))
+    return message, merged.param_groups[0]["lr"] == 0.5 and not merged.state
+
+
+def test_groups_that_differ_are_not_merged_silently(tmp_path: Path) -> None:
+    ((message, is_untouched),) = run_ranks(1, load_two_groups_into_one, str(tmp_path / "step"))
+    assert "are in one group of this optimizer and were saved in two, with another weight_decay" in message
+    assert is_untouched
+
+
+# ---------------------------------------------------------------------- an optimizer that has not stepped
+
+
+def save_before_the_first_step(path: str) -> tuple[State, State, int]:
+    model, optimizer = Layout((2,)).build(seed=0)
+    save_checkpoint(model, optimizer, path)
+    num_states = len(optimizer.state)
+    other, other_optimizer = Layout((2,)).build(seed=1)
+    train(other, other_optimizer, range(1))
+    load_checkpoint(other, other_optimizer, path)
+    num_states += len(other_optimizer.state)
+    train(model, optimizer, range(2))
+    train(other, other_optimizer, range(2))
+    return whole_state(model), whole_state(other), num_states
+
+
+def test_saving_before_the_first_step_changes_nothing_and_loading_takes_state_away(tmp_path: Path) -> None:
+    never_saved = make_model(0)
+    train_both = make_two_groups(never_saved, lr=0.01)
+    train_on_all(never_saved, train_both, range(2), range(2))
+    for uninterrupted, resumed, num_states in run_ranks(2, save_before_the_first_step, str(tmp_path / "step")):
+        assert num_states == 0
+        assert differing(resumed, uninterrupted) == []
+        assert differing(uninterrupted, never_saved.state_dict(), 1e-5) == []
+
+
+def refuse_a_fresh_optimizer(path: str) -> tuple[str, int]:
+    model, optimizer = Layout((2,)).build(seed=0)
+    train(model, optimizer, range(1))
+    save_checkpoint(model, optimizer, path)
+    fresh = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return message_of(CheckpointError, lambda: load_checkpoint(model, fresh, path)), len(fresh.state)
+
+
+def test_an_optimizer_that_was_refused_before_its_first_step_is_as_fresh_as_before(tmp_path: Path) -> None:
+    for message, num_states in run_ranks(2, refuse_a_fresh_optimizer, str(tmp_path / "step")):
+        assert "of another optimizer; nothing was loaded" in message
+        assert "betas" in message
+        assert num_states == 0
+
+
+# ---------------------------------------------------------------------- random numbers
+
+
+def draw() -> list[float]:
+    """Draw from every generator."""
+    return [torch.rand(()).item(), float(numpy.random.normal()), random.gauss(0.0, 1.0)]
+
+
+def save_and_draw(path: str, is_common: bool) -> list[float]:
+    seed = 5 if is_common else 5 + dist.get_rank()
+    torch.manual_seed(seed)
+    numpy.random.seed(seed)
+    random.seed(seed)
+    draw()
+    save_checkpoint(nn.Linear(2, 2), None, path)
+    return draw()
+
+
+def load_and_draw(path: str) -> list[float]:
+    load_checkpoint(nn.Linear(2, 2), None, path)
+    return draw()
+
+
+def test_every_rank_goes_on_drawing_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    drawn = run_ranks(3, save_and_draw, str(tmp_path / "step"), False)
+    assert run_ranks(3, load_and_draw, str(tmp_path / "step")) == drawn
+    assert drawn[0] != drawn[1]
+
+
+def test_random_numbers_that_all_ranks_share_go_on_on_any_number_of_ranks(tmp_path: Path) -> None:
+    drawn = run_ranks(3, save_and_draw, str(tmp_path / "step"), True)
+    assert run_ranks(2, load_and_draw, str(tmp_path / "step")) == drawn[:2]
+
+
+def load_without_touching_generators(path: str) -> bool:
+    model = nn.Linear(2, 2)
+    before = torch.get_rng_state()
+    load_checkpoint(model, None, path)
+    return torch.equal(torch.get_rng_state(), before)
+
+
+def test_random_states_that_differ_are_left_alone_on_another_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(3, save_and_draw, str(tmp_path / "step"), False)
+    assert run_ranks(2, load_without_touching_generators, str(tmp_path / "step")) == [True, True]
+
+
+# ---------------------------------------------------------------------- ties
+
+
+class Tied(nn.Module):
+    """An embedding and a head of one shape, tied or not."""
+
+    def __init__(self, *, is_tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.head = nn.Linear(5, 11, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embedding(tokens))
+        return logits
+
+
+def build_tied(is_tied: bool, seed: int) -> tuple[Tied, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = fully_shard(Tied(is_tied=is_tied), world_mesh())
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def save_tied(path: str, is_tied: bool) -> tuple[State, State]:
+    model, optimizer = build_tied(is_tied, seed=0)
+    model(torch.arange(7) + dist.get_rank()).square().mean().backward()
+    optimizer.step()
+    save_checkpoint(model, optimizer, path)
+    return whole_state(model), full_optimizer_state(model, optimizer)
+
+
+def load_tied(path: str, is_tied: bool) -> tuple[State, State]:
+    model, optimizer = build_tied(is_tied, seed=1)
+    load_checkpoint(model, optimizer, path)
+    return whole_state(model), full_optimizer_state(model, optimizer)
+
+
+def test_a_tied_checkpoint_gives_both_weights_of_an_untied_model_its_value_and_moments(tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
+    weights, moments = run_ranks(2, save_tied, path, True)[0]
+    moments |= {name.replace("embedding", "head"): value for name, value in moments.items()}
+    for found, found_moments in run_ranks(3, load_tied, path, False):
+        assert differing(found, weights) == []
+        assert differing(found_moments, moments) == []
+
+
+def test_a_tied_model_takes_its_own_checkpoint_on_another_number_of_ranks(tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
+    weights, moments = run_ranks(2, save_tied, path, True)[0]
+    for found, found_moments in run_ranks(3, load_tied, path, True):
+        assert differing(found, weights) == []
+        assert differing(found_moments, moments) == []
+
+
+def refuse_untied(path: str) -> tuple[str, bool]:
+    model, optimizer = build_tied(True, seed=1)
+    before = whole_state(model)
+    message = message_of(CheckpointError, lambda: load_checkpoint(model, optimizer, path))
+    return message, differing(whole_state(model), before) == []
+
+
+def test_two_different_weights_do_not_become_one(tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
+    run_ranks(2, save_tied, path, False)
+    for message, is_untouched in run_ranks(3, refuse_untied, path):
+        assert "different values for 'embedding.weight' and 'head.weight', which are one parameter" in message
+        assert is_untouched
+
+
+# ---------------------------------------------------------------------- extra and modules' own state
+
+
+class Counter(nn.Module):
+    """A module that keeps what is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.seen: dict[str, Any] = {}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+def pass_on_extra_state(path: str) -> dict[str, Any]:
+    model = fully_shard(Counter(), world_mesh())
+    model.seen = {"scale": 0.5, "history": [1, 2]}
+    save_checkpoint(model, None, path)
+    other = fully_shard(Counter(), world_mesh())
+    load_checkpoint(other, None, path)
+    return other.seen
+
+
+def test_modules_get_their_own_state_back(tmp_path: Path) -> None:
+    assert run_ranks(2, pass_on_extra_state, str(tmp_path / "step")) == [{"scale": 0.5, "history": [1, 2]}] * 2
+
+
+class Anything:
+    """Something that only code can bring back."""
+
+
+def save_anything(path: str) -> str:
+    return message_of(
+        CheckpointError, lambda: save_checkpoint(nn.Linear(2, 2), None, path, extra={"thing": Anything()})
+    )
+
+
+def test_extra_that_could_not_be_loaded_safely_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for message in run_ranks(2, save_anything, str(tmp_path / "step")):
+        assert "extra" in message
+        assert "without running code" in message
+    assert list(tmp_path.iterdir()) == []

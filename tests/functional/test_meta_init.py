@@ -1,0 +1,263 @@
+"""Models that are sharded on the meta device: initialised in place, alike on any number of ranks, or loaded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from dbuffer import memory_meter
+from megatron_fsdp import (
+    MixedPrecisionPolicy,
+    Placements,
+    fsdp_no_shard,
+    fully_shard,
+    fully_shard_optimizer,
+    materialize,
+)
+from tests.functional.replica import Block, units_of, whole
+from tests.harness import run_ranks
+
+STRATEGIES = {
+    (1,): ("optim_grads_params",),
+    (2,): ("no_shard", "optim_grads", "optim_grads_params"),
+    (3,): ("optim_grads_params",),
+    (2, 2): ("hsdp", "hfsdp"),
+}
+
+
+class Tagged(nn.Module):
+    """Embedding, blocks and a head tied to the embedding; a buffer, and normal, uniform and constant initialisers."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 7, padding_idx=3)
+        self.blocks = nn.ModuleList([Block(), Block(hidden=5)])
+        self.scale = nn.Parameter(torch.empty(7))
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("table", torch.empty(7))
+        self.reset_own()
+
+    def reset_own(self) -> None:
+        nn.init.trunc_normal_(self.scale, std=0.5)
+        with torch.no_grad():
+            self.table.copy_(torch.arange(7.0))
+
+    reset_parameters = reset_own
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return (..., 11) logits for integer (...)."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        result: torch.Tensor = self.head(x * self.scale + self.table.to(x.dtype))
+        return result
+
+
+def sharded_on_meta(mesh_shape: tuple[int, ...], strategy: str, policy: MixedPrecisionPolicy | None = None) -> Tagged:
+    with torch.device("meta"):
+        model = Tagged()
+    mesh = init_device_mesh("cpu", mesh_shape)
+    placements = getattr(Placements, strategy)(*range(len(mesh_shape)))
+    for block in model.blocks:
+        fully_shard(block, mesh, placements, mp_policy=policy)
+    return fully_shard(model, mesh, placements, mp_policy=policy)
+
+
+def materialized(mesh_shape: tuple[int, ...], strategy: str) -> dict[str, torch.Tensor]:
+    model = sharded_on_meta(mesh_shape, strategy)
+    torch.manual_seed(100 + dist.get_rank())  # only the first rank's counts
+    materialize(model)
+    return {name: whole(value, value) for name, value in model.state_dict().items()}
+
+
+def on_one_process() -> dict[str, torch.Tensor]:
+    """Initialise the whole model as constructors do: children first."""
+    model = Tagged()
+    torch.manual_seed(100)
+    for module in [m for m in reversed_depth(model) if hasattr(m, "reset_parameters")]:
+        module.reset_parameters()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def reversed_depth(module: nn.Module) -> list[nn.Module]:
+    return [found for child in module.children() for found in reversed_depth(child)] + [module]
+
+
+@pytest.mark.parametrize("mesh_shape", STRATEGIES, ids=str)
+def test_materialized_values_are_those_of_one_process_whatever_the_ranks(mesh_shape: tuple[int, ...]) -> None:
+    wanted = on_one_process()
+    for strategy in STRATEGIES[mesh_shape]:
+        for found in run_ranks(torch.Size(mesh_shape).numel(), materialized, mesh_shape, strategy):
+            assert found.keys() == wanted.keys()
+            assert {name for name in found if not torch.equal(found[name], wanted[name])} == set(), strategy
+
+
+def emptied_and_reset() -> dict[str, torch.Tensor]:
+    """Do as FSDP2's tutorial does: to_empty, then reset_parameters of every module."""
+    model = sharded_on_meta((dist.get_world_size(),), "optim_grads_params")
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.to_empty(device="cpu")
+    torch.manual_seed(100)
+    for module in [m for m in reversed_depth(model) if hasattr(m, "reset_parameters")]:
+        module.reset_parameters()
+    return {name: whole(value, value) for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_to_empty_and_reset_parameters_give_the_values_of_one_process(num_ranks: int) -> None:
+    wanted = on_one_process()
+    for found in run_ranks(num_ranks, emptied_and_reset):
+        assert {name for name in found if not torch.equal(found[name], wanted[name])} == set()
+
+
+def trained(on_meta: bool) -> list[float]:
+    """Train three steps in bf16 with FP32 main weights from the same initial values; return the losses."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = sharded_on_meta((2,), "optim_grads_params", policy)
+    materialize(model)
+    if not on_meta:
+        values = {name: whole(value, value) for name, value in model.state_dict().items()}
+        model = Tagged()
+        model.load_state_dict(values)
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    losses = []
+    for step in range(3):
+        tokens = (torch.arange(6) * (dist.get_rank() + 2) + step) % 11
+        loss = nn.functional.cross_entropy(model(tokens).float(), tokens.roll(1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_materialized_model_trains_like_one_that_was_there_before() -> None:
+    assert run_ranks(2, trained, True) == run_ranks(2, trained, False)
+
+
+def memory_of_materializing() -> tuple[int, int, int]:
+    model = sharded_on_meta((2,), "optim_grads_params")
+    before = memory_meter().current_bytes
+    memory_meter().reset_peak()
+    materialize(model)
+    groups = [group for unit in units_of(model) for group in unit.parameter_groups]
+    shards = sum(group.main_weight.nbytes + (group.main_grad.nbytes if group.main_grad else 0) for group in groups)
+    largest = max(group.gathered.nbytes + group.gathered.nbytes for group in groups)
+    return memory_meter().peak_bytes - before, shards, largest
+
+
+def test_materializing_never_holds_more_than_the_shards_and_one_unit() -> None:
+    for peak, shards, largest in run_ranks(2, memory_of_materializing):
+        assert shards <= peak <= shards + largest
+
+
+class Bare(nn.Module):
+    """Has a parameter, and no way to initialise it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(5, 3))
+
+
+def refusals() -> list[str]:
+    with torch.device("meta"):
+        bare, used = Bare(), nn.Linear(3, 3)
+    fully_shard(bare)
+    fully_shard(used)
+    messages = []
+    for attempt in (lambda: materialize(bare), lambda: used(torch.ones(1, 3)), lambda: materialize(nn.Linear(2, 2))):
+        try:
+            attempt()
+        except ValueError as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    assert all(parameter.is_meta for parameter in bare.parameters())
+    materialize(bare, lambda module: nn.init.constant_(module.weight, 2.0))  # type: ignore[arg-type]
+    assert torch.equal(whole(bare.weight, bare.weight), torch.full((5, 3), 2.0))
+    return messages
+
+
+def test_what_cannot_be_initialised_is_refused_by_name_before_anything_is_allocated() -> None:
+    for nothing, too_early, plain in run_ranks(2, refusals):
+        assert nothing.startswith("ConfigError: module '' (FSDPBare) holds ['weight']")
+        assert "init_fn" in nothing
+        assert too_early.startswith("StateError: unit 'Linear'")
+        assert "materialize(model)" in too_early
+        assert plain.startswith("StateError: Linear holds no sharded module")
+
+
+# ---------------------------------------------------------------- loading into meta
+
+
+def loaded_by(way: str, path: str) -> list[str]:
+    """Load a whole model's values into a model on the meta device; name what differs from what was saved."""
+    torch.manual_seed(5)
+    source = Tagged()
+    wanted = {name: value.detach().clone() for name, value in source.state_dict().items()}
+    model = sharded_on_meta((dist.get_world_size(),), "optim_grads_params")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if way == "plain tensors, assign":
+        model.load_state_dict(wanted, assign=True)
+    elif way == "canonical DTensors, assign":
+        placed = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in wanted.items() if name != "table"}
+        model.load_state_dict({**placed, "table": wanted["table"]}, assign=True)
+    elif way == "broadcast from rank 0":
+        full = dict(wanted) if dist.get_rank() == 0 else {}
+        set_model_state_dict(
+            model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        )
+        model._buffers["table"] = wanted["table"]
+    else:
+        # As a launcher would: each rank of this run writes the same whole values once.
+        dcp.save(wanted, checkpoint_id=path)
+        model.to_empty(device="cpu")
+        state = get_model_state_dict(model)
+        dcp.load(state, checkpoint_id=path)
+        set_model_state_dict(model, state)
+    groups = [group for unit in units_of(model) for group in unit.parameter_groups]
+    assert all(not group.is_meta for group in groups)
+    found = {name: whole(value, value) for name, value in model.state_dict().items()}
+    tokens = torch.arange(6) % 11
+    is_close = torch.allclose(model(tokens), source(tokens), atol=1e-6)
+    return [name for name in wanted if not torch.equal(found[name], wanted[name])] + ["output"] * (not is_close)
+
+
+# PyTorch's own loader asks for the default device by a name that PyTorch itself deprecates.
+@pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning")
+@pytest.mark.filterwarnings("ignore:`_get_pg_default_device`:UserWarning")
+@pytest.mark.parametrize("way", ["plain tensors, assign", "canonical DTensors, assign", "broadcast from rank 0", "DCP"])
+def test_a_model_on_the_meta_device_takes_values_from(way: str, tmp_path: Path) -> None:
+    assert run_ranks(3, loaded_by, way, str(tmp_path)) == [[], [], []]
+
+
+def excluded_on_meta() -> tuple[bool, dict[str, torch.Tensor]]:
+    with torch.device("meta"):
+        model = Tagged()
+    fsdp_no_shard(model.scale)
+    fsdp_no_shard(model.blocks[1])
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    torch.manual_seed(100)
+    materialize(model)
+    faces = [model.scale, *model.blocks[1].parameters()]
+    kept = all(face.to_local().shape == face.shape for face in faces)  # type: ignore[operator]  # DTensors
+    return kept, {name: whole(value, value) for name, value in model.state_dict().items()}
+
+
+def test_replicated_parameters_stay_so_through_meta_initialisation() -> None:
+    wanted = on_one_process()
+    for kept, found in run_ranks(2, excluded_on_meta):
+        assert kept
+        assert {name for name in found if not torch.equal(found[name], wanted[name])} == set()

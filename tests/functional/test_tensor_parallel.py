@@ -1,0 +1,254 @@
+"""Parameters that are DTensors over a tensor-parallel axis already are sharded over data-parallel axes as well."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from megatron_fsdp import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    Placements,
+    clip_grad_norm_,
+    fully_shard,
+    fully_shard_optimizer,
+    load_checkpoint,
+    microbatch,
+    save_checkpoint,
+)
+from tests.functional.replica import WIDTH, inputs, whole
+from tests.harness import run_ranks
+
+MESHES = {
+    "dp2 tp2": ((2, 2), ("dp", "tp")),
+    "dp1 tp2": ((1, 2), ("dp", "tp")),
+    "dp4 tp1": ((4, 1), ("dp", "tp")),
+    "hsdp, tp1": ((2, 2, 1), ("outer", "dp", "tp")),
+    "hsdp of one replica, tp2": ((1, 2, 2), ("outer", "dp", "tp")),
+}
+CASES = [
+    ("dp2 tp2", "optim_grads_params"),
+    ("dp2 tp2", "no_shard"),
+    ("dp2 tp2", "optim"),
+    ("dp2 tp2", "optim_grads"),
+    ("dp1 tp2", "optim_grads_params"),
+    ("dp4 tp1", "optim_grads_params"),
+    ("hsdp, tp1", "hsdp"),
+    ("hsdp of one replica, tp2", "hfsdp"),
+]
+
+
+class Feedforward(nn.Module):
+    """A block whose first layer is cut by columns and whose second by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 10)
+        self.down = nn.Linear(10, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., WIDTH) for (..., WIDTH)."""
+        result: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return result
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Feedforward(), Feedforward())
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+    for block in model.children():
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def sharded(mesh: DeviceMesh, strategy: str, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
+    names = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
+    model = build()
+    parallelize(model, mesh)
+    placements = getattr(Placements, strategy)(*names)
+    for block in model.children():
+        fully_shard(block, mesh[names], placements, mp_policy=policy)
+    return fully_shard(model, mesh[names], placements, mp_policy=policy)
+
+
+def loss(model: nn.Module, data_rank: int, step: int) -> torch.Tensor:
+    output: torch.Tensor = model(inputs(data_rank, step))
+    return output.square().mean()
+
+
+def train(model: nn.Module, data_rank: int, steps: range) -> list[float]:
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    norms = []
+    for step in steps:
+        for index in range(2):
+            with microbatch(model, index == 1):
+                (loss(model, data_rank, 2 * step + index) / 2).backward()
+        norms.append(clip_grad_norm_(model, 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def train_whole(num_data_ranks: int, steps: range) -> tuple[dict[str, torch.Tensor], list[float]]:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    norms = []
+    for step in steps:
+        for index in range(2):
+            for rank in range(num_data_ranks):
+                (loss(model, rank, 2 * step + index) / 2 / num_data_ranks).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_values(model), norms
+
+
+def whole_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(value, value) for name, value in model.state_dict().items()}
+
+
+def data_rank_in(mesh: DeviceMesh) -> int:
+    coordinate, rank = mesh.get_coordinate(), 0
+    assert coordinate is not None
+    for size, position in zip(mesh.mesh.shape[:-1], coordinate[:-1], strict=True):
+        rank = rank * size + position
+    return rank
+
+
+def trained(name: str, strategy: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    mesh = init_device_mesh("cpu", MESHES[name][0], mesh_dim_names=MESHES[name][1])
+    model = sharded(mesh, strategy)
+    norms = train(model, data_rank_in(mesh), range(3))
+    return whole_values(model), norms
+
+
+@pytest.mark.parametrize(("name", "strategy"), CASES)
+def test_weights_and_norms_equal_those_of_a_whole_model_on(name: str, strategy: str) -> None:
+    shape = MESHES[name][0]
+    wanted, wanted_norms = train_whole(torch.Size(shape[:-1]).numel(), range(3))
+    for found, norms in run_ranks(torch.Size(shape).numel(), trained, name, strategy):
+        assert norms == pytest.approx(wanted_norms, rel=1e-5)
+        assert {key for key in wanted if not torch.allclose(found[key], wanted[key], atol=2e-6)} == set()
+
+
+def faces() -> dict[str, tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]]:
+    """Return shape, axes and local shape of the sharded parameters of one block."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = sharded(mesh, "optim_grads_params")
+    found = {}
+    for name, parameter in model[0].named_parameters():  # type: ignore[index]  # a Sequential
+        assert isinstance(parameter, DTensor)
+        axes = parameter.device_mesh.mesh_dim_names or ()
+        found[name] = (tuple(parameter.shape), axes, tuple(parameter.to_local().shape))
+    return found
+
+
+def test_sharded_parameters_show_their_whole_shape_over_both_axes() -> None:
+    results = run_ranks(4, faces)
+    for found in results:
+        assert found["up.weight"][:2] == ((10, WIDTH), ("tp", "dp"))
+        assert found["down.weight"][:2] == ((WIDTH, 10), ("tp", "dp"))
+        assert found["norm.weight"][:2] == ((WIDTH,), ("dp",))
+    assert sum(found["up.weight"][2][0] for found in results) == 10
+    assert {found["down.weight"][2][1] for found in results} == {5}
+
+
+def saved(path: str, ours: bool) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = sharded(mesh, "optim_grads_params")
+    train(model, data_rank_in(mesh), range(2))
+    if ours:
+        save_checkpoint(model, None, path)
+    else:
+        dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+    return whole_values(model)
+
+
+def loaded(path: str, ours: bool, num_tp: int) -> dict[str, torch.Tensor]:
+    if num_tp == 0:
+        model = build()
+        fully_shard(model)
+    else:
+        shape = (dist.get_world_size() // num_tp, num_tp)
+        model = sharded(init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")), "optim_grads_params")
+    if ours:
+        load_checkpoint(model, None, path)
+    else:
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=path)
+        model.load_state_dict(state["model"])
+    return whole_values(model)
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["DCP", "load_checkpoint"])
+@pytest.mark.parametrize(("num_ranks", "num_tp"), [(4, 2), (2, 2), (4, 1), (3, 0), (1, 0)])
+def test_a_tensor_parallel_checkpoint_loads_on(num_ranks: int, num_tp: int, ours: bool, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    wanted = run_ranks(4, saved, path, ours)[0]
+    for found in run_ranks(num_ranks, loaded, path, ours, num_tp):
+        assert {key for key in wanted if not torch.equal(found[key], wanted[key])} == set()
+
+
+def on_the_whole_mesh() -> dict[str, torch.Tensor]:
+    """Every parameter a DTensor over (dp, tp), replicated along dp, as an SPMD program has them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = build()
+    parallelize(model, mesh)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+            own = parameter.placements[0] if isinstance(parameter, DTensor) else Replicate()
+            placed = distribute_tensor(full.detach(), mesh, [Replicate(), own])
+            setattr(module, name, nn.Parameter(placed))
+    for block in model.children():
+        fully_shard(block, mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    fully_shard(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    return whole_values(model)
+
+
+def test_dp_mesh_dims_shards_parameters_that_span_the_whole_mesh() -> None:
+    wanted = whole_values(build())
+    for found in run_ranks(4, on_the_whole_mesh):
+        assert {key for key in wanted if not torch.equal(found[key], wanted[key])} == set()
+
+
+def flattened_axes() -> tuple[int, bool]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = build()
+    fully_shard(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "cp")))
+    (group, *_) = model.parameter_groups  # type: ignore[attr-defined]  # an FsdpModule
+    values = whole_values(model)
+    wanted = whole_values(build())
+    return group.main_weight.axes[0].size, all(torch.equal(values[key], wanted[key]) for key in wanted)
+
+
+def test_dp_mesh_dims_flattens_several_axes_into_one() -> None:
+    assert run_ranks(4, flattened_axes) == [(4, True)] * 4
+
+
+def refusals() -> list[str]:
+    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    messages = []
+    for mesh in (named["tp"], init_device_mesh("cpu", (4,))):
+        model = build()
+        parallelize(model, named)
+        try:
+            fully_shard(model, mesh)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_meshes_that_do_not_fit_are_refused_with_the_way_to_build_them() -> None:
+    for same_axis, other_root in run_ranks(4, refusals):
+        assert "sharded over the data-parallel axis 'tp' already" in same_axis
+        assert "slices of one mesh" in other_root
+        assert "'0.up.weight'" in other_root

@@ -1,0 +1,303 @@
+"""What a user may choose for one unit: gradients and weights equal a whole model's all the same."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from dbuffer import CollectiveCall, memory_meter, observe_collectives
+from megatron_fsdp import (
+    CPUOffloadPolicy,
+    FsdpModule,
+    MixedPrecisionPolicy,
+    Placements,
+    clip_grad_norm_,
+    fsdp_no_shard,
+    fully_shard,
+)
+from tests.functional.replica import (
+    Block,
+    Case,
+    Comparison,
+    Stack,
+    compare,
+    inputs,
+    shard_each,
+    shard_layers,
+    squared,
+    three_blocks,
+    units_of,
+    whole,
+)
+from tests.harness import run_ranks
+
+BASE = Case(three_blocks, squared)
+
+
+def each(**options: Any) -> Callable[[nn.Module], None]:
+    """Return a function that shards every block, and the model, with the same options."""
+    return functools.partial(shard_layers, **options)
+
+
+# ---------------------------------------------------------------- reshard to a smaller group
+
+
+def in_groups_of(size: int) -> Case:
+    return replace(BASE, shard=each(reshard_after_forward=size))
+
+
+@pytest.mark.parametrize(("num_ranks", "size"), [(4, 2), (4, 1), (4, 4), (2, 2), (1, 1)])
+def test_gradients_are_exact_when_weights_are_resharded_to_groups(num_ranks: int, size: int) -> None:
+    results = run_ranks(num_ranks, compare, in_groups_of(size))
+    assert all(result.is_exact or (num_ranks == 1 and result.worst_weight < 2e-6) for result in results), results
+
+
+def gathers_with_groups_of(size: int) -> tuple[list[tuple[int, int]], int, int]:
+    """Return (ranks, gathers) of forward and backward, and the bytes kept between them beside those at rest."""
+    model = three_blocks()
+    each(reshard_after_forward=size)(model)
+    numel = sum(group.plan.numel for unit in units_of(model) for group in unit.parameter_groups)
+    kinds: Counter[tuple[int, int]] = Counter()
+    phase = 0
+
+    def count(call: CollectiveCall) -> None:
+        if call.kind == "all_gather":
+            kinds[phase, call.num_ranks] += 1
+
+    rest = memory_meter().current_bytes
+    with observe_collectives(count):
+        loss = squared(model, dist.get_rank(), 0)
+        kept = memory_meter().current_bytes - rest
+        phase = 1
+        loss.backward()
+    assert memory_meter().current_bytes == rest
+    return sorted(kinds.elements()), kept, numel * 4 // size
+
+
+def test_backward_gathers_within_the_smaller_group_what_forward_kept() -> None:
+    for kinds, kept, part in run_ranks(4, gathers_with_groups_of, 2):
+        assert kinds == [(0, 4)] * 3 + [(1, 2)] * 3
+        assert kept == part
+
+
+def stepped_between_forward_and_forward() -> float:
+    """Evaluate, change weights, evaluate again: the part kept after forward must not be what the second one uses."""
+    model = three_blocks()
+    each(reshard_after_forward=2)(model)
+    model(inputs(0, 0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    again: torch.Tensor = model(inputs(0, 0))
+    torch.manual_seed(0)
+    states = {name: whole(value, value) for name, value in model.state_dict().items()}
+    oracle = three_blocks()
+    oracle.load_state_dict(states)
+    return float((again - oracle(inputs(0, 0))).detach().abs().max())
+
+
+def test_a_change_of_weights_voids_the_part_kept_after_forward() -> None:
+    assert max(run_ranks(4, stepped_between_forward_and_forward)) < 1e-6
+
+
+# ---------------------------------------------------------------- replicated parameters
+
+
+class Scaled(Stack):
+    """Blocks, and a scale per feature that every rank keeps."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 7))
+        self.router = nn.Linear(7, 7, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.router(x)) * self.scale
+
+
+def scaled() -> nn.Module:
+    return Scaled(Block(), Block(hidden=5))
+
+
+def keep_small_parts(model: nn.Module) -> None:
+    assert isinstance(model, Scaled)
+    fsdp_no_shard(model.scale)
+    fsdp_no_shard(model.router)
+    for layer in model.layers:
+        assert isinstance(layer, Block)
+        fsdp_no_shard(layer.norm)
+        fully_shard(layer.norm)  # what is marked never becomes a unit
+        fully_shard(layer)
+    fully_shard(model)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_gradients_are_exact_with_replicated_parameters(num_ranks: int) -> None:
+    results = run_ranks(num_ranks, compare, Case(scaled, squared, shard=keep_small_parts))
+    assert all(result.worst_gradient < 2e-6 and result.worst_weight < 2e-6 for result in results), results
+
+
+def replicated_faces() -> tuple[list[str], dict[str, int], bool, float]:
+    model = scaled()
+    keep_small_parts(model)
+    assert isinstance(model, Scaled)
+    gathered = {parameter.shape: 0 for parameter in model.parameters()}
+    kinds: Counter[str] = Counter()
+    with observe_collectives(lambda call: kinds.update([call.kind])):
+        squared(model, dist.get_rank(), 0).backward()
+    names = [name for name, value in model.named_parameters() if whole_here(value)]
+    first = model.layers[0]
+    assert isinstance(first, Block)
+    has_hooks = isinstance(first.norm, FsdpModule) or bool(first.norm._forward_pre_hooks)
+    assert gathered
+    return names, dict(kinds), has_hooks, float(clip_grad_norm_(model, float("inf")))
+
+
+def whole_here(parameter: torch.Tensor) -> bool:
+    local: torch.Tensor = parameter.to_local()  # type: ignore[attr-defined]  # a DTensor
+    return local.shape == parameter.shape
+
+
+def test_replicated_parameters_are_whole_everywhere_and_reduced_without_a_gather() -> None:
+    results = run_ranks(3, replicated_faces)
+    for names, kinds, has_hooks, norm in results:
+        assert set(names) >= {"scale", "router.weight", "layers.0.norm.weight", "layers.0.norm.bias"}
+        # Two blocks: three gathers, because the last one keeps its weights. A reduction each; three groups replicated.
+        assert kinds == {"all_gather": 3, "reduce_scatter": 2, "all_reduce": 3}
+        assert not has_hooks
+        assert norm == results[0][3]
+
+
+# ---------------------------------------------------------------- freezing and unfreezing
+
+
+def freeze_by_turns(model: nn.Module, step: int) -> None:
+    """Freeze another parameter of each block at every step, a whole block at the third, and everything else again."""
+    assert isinstance(model, Stack)
+    for index, layer in enumerate(model.layers):
+        for position, parameter in enumerate(layer.parameters()):
+            parameter.requires_grad_(position % 4 != step and (step, index) != (2, 1))
+
+
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(parameters), lr=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_gradients_are_exact_while_parameters_are_frozen_and_unfrozen_between_steps(strategy: str) -> None:
+    case = Case(three_blocks, squared, prepare=freeze_by_turns, optimizer=plain_sgd, steps=5)
+    results = run_ranks(2, compare_under, case, strategy)
+    assert all(result.is_exact for result in results), results
+
+
+def compare_under(case: Case, strategy: str) -> Comparison:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return compare(replace(case, shard=each(mesh=mesh, placements=getattr(Placements, strategy)())))
+
+
+def frozen_at_first() -> nn.Module:
+    model = three_blocks()
+    assert isinstance(model, Stack)
+    model.layers[1].requires_grad_(False)
+    return model
+
+
+def unfreeze_later(model: nn.Module, step: int) -> None:
+    assert isinstance(model, Stack)
+    model.layers[1].requires_grad_(step >= 2)
+
+
+def unfreezing_run() -> tuple[float, bool]:
+    """Unfreeze a block at the third step; return the worst weight, and whether frozen ones had no gradient."""
+    torch.manual_seed(0)
+    oracle = frozen_at_first()
+    torch.manual_seed(0)
+    model = frozen_at_first()
+    shard_each(model)
+    had_none = True
+    for step in range(4):
+        for each_model in (model, oracle):
+            unfreeze_later(each_model, step)
+        squared(model, dist.get_rank(), step).backward()
+        for rank in range(dist.get_world_size()):
+            (squared(oracle, rank, step) / dist.get_world_size()).backward()
+        assert isinstance(model, Stack)
+        had_none &= all((p.grad is None) == (step < 2) for p in model.layers[1].parameters())
+        for each_model in (model, oracle):
+            optimizer = torch.optim.SGD(each_model.parameters(), lr=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(model.parameters(), oracle.parameters(), strict=True)
+    return max(float((whole(a, a) - b.detach()).abs().max()) for a, b in pairs), had_none
+
+
+def test_a_block_that_was_frozen_when_sharded_trains_once_unfrozen() -> None:
+    for worst, had_none in run_ranks(2, unfreezing_run):
+        assert worst < 2e-6
+        assert had_none
+
+
+def unfreeze_without_main_weight() -> str:
+    model = nn.Linear(4, 4).to(torch.bfloat16).requires_grad_(False)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32))
+    model.requires_grad_(True)
+    try:
+        model(torch.ones(1, 4, dtype=torch.bfloat16))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_unfreezing_what_has_no_fp32_main_weight_names_the_parameter_and_the_cure() -> None:
+    (message,) = run_ranks(1, unfreeze_without_main_weight)
+    assert "'weight'" in message
+    assert "freeze it afterwards" in message
+
+
+# ---------------------------------------------------------------- offload
+
+
+OFFLOADED = {
+    "fp32": {},
+    "bf16 reduction": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+}
+
+
+def offloaded(mesh_shape: tuple[int, ...], strategy: str) -> Comparison:
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("outer", "inner")[-len(mesh_shape) :])
+    placements = getattr(Placements, strategy)(*range(len(mesh_shape)))
+    options = {"mesh": mesh, "placements": placements, "offload_policy": CPUOffloadPolicy()}
+    return compare(replace(BASE, shard=each(**options)))
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "strategy"), [((2,), "optim_grads_params"), ((2, 2), "hsdp"), ((2, 2), "hfsdp")], ids=str
+)
+def test_gradients_are_exact_with_offload_under(mesh_shape: tuple[int, ...], strategy: str) -> None:
+    results = run_ranks(torch.Size(mesh_shape).numel(), offloaded, mesh_shape, strategy)
+    assert all(result.is_exact for result in results), results
+
+
+def offloaded_places() -> tuple[bool, bool]:
+    """Return whether gathered weights and main weights share memory, and whether gradients go through the host."""
+    model = Block()
+    fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    (group, *_) = units_of(model)[0].parameter_groups
+    group.unshard()
+    shares = group.gathered.local_buffer.data_ptr() <= group.main_weight.local_buffer.data_ptr()
+    shares &= group.main_weight.local_buffer.data_ptr() < group.gathered.local_buffer.data_ptr() + group.gathered.nbytes
+    group.reshard()
+    squared(model, dist.get_rank(), 0).backward()
+    assert group.gradients is not None
+    return shares, group.gradients.reduction.is_offloaded
+
+
+def test_offloaded_weights_and_gradients_have_memory_of_their_own() -> None:
+    assert run_ranks(2, offloaded_places) == [(False, True)] * 2

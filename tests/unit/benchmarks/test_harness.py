@@ -1,0 +1,107 @@
+"""What the harness measures, writes and reads back."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness import Row, Samples, environment, interleaved, read_rows, samples_of, table, write_rows
+
+
+class Clock:
+    """Time that passes only when somebody works."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def work(self, seconds: float) -> Callable[[], None]:
+        def function() -> None:
+            self.now += seconds
+
+        return function
+
+
+def row(**changes: object) -> Row:
+    fields = {"bench": "cast", "case": {"size": 3, "dtype": "bf16"}, "metric": "time", "unit": "s"}
+    return Row(**{**fields, "samples": Samples((1.0, 2.0)), **changes})  # type: ignore[arg-type]
+
+
+def test_quartiles_and_spread_are_those_of_the_values() -> None:
+    samples = Samples((5.0, 1.0, 2.0, 3.0, 4.0))
+    assert (samples.low, samples.median, samples.high) == (1.5, 3.0, 4.5)
+    assert samples.spread == 1.0
+
+
+def test_a_single_value_is_its_own_quartiles() -> None:
+    samples = Samples((7.0,))
+    assert (samples.low, samples.median, samples.high, samples.spread) == (7.0, 7.0, 7.0, 0.0)
+
+
+def test_samples_are_the_seconds_of_each_call_after_the_warmup() -> None:
+    clock = Clock()
+    durations = iter([9.0, 1.0, 2.0, 3.0])
+    samples = samples_of(lambda: clock.work(next(durations))(), rounds=3, warmup=1, clock=clock)
+    assert samples.values == (1.0, 2.0, 3.0)
+
+
+def test_interleaved_functions_take_turns_and_change_who_goes_first() -> None:
+    calls: list[str] = []
+    interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=3, warmup=0)
+    assert "".join(calls) == "baabba"
+
+
+def test_the_time_of_one_function_is_not_charged_to_another() -> None:
+    clock = Clock()
+    found = interleaved({"slow": clock.work(5.0), "fast": clock.work(1.0)}, rounds=4, warmup=1, clock=clock)
+    assert {name: samples.values for name, samples in found.items()} == {"slow": (5.0,) * 4, "fast": (1.0,) * 4}
+
+
+def test_work_that_finishes_only_when_synchronized_is_charged_to_who_started_it() -> None:
+    clock, pending = Clock(), [0.0]
+
+    def start() -> None:
+        pending[0] = 3.0
+
+    def synchronize() -> None:
+        clock.now += pending[0]
+        pending[0] = 0.0
+
+    found = interleaved({"start": start, "idle": lambda: None}, rounds=2, synchronize=synchronize, clock=clock)
+    assert found["start"].values == (3.0, 3.0)
+    assert found["idle"].values == (0.0, 0.0)
+
+
+def test_rows_read_back_are_those_written(tmp_path: Path) -> None:
+    rows = [row(), row(metric="padding", unit="%", is_exact=True, samples=Samples((0.5,)), notes={"why": "rows"})]
+    write_rows(tmp_path / "new" / "rows.json", rows, {"rounds": 2})
+    read_environment, read = read_rows(tmp_path / "new" / "rows.json")
+    assert read == rows
+    assert read_environment["versions"] == environment()["versions"]
+
+
+def test_a_written_row_has_its_median_and_spread(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.json", [row()], {"rounds": 2})
+    content = json.loads((tmp_path / "rows.json").read_text())
+    assert (content["rows"][0]["median"], content["rows"][0]["spread"]) == (1.5, pytest.approx(2 / 3))
+    assert content["arguments"] == {"rounds": 2}
+
+
+def test_the_environment_names_machine_versions_and_commit() -> None:
+    found = environment()
+    assert found["machine"]["num_cores"] >= 1
+    assert found["machine"]["processor"]
+    assert set(found["versions"]) == {"python", "torch", "triton", "numpy"}
+    assert found["commit"]
+
+
+def test_rows_about_the_same_case_have_the_same_key_whatever_the_order_of_its_names() -> None:
+    assert row(case={"dtype": "bf16", "size": 3}).key == row().key == "cast: time (dtype=bf16, size=3)"
+    assert row(metric="bytes").key != row().key
+
+
+def test_columns_of_a_table_line_up() -> None:
+    assert table([["name", "ms"], ["a", "10.5"]]) == "name    ms\na     10.5"

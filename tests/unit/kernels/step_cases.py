@@ -1,0 +1,286 @@
+"""What the Triton kernels of an optimizer step must do, run by test_triton.py in a process of its own.
+
+On the CPU under TRITON_INTERPRET=1, else on CUDA; never against the reference, whose ops are made to fail here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dbuffer_kernels import (
+    AdamWBuffers,
+    Segment,
+    Segments,
+    adamw,
+    adamw_row,
+    cast_stochastic,
+    join_weight,
+    launch,
+    reference,
+    split_weight,
+    sum_of_squares,
+    use_backend,
+)
+from tests.unit.kernels.oracle import DTYPES, exact
+from tests.unit.kernels.step_oracle import (
+    Hyperparameters,
+    awkward_values,
+    bits_of,
+    exact_squares,
+    from_bits,
+    step_of,
+    stochastic_bits,
+)
+
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETS else "cuda"
+SIZES = (0, 1, 3, 7, 1023, 4096, 4097, 9001)
+OPS = ("cast_stochastic", "sum_of_squares", "split_weight", "join_weight", "adamw")
+HOW = (Hyperparameters(), Hyperparameters(step=1, lr=0.5, betas=(0.3, 0.9), weight_decay=0.0, maximize=True))
+
+# numpy, which does the interpreter's arithmetic, warns of infinities and NaNs.
+with_infinities = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _only_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("the reference ran where the Triton kernel was wanted")
+
+    for name in OPS:
+        monkeypatch.setattr(reference, name, fail)
+    with use_backend("triton"):
+        yield
+
+
+def random(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.to(dtype).to(DEVICE)
+
+
+def guarded(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a buffer filled with fives, and the view of ``numel`` elements that starts 3 elements into it."""
+    buffer = torch.full((numel + 8,), 5, dtype=dtype, device=DEVICE)
+    return buffer, buffer[3 : 3 + numel]
+
+
+def assert_guards(buffer: torch.Tensor, numel: int) -> None:
+    assert (torch.cat([buffer[:3], buffer[3 + numel :]]) == 5).all()
+
+
+# ---------------------------------------------------------------------- stochastic rounding
+
+
+@with_infinities
+@pytest.mark.parametrize("first", [0, 12_345, 2**32 - 4000, 2**40 + 7])
+@pytest.mark.parametrize("seed", [0, 1, 2**63 + 5])
+def test_stochastic_rounding_takes_the_bits_of_seed_and_global_index(seed: int, first: int) -> None:
+    source = torch.cat([random(3000, torch.float32, 1).cpu(), awkward_values()[:6001]]).to(DEVICE)
+    buffer, out = guarded(len(source), torch.bfloat16)
+    assert cast_stochastic(source, out, seed=seed, first_element=first) is out
+    assert np.array_equal(bits_of(out), stochastic_bits(source, seed, first))
+    assert_guards(buffer, len(source))
+
+
+def test_stochastic_rounding_of_shards_equals_that_of_the_whole() -> None:
+    source = random(9001, torch.float32, 2)
+    whole, shards = (torch.empty(9001, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    cast_stochastic(source, whole, seed=3)
+    for start, stop in ((0, 1), (1, 4100), (4100, 4100), (4100, 9001)):
+        cast_stochastic(source[start:stop], shards[start:stop], seed=3, first_element=start)
+    assert np.array_equal(bits_of(shards), bits_of(whole))
+
+
+# ---------------------------------------------------------------------- sum of squares
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_sum_of_squares_is_that_of_exact_arithmetic_to_seven_digits(dtype: torch.dtype) -> None:
+    for numel in (*SIZES, 4096 * 5 + 1):
+        source = random(numel, dtype, seed=numel)
+        total, num_bad = sum_of_squares(source).tolist()
+        assert total == pytest.approx(exact_squares(source), rel=1e-14 if dtype is torch.float64 else 1e-6)
+        assert num_bad == 0
+
+
+def test_programs_share_the_blocks_when_there_are_more_blocks_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dbuffer_kernels.norm.MAX_PROGRAMS", 2)
+    source = random(4096 * 5 + 17, torch.float32, seed=8)
+    assert sum_of_squares(source)[0].item() == pytest.approx(exact_squares(source), rel=1e-6)
+
+
+@with_infinities
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [7, 4096, 9001])
+def test_every_infinity_and_nan_is_counted_wherever_it_stands(dtype: torch.dtype, numel: int) -> None:
+    source = random(numel, dtype, seed=5)
+    source[[0, numel // 2, numel - 1]] = torch.tensor([float("nan"), float("inf"), -float("inf")]).to(source)
+    out = torch.full((2,), -1.0, dtype=torch.float64, device=DEVICE)
+    assert sum_of_squares(source, out) is out
+    assert out[0].isnan()
+    assert out[1].item() == 3
+
+
+def test_the_sum_of_squares_takes_two_launches_and_the_same_order_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    jit = launch.jit
+
+    class Counter:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            started.append(grid[0])
+            return jit(self.kernel)[grid]
+
+    monkeypatch.setattr(launch, "jit", Counter)
+    source = random(30_000, torch.float32, seed=6)
+    first, second = sum_of_squares(source), sum_of_squares(source.clone())
+    assert torch.equal(first, second)
+    assert started == [8, 1, 8, 1]
+
+
+# ---------------------------------------------------------------------- split and join
+
+
+def test_a_weight_comes_back_from_its_two_halves_to_the_bit() -> None:
+    main = awkward_values().to(DEVICE)
+    (model_buffer, model), (rest_buffer, rest) = guarded(len(main), torch.bfloat16), guarded(len(main), torch.int16)
+    out_buffer, out = guarded(len(main), torch.float32)
+    split_weight(main, model, rest)
+    assert join_weight(model, rest, out) is out
+    is_nan = main.isnan().cpu().numpy()
+    wanted = np.where(is_nan, bits_of(main) | 0x400000, bits_of(main))
+    assert np.array_equal(bits_of(out), wanted)
+    assert np.array_equal(model.isnan().cpu().numpy(), is_nan)
+    for buffer in (model_buffer, rest_buffer, out_buffer):
+        assert_guards(buffer, len(main))
+
+
+def test_the_upper_half_is_the_nearest_bf16_and_ties_leave_zero() -> None:
+    main = awkward_values()
+    main = main[main.isfinite()].to(DEVICE)
+    model, rest = torch.empty_like(main, dtype=torch.bfloat16), torch.empty_like(main, dtype=torch.int16)
+    split_weight(main, model, rest)
+    patterns = bits_of(main)
+    assert np.array_equal(bits_of(model), (patterns >> 16) + ((patterns & 0xFFFF) >= 0x8000))
+
+
+# ---------------------------------------------------------------------- AdamW
+
+# Of gradient, weight, moments; whether there is a model weight.
+DTYPE_SETS = (
+    (torch.float32, torch.float32, torch.float32, True),
+    (torch.float32, torch.float32, torch.float32, False),
+    (torch.bfloat16, torch.float32, torch.float32, True),
+    (torch.float16, torch.float32, torch.bfloat16, True),
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16, False),
+    (torch.bfloat16, torch.float16, torch.float32, True),
+    (torch.float64, torch.float64, torch.float64, True),
+)
+
+
+def make_buffers(numel: int, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype, bool]) -> AdamWBuffers:
+    gradient, weight, moments, has_model = dtypes
+    return AdamWBuffers(
+        random(numel, gradient, 1),
+        random(numel, weight, 2),
+        random(numel, moments, 3),
+        random(numel, moments, 4).abs(),
+        torch.full((numel,), 5.0, dtype=torch.bfloat16, device=DEVICE) if has_model else None,
+    )
+
+
+def rows_of(*how: Hyperparameters) -> torch.Tensor:
+    rows = [
+        adamw_row(h.step, lr=h.lr, betas=h.betas, eps=h.eps, weight_decay=h.weight_decay, maximize=h.maximize)
+        for h in how
+    ]
+    return torch.tensor(rows, dtype=torch.float64, device=DEVICE)
+
+
+def copied(buffers: AdamWBuffers) -> AdamWBuffers:
+    return AdamWBuffers(**{name: tensor.clone() for name, tensor in buffers.named().items()})
+
+
+@pytest.mark.parametrize("dtypes", DTYPE_SETS, ids=str)
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_adamw_steps_each_segment_with_its_row_and_nothing_else(
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype, bool], clip: float | None
+) -> None:
+    numel = 9001
+    # Whole blocks, parts of blocks, one element, neighbours, a gap.
+    segments = (Segment(4099, 8999, 1), Segment(3, 4098, 0), Segment(4098, 4099, 1), Segment(9000, 9000, 0))
+    buffers = make_buffers(numel, dtypes)
+    before = copied(buffers)
+    clip_tensor = None if clip is None else torch.tensor(clip, device=DEVICE)
+    adamw(buffers, Segments(segments, numel), rows_of(*HOW), clip=clip_tensor)
+    touched = np.zeros(numel, dtype=bool)
+    for segment in segments:
+        part = slice(segment.start, segment.stop)
+        touched[part] = True
+        factor = 1.0 if clip is None else float(np.float32(clip))
+        moments = (exact(before.exp_avg[part]), exact(before.exp_avg_sq[part]))
+        wanted = step_of(exact(before.gradient[part]), exact(before.weight[part]), moments, HOW[segment.row], factor)
+        for name, tensor in buffers.named().items():
+            if name != "gradient":
+                wanted.assert_near(name, tensor[part], truncates_bf16=INTERPRETS)
+    for name, tensor in buffers.named().items():
+        assert np.array_equal(exact(tensor)[~touched], exact(before.named()[name])[~touched]), name
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
+def test_adamw_on_a_bf16_weight_with_remainder_equals_adamw_on_the_fp32_weight(moments: torch.dtype) -> None:
+    numel = 5000
+    plain = make_buffers(numel, (torch.float32, torch.float32, moments, False))
+    model, rest = (torch.empty(numel, dtype=dtype, device=DEVICE) for dtype in (torch.bfloat16, torch.int16))
+    split_weight(plain.weight, model, rest)
+    split = AdamWBuffers(plain.gradient, model, plain.exp_avg.clone(), plain.exp_avg_sq.clone(), remainder=rest)
+    segments = Segments((Segment(0, 4999),), numel)
+    for step in (1, 2, 3):
+        rows = rows_of(Hyperparameters(step=step))
+        adamw(plain, segments, rows)
+        adamw(split, segments, rows)
+    main = join_weight(model, rest, torch.empty_like(plain.weight))
+    # The same kernel but for how the weight is kept; compiled, it may fuse another multiplication with an addition.
+    wanted = bits_of(plain.weight)
+    assert np.max(np.abs(bits_of(main) - wanted)) <= (0 if INTERPRETS else 8)
+    assert np.array_equal(bits_of(main)[4999:], wanted[4999:])
+
+
+def test_adamw_starts_one_kernel_for_all_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    jit = launch.jit
+
+    class Counter:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            started.append(grid[0])
+            return jit(self.kernel)[grid]
+
+    monkeypatch.setattr(launch, "jit", Counter)
+    buffers = make_buffers(6000, DTYPE_SETS[0])
+    segments = Segments([Segment(0, 2048, 0), Segment(2048, 2050, 1), Segment(4000, 6000, 0)], 6000)
+    adamw(buffers, segments, rows_of(*HOW))
+    adamw(buffers, Segments([], 6000), rows_of(*HOW))
+    assert started == [1 + 1 + 2]
+
+
+@with_infinities
+def test_adamw_with_a_clip_that_is_nan_spoils_the_weights_and_not_their_neighbours() -> None:
+    buffers = make_buffers(100, DTYPE_SETS[0])
+    adamw(buffers, Segments([Segment(10, 20)], 100), rows_of(HOW[0]), clip=torch.tensor(float("nan"), device=DEVICE))
+    assert buffers.weight[10:20].isnan().all()
+    assert int(buffers.weight.isnan().sum()) == 10
+
+
+def test_the_patterns_of_the_oracle_are_those_of_the_values() -> None:
+    assert np.array_equal(bits_of(from_bits(np.arange(1000))), np.arange(1000))
