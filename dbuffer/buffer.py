@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dbuffer import collectives
-from dbuffer.dtensor import buffer_dtensor
+from dbuffer.buffer_dtensor import buffer_dtensor
 from dbuffer.errors import LayoutError, MeshError, PlacementError
 from dbuffer.granularity import Granularity
 from dbuffer.layout import Layout, first_dimension_granularity, make_layout

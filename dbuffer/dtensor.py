@@ -1,30 +1,23 @@
 """The DTensor face of a flat buffer: sharded tensors of their true shapes, which PyTorch's own tools work on unchanged.
 
-A function of PyTorch that gets such a tensor asks it first (``__torch_function__``), and ``ragged_kinds`` says how it runs:
-on the rows of each rank, on whole tensors, or as it is. See docs/design/facade.md.
+A function of PyTorch that gets such a tensor asks it first (``__torch_function__``), and ``ragged_kinds`` says how it
+runs: on the rows of each rank, on whole tensors, or as it is. See docs/design/facade.md.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
-from torch.utils.dlpack import from_dlpack
 
-from dbuffer.errors import LayoutError, PlacementError
-from dbuffer.layout import Layout, first_dimension_granularity
-from dbuffer.mesh import flattened_mesh, mesh_axes
-from dbuffer.placements import flat_axes
+from dbuffer.errors import PlacementError
 from dbuffer.ragged_autograd import (
     convert_gradients_of,
     enter_local,
@@ -33,39 +26,25 @@ from dbuffer.ragged_autograd import (
     leave,
     run_recorded,
 )
+from dbuffer.ragged_boxes import chunks_of, shard_at, write_items_of
 from dbuffer.ragged_distribution import Distribution, contiguous_stride
 from dbuffer.ragged_kinds import Kind, Operator, operator_of
 from dbuffer.ragged_reduce import run_foreach_norm, run_reduction
 from dbuffer.ragged_rows import run_by_rows, run_cast, run_factory, run_foreach, run_unscale
-from dbuffer.ragged_shard import FlatRows, RaggedShard, ragged_shard
+from dbuffer.ragged_shard import FlatRows, RaggedShard
 from dbuffer.ragged_tensor import PlacedTensor, aligned_local
 from dbuffer.ragged_whole import Arguments, Options, run_on_whole, run_random_like, run_view
 
-__all__ = ["FlatDTensor", "FlatRows", "RaggedShard", "buffer_dtensor"]
-
-# What every DLPack version exchanges; other dtypes (float8, bool) keep the view.
-_DLPACK_DTYPES = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.uint8,
-    }
-)
+__all__ = ["FlatDTensor", "FlatRows", "RaggedShard"]
 
 
 class FlatDTensor(PlacedTensor):
     """A DTensor whose rows lie where a flat buffer has them, through every operator.
 
     Element-wise functions, casts and new tensors of the same shape work on each rank's rows, and sums, means and norms
-    need one all-reduce. Whatever else PyTorch has runs on whole tensors: right, but it gathers, and every rank of the mesh
-    must call it. In-place functions write each rank's rows; random ones draw what the whole plain tensor would get from
-    the same generator.
+    need one all-reduce. Whatever else PyTorch has runs on whole tensors: right, but it gathers, and every rank of the
+    mesh must call it. In-place functions write each rank's rows; random ones draw what the whole plain tensor would get
+    from the same generator.
     """
 
     @classmethod
@@ -112,6 +91,26 @@ class FlatDTensor(PlacedTensor):
             return enter_local(self)
         local = self._local_tensor if self.window is None else self.whole()
         return local.view_as(local) if torch.is_grad_enabled() else local
+
+    # What torch.distributed.checkpoint asks of a tensor: rows of flattened dimensions are no single box.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        """Return what this rank saves."""
+        if not self.distribution.is_flattened:
+            return super().__create_write_items__(fqn, object)  # type: ignore[no-any-return]  # torch leaves it untyped
+        return write_items_of(fqn, self.distribution, self.shape, self._local_tensor)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """Return where this rank's part lies in the whole tensor."""
+        if not self.distribution.is_flattened:
+            return super().__create_chunk_list__()  # type: ignore[no-any-return,no-untyped-call]  # as above
+        return chunks_of(self.distribution, self.shape)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        """Return the piece of this rank's part that the index names, as a view."""
+        if not self.distribution.is_flattened:
+            return super().__get_tensor_shard__(index)  # type: ignore[no-any-return,no-untyped-call]  # as above
+        return shard_at(index.offset, self.distribution, self.shape, self._local_tensor)
 
     def redistribute(
         self,
@@ -171,7 +170,7 @@ class FlatDTensor(PlacedTensor):
         if self.window is not None:
             return self.with_whole(self.whole().clone()).__reduce_ex__(protocol)
         with torch._C.DisableTorchFunctionSubclass():
-            return super().__reduce_ex__(protocol)
+            return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 # ---------------------------------------------------------------- how each function runs
@@ -213,7 +212,8 @@ def _hook(operator: Operator, args: Arguments, options: Options) -> Any:
     convert_gradients_of(tensor)
     if operator.name == "retain_grad" and not tensor.is_leaf:
         raise PlacementError(
-            "retain_grad would keep a gradient that forgets the rows of each rank; use register_hook and keep what it gets"
+            "retain_grad would keep a gradient that forgets the rows of each rank; use register_hook and keep what it "
+            "gets"
         )
     awake = [_awake(item) if callable(item) else item for item in rest]
     named = {name: _awake(item) if callable(item) else item for name, item in options.items()}
@@ -330,60 +330,6 @@ def _handler(function: Callable[..., Any]) -> Handler:
 # As DTensor itself does: optimizers choose foreach and fused variants by exact type.
 for _types in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
     if FlatDTensor not in _types:
-        _types.append(FlatDTensor)  # type: ignore[arg-type]  # torch annotates the list more narrowly than it uses it
+        _types.append(FlatDTensor)
 # So that torch.load(weights_only=True) reads what torch.save wrote.
 torch.serialization.add_safe_globals([FlatDTensor, RaggedShard, FlatRows])
-
-
-# ---------------------------------------------------------------- from a buffer
-
-
-def buffer_dtensor(local: torch.Tensor, layout: Layout, index: int, mesh: DeviceMesh, name: str) -> FlatDTensor:
-    """Wrap this rank's part of a buffer's tensor as a DTensor that shares its memory; see ``DBuffer.get_dtensor``."""
-    sizes = tuple(axis.size for axis in mesh_axes(mesh))
-    shape = torch.Size(layout.plan.shapes[index])
-    axes = flat_axes(layout.placements)
-    if any(isinstance(placement, Partial) for placement in layout.placements) or 1 < len(axes) < len(sizes):
-        raise PlacementError(
-            f"{name}: no DTensor describes the placements {layout.placements}: Partial must be reduced first, and of "
-            "several axes one or all may be Flat"
-        )
-    if not axes:
-        return _wrap(local, mesh, tuple(Replicate() for _ in sizes), shape)
-    if local.ndim != len(shape):
-        raise LayoutError(
-            f"{name}: tensor {index} of shape {tuple(shape)} is cut inside a slice of its first dimension; use "
-            f"granularity {first_dimension_granularity(shape)} for it to have a DTensor"
-        )
-    rows = FlatRows(layout.plan.offsets[index], layout.numel, math.prod(shape[1:]), shape[0])
-    if len(axes) > 1:
-        return _wrap(local, flattened_mesh(mesh), (ragged_shard(rows, sizes),), shape)
-    ragged = ragged_shard(rows)
-    return _wrap(local, mesh, tuple(ragged if axis in axes else Replicate() for axis in range(len(sizes))), shape)
-
-
-def _wrap(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> FlatDTensor:
-    return FlatDTensor(_standalone(local), _spec_of(mesh, placements, shape, local.dtype), requires_grad=False)
-
-
-_SPECS: weakref.WeakValueDictionary[tuple[Any, ...], DTensorSpec] = weakref.WeakValueDictionary()
-
-
-def _spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    # One object for weights, gradients and optimizer state of one plan: list operators then compare by identity.
-    key = (id(mesh), placements, tuple(type(placement) for placement in placements), shape, dtype)
-    spec = _SPECS.get(key)
-    if spec is None:
-        spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, contiguous_stride(shape), dtype))
-        _SPECS[key] = spec
-    return spec
-
-
-def _standalone(view: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the memory of ``view`` whose storage is that memory alone.
-
-    A view would bring the whole flat buffer along when it is pickled.
-    """
-    if view.numel() == 0 or view.is_meta:
-        return torch.empty_like(view)
-    return from_dlpack(view) if view.dtype in _DLPACK_DTYPES else view

@@ -14,12 +14,21 @@ from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement, flat_axes, shard_index
 from dbuffer.plan import Plan
 
-__all__ = ["Layout", "first_dimension_granularity", "make_layout", "only_flat_axis"]
+__all__ = ["Layout", "cuts_inside_slices", "first_dimension_granularity", "make_layout", "only_flat_axis"]
 
 
 def first_dimension_granularity(shape: Sequence[int]) -> Granularity:
     """Return the finest granularity whose shards a DTensor can describe: whole slices of the first dimension."""
     return Block(math.prod(shape[1:-1])) if len(shape) > 2 and math.prod(shape[1:-1]) > 0 else Row()
+
+
+def cuts_inside_slices(shape: Sequence[int], granularity: Granularity) -> bool:
+    """Whether shards may be cut inside a slice of the first dimension, as between the rows of one expert's weight."""
+    slice_numel = math.prod(shape[1:])
+    if not shape or not slice_numel or not shape[0]:
+        return False
+    unit = granularity.unit_numel(tuple(shape))
+    return unit % slice_numel != 0 and unit < math.prod(shape)
 
 
 @dataclass(frozen=True, slots=True)

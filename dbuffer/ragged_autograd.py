@@ -1,8 +1,9 @@
 """Functions that autograd records: plain tensors in between, so that backward meets no sharded operand.
 
 A recorded function runs on plain parts (element-wise functions, sums) or on plain whole tensors (the rest). Tensors
-enter through ``_Enter`` and leave through ``_Leave``; what happens between is PyTorch's own on plain tensors. Gradients on
-their way from one to the other are ``RowsGradient``, because the autograd engine adds them up without asking anybody.
+enter through ``_Enter`` and leave through ``_Leave``; what happens between is PyTorch's own on plain tensors. Gradients
+on their way from one to the other are ``RowsGradient``, because the autograd engine adds them up without asking
+anybody.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def run_recorded(operator: Operator, args: Arguments, options: Options) -> Any:
     """
     if operator.is_in_place or options.get("inplace") or options.get("out") is not None:
         raise RuntimeError(
-            f"{operator.name} writes into a sharded tensor, or from one that requires grad, while autograd records. Use "
-            "torch.no_grad() around it, detach() what it reads, or use the variant that returns a new tensor."
+            f"{operator.name} writes into a sharded tensor, or from one that requires grad, while autograd records. "
+            "Use torch.no_grad() around it, detach() what it reads, or use the variant that returns a new tensor."
         )
     if operator.kind is Kind.FOREACH or operator.kind is Kind.FOREACH_NORM:
         raise RuntimeError(f"{operator.name} has no gradient here; use torch.no_grad(), or one call per tensor")
@@ -96,7 +97,8 @@ def _run_on_wholes(operator: Operator, args: Arguments, options: Options) -> Any
             wholes[id(tensor)] = (plain, plain._version)
         return wholes[id(tensor)][0]
 
-    result = operator.function(*map_tensors(args, whole), **{name: map_tensors(v, whole) for name, v in options.items()})
+    named = {name: map_tensors(value, whole) for name, value in options.items()}
+    result = operator.function(*map_tensors(args, whole), **named)
     if any(plain._version != version for plain, version in wholes.values()):
         raise RuntimeError(f"{operator.name} writes into its arguments while autograd records; use torch.no_grad()")
     return map_tensors(result, lambda tensor: leave(tensor, template.with_whole(tensor.detach())))
@@ -107,7 +109,7 @@ def _sum(name: str, source: PlacedTensor, dtype: torch.dtype | None, keepdim: bo
     dtype = dtype or source.dtype
     accurate = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     part = torch.sum(enter_local(source), dims, keepdim, dtype=accurate)
-    total = _AddUp.apply(part, distribution)
+    total = _AddUp.apply(part, distribution)  # type: ignore[no-untyped-call]  # torch's stub
     total = total / source.shape.numel() if name == "mean" else total
     total = total.to(dtype)
     return leave(total, source.with_whole(total.detach()))
@@ -177,7 +179,7 @@ def leave(plain: torch.Tensor, result: PlacedTensor) -> PlacedTensor:
     """Return ``result``, which stands for ``plain`` (its local part), with the history of ``plain``."""
     if not plain.requires_grad:
         return result
-    left: PlacedTensor = _Leave.apply(plain, type(result), result._spec)
+    left: PlacedTensor = _Leave.apply(plain, type(result), result._spec)  # type: ignore[no-untyped-call]  # torch's stub
     return left
 
 
@@ -187,7 +189,7 @@ def _enter(tensor: torch.Tensor, use: _Use, reference: Distribution | None) -> t
     if requires_grad and isinstance(tensor, PlacedTensor):
         convert_gradients_of(tensor)
     with torch._C.DisableTorchFunctionSubclass():
-        entered: torch.Tensor = _Enter.apply(tensor, use, reference)
+        entered: torch.Tensor = _Enter.apply(tensor, use, reference)  # type: ignore[no-untyped-call]  # torch's stub
     return entered
 
 
@@ -283,12 +285,10 @@ class RowsGradient(torch.Tensor):
         made.local, made.distribution = local, distribution
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's stub
 
     @classmethod
-    def __torch_dispatch__(
-        cls, function: Any, types: Any, args: Arguments = (), options: Options | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Arguments = (), options: Options | None = None) -> Any:  # type: ignore[override]  # torch's stub
         """Compute on the local parts what the engine does with gradients.
 
         Raises:
@@ -300,8 +300,8 @@ class RowsGradient(torch.Tensor):
         is_alike = all(item.distribution == first.distribution and item.shape == first.shape for item in gradients)
         if function._schema.name not in _ON_GRADIENTS or strangers or not is_alike:
             raise PlacementError(
-                f"{function} was called on a gradient of shape {tuple(first.shape)} on its way through backward; register "
-                "hooks with p.register_hook, which hands out DTensors"
+                f"{function} was called on a gradient of shape {tuple(first.shape)} on its way through backward; "
+                "register hooks with p.register_hook, which hands out DTensors"
             )
         result = function(*map_tensors(args, lambda item: getattr(item, "local", item)), **(options or {}))
         return map_tensors(result, lambda local: cls(local, first.distribution, first.shape))
@@ -311,14 +311,14 @@ _ON_GRADIENTS = frozenset({"aten::add", "aten::detach", "aten::clone", "aten::al
 
 
 def convert_gradients_of(tensor: PlacedTensor) -> None:
-    """Make hooks on a tensor, and ``.grad``, get gradients of its own kind; to be called before hooks are registered."""
+    """Make hooks on a tensor, and ``.grad``, get gradients of its own kind; called before hooks are registered."""
     with torch._C.DisableTorchFunctionSubclass():
         if tensor in _CONVERTED or not tensor.requires_grad:
             return
         _CONVERTED[tensor] = True
-        tensor.register_hook(_converter(type(tensor), tensor._spec))
+        tensor.register_hook(_converter(type(tensor), tensor._spec))  # type: ignore[no-untyped-call]  # torch's stub
         if tensor.is_leaf:
-            tensor.register_post_accumulate_grad_hook(_own_kind_of_grad)
+            tensor.register_post_accumulate_grad_hook(_own_kind_of_grad)  # type: ignore[no-untyped-call]  # torch's stub
 
 
 def _converter(kind: type[PlacedTensor], spec: DTensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:

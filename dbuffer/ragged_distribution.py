@@ -39,9 +39,19 @@ class Distribution:
 
     @property
     def ragged(self) -> RaggedShard | None:
-        """The placement that cuts rows, if it is the only one that cuts."""
+        """The placement that cuts slices of the first dimension, if it is the only one that cuts."""
         cuts = [placement for placement in self.placements if not placement.is_replicate()]
-        return cuts[0] if len(cuts) == 1 and isinstance(cuts[0], RaggedShard) else None
+        if len(cuts) != 1 or not isinstance(cuts[0], RaggedShard) or cuts[0].is_flattened:
+            return None
+        return cuts[0]
+
+    def local_shape(self, shape: torch.Size) -> torch.Size:
+        """Return the whole shape that the local part has along the axes before the ragged one."""
+        sizes = list(shape)
+        for axis, placement in zip(mesh_axes(self.mesh), self.placements, strict=True):
+            if type(placement) is Shard:
+                sizes[placement.dim] = _chunk_size(sizes[placement.dim], axis)
+        return torch.Size(sizes)
 
     @property
     def rows(self) -> range:
@@ -67,6 +77,21 @@ class Distribution:
         )
         return Distribution(self.mesh, placements)
 
+    @property
+    def is_flattened(self) -> bool:
+        """Whether ranks hold rows of all dimensions but the last, so that local parts are 2-D."""
+        return any(isinstance(placement, RaggedShard) and placement.is_flattened for placement in self.placements)
+
+    def local_offsets(self, shape: torch.Size) -> list[int]:
+        """Return where ``local_shape`` begins in the whole tensor."""
+        offsets, sizes = [0] * len(shape), list(shape)
+        for axis, placement in zip(mesh_axes(self.mesh), self.placements, strict=True):
+            if type(placement) is Shard:
+                size = sizes[placement.dim]
+                offsets[placement.dim] += min(axis.rank * -(-size // axis.size), size)
+                sizes[placement.dim] = _chunk_size(size, axis)
+        return offsets
+
     def gather(self, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return the whole tensor, in memory of its own unless ``is_whole``; all ranks of the mesh call it together."""
         if self.is_whole:
@@ -75,7 +100,7 @@ class Distribution:
         for axis in reversed(range(len(placements))):
             placement = placements[axis]
             if isinstance(placement, RaggedShard):
-                part = placement._to_replicate_tensor(part, self.mesh, axis, part.shape)
+                part = placement._to_replicate_tensor(part, self.mesh, axis, self.local_shape(shape))
                 placements[axis] = Replicate()
         if all(placement.is_replicate() for placement in placements):
             return part
@@ -94,7 +119,7 @@ class Distribution:
         for axis, placement in zip(mesh_axes(self.mesh), self.placements, strict=True):
             if isinstance(placement, RaggedShard):
                 rows = placement.rows_of(axis.rank)
-                part = part[rows.start : rows.stop]
+                part = placement.by_rows(part)[rows.start : rows.stop]
             elif type(placement) is Shard:
                 part = _chunk(part, placement.dim, axis)
             elif not placement.is_replicate():
@@ -114,9 +139,13 @@ class Distribution:
 def _chunk(tensor: torch.Tensor, dim: int, axis: MeshAxis) -> torch.Tensor:
     # torch.chunk's rule, which Shard follows: equal chunks rounded up, the last ranks may get less or nothing.
     size = tensor.shape[dim]
+    start = min(axis.rank * -(-size // axis.size), size)
+    return tensor.narrow(dim, start, _chunk_size(size, axis))
+
+
+def _chunk_size(size: int, axis: MeshAxis) -> int:
     most = -(-size // axis.size)
-    start = min(axis.rank * most, size)
-    return tensor.narrow(dim, start, min(most, size - start))
+    return max(min(most, size - axis.rank * most), 0)
 
 
 def contiguous_stride(shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:

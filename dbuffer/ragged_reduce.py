@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,8 +57,12 @@ def run_reduction(operator: Operator, args: Arguments, options: Options) -> Any:
     is_summable = source.dtype.is_floating_point or operator.name in ("sum", "any", "all")
     if distribution.is_whole or not (is_known and has_values and is_summable):
         return run_on_whole(operator, args, options)
+    if distribution.is_flattened:
+        # Local parts have two dimensions, whatever the tensor has.
+        is_known = is_full and not reduction.keepdim and operator.name != "mean"
+        reduction = replace(reduction, dims=(0, 1))
     combine = _combination(operator.name, reduction)
-    if combine is None:
+    if combine is None or not is_known:
         return run_on_whole(operator, args, options)
     return source.with_whole(combine(source, reduction))
 
@@ -88,9 +92,7 @@ def parse_reduction(operator: Operator, args: Arguments, options: Options) -> Re
     listed = (listed,) if isinstance(listed, int) else tuple(listed)
     if any(not isinstance(dim, int) or not -num_dims <= dim < num_dims for dim in listed):
         return None
-    return Reduction(
-        tuple(sorted(dim % num_dims for dim in listed)), bool(keepdim), options.get("dtype"), float(order)
-    )
+    return Reduction(tuple(sorted(dim % num_dims for dim in listed)), bool(keepdim), options.get("dtype"), float(order))
 
 
 Combination = Callable[[PlacedTensor, Reduction], torch.Tensor]
@@ -137,7 +139,8 @@ def _extreme(source: PlacedTensor, local: torch.Tensor, reduction: Reduction) ->
     part = torch.amax(local, reduction.dims, reduction.keepdim)
     # Not every backend lets a value that is not a number win.
     nan = torch.isnan(part).to(torch.float32)
-    source.distribution.all_reduce(part.nan_to_num_(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf")), "max")
+    part.nan_to_num_(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
+    source.distribution.all_reduce(part, "max")
     source.distribution.all_reduce(nan, "max")
     return part.masked_fill_(nan.bool(), float("nan"))
 
@@ -191,7 +194,8 @@ def run_foreach_norm(operator: Operator, args: Arguments, options: Options) -> A
 
 
 def _one_norm(tensor: torch.Tensor, order: float) -> torch.Tensor:
-    return torch.linalg.vector_norm(tensor, order)
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, order)
+    return norm
 
 
 def _by_axes(tensors: Sequence[torch.Tensor]) -> dict[tuple[Any, ...], list[int]]:

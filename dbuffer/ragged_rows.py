@@ -37,7 +37,9 @@ def wrapped(result: Any, template: PlacedTensor) -> Any:
     """Return tensors in a result as tensors with the rows of ``template``."""
     if type(result) is torch.Tensor:
         return template.with_whole(result) if template.is_whole else template.with_rows(result)
-    return map_tensors(result, lambda tensor: wrapped(tensor, template)) if isinstance(result, (tuple, list)) else result
+    if isinstance(result, (tuple, list)):
+        return map_tensors(result, lambda tensor: wrapped(tensor, template))
+    return result
 
 
 def _first_placed(args: Sequence[Any], options: Options) -> PlacedTensor:
@@ -190,7 +192,8 @@ def _at_position(tensor: torch.Tensor, reference: torch.Tensor, must_match: bool
         return whole_of(tensor) if isinstance(tensor, DTensor) else tensor
     is_alike = isinstance(tensor, DTensor) and is_laid_out_like(tensor, reference) and tensor.shape == reference.shape
     if is_alike and getattr(tensor, "window", None) is None:
-        return tensor._local_tensor  # type: ignore[attr-defined]  # a DTensor
+        local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # a DTensor
+        return local
     if must_match and tensor.ndim:
         raise PlacementError(
             f"a fused optimizer got state of shape {tuple(tensor.shape)} that is not laid out like its parameter of "

@@ -29,8 +29,8 @@ class FlatRows:
     Attributes:
         tensor_offset: where the tensor starts in the buffer, in elements.
         shard_numel: elements of the buffer in one shard.
-        row_numel: elements of one row (all dimensions but the first).
-        num_rows: size of the first dimension.
+        row_numel: elements of one row: all dimensions but the first, or the last one alone (``RaggedShard``).
+        num_rows: how many there are.
     """
 
     tensor_offset: int
@@ -59,23 +59,27 @@ class RaggedShard(Shard):
         rows: where the tensor's rows lie.
         axis_sizes: for a mesh that was flattened, the sizes of its axes; their last one is the major one of the buffer,
             while ranks of a flattened mesh count the first one slowest. Empty where rank r holds shard r.
+        is_flattened: rows are those of all dimensions but the last, flattened: expert weights (E, a, b) may be cut
+            between any two of their E * a rows, and local parts are 2-D.
     """
 
     rows: FlatRows
     axis_sizes: tuple[int, ...]
+    is_flattened: bool
 
     # The base class is a compiled one that takes the dimension alone.
-    def __new__(cls, rows: FlatRows, axis_sizes: tuple[int, ...] = ()) -> RaggedShard:
+    def __new__(cls, rows: FlatRows, axis_sizes: tuple[int, ...] = (), is_flattened: bool = False) -> RaggedShard:
         """Create the placement; see the class."""
         return super().__new__(cls, 0)  # type: ignore[call-arg]  # the stub lacks the argument
 
-    def __init__(self, rows: FlatRows, axis_sizes: tuple[int, ...] = ()) -> None:
+    def __init__(self, rows: FlatRows, axis_sizes: tuple[int, ...] = (), is_flattened: bool = False) -> None:
         super().__init__(0)
         self.rows = rows
         self.axis_sizes = axis_sizes
+        self.is_flattened = is_flattened
 
-    def _key(self) -> tuple[FlatRows, tuple[int, ...]]:
-        return (self.rows, self.axis_sizes)
+    def _key(self) -> tuple[FlatRows, tuple[int, ...], bool]:
+        return (self.rows, self.axis_sizes, self.is_flattened)
 
     # PyTorch compares placements with a plain Shard(0) in operator strategies and expects equality there; between two
     # of these the rows decide, and they are part of the hash: the sharding cache must not hand one layout to another.
@@ -104,7 +108,7 @@ class RaggedShard(Shard):
         return self
 
     def __repr__(self) -> str:
-        return f"RaggedShard({self.rows}, {self.axis_sizes})"
+        return f"RaggedShard({self.rows}, {self.axis_sizes}, {self.is_flattened})"
 
     def __str__(self) -> str:
         return "S(0)"
@@ -120,12 +124,21 @@ class RaggedShard(Shard):
             shard += coordinate * weight
         return self.rows.of_shard(shard)
 
+    def by_rows(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return a whole tensor with its rows along the first dimension, as a view where it is contiguous."""
+        return whole.reshape(-1, whole.shape[-1]) if self.is_flattened else whole
+
     def _rows_per_rank(self, num_chunks: int) -> list[range]:
         return [self.rows_of(rank) for rank in range(num_chunks)]
 
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
         rows = self.rows_of(int(rank))
-        return len(rows), rows.start
+        if not self.is_flattened:
+            return len(rows), rows.start
+        # PyTorch can only say which slices of the first dimension a rank has: those that its rows touch.
+        in_slice = max(self.rows.num_rows // max(curr_local_size, 1), 1)
+        first = rows.start // in_slice
+        return (-(-rows.stop // in_slice) - first if rows else 0), first
 
     def local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: int, rank: Any) -> tuple[Any, Any]:  # type: ignore[override]
         """Return (rows, first row) of one rank: PyTorch asks this of placement objects too."""
@@ -136,7 +149,7 @@ class RaggedShard(Shard):
     ) -> tuple[list[torch.Tensor], list[int]]:
         rows = self._rows_per_rank(num_chunks)
         most = max(len(part) for part in rows)
-        shards = [tensor[part.start : part.stop] for part in rows]
+        shards = [self.by_rows(tensor)[part.start : part.stop] for part in rows]
         if not with_padding:
             return [shard.contiguous() if contiguous else shard for shard in shards], []
         padding = [most - len(part) for part in rows]
@@ -146,7 +159,7 @@ class RaggedShard(Shard):
         self, tensor: torch.Tensor, num_chunks: int, index: Any, *, with_padding: bool = True, **options: Any
     ) -> torch.Tensor:
         rows = self.rows_of(int(index))
-        shard = tensor[rows.start : rows.stop].clone()
+        shard = self.by_rows(tensor)[rows.start : rows.stop].clone()
         if not with_padding:
             return shard
         return _pad_rows(shard, max(len(part) for part in self._rows_per_rank(num_chunks)) - len(rows))
@@ -166,10 +179,10 @@ class RaggedShard(Shard):
         axis = mesh_axes(mesh)[mesh_dim]
         rows = self._rows_per_rank(axis.size)
         most = max(len(part) for part in rows)
-        row_shape = tuple(current_logical_shape[1:])
+        row_shape = tuple(current_logical_shape[-1:] if self.is_flattened else current_logical_shape[1:])
         whole = local_tensor.new_empty((sum(len(part) for part in rows), *row_shape))
         if not whole.numel():
-            return whole
+            return whole.view(tuple(current_logical_shape)) if self.is_flattened else whole
         # As bytes, because not every backend gathers every dtype (gloo refuses bool).
         padded = whole.new_empty((most, *row_shape))
         padded[: local_tensor.shape[0]] = local_tensor
@@ -179,7 +192,7 @@ class RaggedShard(Shard):
         shards = gathered.view(whole.dtype).view(axis.size, most, *row_shape)
         for rank, part in enumerate(rows):
             whole[part.start : part.stop] = shards[rank, : len(part)]
-        return whole
+        return whole.view(tuple(current_logical_shape)) if self.is_flattened else whole
 
     def _reduce_shard_tensor(
         self, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int
@@ -209,6 +222,6 @@ def _pad_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=65536)
-def ragged_shard(rows: FlatRows, axis_sizes: tuple[int, ...] = ()) -> RaggedShard:
+def ragged_shard(rows: FlatRows, axis_sizes: tuple[int, ...] = (), is_flattened: bool = False) -> RaggedShard:
     """Return one object for equal arguments: weights, gradients and optimizer state then compare by identity."""
-    return RaggedShard(rows, axis_sizes)
+    return RaggedShard(rows, axis_sizes, is_flattened)

@@ -95,10 +95,8 @@ class PlacedTensor(DTensor):
         if not local.is_contiguous():
             local = local.contiguous()
         meta, shape = _meta(self), local.shape
-        if shape == self._local_tensor.shape:
-            shape = meta.shape
-        else:
-            shape = torch.Size((meta.shape[0], *shape[1:]))
+        is_alike = shape == self._local_tensor.shape
+        shape = meta.shape if is_alike else torch.Size((meta.shape[0], *shape[1:]))
         stride = contiguous_stride(shape)
         if shape == meta.shape and stride == meta.stride and local.dtype is meta.dtype:
             return type(self)(local, self._spec, requires_grad=False)
@@ -154,12 +152,12 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.whole()
     if isinstance(tensor, DTensor):
         is_whole = all(placement.is_replicate() for placement in tensor.placements)
-        return tensor._local_tensor if is_whole else tensor.detach().full_tensor()
+        return tensor._local_tensor if is_whole else tensor.detach().full_tensor()  # type: ignore[attr-defined]  # torch's stub
     if tensor.numel() == 1:
         return tensor
     raise PlacementError(
-        f"found a plain tensor of shape {tuple(tensor.shape)} beside a sharded one. If every rank holds the same values, "
-        "say so: DTensor.from_local(tensor, p.device_mesh, [Replicate()] * p.device_mesh.ndim); else use "
+        f"found a plain tensor of shape {tuple(tensor.shape)} beside a sharded one. If every rank holds the same "
+        "values, say so: DTensor.from_local(tensor, p.device_mesh, [Replicate()] * p.device_mesh.ndim); else use "
         "p.to_local() or p.full_tensor()."
     )
 

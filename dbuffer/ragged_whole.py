@@ -109,7 +109,7 @@ class _Gathered:
         # A small view must not keep the whole tensor alive.
         kept = view if view.numel() == whole.numel() else view.clone()
         result = self._template.with_whole(kept)
-        result.window = Window(root, view.shape, view.stride(), view.storage_offset())
+        result.window = Window(root, view.shape, view.stride(), view.storage_offset())  # type: ignore[arg-type]  # torch's stub
         return result
 
 
@@ -132,8 +132,9 @@ def run_random_like(operator: Operator, args: Arguments, options: Options) -> An
         return run_on_whole(operator, args, options)
     stand_in = torch.empty(source.shape, dtype=source.dtype, device=source._local_tensor.device)
     drawn = operator.function(
-        *map_tensors(args, lambda _: stand_in), **{name: map_tensors(v, lambda _: stand_in) for name, v in options.items()}
-    )  # fmt: skip
+        *map_tensors(args, lambda _: stand_in),
+        **{name: map_tensors(value, lambda _: stand_in) for name, value in options.items()},
+    )
     return source.with_rows(source.distribution.cut(drawn).clone())
 
 
@@ -169,13 +170,13 @@ def _geometry(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_in_view(source: PlacedTensor, view: torch.Tensor) -> PlacedTensor | None:
-    """Return a view of this rank's rows with the geometry of ``view``, a view of the whole; None where there is none."""
+    """Return a view of this rank's rows with the geometry of ``view``, a view of the whole; None if there is none."""
     meta = source._spec.tensor_meta
     assert meta is not None
     if view._base is None or view.dtype is not meta.dtype or view.ndim == 0 or not meta.shape.numel():
         return None
     step = meta.stride[0]
-    first, inner = divmod(view.storage_offset(), step)
+    first, inner = divmod(view.storage_offset(), step)  # type: ignore[operator]  # torch's stub
     reach = inner + sum((size - 1) * stride for size, stride in zip(view.shape[1:], view.stride()[1:], strict=True))
     is_by_rows = view.stride(0) == step or view.shape[0] == 1
     if not view.numel() or not is_by_rows or reach >= step or first + view.shape[0] > meta.shape[0]:

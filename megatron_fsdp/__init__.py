@@ -1,5 +1,6 @@
 """Megatron-style FSDP on flat distributed buffers."""
 
+from megatron_fsdp.adamw import AdamW
 from megatron_fsdp.api import fully_shard, microbatch, no_sync, replicate, share_comm_ctx
 from megatron_fsdp.arguments import add_megatron_fsdp_args
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
@@ -20,6 +21,7 @@ from megatron_fsdp.strategy import Placements
 FSDPModule = FsdpModule
 
 __all__ = [
+    "AdamW",
     "CPUOffloadPolicy",
     "CheckpointError",
     "ConfigError",

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from torch import nn
 
-from dbuffer import Granularity, Partial, Replicate, plan_regions
+from dbuffer import Granularity
 from megatron_fsdp.meshes import ShardingTarget, buffer_device
 from megatron_fsdp.offload import Offload
 from megatron_fsdp.ownership import OwnedParameter, granularities
 from megatron_fsdp.parameter_group import ParameterGroup
 from megatron_fsdp.precision import MixedPrecisionPolicy
-from megatron_fsdp.strategy import Placements
+from megatron_fsdp.regions import unit_regions
 from megatron_fsdp.weights import GroupSpec
 
 __all__ = ["GranularityChoice", "GroupBuilder"]
@@ -47,19 +47,14 @@ class GroupBuilder:
         mesh, placements = self._target.mesh, self._target.placements
         spec = GroupSpec(mesh, placements, buffer_device(mesh), dtypes, self._divisor, is_meta=first.is_meta)
         if like[0].is_replicated:
-            spec = replace(spec, placements=_replicated(placements))
+            spec = replace(spec, placements=placements.no_shard_on_all_axes())
         elif self._offload.is_on:
             spec = replace(spec, is_offloaded=True, is_pinned=self._offload.is_pinned)
-        regions = plan_regions(
+        regions = unit_regions(
             [parameter.shape for parameter in like],
             spec.placements.num_shards([mesh.size(axis) for axis in range(mesh.ndim)]),
-            granularity=granularities(like, self._granularity),
-            itemsize=min(dtype.itemsize for dtype in (dtypes.compute, dtypes.main, dtypes.reduce, dtypes.main_grad)),
+            min(dtype.itemsize for dtype in (dtypes.compute, dtypes.main, dtypes.reduce, dtypes.main_grad)),
+            None if self._granularity is None else granularities(like, self._granularity),
         )
         for region in regions:
             yield ParameterGroup([like[index] for index in region.indices], region.plan, spec, name)
-
-
-def _replicated(placements: Placements) -> Placements:
-    count = placements.num_axes
-    return Placements(placements.dp_axes, (Replicate(),) * count, (Partial("sum"),) * count, (Replicate(),) * count)

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 
 import torch.distributed as dist
@@ -41,7 +42,11 @@ class SaveHandle:
             CheckpointError: it could not be written; on every rank alike.
             TimeoutError: it is still under way after ``timeout``.
         """
-        error = self._result.exception(timeout)
+        try:
+            error = self._result.exception(timeout)
+        except FutureTimeoutError:
+            # Python 3.10 raises a class of its own here.
+            raise TimeoutError(f"the save of {self.path} is still under way after {timeout} s") from None
         self._is_asked = True
         if error is not None:
             raise error

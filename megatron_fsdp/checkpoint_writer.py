@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_fsdp.checkpoint_manifest import FileEntry, hash_file, sync_folder, write_manifest
+from megatron_fsdp.checkpoint_manifest import MANIFEST, FileEntry, hash_file, sync_folder, write_manifest
 from megatron_fsdp.checkpoint_metadata import METADATA
 from megatron_fsdp.checkpoint_ranks import CheckpointRanks
 from megatron_fsdp.errors import CheckpointError
@@ -202,5 +202,8 @@ def _make_folder(path: Path) -> Path:
 
 def _refuse_foreign(path: Path) -> None:
     """A checkpoint replaces a checkpoint or an empty folder, never other work of the user's."""
-    if path.exists() and not (path.is_dir() and ((path / METADATA).exists() or not any(path.iterdir()))):
+    is_replaceable = path.is_dir() and (
+        (path / METADATA).exists() or (path / MANIFEST).exists() or not any(path.iterdir())
+    )
+    if path.exists() and not is_replaceable:
         raise CheckpointError(f"{path} exists and is no checkpoint; it would be replaced. Name another path")

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, RaggedShard
 from dbuffer.dtensor import FlatDTensor
+from dbuffer.ragged_boxes import own_rows
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.sites import Sites
@@ -150,8 +151,8 @@ class Faces:
             )
         with torch.no_grad():
             mine = buffer.get_local_tensor(index)
-            if isinstance(current, DTensor) and current.to_local().shape == mine.shape and _is_ragged(current):
-                mine.copy_(current.to_local())
+            if isinstance(current, DTensor) and is_laid_out_like(current, face):
+                mine.view(-1).copy_(current.to_local().reshape(-1))
             else:
                 whole = current.full_tensor() if isinstance(current, DTensor) else current
                 buffer.write_tensor(index, whole if owned.split is None else owned.split.local_part(whole))
@@ -164,16 +165,30 @@ class Faces:
         """
         index = next(position for position, other in enumerate(self.sharded) if other is face)
         template, split = self.sharded[index], self._owned[index].split
-        assert isinstance(template, DTensor)
-        held = self._main_weight.layout.held(index)
-        whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-        part = (whole if split is None else split.local_part(whole)).reshape(-1)
+        assert isinstance(template, FlatDTensor)
         local = torch.empty_like(template.to_local(), dtype=value.dtype)
-        local.view(-1).copy_(part[held.start : held.stop])
+        touched = _touched_slices(value, template)
+        if touched is not None:
+            local.copy_(touched)
+        else:
+            held = self._main_weight.layout.held(index)
+            whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+            part = (whole if split is None else split.local_part(whole)).reshape(-1)
+            local.view(-1).copy_(part[held.start : held.stop])
         stride = template.stride()
         return FlatDTensor.from_local(
             local, template.device_mesh, template.placements, run_check=False, shape=template.shape, stride=stride
         )
+
+
+def _touched_slices(value: torch.Tensor, template: FlatDTensor) -> torch.Tensor | None:
+    """Return this rank's rows where PyTorch cut ``value`` like ``template``, but by slices of the first dimension."""
+    if not isinstance(value, DTensor) or isinstance(value, FlatDTensor) or not template.distribution.is_flattened:
+        return None
+    if [repr(one) for one in value.placements] != [repr(one) for one in template.placements]:
+        return None
+    ragged = next(one for one in value.placements if isinstance(one, RaggedShard))
+    return own_rows(value.to_local().detach(), ragged, template.distribution.rows)
 
 
 def _gradient_hook(receiver: weakref.ref[GradientReceiver], index: int) -> Callable[[torch.Tensor], None]:
@@ -194,8 +209,6 @@ def is_laid_out_like(value: torch.Tensor, face: torch.Tensor) -> bool:
     """Whether ``value`` may stand beside a sharded parameter as it is: a DTensor with the very rows of its ranks."""
     if not isinstance(value, DTensor) or not isinstance(face, DTensor):
         return False
+    if value.to_local().numel() != face.to_local().numel():
+        return False
     return [repr(placement) for placement in value.placements] == [repr(placement) for placement in face.placements]
-
-
-def _is_ragged(tensor: DTensor) -> bool:
-    return any(isinstance(placement, RaggedShard) for placement in tensor.placements)

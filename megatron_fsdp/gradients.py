@@ -324,7 +324,7 @@ class GradientBuffer:
                     f"DTensor laid out like the parameter, or change the gradient in place"
                 )
             elif gradient.to_local().data_ptr() != mine.data_ptr():
-                mine.copy_(gradient.to_local())
+                mine.view(-1).copy_(gradient.to_local().reshape(-1))
 
     def finalize(self) -> None:
         """Reduce the axes that still hold partial sums, and set ``.grad`` of the sharded parameters."""

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
 from dbuffer.mesh import MeshAxis
-from dbuffer.placements import Flat
 from dbuffer_kernels import AdamWBuffers, Segment, Segments, pack
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.gradients import GradState
@@ -92,9 +91,7 @@ class GroupMoments:
         self._own_gradients: tuple[torch.Tensor | None, ...] = ()
         self._buffers: AdamWBuffers | None = None
         self._patterns: dict[tuple[int, ...], tuple[Segments, torch.Tensor]] = {}
-        self.axes: tuple[MeshAxis, ...] = tuple(
-            axis for axis, placement in zip(main.axes, main.placements, strict=True) if isinstance(placement, Flat)
-        )
+        self.axes: tuple[MeshAxis, ...] = tuple(group.spread_over(main.placements))
 
     @staticmethod
     def _buffer(group: ParameterGroup, dtype: torch.dtype | None, what: str) -> DBuffer:

@@ -161,23 +161,22 @@ def granularities(
     """Return where each parameter may be cut: as asked, else between slices of the first dimension.
 
     Raises:
-        ConfigError: the asked granularity cuts inside such slices, which a DTensor cannot describe.
+        ConfigError: the asked granularity cuts inside rows of the last dimension, which a DTensor cannot describe.
     """
     result = []
     for parameter in owned:
         asked = granularity(parameter.parameter) if callable(granularity) else granularity
         finest = first_dimension_granularity(parameter.shape)
-        result.append(_checked_granularity(parameter, finest if asked is None else asked, finest))
+        result.append(finest if asked is None else _checked_granularity(parameter, asked))
     return result
 
 
-def _checked_granularity(parameter: OwnedParameter, asked: Granularity, finest: Granularity) -> Granularity:
-    slice_numel = math.prod(parameter.shape[1:])
+def _checked_granularity(parameter: OwnedParameter, asked: Granularity) -> Granularity:
+    row_numel = parameter.shape[-1] if len(parameter.shape) > 1 else 1
     unit = asked.unit_numel(parameter.shape)
-    if slice_numel and unit % slice_numel and unit < math.prod(parameter.shape):
+    if row_numel and unit % row_numel and unit < math.prod(parameter.shape):
         raise ConfigError(
-            f"parameter {parameter.name!r} of shape {parameter.shape}: granularity {asked} would cut inside a slice "
-            f"of the first dimension ({slice_numel} elements), which no DTensor can describe; the finest here is "
-            f"{finest}"
+            f"parameter {parameter.name!r} of shape {parameter.shape}: granularity {asked} would cut inside a row of "
+            f"{row_numel} elements, which no DTensor can describe; the finest here is Row()"
         )
     return asked

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dbuffer import Partial, Plan, Replicate, first_dimension_granularity, plan_regions
+from dbuffer import Plan
 from dbuffer.errors import LayoutError
 from megatron_fsdp.catalog import Architecture, UnitShapes
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.exclusion import is_no_shard
 from megatron_fsdp.facts import AxisFacts, GroupFacts, ModelFacts, UnitFacts, Visit, VisitKind, reshard_reason
 from megatron_fsdp.precision import MixedPrecisionPolicy
+from megatron_fsdp.regions import unit_regions
 from megatron_fsdp.strategy import Placements
 from megatron_fsdp.walk import walk_modules
 
@@ -78,7 +79,7 @@ def _unit_groups(parameters: Sequence[ShapedParameter], sharding: Sharding) -> t
         kinds.setdefault((parameter.dtype, parameter.requires_grad, parameter.is_replicated), []).append(parameter)
     groups = []
     for (dtype, requires_grad, is_replicated), alike in kinds.items():
-        placements = _replicated(sharding.placements) if is_replicated else sharding.placements
+        placements = sharding.placements.no_shard_on_all_axes() if is_replicated else sharding.placements
         num_shards = placements.num_shards([axis.size for axis in sharding.axes])
         dtypes = sharding.policy.dtypes_for(dtype, requires_grad=requires_grad)
         itemsize = min(each.itemsize for each in (dtypes.compute, dtypes.main, dtypes.reduce, dtypes.main_grad))
@@ -88,19 +89,12 @@ def _unit_groups(parameters: Sequence[ShapedParameter], sharding: Sharding) -> t
     return tuple(groups)
 
 
-def _replicated(placements: Placements) -> Placements:
-    count = placements.num_axes
-    return Placements(placements.dp_axes, (Replicate(),) * count, (Partial("sum"),) * count, (Replicate(),) * count)
-
-
 @functools.lru_cache(maxsize=4096)
 def _regions(
     shapes: tuple[tuple[int, ...], ...], num_shards: int, itemsize: int
 ) -> tuple[tuple[tuple[int, ...], Plan], ...]:
     # Equal units of a model, and the many settings that a search tries, share few layouts.
-    granularities = [first_dimension_granularity(shape) for shape in shapes]
-    regions = plan_regions(shapes, num_shards, granularity=granularities, itemsize=itemsize)
-    return tuple((region.indices, region.plan) for region in regions)
+    return tuple((region.indices, region.plan) for region in unit_regions(shapes, num_shards, itemsize))
 
 
 # ---------------------------------------------------------------------- a catalog architecture

@@ -90,6 +90,11 @@ class Placements:
         """ZeRO-3 on the inner axis, optimizer state and main weights sharded over both."""
         return cls((outer, inner), (Replicate(), Flat()), (Partial(), Flat()), (Flat(), Flat()))
 
+    def no_shard_on_all_axes(self) -> Placements:
+        """Return the placements of a parameter on the same axes that every rank keeps whole."""
+        count = len(self.dp_axes)
+        return Placements(self.dp_axes, (Replicate(),) * count, (Partial("sum"),) * count, (Replicate(),) * count)
+
     @property
     def num_axes(self) -> int:
         """Number of data-parallel axes."""

@@ -82,8 +82,8 @@ def adamw(buffers: AdamWBuffers, segments: Segments, rows: Tensor, *, clip: Tens
 
     Moves per element the gradient once, weight and moments twice, and ``model_weight`` once: 30 bytes with all in
     fp32 and a bf16 ``model_weight``, 28 with a remainder instead of an fp32 weight, 18 with bf16 gradient and moments
-    as well (``bytes_per_element``). 1 Gi elements at 30 bytes take at best 6.7 ms at the 4.8 TB/s of an H200 (elements *
-    bytes / bandwidth). About 40 flops per element: memory bound. On CUDA nothing is allocated after the first call
+    as well (``bytes_per_element``). 1 Gi elements at 30 bytes take at best 6.7 ms at the 4.8 TB/s of an H200 (elements
+    * bytes / bandwidth). About 40 flops per element: memory bound. On CUDA nothing is allocated after the first call
     with the same ``segments``; the CPU runs ``reference.adamw``, which states its own.
 
     Args:

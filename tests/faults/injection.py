@@ -89,7 +89,8 @@ class Injector:
 
     def _around(self, function: Callable[..., Any], is_after: bool) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            is_due = self._fault is not None and self._iteration == self._fault.iteration
+            # An asynchronous save is still under way when the next iterations have begun.
+            is_due = self._fault is not None and self._iteration >= self._fault.iteration
             if is_due and not is_after:
                 self._die()
             result = function(*args, **options)

@@ -30,13 +30,14 @@ class Outcome:
     Attributes:
         status: exit status of torchrun. output: what all ranks wrote.
         losses: by iteration, as logged; a resumed run replaces what it does again.
-        steps_redone: iterations that were done a second time.
+        has_died: whether the fault came to pass. steps_redone: iterations that were done a second time.
         recovery_s: from the kill to the end of the first iteration after it; None without one.
     """
 
     status: int
     output: str
     losses: dict[int, float]
+    has_died: bool
     steps_redone: int
     recovery_s: float | None
 
@@ -111,7 +112,7 @@ class Job:
         recovery = None
         if died is not None and (after := [event for event in events[died + 1 :] if event["event"] == "stepped"]):
             recovery = after[0]["time"] - events[died]["time"]
-        return Outcome(status, output, losses, len(stepped) - len(set(stepped)), recovery)
+        return Outcome(status, output, losses, died is not None, len(stepped) - len(set(stepped)), recovery)
 
 
 def _environment() -> dict[str, str]:

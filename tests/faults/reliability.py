@@ -83,6 +83,8 @@ def _rows(folder: Path, times: int, wanted: Mapping[int, float]) -> Iterator[Row
                     more_flags=flags,
                 )
                 tries.append(_run(job))
+                if not tries[-1].has_died:
+                    raise RuntimeError(f"{moment}{mode}: no rank was killed, so nothing was tried")
             yield _row(
                 f"a rank killed in {moment}{mode}" if not is_save else f"killed in {moment}{mode}", tries, wanted
             )

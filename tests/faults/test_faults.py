@@ -93,6 +93,7 @@ def test_a_run_loses_nothing_when_a_rank_is_killed(
     flags = ("--async-save",) if is_asynchronous else ()
     outcome = Job(tmp_path, max_restarts=1, fault=Fault(moment, 6, rank), more_flags=flags).run()
     assert outcome.status == 0, outcome.output
+    assert outcome.has_died
     assert outcome.losses == undisturbed.losses
     assert outcome.steps_redone <= SAVE_INTERVAL
 

@@ -136,7 +136,9 @@ def offload(fsdp: Any) -> Outcome:
 def param_dtype(fsdp: Any) -> Outcome:
     model = shard(fsdp, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     seen = []
-    layers(model)[0].up.register_forward_hook(lambda module, args, output: seen.append((module.weight.dtype, output.dtype)))
+    layers(model)[0].up.register_forward_hook(
+        lambda module, args, output: seen.append((module.weight.dtype, output.dtype))
+    )
     losses = train(model)
     kept = {parameter.dtype for parameter in model.parameters()}
     return outcome(model, losses, seen, kept)
@@ -228,7 +230,9 @@ def mesh_dims(fsdp: Any) -> Outcome:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     unknown = fsdp.DataParallelMeshDims(shard="none")
     refuses = raises(lambda: fsdp.fully_shard(blocks(), mesh=mesh, dp_mesh_dims=unknown), ValueError)
-    neither = raises(lambda: fsdp.fully_shard(blocks(), mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims()), ValueError)
+    neither = raises(
+        lambda: fsdp.fully_shard(blocks(), mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims()), ValueError
+    )
     return Outcome((), {}, (dims.shard_names, dims.replicate_names, same, refuses, neither))
 
 

@@ -77,28 +77,24 @@ def unshard_in_bf16(fsdp: Any) -> Outcome:
 
 
 @scenario("reset_iter_state", needs="FSDPModule.reset_iter_state")
-def reset(fsdp: Any) -> Outcome:
-    """A forward and a backward that raise leave nothing behind after it."""
+def recover(fsdp: Any) -> Outcome:
+    """A forward that raised leaves nothing behind, nor does a backward."""
     model = shard(fsdp)
-    fail = True
-
-    def break_(module: nn.Module, args: Any) -> None:
-        if fail:
-            raise RuntimeError("on purpose")
-
-    handle = layers(model)[1].up.register_forward_pre_hook(break_)
+    handle = layers(model)[1].up.register_forward_hook(fail)
     seen = [raises(lambda: model(inputs(0, 0)), RuntimeError)]
     handle.remove()
     model.reset_iter_state()
+    handle = layers(model)[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
     loss = model(inputs(0, 0)).square().mean()
-    layers(model)[1].up.weight.requires_grad_(True)
-    hook = layers(model)[0].register_full_backward_hook(lambda *_: break_(model, None))
-    hook.remove()
-    del loss
+    handle.remove()
+    seen.append(raises(loss.backward, RuntimeError))
     model.reset_iter_state()
-    seen.append(shows_dtensors(model))
     model.zero_grad()
     return outcome(model, train(model), seen)
+
+
+def fail(*_: object) -> None:
+    raise RuntimeError("on purpose")
 
 
 # ---------------------------------------------------------------- accumulation

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, fully_shard_optimizer
 from megatron_fsdp.adamw import AdamW
 from tests.functional.adamw_comparison import differing_state, groups_of, torch_adamw, two_groups
 from tests.functional.models import (
@@ -72,6 +72,20 @@ def test_weights_state_and_state_dict_equal_those_of_torch_to_the_bit_in_every_p
 ) -> None:
     num_ranks = torch.Size(mesh).numel()
     assert run_ranks(num_ranks, compare_with_torch, strategy, mesh) == [{name: [] for name in POLICIES}] * num_ranks
+
+
+def wrapped_too() -> list[str]:
+    """Compare with an optimizer to which ``fully_shard_optimizer`` was applied, which casts gradients before steps."""
+    found = []
+    for wrap in (lambda optimizer: optimizer, fully_shard_optimizer):
+        model = shard_model(make_model(), world_mesh(), policy=POLICIES["bf16 gradients"])
+        train(model, wrap(AdamW(two_groups(model), lr=0.01)), range(3), [dist.get_rank()])
+        found.append(whole_state(model))
+    return differing(*found)
+
+
+def test_fully_shard_optimizer_on_top_of_it_changes_nothing() -> None:
+    assert run_ranks(2, wrapped_too) == [[], []]
 
 
 def train_sharded() -> State:

@@ -115,6 +115,23 @@ def test_a_load_waits_for_the_save_before_it(tmp_path: Path) -> None:
         assert differing(found, wanted) == []
 
 
+def wait_too_short(path: str) -> tuple[str, str]:
+    model, optimizer = Layout((2,)).build(seed=0)
+    gate = threading.Event()
+    with held_up(gate):
+        handle = save_checkpoint(model, optimizer, path, asynchronous=True)
+        message = message_of(TimeoutError, lambda: handle.wait(0.01))
+        gate.set()
+        return message, str(handle.wait())
+
+
+def test_waiting_may_end_before_the_save_does_and_be_repeated(tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
+    for message, saved in run_ranks(2, wait_too_short, path):
+        assert message == f"the save of {path} is still under way after 0.01 s"
+        assert saved == path
+
+
 def fail_on_the_last_rank(draft: checkpoint_writer.Draft) -> object:
     if dist.get_rank() == dist.get_world_size() - 1:
         raise OSError(28, "No space left on device")

@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.functional import compatibility_arguments, compatibility_methods
+from tests.functional import compatibility_arguments, compatibility_communication, compatibility_methods
 from tests.functional.compatibility import SCENARIOS, Outcome, available, disagreements, run_both
 from tests.harness import run_ranks
 
-__all__ = ["compatibility_arguments", "compatibility_methods"]
+__all__ = ["compatibility_arguments", "compatibility_communication", "compatibility_methods"]
 
 
 def run(name: str) -> tuple[Outcome, Outcome]:

@@ -1,0 +1,295 @@
+"""3-D expert weights keep their shape for the user while ranks hold rows of any expert."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from dbuffer import Row
+from megatron_fsdp import (
+    AdamW,
+    Placements,
+    clip_grad_norm_,
+    fully_shard,
+    fully_shard_optimizer,
+    load_checkpoint,
+    materialize,
+    save_checkpoint,
+)
+from tests.functional.replica import WIDTH, Block, Case, Comparison, Stack, compare, inputs, squared, whole
+from tests.harness import run_ranks
+
+NUM_EXPERTS = 2
+
+
+class Experts(nn.Module):
+    """Two experts of (5, WIDTH) and (WIDTH, 3) weights, and one weight of four dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(NUM_EXPERTS, WIDTH, 5))
+        self.down = nn.Parameter(torch.empty(NUM_EXPERTS, 5, WIDTH))
+        self.mix = nn.Parameter(torch.empty(1, 3, 2, WIDTH))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights."""
+        for parameter in self.parameters(recurse=False):
+            nn.init.normal_(parameter, std=0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., WIDTH) for (..., WIDTH)."""
+        hidden = torch.tanh(torch.einsum("...d,edh->...eh", x, self.up))
+        return x + torch.einsum("...eh,ehd->...d", hidden, self.down) * self.mix.sum((0, 1, 2))
+
+
+def build() -> nn.Module:
+    return Stack(Block(), Experts())
+
+
+def shard_by_rows(model: nn.Module) -> None:
+    assert isinstance(model, Stack)
+    for layer in model.layers:
+        fully_shard(layer, granularity=Row())
+    fully_shard(model)
+
+
+def shard_on_two_axes(model: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    assert isinstance(model, Stack)
+    for layer in model.layers:
+        fully_shard(layer, mesh, Placements.hfsdp(), granularity=Row())
+    fully_shard(model, mesh, Placements.hfsdp())
+
+
+def compare_on(num_axes: int) -> Comparison:
+    return compare(Case(build, squared, shard=shard_by_rows if num_axes == 1 else shard_on_two_axes))
+
+
+@pytest.mark.parametrize(("num_ranks", "num_axes"), [(2, 1), (3, 1), (4, 1), (4, 2)])
+def test_gradients_are_exact_when_experts_are_cut_between_rows(num_ranks: int, num_axes: int) -> None:
+    results = run_ranks(num_ranks, compare_on, num_axes)
+    assert all(result.is_exact for result in results), results
+
+
+def sharded(seed: int = 0) -> Stack:
+    torch.manual_seed(seed)
+    model = build()
+    shard_by_rows(model)
+    assert isinstance(model, Stack)
+    return model
+
+
+def cut_experts() -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], bool]:
+    model = sharded()
+    faces = list(model.layers[1].parameters())
+    assert all(isinstance(face, DTensor) for face in faces)
+    wholes = [whole(face, face) for face in faces]
+    torch.manual_seed(0)
+    same = all(torch.equal(a, b) for a, b in zip(wholes, build().layers[1].parameters(), strict=True))  # type: ignore[union-attr,index,operator]
+    return [tuple(face.shape) for face in faces], [tuple(face.to_local().shape) for face in faces], same  # type: ignore[operator]
+
+
+def test_parameters_show_their_natural_shape_over_rows_of_any_expert() -> None:
+    results = run_ranks(3, cut_experts)
+    assert all(shapes == [(2, 7, 5), (2, 5, 7), (1, 3, 2, 7)] and same for shapes, _, same in results)
+    per_rank = [local for _, local, _ in results]
+    assert [sum(local[position][0] for local in per_rank) for position in range(3)] == [14, 10, 6]
+    assert any(local[0][0] % 7 for local in per_rank), "some cut must lie inside an expert"
+
+
+def operators() -> list[str]:
+    """Return the names of operators whose result on the sharded weight is not that on the whole one."""
+    model = sharded()
+    face = model.layers[1].up
+    assert isinstance(face, nn.Parameter)
+    plain = whole(face, face)
+    with torch.no_grad():
+        results = {
+            "mul": (face * 0.5, plain * 0.5),
+            "clone": (face.clone(), plain.clone()),
+            "to": (face.to(torch.float64), plain.to(torch.float64)),
+            "add": (face + face.square(), plain + plain.square()),
+            "broadcast": (face * torch.tensor(3.0), plain * 3.0),
+            "sum": (face.sum(), plain.sum()),
+            "norm": (face.norm(), plain.norm()),
+            "max": (face.abs().max(), plain.abs().max()),
+            "mean of rows": (face.mean(-1), plain.mean(-1)),
+            "sum over experts": (face.sum(0), plain.sum(0)),
+            "softmax": (face.softmax(-1), plain.softmax(-1)),
+            "select": (face[1], plain[1]),
+            "slice": (face[:, 2:5], plain[:, 2:5]),
+            "transpose": (face.transpose(1, 2), plain.transpose(1, 2)),
+            "view": (face.view(14, 5), plain.view(14, 5)),
+            "bmm": (torch.bmm(face, face.transpose(1, 2)), torch.bmm(plain, plain.transpose(1, 2))),
+            "zeros_like": (torch.zeros_like(face) + 1, torch.ones_like(plain)),
+        }
+        results["canonical"] = (
+            face + distribute_tensor(plain, face.device_mesh, [Shard(0)]),  # type: ignore[attr-defined]
+            plain + plain,
+        )
+    wrong = [name for name, (a, b) in results.items() if not torch.allclose(whole(a, a), b, atol=1e-6)]
+    with torch.no_grad():
+        face[1, 2:4].fill_(7.0)
+        plain[1, 2:4].fill_(7.0)
+    return wrong + ["setting through a view"] * (not torch.equal(whole(face, face), plain))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_operators_on_sharded_experts_give_what_they_give_on_whole_ones(num_ranks: int) -> None:
+    assert run_ranks(num_ranks, operators) == [[]] * num_ranks
+
+
+def optimizer_of(kind: str, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    if kind == "ours":
+        return AdamW(parameters, lr=0.05)
+    return torch.optim.AdamW(parameters, lr=0.05, foreach=kind == "foreach")
+
+
+def train(kind: str, model: nn.Module, ranks: list[int], steps: int = 3) -> torch.optim.Optimizer:
+    optimizer = optimizer_of(kind, model.parameters())
+    if len(ranks) == 1 and kind != "ours":
+        fully_shard_optimizer(optimizer)
+    for step in range(steps):
+        for rank in ranks:
+            (squared(model, rank, step) / len(ranks)).backward()
+        if len(ranks) == 1:
+            clip_grad_norm_(model, 0.5)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def trained(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    model = sharded()
+    optimizer = train(kind, model, [dist.get_rank()])
+    moments = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    values = {name: whole(value, value) for name, value in model.state_dict().items()}
+    state = moments["state"]
+    assert isinstance(state, dict)
+    return values, {name: entry["exp_avg"] for name, entry in state.items()}
+
+
+@pytest.mark.parametrize("kind", ["foreach", "single tensors", "ours"])
+def test_adamw_on_sharded_experts_equals_adamw_on_whole_ones(kind: str) -> None:
+    torch.manual_seed(0)
+    oracle = build()
+    train("single tensors", oracle, [0, 1, 2])
+    wanted = oracle.state_dict()
+    for rank, (values, moments) in enumerate(run_ranks(3, trained, kind)):
+        assert {name for name in wanted if not torch.allclose(values[name], wanted[name], atol=2e-6)} == set()
+        assert rank or {name: tuple(moments[name].shape) for name in wanted} == {
+            name: tuple(value.shape) for name, value in wanted.items()
+        }
+
+
+def saved(path: str, way: str) -> dict[str, torch.Tensor]:
+    model = sharded(seed=3)
+    optimizer = train("foreach", model, [dist.get_rank()])
+    if way == "save_checkpoint":
+        save_checkpoint(model, optimizer, path)
+    else:
+        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=path)
+    return {name: whole(value, value) for name, value in model.state_dict().items()}
+
+
+def loaded(path: str, way: str, is_sharded: bool) -> dict[str, torch.Tensor]:
+    model = sharded(seed=9) if is_sharded else build()
+    if not is_sharded:
+        fully_shard(model)
+    optimizer = train("foreach", model, [dist.get_rank()], steps=1)
+    if way == "save_checkpoint":
+        load_checkpoint(model, optimizer, path)
+    else:
+        state = {"model": get_model_state_dict(model)}
+        dcp.load(state, checkpoint_id=path)
+        set_model_state_dict(model, state["model"])
+    return {name: whole(value, value) for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("way", ["DCP", "save_checkpoint"])
+@pytest.mark.parametrize(("num_ranks", "is_sharded"), [(3, True), (2, True), (4, True), (2, False)])
+def test_a_checkpoint_of_experts_cut_between_rows_loads_on(
+    num_ranks: int, is_sharded: bool, way: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "checkpoint")
+    wanted = run_ranks(3, saved, path, way)[0]
+    for found in run_ranks(num_ranks, loaded, path, way, is_sharded):
+        assert {name for name in wanted if not torch.equal(found[name], wanted[name])} == set()
+
+
+def from_whole(way: str) -> list[str]:
+    torch.manual_seed(5)
+    wanted = {name: value.detach().clone() for name, value in build().state_dict().items()}
+    model = sharded()
+    if way == "plain":
+        model.load_state_dict(wanted)
+    elif way == "assign":
+        model.load_state_dict(wanted, assign=True)
+    elif way == "canonical":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        model.load_state_dict({name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in wanted.items()})
+    else:
+        # Into memory that is there PyTorch copies slices of the first dimension, which raises: rows are no slices.
+        with torch.device("meta"):
+            model = build()  # type: ignore[assignment]
+        shard_by_rows(model)
+        full = dict(wanted) if dist.get_rank() == 0 else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, full, options=options)
+    found = {name: whole(value, value) for name, value in model.state_dict().items()}
+    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
+
+
+@pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning")
+@pytest.mark.filterwarnings("ignore:`_get_pg_default_device`:UserWarning")
+@pytest.mark.parametrize("way", ["plain", "assign", "canonical", "broadcast"])
+def test_sharded_experts_take_whole_values_from(way: str) -> None:
+    assert run_ranks(3, from_whole, way) == [[], [], []]
+
+
+def materialized() -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        model = build()
+    shard_by_rows(model)
+    torch.manual_seed(11)
+    materialize(model)
+    return {name: whole(value, value) for name, value in model.state_dict().items()}
+
+
+def test_sharded_experts_are_initialised_like_whole_ones() -> None:
+    one = run_ranks(1, materialized)[0]
+    for found in run_ranks(3, materialized):
+        assert {name for name in one if not torch.equal(found[name], one[name])} == set()
+
+
+def few_large_experts() -> tuple[float, bool, float]:
+    """Without a granularity: two experts over four ranks would double the buffer if experts were never cut."""
+    torch.manual_seed(0)
+    weight = nn.Module()
+    weight.up = nn.Parameter(torch.randn(2, 640, 96))
+    kept = weight.up.detach().clone()
+    fully_shard(weight)
+    (group,) = weight.parameter_groups  # type: ignore[operator,attr-defined,misc]
+    face = next(iter(group.parameters.values()))
+    return group.plan.padding_ratio, torch.equal(whole(face, face), kept), inputs(0, 0).sum().item()
+
+
+def test_by_default_experts_are_cut_between_rows_where_whole_ones_would_pad() -> None:
+    for padding, is_kept, _ in run_ranks(4, few_large_experts):
+        assert padding < 0.01
+        assert is_kept

@@ -1,0 +1,381 @@
+"""fully_shard_model: Megatron-FSDP's one call shards like calls of fully_shard, and says what it leaves undone."""
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron_fsdp import FsdpModule, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy as Policy
+from megatron_fsdp.quickstart import fully_shard_model, fully_shard_model_and_optimizer
+from megatron_fsdp.quickstart_module import MegatronFSDP
+from megatron_fsdp.quickstart_notices import ACCEPTED
+from tests.functional.replica import (
+    Block,
+    Case,
+    Comparison,
+    Stack,
+    compare,
+    inputs,
+    squared,
+    three_blocks,
+    units_of,
+    whole,
+)
+from tests.harness import run_ranks
+
+BASE = Case(three_blocks, squared)
+
+
+def grid(*sizes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "dp", "cp")[: len(sizes)])
+
+
+def compare_with(**options: Any) -> Comparison:
+    def shard(model: nn.Module) -> None:
+        assert fully_shard_model(model, [Block], **options) is model
+
+    return compare(replace(BASE, shard=shard))
+
+
+# ---------------------------------------------------------------- strategies and meshes
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3, "no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_gradients_are_exact_with_zero_dp_strategy(strategy: int | str) -> None:
+    assert all(result.is_exact for result in run_ranks(2, compare_strategy, strategy))
+
+
+def compare_strategy(strategy: int | str) -> Comparison:
+    return compare_with(zero_dp_strategy=strategy)
+
+
+def on_two_axes(outer: int | str, flattened: bool, strategy: int) -> tuple[Comparison, str]:
+    mesh = grid(2, 2, 1) if flattened else grid(2, 2)
+    shard = "dp"
+    if flattened:
+        mesh["dp", "cp"]._flatten("dp_cp")
+        shard = "dp_cp"
+    seen = []
+
+    def shard_model(model: nn.Module) -> None:
+        names = {"dp_outer_dim": "outer", "dp_shard_dim": shard}
+        fully_shard_model(model, [Block], strategy, outer, mesh, **names)
+        seen.append(units_of(model)[1].parameter_groups[0].spec.placements)
+
+    result = compare(replace(BASE, shard=shard_model))
+    return result, repr(seen[0].optimizer)
+
+
+# PyTorch warns that a flattened axis will not be found by name some day; until then Megatron's way to name it works.
+@pytest.mark.filterwarnings("ignore:Slicing a flattened dim:UserWarning")
+@pytest.mark.parametrize("strategy", [1, 3])
+@pytest.mark.parametrize("flattened", [False, True])
+def test_an_outer_axis_of_replicas_is_hybrid_sharding(flattened: bool, strategy: int) -> None:
+    for result, optimizer in run_ranks(4, on_two_axes, 0, flattened, strategy):
+        assert result.is_exact
+        assert optimizer == "(Replicate(), Flat())"
+
+
+@pytest.mark.parametrize("outer", [1, "optim"])
+def test_the_outer_axis_may_shard_the_optimizer_too(outer: int | str) -> None:
+    for result, optimizer in run_ranks(4, on_two_axes, outer, False, 3):
+        assert result.is_exact
+        assert optimizer == "(Flat(), Flat())"
+
+
+def sharded_over_a_part() -> tuple[int, int]:
+    model = fully_shard_model(three_blocks(), [Block], device_mesh=grid(2, 2), dp_shard_dim="dp")
+    axes = units_of(model)[1].parameter_groups[0].main_weight.axes
+    return len(axes), axes[0].size
+
+
+def test_dp_shard_dim_alone_names_the_axis_of_a_larger_mesh() -> None:
+    assert run_ranks(4, sharded_over_a_part) == [(1, 2)] * 4
+
+
+# ---------------------------------------------------------------- units
+
+
+def unit_names(entries: Any) -> list[str]:
+    model = fully_shard_model(nn.Sequential(Stack(Block(), Block()), nn.Linear(7, 7)), entries)
+    return [name for name, module in model.named_modules() if isinstance(module, FsdpModule)]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [[Block], ["Block"], ["tests.functional.replica.Block"], "Block", Block],
+    ids=["class", "name", "import path", "one name", "one class"],
+)
+def test_units_are_named_by_class_or_path(entries: Any) -> None:
+    assert run_ranks(1, unit_names, entries) == [["", "0.layers.0", "0.layers.1"]]
+
+
+def test_units_may_nest_and_be_of_several_classes() -> None:
+    assert run_ranks(1, unit_names, ["Block", nn.Linear, "Stack"]) == [
+        ["", "0", *(f"0.layers.{i}{part}" for i in (0, 1) for part in ("", ".up", ".down")), "1"]
+    ]
+
+
+def without_units() -> tuple[int, list[str]]:
+    lines = logged(lambda: fully_shard_model(three_blocks()))
+    return sum(isinstance(module, FsdpModule) for module in fully_shard_model(three_blocks()).modules()), lines
+
+
+def test_without_unit_modules_the_model_is_one_unit_and_the_log_says_what_that_costs() -> None:
+    for count, lines in run_ranks(2, without_units)[:1]:
+        assert count == 1
+        assert lines == ["fully_shard_model(fsdp_unit_modules=None): the whole model is one unit, so nothing overlaps"]
+
+
+def sharded_before() -> tuple[list[str], str]:
+    model = three_blocks()
+    fully_shard(model.layers[0], grad_divisor=3)  # type: ignore[index, operator]  # a ModuleList
+    result = fully_shard_model(model, [Block])
+    (group,) = result.layers[0].parameter_groups  # type: ignore[index, operator, union-attr]
+    return [type(module).__name__ for module in units_of(result)], str(group.spec.divisor)
+
+
+def test_what_was_sharded_before_stays_as_it_is() -> None:
+    assert run_ranks(2, sharded_before) == [(["MegatronFSDPStack", "FSDPBlock", "FSDPBlock", "FSDPBlock"], "6")] * 2
+
+
+# ---------------------------------------------------------------- what does nothing, what is refused
+
+
+def logged(action: Any) -> list[str]:
+    """Return the lines that ``action`` logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megatron_fsdp.quickstart")
+    logger.addHandler(handler)
+    try:
+        action()
+    finally:
+        logger.removeHandler(handler)
+    return lines
+
+
+def notices() -> list[tuple[str, list[str], list[str]]]:
+    results = []
+    for each in ACCEPTED:
+        other = "given" if each.default is None else not each.default
+        asked = logged(lambda: fully_shard_model(Block(), [Block], **{each.name: other}))  # noqa: B023
+        default = logged(lambda: fully_shard_model(Block(), [Block], **{each.name: each.default}))  # noqa: B023
+        results.append((each.name, asked, default))
+    return results
+
+
+def test_every_argument_without_effect_is_answered_with_the_reason_on_one_rank() -> None:
+    first, second = run_ranks(2, notices)
+    for each, (name, asked, default) in zip(ACCEPTED, first, strict=True):
+        assert name == each.name
+        assert len(asked) == 1
+        assert asked[0].startswith(f"fully_shard_model({name}=")
+        assert asked[0].endswith(each.reason)
+        assert default == []
+    assert all(asked == [] for _, asked, _ in second)
+
+
+def message_of(options: dict[str, Any]) -> str:
+    if "device_mesh" in options:
+        options["device_mesh"] = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("outer", "dp", "cp"))
+    try:
+        fully_shard_model(three_blocks(), **{"fsdp_unit_modules": [Block], **options})
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+REFUSED = {
+    "unknown": ({"overlap_grads": True}, "no argument 'overlap_grads'; the nearest is 'overlap_grad_reduce'"),
+    "misspelt": ({"dp_shard": "dp"}, "the nearest is 'dp_shard_dim'"),
+    "strategy": ({"zero_dp_strategy": 4}, "give 0 to 3, or one of no_shard, optim"),
+    "outer strategy": ({"outer_dp_sharding_strategy": "optim_grads"}, "give 0 to 1, or one of no_shard, optim"),
+    "outer, one axis": ({"outer_dp_sharding_strategy": 1}, "needs a mesh of two axes"),
+    "outer, not ZeRO-3": (
+        {"outer_dp_sharding_strategy": 1, "zero_dp_strategy": 2, "device_mesh": 0, "dp_shard_dim": "dp",
+         "dp_outer_dim": "outer"}, "needs zero_dp_strategy=3"),
+    "axes": ({"device_mesh": 0}, "name the data-parallel ones"),
+    "outer axis alone": ({"device_mesh": 0, "dp_outer_dim": "outer"}, "needs dp_shard_dim"),
+    "unknown axis": ({"device_mesh": 0, "dp_shard_dim": "none"}, "dp_shard_dim='none'"),
+    "no such unit": ({"fsdp_unit_modules": ["Layer"]}, "its classes are ['Block', 'LayerNorm', 'Linear'"),
+    "decoupled": ({"use_decoupled_grad": True}, "gradients are .grad"),
+    "device": ({"device_mesh": 0, "dp_shard_dim": "dp", "device": "cuda"}, "pass a mesh of 'cuda'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_meaning_is_refused_with_the_cure(name: str) -> None:
+    options, wanted = REFUSED[name]
+    (message,) = run_ranks(1, message_of, options)
+    assert message.startswith("ConfigError: ")
+    assert wanted in message
+
+
+# ---------------------------------------------------------------- arguments that act
+
+
+def on_device(device: Any) -> str:
+    model = fully_shard_model(three_blocks(), [Block], device=device)
+    return str(next(model.parameters()).device)
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), None])
+def test_device_says_where_the_model_goes(device: Any) -> None:
+    assert run_ranks(2, on_device, device) == ["cpu", "cpu"]
+
+
+def initialised(wanted: bool) -> list[bool]:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+    fully_shard_model(model, [nn.Linear], init_model_with_meta_device=wanted)
+    return [parameter.is_meta for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_meta_parameters_are_initialised_on_request(wanted: bool) -> None:
+    assert run_ranks(2, initialised, wanted) == [[not wanted] * 4] * 2
+
+
+@dataclass(frozen=True)
+class MegatronPolicy:
+    """Megatron-FSDP's fields."""
+
+    main_params_dtype: torch.dtype | None = torch.float32
+    main_grads_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
+
+
+POLICIES = {
+    "default": (None, (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32)),
+    "Megatron's": (MegatronPolicy(), (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32)),
+    "Megatron's fp32 wire": (
+        MegatronPolicy(grad_comm_dtype=torch.float32),
+        (torch.bfloat16, torch.float32, torch.float32, torch.float32),
+    ),
+    "Megatron's bf16 main": (
+        MegatronPolicy(torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32),
+    ),
+    "ours": (Policy(torch.float16), (torch.float16, torch.bfloat16, torch.float16, torch.bfloat16)),
+}
+
+
+def dtypes_under(name: str) -> tuple[torch.dtype, ...]:
+    module = fully_shard_model(Block().to(torch.bfloat16), mixed_precision_policy=POLICIES[name][0])
+    found = module.parameter_groups[0].spec.dtypes
+    return found.compute, found.main, found.reduce, found.main_grad
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_mixed_precision_policies_of_either_kind_decide_the_dtypes(name: str) -> None:
+    assert run_ranks(1, dtypes_under, name) == [POLICIES[name][1]]
+
+
+def not_a_number() -> tuple[str, str]:
+    messages = []
+    for reports in (True, False):
+        model = fully_shard_model(three_blocks(), [Block], report_nan_in_param_grad=reports)
+        poison = float("nan") if dist.get_rank() == 1 else 1.0
+        try:
+            (model(inputs(0, 0)) * poison).sum().backward()
+        except ValueError as error:
+            messages.append(str(error))
+        else:
+            messages.append("")
+    return messages[0], messages[1]
+
+
+def test_a_gradient_that_is_not_a_number_is_reported_with_its_unit() -> None:
+    for asked, not_asked in run_ranks(2, not_a_number):
+        assert "a reduced gradient is not a number" in asked
+        assert "'layers.2'" in asked
+        assert not_asked == ""
+
+
+class Expert(Block):
+    """A block whose parameters are marked as Megatron marks experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def expert_gradients() -> tuple[list[int], float]:
+    """Two expert-parallel pairs of ranks; each has an expert of its own, and all share the dense block."""
+    torch.manual_seed(0)
+    model = Stack(Block(), Stack(Expert()))
+    torch.manual_seed(dist.get_rank() // 2)
+    model.layers[1] = Stack(Expert())
+    oracle = Stack(Block(), Stack(Expert()))
+    oracle.load_state_dict(model.state_dict())
+    experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    dense = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    fully_shard_model(model, [Block], device_mesh=dense, dp_shard_dim="dp", expt_device_mesh=experts)
+    squared(model, dist.get_rank(), 0).backward()
+    own = range(dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 2)
+    for rank in own:
+        (squared(oracle, rank, 0) / 4).backward()
+    pairs = zip(model.layers[1].parameters(), oracle.layers[1].parameters(), strict=True)
+    worst = max(float((whole(a.grad, a) - whole(b.grad, b)).abs().max()) for a, b in pairs)
+    return [
+        unit.parameter_groups[0].main_weight.axes[0].size for unit in units_of(model) if unit.parameter_groups
+    ], worst
+
+
+def test_experts_are_sharded_over_their_own_mesh_and_divided_by_all_ranks() -> None:
+    for sizes, worst in run_ranks(4, expert_gradients):
+        assert sizes == [4, 2]
+        assert worst < 1e-6
+
+
+# ---------------------------------------------------------------- the optimizer as well
+
+
+def with_optimizer() -> tuple[Comparison, list[float]]:
+    rates: list[float] = []
+
+    def shard(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1)
+        sharded, same = fully_shard_model_and_optimizer(model, optimizer, fsdp_unit_modules=[Block])
+        assert sharded is model
+        assert same is optimizer
+        assert isinstance(sharded, MegatronFSDP)
+        made.append(optimizer)
+
+    made: list[torch.optim.Optimizer] = []
+
+    def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+        rates.append(len(made))
+        return made.pop() if made else torch.optim.SGD(list(parameters), lr=0.1)
+
+    return compare(replace(BASE, shard=shard, optimizer=optimizer_of)), rates
+
+
+def test_an_optimizer_built_before_sharding_trains_the_sharded_parameters() -> None:
+    for result, _ in run_ranks(2, with_optimizer):
+        assert result.is_exact
+
+
+def late_optimizer() -> str:
+    model = three_blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    squared(model, 0, 0).backward()
+    optimizer.step()
+    try:
+        fully_shard_model_and_optimizer(model, optimizer)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_with_state_is_refused() -> None:
+    assert "has stepped already" in run_ranks(1, late_optimizer)[0]

@@ -1,0 +1,307 @@
+"""What fully_shard_model returns: Megatron-FSDP's methods for microbatches, gradients and weights."""
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from dbuffer import observe_collectives
+from megatron_fsdp.quickstart import fully_shard_model
+from megatron_fsdp.quickstart_module import MegatronFSDP
+from tests.functional.replica import Block, inputs, squared, three_blocks, units_of, whole
+from tests.harness import run_ranks
+
+NUM_MICROBATCHES = 3
+STRATEGIES = {"zero0": (0, 0, 1), "zero1": (1, 0, 1), "zero2": (2, 0, 1), "zero3": (3, 0, 1), "hsdp": (3, 0, 2),
+              "hfsdp": (3, 1, 2)}  # fmt: skip
+
+
+def sharded(strategy: str, **options: Any) -> tuple[MegatronFSDP, nn.Module]:
+    """Return the three blocks sharded, and whole."""
+    zero, outer, num_axes = STRATEGIES[strategy]
+    torch.manual_seed(0)
+    oracle, model = three_blocks(), three_blocks()
+    model.load_state_dict(oracle.state_dict())
+    if num_axes == 2:
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "dp"))
+        options |= {"device_mesh": mesh, "dp_outer_dim": "outer", "dp_shard_dim": "dp"}
+    return fully_shard_model(model, [Block], zero, outer, **options), oracle
+
+
+def worst_gradient(model: nn.Module, oracle: nn.Module) -> float:
+    pairs = zip(model.parameters(), oracle.parameters(), strict=True)
+    return max(float((whole(a.grad, a) - whole(b.grad, b)).abs().max()) for a, b in pairs)
+
+
+def add_mean_gradients(oracle: nn.Module, step: int, scale: float = 1.0) -> None:
+    for rank in range(dist.get_world_size()):
+        (squared(oracle, rank, step) * scale / dist.get_world_size()).backward()
+
+
+# ---------------------------------------------------------------- microbatches
+
+Backward = Callable[[MegatronFSDP, int], None]
+
+
+def backward(model: MegatronFSDP, index: int) -> None:
+    assert isinstance(model, nn.Module)
+    squared(model, dist.get_rank(), index).backward()
+
+
+def in_no_sync(model: MegatronFSDP, index: int) -> None:
+    with model.no_sync() if index < NUM_MICROBATCHES - 1 else nullcontext():
+        backward(model, index)
+
+
+def in_sync_at_the_end(model: MegatronFSDP, index: int) -> None:
+    with model.sync() if index == NUM_MICROBATCHES - 1 else nullcontext():
+        backward(model, index)
+
+
+def finished_by_hand(model: MegatronFSDP, index: int) -> None:
+    backward(model, index)
+    if index == NUM_MICROBATCHES - 1:
+        model.start_grad_sync()
+        model.finish_grad_sync()
+        model.finish_grad_sync()
+        model.synchronize_gradient_reduce()
+        model.attach_grad_to_optimizer_state()
+
+
+def switched_by_hand(model: MegatronFSDP, index: int) -> None:
+    model.set_model_auto_sync(index == NUM_MICROBATCHES - 1)
+    backward(model, index)
+
+
+LOOPS: dict[str, tuple[bool, Backward]] = {
+    "every backward is synced": (True, backward),
+    "no_sync": (True, in_no_sync),
+    "sync": (False, in_sync_at_the_end),
+    "finish_grad_sync": (False, finished_by_hand),
+    "set_model_auto_sync": (True, switched_by_hand),
+}
+
+
+def accumulated(loop: str, strategy: str) -> tuple[float, int]:
+    """Return the worst gradient of two steps, and how many reductions over the axis of partial sums there were."""
+    syncs, run = LOOPS[loop]
+    model, oracle = sharded(strategy, sync_model_each_microbatch=syncs)
+    assert isinstance(model, nn.Module)
+    worst, kinds = 0.0, Counter[str]()
+    for step in range(2):
+        with observe_collectives(lambda call: kinds.update([call.kind])):
+            for index in range(NUM_MICROBATCHES):
+                run(model, index)
+                add_mean_gradients(oracle, index)
+        worst = max(worst, worst_gradient(model, oracle))
+        for each in (model, oracle):
+            torch.optim.SGD(each.parameters(), lr=0.1 * (step + 1)).step()
+            each.zero_grad()
+    return worst, kinds["all_reduce"]
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_gradients_are_the_sum_over_microbatches_with(loop: str, strategy: str) -> None:
+    for worst, num_all_reduces in run_ranks(2, accumulated, loop, strategy):
+        assert worst < 2e-6
+        if strategy == "zero0":
+            once_a_step = 2 * 3
+            assert num_all_reduces == once_a_step * (NUM_MICROBATCHES if loop.startswith("every") else 1)
+
+
+@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
+@pytest.mark.parametrize("loop", ["no_sync", "finish_grad_sync"])
+def test_gradients_are_the_sum_over_microbatches_on_two_axes_with(loop: str, strategy: str) -> None:
+    assert max(worst for worst, _ in run_ranks(4, accumulated, loop, strategy)) < 2e-6
+
+
+def without_finish(strategy: str) -> bool:
+    model, _ = sharded(strategy, sync_model_each_microbatch=False)
+    assert isinstance(model, nn.Module)
+    backward(model, 0)
+    return all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("strategy", "wanted"), [("zero0", True), ("zero1", True), ("zero3", False)])
+def test_gradients_that_rest_whole_are_not_there_before_they_are_final(strategy: str, wanted: bool) -> None:
+    assert run_ranks(2, without_finish, strategy) == [wanted, wanted]
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def dropped(strategy: str) -> float:
+    """Drop the gradients of two microbatches, final or not, and take another one."""
+    model, oracle = sharded(strategy, sync_model_each_microbatch=False)
+    assert isinstance(model, nn.Module)
+    backward(model, 0)
+    model.zero_grad_buffer()
+    backward(model, 1)
+    model.finish_grad_sync()
+    model.zero_grad_buffer()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    backward(model, 2)
+    model.finish_grad_sync()
+    add_mean_gradients(oracle, 2)
+    return worst_gradient(model, oracle)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
+def test_zero_grad_buffer_drops_final_gradients_and_unfinished_ones(strategy: str) -> None:
+    assert max(run_ranks(2, dropped, strategy)) < 2e-6
+
+
+def summed_per_token(strategy: str) -> tuple[float, str]:
+    """Sum losses over tokens, of which each rank has another number, and divide by all of them."""
+    model, oracle = sharded(strategy, calculate_per_token_loss=True, sync_model_each_microbatch=False)
+    assert isinstance(model, nn.Module)
+    counts = [2 + rank for rank in range(dist.get_world_size())]
+    model(inputs(dist.get_rank(), 0, counts[dist.get_rank()], 7)).square().sum().backward()
+    message = ""
+    try:
+        model.scale_gradients(2.0)
+    except ValueError as error:
+        message = str(error)
+    else:
+        model.scale_gradients(0.5)
+    model.finish_grad_sync()
+    model.scale_gradients(1 / sum(counts))
+    for rank, count in enumerate(counts):
+        (oracle(inputs(rank, 0, count, 7)).square().sum() / sum(counts)).backward()
+    return worst_gradient(model, oracle), message
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
+def test_gradients_of_a_loss_per_token_are_summed_and_scaled(strategy: str) -> None:
+    for worst, message in run_ranks(3, summed_per_token, strategy):
+        assert worst < 5e-6
+        assert ("finish_grad_sync() first" in message) == (strategy != "zero3")
+
+
+# ---------------------------------------------------------------- weights
+
+
+def gathered_early(force_sync: bool) -> tuple[list[int], float]:
+    """Return the gathers that ``start_param_sync`` made, those of the forward after it and of one without it."""
+    model, oracle = sharded("zero3")
+    counts = []
+    with torch.no_grad():
+        for early in (True, False):
+            for action in (lambda: model.start_param_sync(force_sync=force_sync), lambda: model(inputs(0, 0))):  # type: ignore[operator]
+                kinds: Counter[str] = Counter()
+                with observe_collectives(lambda call, kinds=kinds: kinds.update([call.kind])):  # type: ignore[misc]
+                    if early or action.__code__.co_names != ("start_param_sync",):
+                        action()
+                counts.append(kinds["all_gather"])
+        model.start_param_sync()
+        model.synchronize_param_gather()
+        worst = float((model(inputs(0, 0)) - oracle(inputs(0, 0))).abs().max())  # type: ignore[operator]
+    return counts, worst
+
+
+@pytest.mark.parametrize("force_sync", [True, False])
+def test_start_param_sync_gathers_what_forward_needs_first(force_sync: bool) -> None:
+    for counts, worst in run_ranks(2, gathered_early, force_sync):
+        assert counts == [1, 2, 0, 3]
+        assert worst < 1e-6
+
+
+def broadcast_from_first(strategy: str) -> tuple[list[float], list[float]]:
+    """Shard models that differ between ranks; return the distance from rank 0's before and after."""
+    model, oracle = sharded(strategy)
+    assert isinstance(model, nn.Module)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.0 + dist.get_rank())
+
+    def distance() -> list[float]:
+        with torch.no_grad():
+            return [
+                float((model(inputs(0, 0)) - oracle(inputs(0, 0))).abs().max()),
+                float(next(oracle.parameters())[0]),
+            ]
+
+    before = distance()
+    model.broadcast_params()
+    return before, distance()
+
+
+def test_broadcast_params_makes_replicas_equal_to_the_first() -> None:
+    (_, first), (before, after) = run_ranks(2, broadcast_from_first, "zero0")
+    assert before[0] > 1e-3
+    assert after[0] < 1e-6
+    assert first[0] < 1e-6
+
+
+def test_broadcast_params_goes_over_the_outer_axis_alone() -> None:
+    found = run_ranks(4, broadcast_from_first, "hsdp")
+    # Ranks 0 and 1 are the first replica: its weights are rank 0's rows, and rank 1's doubled ones.
+    assert len({round(after[0], 5) for _, after in found}) == 1
+    assert found[0][0][0] != pytest.approx(found[2][0][0], abs=1e-3)
+
+
+def changed_behind_its_back() -> float:
+    """Change main weights through numpy, as an optimizer that is none of PyTorch's may."""
+    model, oracle = sharded("zero1")
+    assert isinstance(model, nn.Module)
+    with torch.no_grad():
+        model(inputs(0, 0))
+    for unit in units_of(model):
+        for group in unit.parameter_groups:
+            group.main_weight.local_buffer.numpy()[:] *= 2.0
+    model.install_optimized_model_weights()
+    with torch.no_grad():
+        for parameter in oracle.parameters():
+            parameter.mul_(2.0)
+        return float((model(inputs(0, 0)) - oracle(inputs(0, 0))).abs().max())
+
+
+def test_install_optimized_model_weights_takes_over_what_no_counter_shows() -> None:
+    assert max(run_ranks(2, changed_behind_its_back)) < 1e-5
+
+
+# ---------------------------------------------------------------- the module itself
+
+
+def as_it_was() -> tuple[bool, bool, list[str], list[str], str]:
+    model, oracle = sharded("zero3")
+    assert isinstance(model, nn.Module)
+    same = list(model.state_dict()) == list(oracle.state_dict())
+    message = ""
+    try:
+        fully_shard_model(model, [Block])
+    except ValueError as error:
+        message = str(error)
+    messages = []
+    for action in (
+        lambda: model.mixed_precision_context(None),
+        lambda: model.reset_mixed_precision_policy(None),
+        lambda: model.get_distributed_index(),
+        lambda: model.all_gather_and_wait_parameters_ready([], prefetch=True),
+    ):
+        try:
+            action()
+        except ValueError as error:
+            messages.append(str(error))
+    return same, isinstance(model, type(oracle)), [type(model).__name__], messages, message
+
+
+def test_the_model_keeps_its_class_and_names_and_refuses_what_cannot_be_changed() -> None:
+    ((same, is_instance, names, messages, again),) = run_ranks(1, as_it_was)
+    assert same
+    assert is_instance
+    assert names == ["MegatronFSDPStack"]
+    assert [message.partition(":")[0] for message in messages] == [
+        "mixed_precision_context",
+        "mixed_precision_context",
+        "get_distributed_index",
+        "all_gather_and_wait_parameters_ready",
+    ]
+    assert "call it once" in again
