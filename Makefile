@@ -18,7 +18,7 @@ TRAIN_ARGS ?= --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_
 	--lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 40 --weight-decay 0.1 --adam-beta2 0.95 \
 	--seed 1234 --log-interval 50 --eval-iters 10 --save runs/gpt --save-interval 300
 # What `make test` runs, and flags for pytest.
-TESTS ?= tests/unit tests/functional
+TESTS ?= tests/unit tests/functional tests/faults
 TEST_ARGS ?=
 # A rank is a process here, and a thread pool in each would only fight over the cores.
 export OMP_NUM_THREADS ?= 1
@@ -51,11 +51,12 @@ help: ## List targets and variables.
 train: $(STAMP) ## Train a small GPT with sharded parameters, gradients and optimizer state.
 	$(BIN) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/pretrain_gpt.py $(TRAIN_ARGS)
 
-test: $(STAMP) ## Run the unit and functional tests that need no GPU.
-	$(BIN) -m pytest $(TESTS) --durations=15 $(TEST_ARGS)
+test: $(STAMP) ## Run the unit and functional tests that need no GPU, and the short fault tests.
+	$(BIN) -m pytest $(TESTS) -m "not gpu and not slow" --durations=15 $(TEST_ARGS)
 
-test-nightly: $(STAMP) ## Run the long searches: many more random models than `make test` draws.
+test-nightly: $(STAMP) ## Run what is too long for `make test`, and many more random models than it draws.
 	HYPOTHESIS_PROFILE=nightly $(BIN) -m pytest tests/functional/test_random_models.py --durations=15 $(TEST_ARGS)
+	$(BIN) -m pytest tests/unit tests/functional -m "slow and not gpu" --durations=15 $(TEST_ARGS)
 
 test-faults: $(STAMP) ## Kill, stall and restart training jobs in every phase, the long way.
 	$(BIN) -m pytest tests/faults --durations=15 $(TEST_ARGS)

@@ -54,7 +54,8 @@ def run_recorded(operator: Operator, args: Arguments, options: Options) -> Any:
         raise RuntimeError(f"{operator.name} has no gradient here; use torch.no_grad(), or one call per tensor")
     if operator.kind in (Kind.ROWS, Kind.CAST):
         reference = find_reference(operator, args, options)
-        if reference is not None and (operator.kind is Kind.ROWS or reference is args[0]):
+        is_for_parts = operator.kind is Kind.ROWS or reference is args[0]
+        if reference is not None and is_for_parts and _have_parts(reference, args, options):
             return _run_on_parts(operator, args, options, reference)
     if operator.kind is Kind.REDUCE and operator.name in ("sum", "mean"):
         reduction = parse_reduction(operator, args, options)
@@ -62,6 +63,14 @@ def run_recorded(operator: Operator, args: Arguments, options: Options) -> Any:
         if reduction is not None and isinstance(source, PlacedTensor) and len(reduction.dims) == len(source.shape):
             return _sum(operator.name, source, options.get("dtype"), reduction.keepdim)
     return _run_on_wholes(operator, args, options)
+
+
+def _have_parts(reference: DTensor, args: Arguments, options: Options) -> bool:
+    """Whether every operand has a part beside the reference's local part: not where only some dimensions are cut."""
+    distribution = Distribution.of(reference)
+    if distribution.is_whole or distribution.ragged is not None:
+        return True
+    return all(not tensor.shape or tensor.shape == reference.shape for tensor in tensors_in(args, options))
 
 
 def _run_on_parts(operator: Operator, args: Arguments, options: Options, reference: DTensor) -> Any:
@@ -105,11 +114,11 @@ def _run_on_wholes(operator: Operator, args: Arguments, options: Options) -> Any
 
 
 def _sum(name: str, source: PlacedTensor, dtype: torch.dtype | None, keepdim: bool) -> torch.Tensor:
-    distribution, dims = source.distribution, tuple(range(len(source.shape)))
     dtype = dtype or source.dtype
     accurate = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    part = torch.sum(enter_local(source), dims, keepdim, dtype=accurate)
-    total = _AddUp.apply(part, distribution)  # type: ignore[no-untyped-call]  # torch's stub
+    part = enter_local(source).sum(dtype=accurate)
+    total = _AddUp.apply(part, source.distribution)  # type: ignore[no-untyped-call]  # torch's stub
+    total = total.view((1,) * len(source.shape)) if keepdim else total
     total = total / source.shape.numel() if name == "mean" else total
     total = total.to(dtype)
     return leave(total, source.with_whole(total.detach()))
@@ -137,11 +146,6 @@ def _enter_part(tensor: torch.Tensor, reference: DTensor) -> torch.Tensor:
     if distribution.is_whole:
         return _enter(plain, _Use.WHOLE, None)
     has_rows = len(tensor.shape) == len(reference.shape) and tensor.shape[0] == reference.shape[0]
-    if distribution.ragged is None and tensor.shape != reference.shape and tensor.numel() > 1:
-        raise PlacementError(
-            f"found shapes {tuple(tensor.shape)} and {tuple(reference.shape)} under placements {reference.placements} "
-            "while autograd records; give both tensors the same shape with expand, or use torch.no_grad()"
-        )
     use = _Use.PART if has_rows and len(tensor.shape) else _Use.SHARED
     return _enter(plain, use, distribution)
 

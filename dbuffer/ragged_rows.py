@@ -91,14 +91,12 @@ def operand(tensor: torch.Tensor, reference: DTensor) -> torch.Tensor:
         return reference._local_tensor if getattr(reference, "window", None) is None else whole_of(reference)
     if tensor.shape == reference.shape:
         return aligned_local(tensor, reference) if isinstance(tensor, DTensor) else _replicated(tensor, reference)
-    if not isinstance(tensor, DTensor) and tensor.numel() == 1:
-        return tensor
     distribution = Distribution.of(reference)
-    if distribution.is_whole:
+    if distribution.is_whole or not tensor.shape:
         return whole_of(tensor)
     if distribution.ragged is None:
         return distribution.cut(whole_of(tensor).expand(reference.shape))
-    if not _has_rows_of(tensor, reference.shape):
+    if not _has_rows_of(tensor, reference.shape) or not isinstance(tensor, DTensor):
         return whole_of(tensor)
     return aligned_local(tensor, reference)
 

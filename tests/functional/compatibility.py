@@ -25,6 +25,7 @@ __all__ = [
     "blocks",
     "disagreements",
     "engine",
+    "has_name",
     "layers",
     "outcome",
     "raises",
@@ -90,15 +91,17 @@ def engine(name: str) -> Any:
     return importlib.import_module(ENGINES[name])
 
 
+def has_name(path: str) -> bool:
+    """Whether the installed ``torch.distributed.fsdp`` has a name, dotted for an attribute of a class."""
+    found: Any = engine("torch")
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found is not None
+
+
 def available() -> list[str]:
     """Return the scenarios that the installed PyTorch has the names for."""
-    return [name for name, each in SCENARIOS.items() if _has(engine("torch"), each.needs)]
-
-
-def _has(module: Any, path: str) -> bool:
-    for name in path.split("."):
-        module = getattr(module, name, None)
-    return module is not None
+    return [name for name, each in SCENARIOS.items() if has_name(each.needs)]
 
 
 def run_both(name: str) -> tuple[Outcome, Outcome]:

@@ -1,12 +1,21 @@
 """Code written for ``torch.distributed.fsdp`` gives the same losses and weights after changing the import."""
 
-import pytest
+from dataclasses import replace
 
-from tests.functional import compatibility_arguments, compatibility_communication, compatibility_methods
-from tests.functional.compatibility import SCENARIOS, Outcome, available, disagreements, run_both
+import pytest
+import torch
+
+from tests.functional import (
+    compatibility_arguments,
+    compatibility_communication,
+    compatibility_methods,
+    compatibility_tools,
+)
+from tests.functional.compatibility import SCENARIOS, Outcome, available, disagreements, has_name, run_both
+from tests.functional.compatibility_differences import DIFFERENCES, see_both
 from tests.harness import run_ranks
 
-__all__ = ["compatibility_arguments", "compatibility_communication", "compatibility_methods"]
+__all__ = ["compatibility_arguments", "compatibility_communication", "compatibility_methods", "compatibility_tools"]
 
 
 def run(name: str) -> tuple[Outcome, Outcome]:
@@ -14,7 +23,41 @@ def run(name: str) -> tuple[Outcome, Outcome]:
     return run_both(name)
 
 
+# PyTorch's own loader asks for the default device by a name that PyTorch itself deprecates.
+@pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning")
+@pytest.mark.filterwarnings("ignore:`_get_pg_default_device`:UserWarning")
 @pytest.mark.parametrize("name", available())
 def test_both_engines_agree(name: str) -> None:
     for theirs, ours in run_ranks(SCENARIOS[name].num_ranks, run, name):
         assert disagreements(name, theirs, ours) == []
+
+
+def see(name: str) -> tuple[object, object]:
+    """Return what each engine does in a scenario of ``compatibility_differences``."""
+    return see_both(name)
+
+
+def is_as_written(found: object, wanted: object) -> bool:
+    return found == wanted or (isinstance(found, str) and isinstance(wanted, str) and found.startswith(wanted))
+
+
+@pytest.mark.parametrize("name", [name for name, each in DIFFERENCES.items() if has_name(each.needs)])
+def test_engines_differ_as_documented(name: str) -> None:
+    wanted = DIFFERENCES[name]
+    for theirs, ours in run_ranks(wanted.num_ranks, see, name):
+        assert is_as_written(theirs, wanted.theirs), theirs
+        assert is_as_written(ours, wanted.ours), ours
+        assert not is_as_written(ours, wanted.theirs)
+
+
+def test_a_run_with_other_weights_is_no_agreement() -> None:
+    one = Outcome((1.0, 2.0), {"weight": torch.zeros(2)}, ("fact",))
+    others = (
+        replace(one, losses=(1.0, 2.001)),
+        replace(one, weights={"weight": torch.tensor([0.0, 1e-4])}),
+        replace(one, weights={"weight": torch.zeros(2, dtype=torch.float64)}),
+        replace(one, weights={}),
+        replace(one, facts=("other",)),
+    )
+    assert disagreements("fully_shard", one, one) == []
+    assert [len(disagreements("fully_shard", one, other)) for other in others] == [1] * 5

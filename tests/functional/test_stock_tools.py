@@ -74,7 +74,8 @@ def test_full_tensor_gives_every_rank_the_whole_parameters_and_gradients(
 
 # ---------------------------------------------------------------------- clip_grad_norm_
 
-NORMS = [(2.0, True), (2.0, False), (1.0, None)]
+INF = float("inf")
+NORMS = [(2.0, True), (2.0, False), (1.0, None), (3.0, True), (INF, True), (INF, False)]
 MAX_NORM = 0.125
 
 

@@ -4,17 +4,16 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
-from dbuffer import BufferPlacement, DBuffer, Flat, FlatDTensor
+from dbuffer import BufferPlacement, DBuffer, Flat, FlatDTensor, Row
 from dbuffer import Replicate as Whole
 from dbuffer.ragged_kinds import Kind, operator_of
 
 # Rows that no rank count divides, one row, one element, 3-D, nothing at all, and more rows than one shard holds.
-SHAPES = [(7, 3), (1,), (1, 7), (3, 2, 5), (0, 4), (11,), (3, 1), (13, 4)]
+SHAPES = [(7, 3), (1,), (1, 7), (3, 2, 5), (0, 4), (11,), (3, 1), (2, 5, 3), (13, 4)]
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[BufferPlacement, ...]]] = {
     "one rank": ((1,), (Flat(),)),
     "two ranks": ((2,), (Flat(),)),
@@ -23,6 +22,8 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[BufferPlacement, ...]]] = {
     "hsdp": ((2, 2), (Whole(), Flat())),
     "hfsdp": ((2, 2), (Flat(), Flat())),
     "replicated": ((2,), (Whole(),)),
+    "inside slices": ((3,), (Flat(),)),
+    "inside slices, hfsdp": ((2, 2), (Flat(), Flat())),
 }
 Function = Callable[[torch.Tensor, torch.Tensor], object]
 
@@ -44,7 +45,8 @@ def make_mesh(layout: str) -> DeviceMesh:
 
 def sharded(layout: str, tensors: list[torch.Tensor], mesh: DeviceMesh) -> list[FlatDTensor]:
     """Return tensors sharded by one flat buffer."""
-    buffer = DBuffer.distribute_tensors(tensors, mesh, list(LAYOUTS[layout][1]))
+    granularity = Row() if "inside slices" in layout else None
+    buffer = DBuffer.distribute_tensors(tensors, mesh, list(LAYOUTS[layout][1]), granularity=granularity)
     return [buffer.get_dtensor(index) for index in range(len(tensors))]
 
 
@@ -98,7 +100,7 @@ def outcome(function: Function, x: torch.Tensor, y: torch.Tensor) -> tuple[objec
 
 
 def differences(layout: str, table: str, dtype: torch.dtype, tolerance: float) -> list[str]:
-    """Return where a function of two sharded tensors, or what it does to them or the generator, is not as on plain ones."""
+    """Return where a function of two sharded tensors, or what it does to them or the generator, is unlike plain ones."""
     found, mesh = [], make_mesh(layout)
     for name, function in TABLES[table].items():
         plain = zip(values(1, dtype), values(2, dtype), strict=True)
@@ -294,7 +296,7 @@ RANDOM: dict[str, Function] = {
 _ACTIVATIONS = """celu elu gelu hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu silu softplus
 softshrink softsign tanhshrink""".split()
 # With arguments that no guess finds; _OPERATORS has them.
-_SPECIAL = frozenset("where masked_fill masked_fill_ record_stream alias".split())
+_SPECIAL = frozenset("float_power_ where masked_fill masked_fill_ record_stream alias".split())
 _CASTS = "float double half bfloat16 int long short bool cpu detach zero_ copy_".split()
 _OPERATORS: dict[str, Function] = {
     "real": lambda x, y: x.real * 2,
@@ -319,6 +321,7 @@ _OPERATORS: dict[str, Function] = {
     "where": lambda x, y: torch.where(x > 0, x, y) + torch.where(y > 0, x, 0.0),
     "masked_fill": lambda x, y: x.masked_fill(x > y, -1.0),
     "fill_": lambda x, y: x.fill_(2.5),
+    "float_power_": lambda x, y: x.double().float_power_(2),
     "fill_ with a sum": lambda x, y: x.fill_(y.sum()),
     "zeros_like": lambda x, y: torch.zeros_like(x) + torch.ones_like(y) + torch.full_like(x, 3.0),
     "empty_like": lambda x, y: torch.empty_like(x, dtype=torch.float64).copy_(y),
@@ -326,6 +329,8 @@ _OPERATORS: dict[str, Function] = {
     "chain": lambda x, y: (x * 0.5 + 1).clone().to(torch.float64).detach().float().neg(),
     "aten": lambda x, y: torch.ops.aten.mul.Tensor(x, y) + torch.ops.aten.add_.Tensor(x, 1),
     "out of place by name": lambda x, y: torch.mul(input=x, other=y),
+    "plain tensors of one element": lambda x, y: x * torch.full((1,) * x.ndim, 2.0) + torch.ones(1).to(x.dtype),
+    "broadcast": lambda x, y: x * y[..., :1] + x * y.flatten()[:1] if y.numel() else x,
     "0-d plain tensor": lambda x, y: x * torch.tensor(2.0) + torch.tensor(3.0),
     "foreach": lambda x, y: torch._foreach_add(torch._foreach_mul([x, y], 0.5), [y, x]),
     "foreach in place": lambda x, y: torch._foreach_lerp_([x, y], [y * 2, x], 0.1),
@@ -345,9 +350,11 @@ def _method(name: str) -> Function:
         for left, right in ((x, y), ((x * 9).int(), (y * 9).int())):
             for arguments in ((), (right,), (2,), (right, right)):
                 try:
-                    return getattr(left, name)(*arguments)
+                    result = getattr(left, name)(*arguments)
                 except (TypeError, RuntimeError):
                     continue
+                if result is not NotImplemented:
+                    return result
         raise TypeError(name)
 
     return function

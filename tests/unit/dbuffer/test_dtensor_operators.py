@@ -33,6 +33,8 @@ CHECKED = [
     *(("hfsdp", table) for table in ("element-wise", "whole", "reductions", "random")),
     *((layout, table) for layout in ("one rank", "hsdp", "four ranks") for table in ("reductions", "random")),
     *(("replicated", table) for table in ("whole", "random")),
+    *(("inside slices", table) for table in ("element-wise", "whole", "reductions", "random")),
+    *(("inside slices, hfsdp", table) for table in ("whole", "random")),
 ]
 
 
@@ -54,26 +56,29 @@ def test_a_function_of_sharded_bf16_tensors_is_that_of_whole_ones(table: str, to
 def lost_rows(layout: str) -> list[str]:
     """Return the element-wise functions that communicate, or whose result has other rows than their operand."""
     found, mesh = [], make_mesh(layout)
+    faces = [sharded(layout, values(seed), mesh) for seed in (1, 2)]
     for name, function in ELEMENT_WISE.items():
-        if "sharded scale" in name or "sum" in name or name == "lerp":
+        if "sharded scale" in name or "sum" in name or name in ("lerp", "broadcast", "column scale"):
             continue
-        x, y = (sharded(layout, values(seed), mesh)[0] for seed in (1, 2))
-        calls: list[object] = []
-        with torch.no_grad(), observe_collectives(calls.append):
-            try:
-                result = function(x, y)
-            except RuntimeError:
-                continue
-        results = result if isinstance(result, (tuple, list)) else [result]
-        keeps = all(type(one) is FlatDTensor and one.placements == x.placements for one in results if one is not None)
-        if calls and "column" not in name:
-            found.append(f"{name} communicates: {calls}")
-        if not keeps or any(type(p) is Shard for one in results if one is not None for p in one.placements):
-            found.append(f"{name} returns {results}")
+        for index in (0, SHAPES.index((2, 5, 3))):
+            x, y = (face[index] for face in faces)
+            calls: list[object] = []
+            with torch.no_grad(), observe_collectives(calls.append):
+                try:
+                    result = function(x, y)
+                except RuntimeError:
+                    continue
+            results = [one for one in (result if isinstance(result, (tuple, list)) else [result]) if one is not None]
+            if calls:
+                found.append(f"{name} communicates: {calls}")
+            if not all(type(one) is FlatDTensor and one.placements == x.placements for one in results):
+                found.append(f"{name} returns {results}")
+            if any(type(placement) is Shard for one in results for placement in one.placements):
+                found.append(f"{name} forgets rows: {results}")
     return found
 
 
-@pytest.mark.parametrize("layout", ["three ranks", "hsdp", "hfsdp"])
+@pytest.mark.parametrize("layout", ["three ranks", "hsdp", "hfsdp", "inside slices"])
 def test_element_wise_functions_keep_the_rows_without_communication(layout: str) -> None:
     assert run_ranks(num_ranks(layout), lost_rows, layout) == [[]] * num_ranks(layout)
 
@@ -119,7 +124,7 @@ def wrong_mixes(layout: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["three ranks", "hsdp", "hfsdp"])
+@pytest.mark.parametrize("layout", ["three ranks", "hsdp", "hfsdp", "inside slices"])
 def test_operands_in_other_rows_are_brought_into_these(layout: str) -> None:
     assert run_ranks(num_ranks(layout), wrong_mixes, layout, timeout=120) == [[]] * num_ranks(layout)
 

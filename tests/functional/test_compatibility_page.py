@@ -1,0 +1,187 @@
+"""docs/compatibility.md has a row for everything that PyTorch and Megatron-FSDP offer, and names tests that exist."""
+
+import ast
+import functools
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+
+import pytest
+import torch.distributed.fsdp as fsdp
+from torch.distributed.fsdp import _fully_shard
+
+import megatron_fsdp
+from megatron_fsdp.quickstart import fully_shard_model
+from megatron_fsdp.quickstart_module import MegatronFSDP
+from megatron_fsdp.quickstart_notices import ACCEPTED
+from tests.functional import (
+    compatibility_arguments,
+    compatibility_communication,
+    compatibility_methods,
+    compatibility_tools,
+)
+from tests.functional.compatibility import SCENARIOS
+from tests.functional.compatibility_differences import DIFFERENCES
+
+__all__ = ["compatibility_arguments", "compatibility_communication", "compatibility_methods", "compatibility_tools"]
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "compatibility.md"
+VERDICTS = ("same", "differs:", "refused", "no effect:")
+# Of Megatron-FSDP's fully_shard_model and MegatronFSDP, as its documentation lists them.
+MEGATRON_ARGUMENTS = """
+    module device_mesh dp_shard_dim dp_outer_dim tp_dim hybrid_fsdp_group hybrid_fsdp_expt_group expt_device_mesh
+    fsdp_group_ag expt_fsdp_group_ag fsdp_unit_modules zero_dp_strategy outer_dp_sharding_strategy device
+    init_model_with_meta_device mixed_precision_policy overlap_grad_reduce overlap_param_gather
+    sync_model_each_microbatch preproc_state_dict_for_dcp_ckpt report_nan_in_param_grad average_in_collective
+    disable_bucketing calculate_per_token_loss keep_fp8_transpose_cache nccl_ub fsdp_double_buffer
+    fsdp_db_use_persist_buf_on_alloc_fail disable_symmetric_registration enable_fine_grained_param_gather
+    use_decoupled_grad cuda_graph_mode maxpool_double_buffer""".split()
+MEGATRON_METHODS = """no_sync sync set_model_auto_sync start_param_sync start_grad_sync finish_grad_sync scale_gradients
+    zero_grad_buffer install_optimized_model_weights broadcast_params synchronize_param_gather
+    synchronize_gradient_reduce attach_grad_to_optimizer_state mixed_precision_context reset_mixed_precision_policy
+    get_distributed_index all_gather_and_wait_parameters_ready""".split()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: what its first cell says, what happens here, and the tests that show it."""
+
+    name: str
+    here: str
+    tests: tuple[str, ...]
+
+
+@functools.cache
+def tables() -> dict[str, list[Row]]:
+    """Return the rows of every table, by the text of its first column's head."""
+    found: dict[str, list[Row]] = {}
+    rows: list[Row] = []
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if not line.startswith("|") or line.startswith("|---"):
+            continue
+        assert len(cells) == 3, line
+        if cells[1:] == ["Here", "Shown by"]:
+            rows = found.setdefault(cells[0].strip("`"), [])
+        else:
+            rows.append(Row(cells[0], cells[1], tuple(re.findall(r"`([^`]+)`", cells[2]))))
+    return found
+
+
+def all_rows() -> list[Row]:
+    """Return the rows of all tables."""
+    return [row for rows in tables().values() for row in rows]
+
+
+def names(table: str) -> set[str]:
+    """Return the names that a table's first column has, with ``owner(keyword)`` for each keyword in parentheses."""
+    found = set()
+    for row in tables()[table]:
+        for name in re.findall(r"`([^`]+)`", row.name):
+            owner, _, keywords = name.partition("(")
+            found |= {owner} | {f"{owner}({keyword})" for keyword in keywords.rstrip(")").split(", ") if keyword}
+    return found
+
+
+def installed() -> Iterator[str]:
+    """Yield what FSDP2 exports, its classes' fields and methods, and its functions' parameters."""
+    for name in _fully_shard.__all__:
+        yield name
+        value = getattr(fsdp, name)
+        if is_dataclass(value):
+            yield from (f"{name}({field.name})" for field in fields(value))
+        elif not isinstance(value, type):
+            yield from (f"{name}({parameter})" for parameter in inspect.signature(value).parameters)
+    for name, method in inspect.getmembers(fsdp.FSDPModule, inspect.isfunction):
+        if name in ("_apply", "__new__"):
+            continue
+        yield f"FSDPModule.{name}"
+        for parameter in list(inspect.signature(method).parameters)[1:]:
+            yield f"FSDPModule.{name}({parameter})"
+
+
+def test_everything_that_the_installed_fsdp2_offers_has_a_row() -> None:
+    assert set(installed()) - names("torch.distributed.fsdp") == set()
+
+
+def test_the_list_of_what_is_installed_finds_names_methods_and_keywords() -> None:
+    wanted = {
+        "share_comm_ctx",
+        "fully_shard(mesh)",
+        "MixedPrecisionPolicy(reduce_dtype)",
+        "FSDPModule.unshard(async_op)",
+    }
+    assert wanted <= set(installed())
+
+
+@pytest.mark.parametrize("name", sorted(name for name in _fully_shard.__all__))
+def test_every_name_of_fsdp2_is_exported_here(name: str) -> None:
+    assert name in megatron_fsdp.__all__
+
+
+def test_every_setting_of_fsdp1_has_a_row() -> None:
+    found = {name.partition("=")[0].partition(".")[0] for name in names("FSDP1")}
+    assert set(list(inspect.signature(fsdp.FullyShardedDataParallel.__init__).parameters)[1:]) - found == set()
+    strategies = {f"sharding_strategy={name}" for name in fsdp.ShardingStrategy.__members__}
+    precision = {f"mixed_precision.{f.name}" for f in fields(fsdp.MixedPrecision) if not f.name.startswith("_")}
+    assert (strategies | precision) - names("FSDP1") == set()
+
+
+def test_every_argument_and_method_of_megatron_fsdp_has_a_row() -> None:
+    ours = [name for name in inspect.signature(fully_shard_model).parameters if name != "accepted"]
+    assert {*MEGATRON_ARGUMENTS, *ours, *(each.name for each in ACCEPTED)} - names("fully_shard_model") == set()
+    assert set(MEGATRON_ARGUMENTS) == {*ours, *(each.name for each in ACCEPTED)}
+    own = {name for name in vars(MegatronFSDP) if not name.startswith("_")}
+    assert set(MEGATRON_METHODS) == own == names("MegatronFSDP")
+
+
+@pytest.mark.parametrize("each", ACCEPTED, ids=lambda each: each.name)
+def test_the_page_gives_the_reason_that_the_log_gives(each: object) -> None:
+    (row,) = [row for row in tables()["fully_shard_model"] if row.name == f"`{each.name}`"]  # type: ignore[attr-defined]
+    assert row.here == f"no effect: {each.reason}"  # type: ignore[attr-defined]
+
+
+def test_every_row_has_a_verdict() -> None:
+    assert [row for row in all_rows() if not row.here.startswith(VERDICTS)] == []
+
+
+@functools.cache
+def existing_tests() -> frozenset[str]:
+    """Return the names of all test functions."""
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").rglob("test_*.py"))
+    functions = (node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return frozenset(name for name in functions if name.startswith("test_"))
+
+
+def exists(test: str) -> bool:
+    function, _, case = test.partition("[")
+    cases = {"test_both_engines_agree": SCENARIOS, "test_engines_differ_as_documented": DIFFERENCES}
+    return function in existing_tests() and (not case or case.removesuffix("]") in cases.get(function, {}))
+
+
+@pytest.mark.parametrize("table", tables())
+def test_every_row_names_a_test_that_exists(table: str) -> None:
+    assert [row for row in tables()[table] if not row.tests or not all(map(exists, row.tests))] == []
+
+
+def test_a_test_that_does_not_exist_is_found() -> None:
+    assert exists("test_both_engines_agree[fully_shard]")
+    assert not exists("test_both_engines_agree[no such scenario]")
+    assert not exists("test_that_nobody_wrote")
+
+
+def test_every_scenario_and_every_difference_is_on_the_page() -> None:
+    shown = {test for row in all_rows() for test in row.tests}
+    cases = {f"test_both_engines_agree[{name}]" for name in SCENARIOS}
+    cases |= {f"test_engines_differ_as_documented[{name}]" for name in DIFFERENCES}
+    assert cases - shown == set()
+
+
+def test_what_differs_from_fsdp2_or_is_refused_names_a_test_that_shows_it() -> None:
+    rows = [*tables()["torch.distributed.fsdp"], *tables()["Behaviour of FSDP2"]]
+    bad = [row for row in rows if row.here.startswith(("differs", "refused"))]
+    assert len(bad) > 10
+    assert [row for row in bad if not any("differ_as_documented" in test for test in row.tests)] == []

@@ -1,0 +1,298 @@
+"""What users do to parameters between steps gives sharded models the values that the whole model would have."""
+
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dbuffer import FlatDTensor
+from megatron_fsdp import MixedPrecisionPolicy
+from tests.functional.models import (
+    Model,
+    differing,
+    draw_tokens,
+    loss_of,
+    make_mesh,
+    make_model,
+    shard_model,
+    train,
+    whole_state,
+)
+from tests.harness import run_ranks
+
+State = dict[str, torch.Tensor]
+LAYOUTS = {
+    "one rank": ("optim_grads_params", (1,)),
+    "three ranks": ("optim_grads_params", (3,)),
+    "optimizer state alone": ("optim", (2,)),
+    "replicated": ("no_shard", (2,)),
+    "hsdp": ("hsdp", (2, 2)),
+    "hfsdp": ("hfsdp", (2, 2)),
+}
+
+
+def num_ranks(layout: str) -> int:
+    return torch.Size(LAYOUTS[layout][1]).numel()
+
+
+def sharded_model(layout: str, policy: MixedPrecisionPolicy | None = None) -> Model:
+    strategy, mesh_shape = LAYOUTS[layout]
+    return shard_model(make_model(), make_mesh(mesh_shape), strategy, policy)
+
+
+# ---------------------------------------------------------------------- initialisation
+
+
+def reset(model: Model) -> None:
+    """Initialise everything that has a method for it, and the rest by hand."""
+    model.embedding.padding_idx = 3
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for block in model.blocks:
+        nn.init.trunc_normal_(block.experts, std=0.2)
+        nn.init.constant_(block.gain, 0.5)
+        nn.init.orthogonal_(block.project.weight, gain=0.9)
+    with torch.no_grad():
+        model.head.weight.normal_(0, 0.02)
+        model.shift.uniform_(-1, 1)
+
+
+def initialise(layout: str) -> tuple[State, torch.Tensor, float]:
+    """Return the whole state after a reset from a seed, the generator's state, and a loss after it."""
+    model, tokens = sharded_model(layout), draw_tokens(0)
+    loss_of(model(tokens), tokens).backward()
+    torch.manual_seed(11)
+    reset(model)
+    state = torch.get_rng_state()
+    return whole_state(model), state, loss_of(model(tokens), tokens).item()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_reset_draws_the_values_of_the_whole_model_from_the_same_seed(layout: str) -> None:
+    model, tokens = make_model(), draw_tokens(0)
+    torch.manual_seed(11)
+    reset(model)
+    generator = torch.get_rng_state()
+    loss = loss_of(model(tokens), tokens).item()
+    for state, sharded_generator, sharded_loss in run_ranks(num_ranks(layout), initialise, layout):
+        assert differing(state, model.state_dict()) == []
+        assert torch.equal(sharded_generator, generator)
+        assert sharded_loss == pytest.approx(loss, rel=1e-5)
+
+
+def initialise_in_bf16() -> State:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded_model("three ranks", policy)
+    torch.manual_seed(11)
+    reset(model)
+    return whole_state(model)
+
+
+def test_main_weights_of_bf16_compute_are_reset_in_fp32() -> None:
+    model = make_model()
+    torch.manual_seed(11)
+    reset(model)
+    for state in run_ranks(3, initialise_in_bf16):
+        assert differing(state, model.state_dict()) == []
+
+
+# ---------------------------------------------------------------------- averages, norms, penalties
+
+
+def average(model: Model, ranks: list[int]) -> State:
+    """Train with an average of weights that is made out of place, and return it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averages = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for step in range(3):
+        train(model, optimizer, range(step, step + 1), ranks)
+        for name, parameter in model.named_parameters():
+            averages[name] = averages[name] * 0.75 + parameter.detach() * 0.25
+    doubled = {name: torch.lerp(value, value.double().float() * 2, 0.5) for name, value in averages.items()}
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in doubled.items()}
+
+
+def average_sharded(layout: str) -> State:
+    return average(sharded_model(layout), [dist.get_rank()])
+
+
+@pytest.mark.parametrize("layout", ["three ranks", "hsdp", "hfsdp"])
+def test_averages_of_weights_that_are_made_out_of_place_are_those_of_the_whole_model(layout: str) -> None:
+    wanted = average(make_model(), list(range(num_ranks(layout))))
+    for averages in run_ranks(num_ranks(layout), average_sharded, layout):
+        assert differing(averages, wanted, 1e-5) == []
+
+
+def penalise(model: Model, ranks: list[int]) -> State:
+    """Add the gradient of penalties on the weights to that of the loss, with a backward of its own."""
+    anchor = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        for rank in ranks:
+            tokens = draw_tokens(rank, step)
+            (loss_of(model(tokens), tokens) / len(ranks)).backward()
+        penalty = torch.zeros(())
+        for parameter, old in zip(model.parameters(), anchor, strict=True):
+            if parameter.requires_grad:
+                penalty = penalty + 0.1 * (parameter - old).square().sum() + 0.01 * parameter.abs().mean()
+                penalty = penalty + 0.01 * parameter.norm()
+        penalty.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_state(model)
+
+
+def penalise_sharded(layout: str) -> State:
+    return penalise(sharded_model(layout), [dist.get_rank()])
+
+
+@pytest.mark.parametrize("layout", ["three ranks", "hsdp", "hfsdp"])
+def test_penalties_on_weights_change_them_as_in_the_whole_model(layout: str) -> None:
+    wanted = penalise(make_model(), list(range(num_ranks(layout))))
+    for weights in run_ranks(num_ranks(layout), penalise_sharded, layout):
+        assert differing(weights, wanted, 1e-5) == []
+
+
+def measure(model: Model, ranks: list[int]) -> list[float]:
+    """Return what users log of weights and gradients."""
+    for rank in ranks:
+        tokens = draw_tokens(rank)
+        (loss_of(model(tokens), tokens) / len(ranks)).backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    with torch.no_grad():
+        found = [nn.utils.get_total_norm(gradients, order) for order in (1.0, 2.0, float("inf"))]
+        found += [nn.utils.parameters_to_vector(model.parameters()).norm()]
+        for parameter in model.parameters():
+            found += [parameter.mean(), parameter.std(correction=0), parameter.abs().max(), parameter.min()]
+            found += [torch.isfinite(parameter).all().float(), (parameter > 0).sum().float(), parameter.flatten()[-1]]
+        found += [torch.stack([gradient.norm() for gradient in gradients]).norm()]
+    return [value.item() for value in found]
+
+
+def measure_sharded(layout: str) -> list[float]:
+    return measure(sharded_model(layout), [dist.get_rank()])
+
+
+@pytest.mark.parametrize("layout", ["three ranks", "hsdp", "hfsdp"])
+def test_what_is_logged_of_weights_and_gradients_is_that_of_the_whole_model(layout: str) -> None:
+    wanted = measure(make_model(), list(range(num_ranks(layout))))
+    for found in run_ranks(num_ranks(layout), measure_sharded, layout):
+        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+def assign_vector(layout: str) -> State:
+    """Write all parameters as pieces of one vector."""
+    model = sharded_model(layout)
+    with torch.no_grad():
+        vector = nn.utils.parameters_to_vector(model.parameters())
+        nn.utils.vector_to_parameters(vector * 2, model.parameters())
+    return whole_state(model)
+
+
+@pytest.mark.parametrize("layout", ["three ranks", "hfsdp"])
+def test_parameters_that_are_assigned_from_one_vector_are_doubled(layout: str) -> None:
+    wanted = {name: value * 2 if name != "positions" else value for name, value in make_model().state_dict().items()}
+    for state in run_ranks(num_ranks(layout), assign_vector, layout):
+        assert differing(state, wanted) == []
+
+
+# ---------------------------------------------------------------------- gradient scaling
+
+
+def train_scaled(model: Model, ranks: list[int]) -> State:
+    """Take steps with a gradient scaler; the second one meets an infinity and is left out."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(3):
+        for rank in ranks:
+            tokens = draw_tokens(rank, step)
+            scaler.scale(loss_of(model(tokens), tokens) / len(ranks)).backward()
+        if step == 1:
+            with torch.no_grad():
+                model.head.weight.grad[-1].fill_(float("inf"))
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return whole_state(model) | {"scale": torch.tensor(scaler.get_scale())}
+
+
+def train_scaled_sharded() -> State:
+    return train_scaled(sharded_model("three ranks"), [dist.get_rank()])
+
+
+def test_a_gradient_scaler_leaves_out_the_same_step_on_every_rank() -> None:
+    wanted = train_scaled(make_model(), [0, 1, 2])
+    assert wanted["scale"].item() == 32.0
+    for found in run_ranks(3, train_scaled_sharded):
+        assert differing(found, wanted, 1e-5) == []
+
+
+# ---------------------------------------------------------------------- files of each rank's own part
+
+
+def resume_from_own_file(layout: str) -> tuple[State, State]:
+    """Save a rank's sharded state dicts with torch.save, load them into a new model, and train both on."""
+    model = sharded_model(layout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, range(2), [dist.get_rank()])
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    assert all(type(value) is FlatDTensor for name, value in weights.items() if name != "positions")
+    other = sharded_model(layout)
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
+    other.load_state_dict(weights)
+    other_optimizer.load_state_dict(state)
+    train(model, optimizer, range(2, 4), [dist.get_rank()])
+    train(other, other_optimizer, range(2, 4), [dist.get_rank()])
+    return whole_state(model), whole_state(other)
+
+
+@pytest.mark.parametrize("layout", ["three ranks", "hfsdp"])
+def test_a_rank_goes_on_from_its_own_file(layout: str) -> None:
+    for continued, resumed in run_ranks(num_ranks(layout), resume_from_own_file, layout):
+        assert differing(resumed, continued) == []
+
+
+# ---------------------------------------------------------------------- views of parameters
+
+Change = Callable[[Model], object]
+CHANGES: dict[str, Change] = {
+    "a row": lambda model: model.embedding.weight[3].fill_(0.0),
+    "rows": lambda model: model.head.weight[5:19].mul_(2.0),
+    "a column": lambda model: model.head.weight[:, 2].zero_(),
+    "an expert": lambda model: model.blocks[1].experts[1].add_(1.0),
+    "a transpose": lambda model: model.blocks[0].project.weight.T.tril_(),
+    "all elements": lambda model: model.embedding.weight.view(-1)[10:150:7].neg_(),
+    "assignment": lambda model: model.norm.weight.__setitem__(slice(2, 5), 3.0),
+    "a list of rows": lambda model: model.head.weight.__setitem__([0, 22, 7], 1.0),
+    "a diagonal": lambda model: model.blocks[0].project.weight.fill_diagonal_(9.0),
+}
+
+
+def change(layout: str) -> tuple[State, float]:
+    model, tokens = sharded_model(layout), draw_tokens(0)
+    loss_of(model(tokens), tokens).backward()
+    with torch.no_grad():
+        for function in CHANGES.values():
+            function(model)
+    return whole_state(model), loss_of(model(tokens), tokens).item()
+
+
+@pytest.mark.parametrize("layout", ["one rank", "three ranks", "optimizer state alone", "hfsdp"])
+def test_writing_through_views_changes_the_weights_that_the_next_forward_uses(layout: str) -> None:
+    model, tokens = make_model(), draw_tokens(0)
+    with torch.no_grad():
+        for function in CHANGES.values():
+            function(model)
+    wanted_loss = loss_of(model(tokens), tokens).item()
+    for state, loss in run_ranks(num_ranks(layout), change, layout):
+        assert differing(state, model.state_dict()) == []
+        assert loss == pytest.approx(wanted_loss, rel=1e-5)
