@@ -20,7 +20,7 @@ from megatron_fsdp.schedule import Schedule
 __all__ = ["MegatronFSDP", "as_megatron"]
 
 
-class MegatronFSDP(FsdpModule):
+class MegatronFSDP(FsdpModule, nn.Module):
     """Mixed into the class of the module that ``fully_shard_model`` was given, beside ``FsdpModule``.
 
     The module stays itself: there is no wrapper, so its parameters keep their names, and there is no ``.module``.
@@ -103,7 +103,6 @@ class MegatronFSDP(FsdpModule):
 
     def zero_grad_buffer(self) -> None:
         """Drop all gradients, those of microbatches that are not final yet among them."""
-        assert isinstance(self, nn.Module)
         self.zero_grad(set_to_none=True)
         for buffer in self._gradients():
             buffer.abandon()

@@ -47,8 +47,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (batch, length, WIDTH) for the same."""
-        heads = self.project_in(x).unflatten(-1, (3, NUM_HEADS, -1)).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        query, key, value = self.project_in(x).unflatten(-1, (3, NUM_HEADS, -1)).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         result: torch.Tensor = self.project_out(attended.transpose(1, 2).flatten(2))
         return result
 
@@ -103,8 +103,9 @@ def build(args: argparse.Namespace, fsdp: Any, device: torch.device) -> Transfor
     model.to_empty(device=device)
     torch.manual_seed(args.seed)
     for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
     inspect(model, fsdp)
     if args.explicit_prefetching:
         prefetch(list(model.layers), ahead=2)
@@ -164,7 +165,8 @@ def draw(step: int, device: torch.device) -> torch.Tensor:
     """Draw this rank's (BATCH, LENGTH + 1) tokens: sequences that count up, each by its own stride."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     first, stride = torch.randint(1, VOCABULARY, (2, BATCH, 1), generator=generator)
-    return ((first + (stride % 5 + 1) * torch.arange(LENGTH + 1)) % VOCABULARY).to(device)
+    tokens: torch.Tensor = (first + (stride % 5 + 1) * torch.arange(LENGTH + 1)) % VOCABULARY
+    return tokens.to(device)
 
 
 def run(args: argparse.Namespace) -> list[float]:

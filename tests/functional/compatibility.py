@@ -135,18 +135,18 @@ def disagreements(name: str, theirs: Outcome, ours: Outcome) -> list[str]:
 # ---------------------------------------------------------------- what scenarios are made of
 
 
-def blocks() -> nn.Module:
+def blocks() -> Any:
     """Build three blocks of different sizes, the same ones each time."""
     torch.manual_seed(0)
     return three_blocks()
 
 
-def layers(model: nn.Module) -> list[Any]:
+def layers(model: Any) -> list[Any]:
     """Return the layers of ``blocks()``."""
-    return list(model.layers)  # type: ignore[arg-type]  # a ModuleList
+    return list(model.layers)
 
 
-def shard(fsdp: Any, **options: Any) -> nn.Module:
+def shard(fsdp: Any, **options: Any) -> Any:
     """Build ``blocks()`` and shard each layer and the model, as FSDP2's tutorial does."""
     model = blocks()
     for layer in layers(model):

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -177,7 +178,7 @@ def cast_forward_inputs(fsdp: Any) -> Outcome:
         seen.append(linear(torch.ones(1, 4, dtype=torch.float32 if choice else torch.bfloat16)).dtype)
         seen.append(module(torch.tensor([1])).dtype)
         if not choice:
-            seen.append(raises(lambda linear=linear: linear(torch.ones(1, 4)), RuntimeError))
+            seen.append(raises(partial(linear, torch.ones(1, 4)), RuntimeError))
     return Outcome((), {}, (tuple(seen),))
 
 
@@ -202,7 +203,7 @@ def on_a_larger_mesh(fsdp: Any, sizes: tuple[int, ...], **axes: Any) -> Outcome:
     return outcome(model, train(model), dims.shard_names, dims.replicate_names, shapes)
 
 
-def like_the_weights(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[DTensor]:
+def like_the_weights(layer: Any, args: tuple[torch.Tensor, ...]) -> tuple[DTensor]:
     mesh = layer.up.weight.device_mesh
     placements = [Replicate() if name == "tp" else Shard(0) for name in mesh.mesh_dim_names]
     return (DTensor.from_local(args[0], mesh, placements),)

@@ -114,7 +114,8 @@ class Gather(Allocating, comm_base("AllGather")):  # type: ignore[misc]  # a bas
         """Fill ``output_tensor`` with the ``input_tensor`` of each rank."""
         self.calls += 1
         parts = list(output_tensor.chunk(group.size()))
-        return dist.all_gather(parts, input_tensor.clone(), group=group, async_op=async_op)
+        work: dist.Work | None = dist.all_gather(parts, input_tensor.clone(), group=group, async_op=async_op)
+        return work
 
 
 class Reduce(Allocating, comm_base("ReduceScatter")):  # type: ignore[misc]  # a base that is looked up

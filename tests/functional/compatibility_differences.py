@@ -108,7 +108,13 @@ class Applied(nn.ModuleList):
         return x
 
 
-@difference("a ModuleList with a forward", theirs=(1, 2), ours="ConfigError: Applied has no forward")
+# PyTorch takes such lists in the versions that have DataParallelMeshDims.
+@difference(
+    "a ModuleList with a forward",
+    theirs=(1, 2),
+    ours="ConfigError: Applied has no forward",
+    needs="DataParallelMeshDims",
+)
 def callable_list(fsdp: Any) -> object:
     return tuple(fsdp.fully_shard(Applied([nn.Linear(2, 2)]))(torch.ones(1, 2)).shape)
 
@@ -136,7 +142,7 @@ def own_all_gather(fsdp: Any) -> object:
             needs="DataParallelMeshDims")  # fmt: skip
 def mesh_of_gathered_parameters(fsdp: Any) -> object:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    module = nn.Linear(4, 4, bias=False)
+    module: Any = nn.Linear(4, 4, bias=False)
     module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Replicate(), Shard(0)]))
     fsdp.fully_shard(module, mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="dp"))
     module.unshard()
@@ -194,7 +200,7 @@ def sliced(fsdp: Any) -> object:
 # ---------------------------------------------------------------- methods
 
 
-def hsdp(fsdp: Any) -> nn.Module:
+def hsdp(fsdp: Any) -> Any:
     """Shard the blocks over two ranks, in two replicas."""
     return shard(fsdp, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
@@ -207,7 +213,7 @@ def has_gradients(model: nn.Module) -> list[bool]:
 
 @difference("set_is_last_backward(False) on HSDP", theirs=[True] * 3, ours=[False] * 3, num_ranks=4)
 def not_last(fsdp: Any) -> object:
-    model: Any = hsdp(fsdp)
+    model = hsdp(fsdp)
     model.set_is_last_backward(False)
     return has_gradients(model)
 

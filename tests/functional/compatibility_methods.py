@@ -23,7 +23,7 @@ from tests.functional.replica import inputs, whole
 __all__: list[str] = []
 
 
-def hsdp(fsdp: Any, **options: Any) -> nn.Module:
+def hsdp(fsdp: Any, **options: Any) -> Any:
     """Shard the blocks over two ranks, in two replicas."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return shard(fsdp, mesh=mesh, **options)
@@ -221,7 +221,7 @@ def keep_one_unit_after_backward(fsdp: Any) -> Outcome:
 @scenario("set_unshard_in_backward")
 def no_gather_for_backward(fsdp: Any) -> Outcome:
     torch.manual_seed(0)
-    table = nn.Embedding(11, 7)
+    table: Any = nn.Embedding(11, 7)
     model = nn.Sequential(table, *layers(blocks()))
     for module in model:
         fsdp.fully_shard(module)

@@ -299,7 +299,7 @@ COMPOSITES: Mapping[str, type[Composite]] = {
 
 
 def build(part: Part, ties: tuple[tuple[str, str], ...] = ()) -> nn.Module:
-    """Build the module with everything below it; of each pair of paths in ``ties`` the second takes the first's "up"."""
+    """Build the module with everything below it; of two paths in ``ties`` the second takes the first's "up"."""
     made: list[nn.Module] = []
     model = _build(part, made)
     for first, second in ties:

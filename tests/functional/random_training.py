@@ -81,11 +81,7 @@ def _train_both(example: Example, model: nn.Module, oracle: nn.Module) -> Iterat
     if mine.keys() != theirs.keys():
         yield f"names are {sorted(mine)}, wanted {sorted(theirs)}"
     optimizers = [_optimizer(example, each.values()) for each in (mine, theirs)]
-    if example.is_adapted and any(isinstance(parameter, DTensor) for parameter in mine.values()):
-        fully_shard_optimizer(optimizers[0])
-    for module in model.modules():
-        if isinstance(module, FsdpModule):
-            module.set_reshard_after_backward(not example.keeps_weights)
+    _set_up(example, model, optimizers[0])
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
     for step in range(NUM_STEPS):
         for index in range(example.microbatches):
@@ -109,15 +105,21 @@ def _train_both(example: Example, model: nn.Module, oracle: nn.Module) -> Iterat
             _thaw(theirs.values())
 
 
+def _set_up(example: Example, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if example.is_adapted and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        fully_shard_optimizer(optimizer)
+    for module in model.modules():
+        if isinstance(module, FsdpModule):
+            module.set_reshard_after_backward(not example.keeps_weights)
+
+
 def _data(rank: int, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     generator = torch.Generator().manual_seed(1 + 1000 * step + 100 * index + rank)
     x = torch.randn(BATCH, WIDTH, generator=generator)
     return x.requires_grad_(), torch.randint(0, 100, (BATCH,), generator=generator), rank + step + index
 
 
-def _backward(
-    example: Example, model: nn.Module, rank: int, step: int, index: int, num_ranks: int = 1
-) -> torch.Tensor:
+def _backward(example: Example, model: nn.Module, rank: int, step: int, index: int, num_ranks: int = 1) -> torch.Tensor:
     loss = torch.zeros(())
     for number in range(example.num_forwards):
         output = model(*_data(rank, step, index + 10 * number))

@@ -1,4 +1,4 @@
-"""Every sharding strategy on every mesh shape, dtype policy and number of microbatches, and one training run of each."""
+"""Every sharding strategy on every mesh shape, dtype policy and number of microbatches, and a run of each."""
 
 import functools
 import math
@@ -135,6 +135,9 @@ def run(setting: Setting, mesh: DeviceMesh) -> Outcome:
     tensors = [value for state in optimizer.state.values() for value in state.values()]
     optimizer_bytes = sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in tensors)
     resting, peak = meter.current_bytes - before, meter.peak_bytes - before + optimizer_bytes
+    # Optimizers are part of reference cycles; what they step must not live until these are collected.
+    optimizer.param_groups.clear()
+    optimizer.state.clear()
     predicted: dict[tuple[str, str], tuple[int, int]] = {}
     for total in report.collectives:
         count, size = predicted.get((total.kind, total.axis), (0, 0))

@@ -4,7 +4,7 @@ import ast
 import functools
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import _fully_shard
 import megatron_fsdp
 from megatron_fsdp.quickstart import fully_shard_model
 from megatron_fsdp.quickstart_module import MegatronFSDP
-from megatron_fsdp.quickstart_notices import ACCEPTED
+from megatron_fsdp.quickstart_notices import ACCEPTED, Accepted
 from tests.functional import (
     compatibility_arguments,
     compatibility_communication,
@@ -139,9 +139,9 @@ def test_every_argument_and_method_of_megatron_fsdp_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("each", ACCEPTED, ids=lambda each: each.name)
-def test_the_page_gives_the_reason_that_the_log_gives(each: object) -> None:
-    (row,) = [row for row in tables()["fully_shard_model"] if row.name == f"`{each.name}`"]  # type: ignore[attr-defined]
-    assert row.here == f"no effect: {each.reason}"  # type: ignore[attr-defined]
+def test_the_page_gives_the_reason_that_the_log_gives(each: Accepted) -> None:
+    (row,) = [row for row in tables()["fully_shard_model"] if row.name == f"`{each.name}`"]
+    assert row.here == f"no effect: {each.reason}"
 
 
 def test_every_row_has_a_verdict() -> None:
@@ -158,8 +158,11 @@ def existing_tests() -> frozenset[str]:
 
 def exists(test: str) -> bool:
     function, _, case = test.partition("[")
-    cases = {"test_both_engines_agree": SCENARIOS, "test_engines_differ_as_documented": DIFFERENCES}
-    return function in existing_tests() and (not case or case.removesuffix("]") in cases.get(function, {}))
+    cases: dict[str, Collection[str]] = {
+        "test_both_engines_agree": SCENARIOS,
+        "test_engines_differ_as_documented": DIFFERENCES,
+    }
+    return function in existing_tests() and (not case or case.removesuffix("]") in cases.get(function, ()))
 
 
 @pytest.mark.parametrize("table", tables())

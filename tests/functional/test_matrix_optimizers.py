@@ -1,4 +1,4 @@
-"""Optimizers of torch.optim besides AdamW, some of which look at whole matrices: sharded runs equal the whole model's."""
+"""Optimizers of torch.optim besides AdamW, some of which look at whole matrices: sharded runs equal whole ones."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,8 +65,7 @@ def on_two_axes(outer: int | str, flattened: bool, strategy: int) -> tuple[Compa
     seen = []
 
     def shard_model(model: nn.Module) -> None:
-        names = {"dp_outer_dim": "outer", "dp_shard_dim": shard}
-        fully_shard_model(model, [Block], strategy, outer, mesh, **names)
+        fully_shard_model(model, [Block], strategy, outer, mesh, dp_outer_dim="outer", dp_shard_dim=shard)
         seen.append(units_of(model)[1].parameter_groups[0].spec.placements)
 
     result = compare(replace(BASE, shard=shard_model))
@@ -135,10 +135,11 @@ def test_without_unit_modules_the_model_is_one_unit_and_the_log_says_what_that_c
 
 def sharded_before() -> tuple[list[str], str]:
     model = three_blocks()
-    fully_shard(model.layers[0], grad_divisor=3)  # type: ignore[index, operator]  # a ModuleList
-    result = fully_shard_model(model, [Block])
-    (group,) = result.layers[0].parameter_groups  # type: ignore[index, operator, union-attr]
-    return [type(module).__name__ for module in units_of(result)], str(group.spec.divisor)
+    assert isinstance(model, Stack)
+    fully_shard(model.layers[0], grad_divisor=3)
+    fully_shard_model(model, [Block])
+    (group,) = units_of(model)[1].parameter_groups
+    return [type(module).__name__ for module in units_of(model)], str(group.spec.divisor)
 
 
 def test_what_was_sharded_before_stays_as_it_is() -> None:
@@ -162,12 +163,16 @@ def logged(action: Any) -> list[str]:
     return lines
 
 
+def shard_with(name: str, value: Any) -> None:
+    options: dict[str, Any] = {name: value}
+    fully_shard_model(Block(), [Block], **options)
+
+
 def notices() -> list[tuple[str, list[str], list[str]]]:
     results = []
     for each in ACCEPTED:
         other = "given" if each.default is None else not each.default
-        asked = logged(lambda: fully_shard_model(Block(), [Block], **{each.name: other}))  # noqa: B023
-        default = logged(lambda: fully_shard_model(Block(), [Block], **{each.name: each.default}))  # noqa: B023
+        asked, default = (logged(partial(shard_with, each.name, value)) for value in (other, each.default))
         results.append((each.name, asked, default))
     return results
 

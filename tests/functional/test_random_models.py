@@ -17,6 +17,7 @@ from tests.harness import run_ranks
 NIGHTLY = hypothesis.settings(derandomize=False, max_examples=200)
 USUAL = hypothesis.settings(max_examples=20)
 
+
 def _drawn_dtype(draw: st.DrawFn) -> tuple[str, str]:
     """Draw a dtype and what is frozen: weights of less precision than fp32 are, so that rounding does not matter."""
     return draw(
@@ -30,7 +31,8 @@ def _drawn_dtype(draw: st.DrawFn) -> tuple[str, str]:
 
 @st.composite
 def leaves(draw: st.DrawFn) -> Part:
-    kind = draw(st.sampled_from(["linear"] * 4 + [kind for kind in SHAPES if kind not in ("linear", "scalar")] * 2 + ["scalar"]))
+    others = [kind for kind in SHAPES if kind not in ("linear", "scalar")]
+    kind = draw(st.sampled_from(["linear"] * 4 + others * 2 + ["scalar"]))
     dtype, frozen = _drawn_dtype(draw)
     size = draw(st.integers(1, 7))
     is_ignored = draw(st.integers(0, 9)) == 9
@@ -102,7 +104,12 @@ def examples(draw: st.DrawFn) -> Example:
     left_out |= set() if is_adapted else {"fp64 gradients"}
     policies = ["none"] * 4 + [name for name in POLICIES if name not in left_out]
     linear = [(path, one) for path, one in parts_with_paths(part) if one.kind == "linear"]
-    alike = [(a, b) for a, one in linear for b, other in linear if a < b and (one.size, one.dtype) == (other.size, other.dtype)]
+    alike = [
+        (a, b)
+        for a, one in linear
+        for b, other in linear
+        if a < b and (one.size, one.dtype) == (other.size, other.dtype)
+    ]
     ties = draw(st.lists(st.sampled_from(alike), max_size=1)) if alike and draw(st.booleans()) else []
     chosen = draw(wraps(part, mesh, policies))
     has_fp64 = any(one.dtype == "float64" for _, one in parts_with_paths(part))

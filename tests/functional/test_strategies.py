@@ -53,7 +53,9 @@ def test_each_zero_stage_keeps_less_than_the_one_before(mesh: tuple[int, ...], p
     by_strategy = [outcomes_on(mesh)[Setting(strategy, mesh, policy, 1)] for strategy in ZERO]
     for rank in range(mesh[0]):
         kept = [outcomes[rank].resting_bytes + outcomes[rank].optimizer_bytes for outcomes in by_strategy]
-        assert all(earlier > later for earlier, later in pairwise(kept)), f"rank {rank}: {dict(zip(ZERO, kept))}"
+        assert all(earlier > later for earlier, later in pairwise(kept)), (
+            f"rank {rank}: {dict(zip(ZERO, kept, strict=True))}"
+        )
 
 
 @pytest.mark.parametrize(("mesh", "policy"), list(product(SHARDED_MESHES, POLICIES)), ids=str)

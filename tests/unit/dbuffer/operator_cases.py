@@ -100,7 +100,7 @@ def outcome(function: Function, x: torch.Tensor, y: torch.Tensor) -> tuple[objec
 
 
 def differences(layout: str, table: str, dtype: torch.dtype, tolerance: float) -> list[str]:
-    """Return where a function of two sharded tensors, or what it does to them or the generator, is unlike plain ones."""
+    """Return where a function of sharded tensors, or what it does to them or the generator, is unlike plain ones."""
     found, mesh = [], make_mesh(layout)
     for name, function in TABLES[table].items():
         plain = zip(values(1, dtype), values(2, dtype), strict=True)
@@ -117,7 +117,8 @@ def differences(layout: str, table: str, dtype: torch.dtype, tolerance: float) -
                 found.append(f"{name} of {shape}: {whole(result)}, wanted {wanted}")
             elif not error and not torch.equal(torch.get_rng_state(), state):
                 found.append(f"{name} of {shape} leaves the generator in another state")
-        if is_hollow:
+        # Linear algebra has no bf16.
+        if is_hollow and dtype is torch.float32:
             found.append(f"{name} fails on plain tensors of every shape: {wanted_error}")
     return found
 

@@ -119,6 +119,9 @@ def wrong_gradients(layout: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["one rank", "three ranks", "hsdp", "hfsdp", "inside slices", "inside slices, hfsdp"])
+LAYOUTS_OF_REGULARIZERS = ["one rank", "three ranks", "hsdp", "hfsdp", "inside slices", "inside slices, hfsdp"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_OF_REGULARIZERS)
 def test_gradients_are_those_of_whole_tensors(layout: str) -> None:
     assert run_ranks(num_ranks(layout), wrong_gradients, layout) == [[]] * num_ranks(layout)
