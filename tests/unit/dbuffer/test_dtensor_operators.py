@@ -38,14 +38,11 @@ CHECKED = [
 ]
 
 
-# The others run every night: each table calls hundreds of functions on every rank.
-QUICK = {*(("three ranks", table) for table in ("element-wise", "whole", "reductions", "random"))}
-QUICK |= {("hfsdp", "random"), ("inside slices", "whole"), ("inside slices", "reductions")}
+QUICK = {*CHECKED[:4], ("hfsdp", "random"), ("inside slices", "whole"), ("inside slices", "reductions")}
+CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CHECKED]
 
 
-@pytest.mark.parametrize(
-    ("layout", "table"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CHECKED]
-)
+@pytest.mark.parametrize(("layout", "table"), CASES)
 def test_a_function_of_sharded_tensors_is_that_of_whole_ones(layout: str, table: str) -> None:
     found = run_ranks(num_ranks(layout), differences, layout, table, torch.float32, 1e-5, timeout=200)
     assert found == [[]] * num_ranks(layout)
@@ -55,9 +52,6 @@ def test_a_function_of_sharded_tensors_is_that_of_whole_ones(layout: str, table:
 def test_a_function_of_sharded_bf16_tensors_is_that_of_whole_ones(table: str, tolerance: float) -> None:
     found = run_ranks(2, differences, "two ranks", table, torch.bfloat16, tolerance, timeout=200)
     assert found == [[]] * 2
-
-
-# ---------------------------------------------------------------- rows stay
 
 
 def lost_rows(layout: str) -> list[str]:
