@@ -4,6 +4,10 @@ from megatron_fsdp.adamw import AdamW
 from megatron_fsdp.api import fully_shard, microbatch, no_sync, replicate, share_comm_ctx
 from megatron_fsdp.arguments import add_megatron_fsdp_args
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.checkpoint_background import SaveHandle
+from megatron_fsdp.checkpoint_full import full_state_dict
+from megatron_fsdp.checkpoint_manifest import DamagedCheckpointError
+from megatron_fsdp.checkpoint_series import CheckpointSeries
 from megatron_fsdp.config import FsdpConfig
 from megatron_fsdp.errors import CheckpointError, ConfigError, FsdpError, OwnershipError, StateError
 from megatron_fsdp.exclusion import fsdp_no_shard
@@ -16,6 +20,7 @@ from megatron_fsdp.optimizer import clip_grad_norm_, fully_shard_optimizer
 from megatron_fsdp.parameter_group import ParameterGroup
 from megatron_fsdp.precision import MixedPrecisionPolicy
 from megatron_fsdp.report import Report, explain
+from megatron_fsdp.safetensors_model import export_safetensors, import_safetensors
 from megatron_fsdp.strategy import Placements
 
 FSDPModule = FsdpModule
@@ -24,7 +29,9 @@ __all__ = [
     "AdamW",
     "CPUOffloadPolicy",
     "CheckpointError",
+    "CheckpointSeries",
     "ConfigError",
+    "DamagedCheckpointError",
     "DataParallelMeshDims",
     "FSDPModule",
     "FsdpConfig",
@@ -36,14 +43,18 @@ __all__ = [
     "ParameterGroup",
     "Placements",
     "Report",
+    "SaveHandle",
     "StateError",
     "UnshardHandle",
     "add_megatron_fsdp_args",
     "clip_grad_norm_",
     "explain",
+    "export_safetensors",
     "fsdp_no_shard",
+    "full_state_dict",
     "fully_shard",
     "fully_shard_optimizer",
+    "import_safetensors",
     "load_checkpoint",
     "materialize",
     "microbatch",
