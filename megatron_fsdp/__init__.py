@@ -19,6 +19,8 @@ from megatron_fsdp.offload import CPUOffloadPolicy, OffloadPolicy
 from megatron_fsdp.optimizer import clip_grad_norm_, fully_shard_optimizer
 from megatron_fsdp.parameter_group import ParameterGroup
 from megatron_fsdp.precision import MixedPrecisionPolicy
+from megatron_fsdp.quickstart import fully_shard_model, fully_shard_model_and_optimizer
+from megatron_fsdp.quickstart_module import MegatronFSDP
 from megatron_fsdp.report import Report, explain
 from megatron_fsdp.safetensors_model import export_safetensors, import_safetensors
 from megatron_fsdp.strategy import Placements
@@ -37,6 +39,7 @@ __all__ = [
     "FsdpConfig",
     "FsdpError",
     "FsdpModule",
+    "MegatronFSDP",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OwnershipError",
@@ -53,6 +56,8 @@ __all__ = [
     "fsdp_no_shard",
     "full_state_dict",
     "fully_shard",
+    "fully_shard_model",
+    "fully_shard_model_and_optimizer",
     "fully_shard_optimizer",
     "import_safetensors",
     "load_checkpoint",

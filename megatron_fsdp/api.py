@@ -113,7 +113,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             raise ConfigError(
                 f"{type(module).__name__} is sharded already; call fully_shard once on each module, children first"
             )
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ConfigError(
                 f"{type(module).__name__} has no forward, so there is no moment to gather its weights; call "
                 "fully_shard on each of its modules, or on the module that calls them"

@@ -376,3 +376,9 @@ class GradientBuffer:
             for parameter, face, trained in zip(self._parameters, self._faces, self._trained, strict=True):
                 if trained and parameter.grad is not face:
                     parameter.grad = face
+        # Autograd accumulates into the gathered parameters, so it calls no hook of the sharded ones.
+        for parameter, trained in zip(self._parameters, self._trained, strict=True):
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+            if trained and hooks:
+                for hook in tuple(hooks.values()):
+                    hook(parameter)

@@ -47,6 +47,11 @@ class FsdpModule:
 
     _fsdp_unit: Unit
 
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Make a plain module of the original class: what ``sequential[:2]`` calls its own class for is no unit."""
+        original = cls.__mro__[cls.__mro__.index(FsdpModule) + 1]
+        return original(*args, **options)
+
     @property
     def parameter_groups(self) -> tuple[ParameterGroup, ...]:
         """The parameter groups of this unit; those of nested units are not among them."""
@@ -80,7 +85,7 @@ class FsdpModule:
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False: the next backwards leave axes on which gradients rest partial (the outer one of HSDP) unreduced."""
         for unit in self._units(recurse):
-            unit.schedule.requires_all_reduce = requires_all_reduce
+            unit.requires_all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the last microbatch of an optimizer step."""
@@ -167,16 +172,18 @@ class FsdpModule:
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Accept FSDP2's switch: parameters without a gradient always take part, with zeros, so ranks cannot differ."""
 
-    def set_reduce_scatter_max_input_buffers(self, num_buffers: int, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Allow this many packed gradient buffers at once. More of them let backward run further ahead of reductions.
 
         Raises:
-            ConfigError: less than one.
+            ConfigError: not a number of at least one.
         """
-        if num_buffers < 1:
-            raise ConfigError(f"set_reduce_scatter_max_input_buffers({num_buffers}): at least one is needed")
+        if isinstance(max_input_buffers, bool) or max_input_buffers < 1:
+            raise ConfigError(
+                f"set_reduce_scatter_max_input_buffers({max_input_buffers}): give a number of at least one"
+            )
         for unit in self._units(recurse):
-            unit.schedule.max_packed_buffers = num_buffers
+            unit.schedule.max_packed_buffers = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce on a communicator of its own (the default), or on the one that gathers, which saves its memory."""

@@ -60,13 +60,13 @@ def fully_shard_model(
     Args:
         module: the model. Parts of it that ``fully_shard`` was called on already stay as they are.
         fsdp_unit_modules: which modules become units: classes, their names, or their import paths
-            ("package.file.Class"). None: the whole model is one unit, which computes as soon as all of it is gathered.
+            ("package.file.Class"). None: the whole model is one unit, which computes once all of it is gathered.
         zero_dp_strategy: 0 to 3, or "no_shard", "optim", "optim_grads", "optim_grads_params".
         outer_dp_sharding_strategy: over ``dp_outer_dim``. 0 or "no_shard": replicas. 1 or "optim": main weights and
             optimizer state are sharded over it too.
         device_mesh: None: one axis over all ranks.
-        dp_shard_dim, dp_outer_dim: the names of the axes of ``device_mesh`` to shard over and of replicas; an axis may
-            be a flattened one. None for both: all of its axes, one or (outer, inner).
+        dp_shard_dim, dp_outer_dim: the names of the axes of ``device_mesh`` to shard over and of replicas; an axis
+            may be a flattened one. None for both: all of its axes, one or (outer, inner).
         expt_device_mesh: the mesh of modules all of whose parameters have ``allreduce = False``, as Megatron marks
             experts. It has the same axis names. Their gradients are divided by the number of ranks of the dense mesh.
         device: where the model goes: the device of the mesh. Without a mesh it chooses the device type.
@@ -75,8 +75,8 @@ def fully_shard_model(
         mixed_precision_policy: ``MixedPrecisionPolicy``, ours or Megatron-FSDP's. None: FP32 main weights.
         sync_model_each_microbatch: gradients are final after each backward. False: after ``finish_grad_sync()``, or
             the backward inside ``sync()``.
-        report_nan_in_param_grad: raise FsdpError in the backward in which a reduced gradient is not a number. It takes
-            the place of ``set_all_reduce_hook``, and makes the host wait for each reduction.
+        report_nan_in_param_grad: raise FsdpError in the backward in which a reduced gradient is not a number. It
+            takes the place of ``set_all_reduce_hook``, and makes the host wait for each reduction.
         calculate_per_token_loss: sum gradients over ranks instead of averaging them; see ``scale_gradients``.
         use_decoupled_grad: refused.
         accepted: Megatron-FSDP's other arguments, which change nothing here; each one that asks for something is

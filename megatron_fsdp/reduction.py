@@ -55,7 +55,9 @@ class Reduction:
             overwrite: ``main_grad`` holds nothing yet.
         """
         # Not self: a ticket that nobody waits for must not keep this object alive.
-        reduced, main_grad, hook = self._reduced, self._main_grad, self.hook
+        reduced, main_grad = self._reduced, self._main_grad
+        # Where axes are left to reduce at the end, the hook's turn comes after them, in ``finish``.
+        hook = self.hook if self._final is self._main_grad else None
         staging = self._staged()
         # A hook sees averages, so scaling comes before it.
         factor = scale if hook is None else 1.0

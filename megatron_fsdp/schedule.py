@@ -33,14 +33,12 @@ class Schedule:
 
     Attributes:
         is_last_backward: whether the next backward ends an optimizer step's gradient accumulation.
-        requires_all_reduce: whether the last backward also reduces over axes that hold partial sums.
         max_packed_buffers: how many units' packed gradients may live at once.
         step_event: an event that the next forward waits for, recorded after an optimizer step; None for none.
     """
 
     def __init__(self) -> None:
         self.is_last_backward = True
-        self.requires_all_reduce = True
         self.max_packed_buffers = 1
         self.step_event: Any = None
         self._units: list[weakref.ref[Unit]] = []
@@ -346,7 +344,7 @@ class Schedule:
             buffer = group.gradients
             if buffer is None or not buffer.is_partial or not unit.requires_gradient_sync:
                 continue
-            if buffer.rests_final or (self.is_last_backward and self.requires_all_reduce):
+            if buffer.rests_final or (self.is_last_backward and unit.requires_all_reduce):
                 trace("final", unit.name)
                 buffer.finalize()
                 if self.is_last_backward:

@@ -23,7 +23,6 @@ class Driver(Protocol):
     """What a unit and its hooks ask of the schedule that serves it."""
 
     is_last_backward: bool
-    requires_all_reduce: bool
     max_packed_buffers: int
     step_event: Any
 
@@ -91,6 +90,7 @@ class Unit:
         groups: the parameter groups; empty for a module without parameters of its own.
         reshard_after_forward: as asked; None means when the next unit runs, but not for the root. Groups that keep a
             part for backward know it themselves.
+        requires_all_reduce: whether the last backward also reduces over axes that hold partial sums.
         requires_gradient_sync: False keeps gradients here, unreduced, until a backward with True.
     """
 
@@ -107,6 +107,7 @@ class Unit:
         self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
+        self.requires_all_reduce = True
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.schedule: Driver
