@@ -91,6 +91,8 @@ def fully_shard(
     groups = [group for like in group_parameters(owned) for group in build(like, name)]
     for parameter in owned:
         mark_owned(parameter.parameter, name, parameter.name)
+    for group in groups:
+        group.forget_originals()
     check_agreement(name, groups)
     unit = Unit(name, modules, groups, policy)
     unit.reshard_to(reshard_after_forward)
@@ -162,6 +164,7 @@ def _adopt_units(modules: Sequence[nn.Module], root: Unit) -> None:
                 if id(unit) not in units:
                     units[id(unit)] = unit
                     unit.rename(prefix + path)
+    root.inner = [unit.reference for unit in units.values() if unit is not root]
     schedule.adopt(root, units.values())
 
 

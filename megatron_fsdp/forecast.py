@@ -144,6 +144,7 @@ class _Playback:
         self._bytes = 0
         self._packed: set[tuple[int, int]] = set()
         self._reducing: list[int] = []
+        self._reduced: set[int] = set()
         self._active: list[int] = []
         self._arrived: Counter[int] = Counter()
 
@@ -239,8 +240,7 @@ class _Playback:
                 self._enter_backward(visit.unit)
             elif self._is_trained(visit):
                 self._receive(visit.unit, visit.group)
-        for unit in tuple(self._active):
-            self._leave(unit)
+        self._close_open()
         for schedule in {facts.schedule for facts in self._units}:
             self._drain(schedule, 0)
         for unit, costs in enumerate(self._costs):
@@ -250,8 +250,15 @@ class _Playback:
             if self._units[unit].reshards_after_backward:
                 self._release(unit)
         self._arrived.clear()
+        self._reduced.clear()
         # What backward used is for backward to release: it may keep it.
         self._lingering.clear()
+
+    def _close_open(self) -> None:
+        for unit in sorted(self._active, key=self._opened.__getitem__, reverse=True):
+            self._leave(unit)
+            if self._arrived[unit] and unit not in self._reduced:
+                self._reduce(unit)
 
     def _enter_backward(self, unit: int) -> None:
         self._active.append(unit)
@@ -277,13 +284,26 @@ class _Playback:
             self._packed.add((unit, group))
             self._hold(costs[group].packed, unit)
         self._arrived[unit] += 1
-        if self._arrived[unit] == self._awaited[unit]:
+        if self._arrived[unit] == self._awaited[unit] and not self._awaits_inner(unit):
             # A unit with frozen parameters keeps its weights until backward has left it: they may still be in use.
             if all(cost.is_all_trained for cost in costs):
                 self._leave(unit)
-            for position, cost in enumerate(costs):
-                self._transfer(unit, position, cost.reduce)
-            self._reducing.append(unit)
+            self._reduce(unit)
+
+    def _awaits_inner(self, unit: int) -> bool:
+        """Whether a unit inside of this one is still to be reduced: its reduction comes first."""
+        return any(
+            self._arrived[other] < count
+            and self._opened[unit] < self._opened[other]
+            and self._closed[other] < self._closed[unit]
+            for other, count in self._awaited.items()
+        )
+
+    def _reduce(self, unit: int) -> None:
+        for position, cost in enumerate(self._costs[unit]):
+            self._transfer(unit, position, cost.reduce)
+        self._reducing.append(unit)
+        self._reduced.add(unit)
 
     def _leave(self, unit: int) -> None:
         self._active.remove(unit)

@@ -110,17 +110,19 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: float = 2.0
 
 
 def _partial_norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the sum of squares (or the maximum) of one tensor, as a 0-d FP32 tensor."""
+    """Return the sum of squares (or the maximum) of one tensor, as a 0-d FP32 tensor (FP64 for FP64 gradients)."""
     if not gradient.numel():
         return torch.zeros((), dtype=torch.float32, device=gradient.device)
-    norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32)
+    dtype = torch.float64 if gradient.dtype is torch.float64 else torch.float32
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
     return norm.square() if norm_type == 2.0 else norm
 
 
 def _combine(parts: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     if not parts:
         return torch.zeros((), dtype=torch.float32, device=device)
-    stacked = torch.stack([part.to(device) for part in parts])
+    widest = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
+    stacked = torch.stack([part.to(device=device, dtype=widest) for part in parts])
     return stacked.sum() if norm_type == 2.0 else stacked.amax()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -24,12 +25,21 @@ __all__ = ["OwnedParameter", "ParameterSite", "collect_parameters", "group_param
 _TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True)
 class ParameterSite:
-    """One place where a parameter is registered."""
+    """One place where a parameter is registered; it does not keep the module alive."""
 
-    module: nn.Module
-    attribute: str
+    __slots__ = ("_module", "attribute")
+
+    def __init__(self, module: nn.Module, attribute: str) -> None:
+        self._module = weakref.ref(module)
+        self.attribute = attribute
+
+    @property
+    def module(self) -> nn.Module:
+        """The module."""
+        module = self._module()
+        assert module is not None
+        return module
 
 
 @dataclass(slots=True, eq=False)

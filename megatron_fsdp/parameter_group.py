@@ -203,6 +203,12 @@ class ParameterGroup:
         for axis in self.main_weight.axes:
             axis.has_separate_reduce_group = enable
 
+    def forget_originals(self) -> None:
+        """Let go of the parameters that the group was built from: their memory is the whole unit's."""
+        if not self.is_meta:
+            for owned, face in zip(self._owned, self.faces.sharded, strict=True):
+                owned.parameter = face
+
     def gradient_ready(self, index: int, parameter: torch.Tensor) -> None:
         """Take over a gradient that autograd has accumulated."""
         if self.gradients is not None:

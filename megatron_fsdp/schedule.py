@@ -244,7 +244,7 @@ class Schedule:
             self._open_backward()
             self._active[id(unit)] = unit.reference
             self._closed.discard(id(unit))
-        if unit.num_arrived == unit.num_gradients:
+        if unit.num_arrived == unit.num_gradients and not unit.awaits_inner(self._closed):
             self._close(unit)
 
     def make_room(self) -> None:

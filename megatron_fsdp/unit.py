@@ -112,6 +112,8 @@ class Unit:
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.schedule: Driver
         self.modules = [weakref.ref(module) for module in modules]
+        # Units inside of this one, all of which were made before it.
+        self.inner: list[weakref.ref[Unit]] = []
         self.calls: list[weakref.ref[Call]] = []
         self.pending_modules: set[int] = set()
         self.open_call: Call | None = None
@@ -203,6 +205,19 @@ class Unit:
             for reference in self.modules
             if (module := reference()) is not None
             for child in module.modules()
+        )
+
+    def awaits_inner(self, closed: set[int]) -> bool:
+        """Whether a unit inside of this one may still be reduced in this backward.
+
+        Its reduction comes first then, on every rank: where this unit's last gradient arrives depends on which of its
+        parameters a rank uses.
+        """
+        return any(
+            id(other) not in closed
+            and bool(other.num_gradients)
+            and (any(other.outstanding_calls()) or other.num_arrived)
+            for other in alive(self.inner)
         )
 
     def forget(self, backward: int) -> None:

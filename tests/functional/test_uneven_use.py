@@ -1,0 +1,124 @@
+"""Ranks that use different parameters reduce in one order; what a unit was built from is let go."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dbuffer import memory_meter
+from megatron_fsdp import clip_grad_norm_, fully_shard
+from tests.functional.replica import Block, Case, Comparison, compare, inputs
+from tests.harness import run_ranks
+
+
+class Dropped(nn.Module):
+    """Owns what comes before its blocks; the first rank leaves out the first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.first, self.second = nn.Linear(7, 7), Block(), Block()
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return (..., 7) for (..., 7)."""
+        x = self.entry(x)
+        result: torch.Tensor = self.second(x if rank == 0 else self.first(x))
+        return result
+
+
+class TwoHeads(nn.Module):
+    """Owns what comes after its blocks; the first rank uses one head of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head, self.extra = Block(), Block(), nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return (..., 7) for (..., 7)."""
+        x = self.second(self.first(x))
+        result: torch.Tensor = self.head(x) + (self.extra(x) if rank else 0)
+        return result
+
+
+class Skipping(Block):
+    """A block that may return its input."""
+
+    def forward(self, x: torch.Tensor, skips: bool = False) -> torch.Tensor:
+        return x if skips else super().forward(x)
+
+
+class Skipped(Dropped):
+    """Like ``Dropped``, but the block is called and returns its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Skipping()
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return (..., 7) for (..., 7)."""
+        result: torch.Tensor = self.second(self.first(self.entry(x), rank == 0))
+        return result
+
+
+def shard_blocks(model: nn.Module) -> None:
+    for child in (model.first, model.second):
+        assert isinstance(child, nn.Module)
+        fully_shard(child)
+    fully_shard(model)
+
+
+def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    output: torch.Tensor = model(inputs(rank, step), rank)
+    return output.square().mean()
+
+
+def train(kind: type[nn.Module]) -> Comparison:
+    return compare(Case(kind, loss, shard=shard_blocks))
+
+
+@pytest.mark.parametrize("kind", [TwoHeads, Skipped])
+def test_a_unit_around_others_is_reduced_after_them_on_every_rank(kind: type[nn.Module]) -> None:
+    results = run_ranks(3, train, kind, timeout=30)
+    assert all(result.is_exact for result in results), results
+
+
+def bytes_after_deletion() -> tuple[int, bool]:
+    """Return the engine's bytes after deleting a unit that owns parameters itself, and whether originals are gone."""
+    gc.collect()
+    gc.disable()
+    before = memory_meter().current_bytes
+    plain = nn.Linear(64, 64)
+    original = weakref.ref(plain.weight)
+    model = fully_shard(plain)
+    del plain
+    is_gone = original() is None
+    model(torch.ones(1, 64)).sum().backward()
+    del model
+    held = memory_meter().current_bytes - before
+    gc.enable()
+    return held, is_gone
+
+
+def test_a_unit_with_parameters_of_its_own_frees_everything_without_the_garbage_collector() -> None:
+    assert run_ranks(2, bytes_after_deletion) == [(0, True)] * 2
+
+
+def fp64_norm() -> tuple[float, float]:
+    model = nn.Linear(5, 3).double()
+    oracle = nn.Linear(5, 3).double()
+    oracle.load_state_dict(model.state_dict())
+    fully_shard(model)
+    x = torch.full((2, 5), 1e-3 * (dist.get_rank() + 1), dtype=torch.float64)
+    model(x).square().sum().backward()
+    for rank in range(dist.get_world_size()):
+        y = torch.full((2, 5), 1e-3 * (rank + 1), dtype=torch.float64)
+        (oracle(y).square().sum() / dist.get_world_size()).backward()
+    wanted = nn.utils.clip_grad_norm_(oracle.parameters(), float("inf"))
+    return clip_grad_norm_(model, float("inf")).item(), wanted.item()
+
+
+def test_the_norm_of_fp64_gradients_has_fp64_precision() -> None:
+    for found, wanted in run_ranks(2, fp64_norm):
+        assert found == pytest.approx(wanted, rel=1e-12)
