@@ -136,7 +136,7 @@ def cut_inside_rows() -> None:
 
 
 def cut_inside_slices() -> None:
-    fully_shard(nn.Conv1d(3, 5, 7), granularity=Row())
+    fully_shard(nn.Conv1d(3, 5, 7), granularity=Element())
 
 
 def granularity_of_one_parameter() -> None:
@@ -238,7 +238,7 @@ MISTAKES: dict[Callable[[], None], tuple[str, ...]] = {
     offload: ("ConfigError", "offload_policy", "CPUOffloadPolicy", "optim_grads_params()"),
     other_dimension: ("PlacementError", "'weight'", "Shard(dim=1)", "granularity="),
     cut_inside_rows: ("ConfigError", "'weight'", "(5, 3)", "Element()", "Row()"),
-    cut_inside_slices: ("ConfigError", "'weight'", "(5, 3, 7)", "Row()", "Block(rows=3)"),
+    cut_inside_slices: ("ConfigError", "'weight'", "(5, 3, 7)", "Element()", "Row()"),
     granularity_of_one_parameter: ("ConfigError", "'weight'", "(5, 3)", "Element()", "Row()"),
     mesh_of_three_axes: ("ConfigError", "3 axes", "mesh['dp']", "placements="),
     unknown_axis: ("ConfigError", "'data'", "'dp'"),

@@ -207,7 +207,7 @@ def test_the_unit_of_a_tied_embedding_is_open_until_the_last_norm() -> None:
 
 def test_a_unit_that_cannot_be_laid_out_is_named() -> None:
     # 100 rows of a million elements each: a shard on each of 1,000 ranks holds one of them or none.
-    experts = UnitShapes("experts", 1, (("gate_up_proj", (100, 1000, 1000)),))
+    experts = UnitShapes("experts", 1, (("gate_up_proj", (100, 1_000_000)),))
     found = replace(architecture(MIXTRAL), units=(UnitShapes("layer", 1, (("weight", (1000, 1000)),)), experts))
     axes = (AxisFacts("dp", 1000, 0),)
     with pytest.raises(LayoutError, match=r"unit 'experts': padding makes"):

@@ -32,6 +32,18 @@ class Block(nn.Module):
         self.up = nn.Linear(64, 128)
 
 
+class LongRows(nn.Module):
+    """Two blocks of four rows each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(1 << 22, 4, bias=False) for _ in range(2)])
+
+
+def few_long_rows() -> nn.Module:
+    return LongRows()
+
+
 def make_model() -> nn.Module:
     """Build the model of the tests of --factory."""
     model = nn.Module()
@@ -241,7 +253,7 @@ def test_without_matplotlib_the_extra_is_named(
         (f"--factory {__name__}:EIGHT_RANKS --mesh 8", "EIGHT_RANKS is a tuple, wanted a function"),
         (f"--factory {__name__}:make_model --mesh 8 --unit-class Foo", "--unit-class Foo: the model has Block, Linear"),
         ("--model gpt2 --mesh 8 --html /nowhere/plan.html", "give a file that can be written"),
-        ("--model mixtral-8x7b --mesh 1024", "unit 'experts': padding makes"),
+        (f"--factory {__name__}:few_long_rows --mesh 64", "padding makes"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_cure(
