@@ -112,15 +112,8 @@ class ParameterGroup:
 
     def _make_gradients(self) -> None:
         spec = self.spec
-        like = GradientSpec(
-            spec.placements,
-            spec.dtypes.reduce,
-            spec.dtypes.main_grad,
-            spec.divisor,
-            spec.compute_device,
-            is_offloaded=spec.is_offloaded,
-            is_pinned=spec.is_pinned,
-        )
+        dtypes, place = spec.dtypes, (spec.compute_device, spec.is_offloaded, spec.is_pinned)
+        like = GradientSpec(spec.placements, dtypes.reduce, dtypes.main_grad, spec.divisor, *place)
         self.gradients = GradientBuffer(self.main_weight, like, self.faces, tuple(self.parameters))
         self.gradients.rename(f"unit {self.name!r}")
         self.set_reduction()

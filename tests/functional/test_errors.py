@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dbuffer import Element, Flat, Partial, Replicate, Row, Whole
+from dbuffer import Element, Flat, Partial, Replicate, Whole
 from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
 from tests.functional.replica import Block, Stack, inputs, shard_each
 from tests.harness import FailureKind, RankError, run_ranks
