@@ -113,6 +113,21 @@ class Faces:
         split = self._owned[index].split
         return rows if split is None else split.resting(rows)
 
+    def own_rows(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of a gradient that autograd or the user gave a sharded parameter.
+
+        Raises:
+            StateError: it is a plain tensor.
+        """
+        if not isinstance(gradient, DTensor):
+            raise StateError(
+                f"{self._main_weight.name}: .grad of parameter {self._owned[index].name!r} was replaced by a plain "
+                "tensor; assign a DTensor laid out like the parameter, or change the gradient in place"
+            )
+        if not is_laid_out_like(gradient, self.sharded[index]):
+            gradient = self.laid_out(self.sharded[index], gradient)
+        return gradient.to_local()
+
     # ------------------------------------------------------------------ what users do to them
 
     def version(self) -> int:

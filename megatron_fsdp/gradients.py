@@ -1,9 +1,9 @@
 """GradientBuffer: from the gradients that autograd produces to the shard that the optimizer reads.
 
 Each gradient is packed into one flat buffer the moment autograd has it, and autograd's copy is dropped. When the
-unit is done the packed
-buffer is reduced and folded into ``main_grad``. On the last microbatch the axes that still hold partial sums are
-reduced too.
+unit is done the packed buffer is reduced and folded into ``main_grad``. On the last microbatch the axes that still
+hold partial sums are reduced too. What autograd puts on a sharded parameter itself, for a loss that uses it beside the
+gathered weights, is added at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from dbuffer import DBuffer, Partial
 from dbuffer.placements import BufferPlacement
 from dbuffer_kernels import accumulate
-from megatron_fsdp.errors import StateError
 from megatron_fsdp.faces import Faces
 from megatron_fsdp.lanes import Ticket
 from megatron_fsdp.reduction import Reduction
@@ -75,15 +74,13 @@ class GradientBuffer:
         main_weight: the group's main weights; gradients share its plan and mesh.
         faces: the parameters; the sharded ones' ``.grad`` is set when gradients are final, and read to see
             ``zero_grad``.
-        names: of the parameters, for messages.
     """
 
-    def __init__(self, main_weight: DBuffer, spec: GradientSpec, faces: Faces, names: Sequence[str]) -> None:
+    def __init__(self, main_weight: DBuffer, spec: GradientSpec, faces: Faces) -> None:
         self.name = main_weight.name
         self.state = GradState.EMPTY
         self.divisor = spec.divisor
         self._spec = spec
-        self._names = tuple(names)
         self._owner_faces = faces
         self._parameters = tuple(faces.sharded)
         self._observer: weakref.ref[GradientObserver] | None = None
@@ -92,6 +89,7 @@ class GradientBuffer:
         self._num_arrived = 0
         self._filled = bytearray(len(self._parameters))
         self._carry: torch.Tensor | None = None
+        self._is_taken_over = False
         partial: tuple[BufferPlacement, ...] = tuple(Partial("sum") for _ in spec.placements.gradient)
         self._template = main_weight
         self.main_grad = self._buffer(spec.placements.gradient, spec.main_dtype, "main_grad", main_weight.device)
@@ -228,10 +226,8 @@ class GradientBuffer:
         """End this backward's part of the group; ``wait`` completes what is issued here.
 
         Args:
-            reduce: issue the reduction of the packed buffer and its fold into ``main_grad``, with zeros for
-                parameters that got no
-                gradient here (other ranks may have one). False keeps the packed buffer, and the next backward adds
-                to it.
+            reduce: issue the reduction of the packed buffer and its fold into ``main_grad``, with zeros for parameters
+                that got no gradient here (other ranks may have one). False keeps it for the next backward to add to.
         """
         num_arrived, self._num_arrived = self._num_arrived, 0
         self._arrived = bytearray(len(self._parameters))
@@ -278,17 +274,22 @@ class GradientBuffer:
         """Forget what a backward that raised left here.
 
         What it had folded into gradients that the parameters show stays, as after a plain backward that raised; sums
-        that no
-        parameter shows yet are dropped.
+        that no parameter shows yet are dropped.
         """
         self.wait()
         self._arrived = bytearray(len(self._parameters))
         self._filled = bytearray(len(self._parameters))
         self._num_arrived = 0
-        self._carry = None
         if not self.rests_partial:
             self._packed.release_storage()
-        self.state = GradState.FINAL if any(self._present()) else GradState.EMPTY
+        if self._carry is not None:
+            self._final.local_buffer.copy_(self._carry)
+            self._carry = None
+        was_shown, self._is_taken_over = self._is_taken_over, False
+        if was_shown:
+            self.show()
+        is_empty = all(gradient is None for gradient in self._shown())
+        self.state = GradState.EMPTY if is_empty else GradState.FINAL
 
     # ------------------------------------------------------------------ main_grad over microbatches
 
@@ -296,35 +297,35 @@ class GradientBuffer:
         """Find out what the optimizer or the user did to ``.grad`` since gradients were final."""
         if self.state is not GradState.FINAL:
             return
-        present = self._present()
-        if not any(present):
+        shown = self._shown()
+        if all(gradient is None for gradient in shown):
             self.state = GradState.EMPTY
             return
-        self._adopt_user_gradients(present)
+        self._adopt_user_gradients(shown)
         self.state = GradState.PARTIAL
+        # From here to ``show`` a gradient on a sharded parameter is one that autograd put there itself.
+        self._is_taken_over = True
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._parameters:
+                parameter.grad = None
         if self._final is not self.main_grad:
-            # The memory around the final slice holds what the last reduction left there: keep the slice aside and
-            # start over.
+            # The memory around the final slice holds what the last reduction left: keep the slice aside, start over.
             self._carry = self._final.local_buffer.clone()
             self.state = GradState.EMPTY
 
-    def _present(self) -> list[bool]:
+    def _shown(self) -> list[torch.Tensor | None]:
         with torch._C.DisableTorchFunctionSubclass():
-            return [parameter.grad is not None for parameter in self._parameters]
+            return [parameter.grad for parameter in self._parameters]
 
-    def _adopt_user_gradients(self, present: Sequence[bool]) -> None:
-        for index, parameter in enumerate(self._parameters):
+    def _adopt_user_gradients(self, shown: Sequence[torch.Tensor | None]) -> None:
+        for index, gradient in enumerate(shown):
             mine = self._final.get_local_tensor(index)
-            gradient = parameter.grad
-            if not present[index] or gradient is None:
+            if gradient is None:
                 mine.zero_()
-            elif not isinstance(gradient, DTensor):
-                raise StateError(
-                    f"{self.name}: .grad of parameter {self._names[index]!r} was replaced by a plain tensor; assign a "
-                    f"DTensor laid out like the parameter, or change the gradient in place"
-                )
-            elif gradient.to_local().data_ptr() != mine.data_ptr():
-                mine.view(-1).copy_(gradient.to_local().reshape(-1))
+            elif not self._faces or gradient is not self._faces[index]:
+                rows = self._owner_faces.own_rows(index, gradient)
+                if rows.data_ptr() != mine.data_ptr():
+                    mine.view(-1).copy_(rows.reshape(-1))
 
     def finalize(self) -> None:
         """Reduce the axes that still hold partial sums, and set ``.grad`` of the sharded parameters."""
@@ -335,17 +336,25 @@ class GradientBuffer:
             if self._carry is not None:
                 self._final.local_buffer.add_(self._carry)
                 self._carry = None
-        self.state = GradState.FINAL
+        self._add_direct_gradients()
+        self.state, self._is_taken_over = GradState.FINAL, False
         self.show()
+
+    def _add_direct_gradients(self) -> None:
+        for index, gradient in enumerate(self._shown()):
+            if gradient is not None:
+                self._final.get_local_tensor(index).view(-1).add_(
+                    self._owner_faces.own_rows(index, gradient).reshape(-1)
+                )
 
     def settled(self) -> DBuffer | None:
         """Return the final gradients, with what the user did to ``.grad`` taken over; None where there are none."""
         if self.state is not GradState.FINAL:
             return None
-        present = self._present()
-        if not any(present):
+        shown = self._shown()
+        if all(gradient is None for gradient in shown):
             return None
-        self._adopt_user_gradients(present)
+        self._adopt_user_gradients(shown)
         return self._final
 
     def match_parameter_dtype(self) -> None:

@@ -114,7 +114,7 @@ class ParameterGroup:
         spec = self.spec
         dtypes, place = spec.dtypes, (spec.compute_device, spec.is_offloaded, spec.is_pinned)
         like = GradientSpec(spec.placements, dtypes.reduce, dtypes.main_grad, spec.divisor, *place)
-        self.gradients = GradientBuffer(self.main_weight, like, self.faces, tuple(self.parameters))
+        self.gradients = GradientBuffer(self.main_weight, like, self.faces)
         self.gradients.rename(f"unit {self.name!r}")
         self.set_reduction()
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import FlatDTensor
-from megatron_fsdp import MixedPrecisionPolicy
+from megatron_fsdp import FSDPModule, MixedPrecisionPolicy
 from tests.functional.models import (
     Model,
     differing,
@@ -127,33 +127,52 @@ def test_averages_of_weights_that_are_made_out_of_place_are_those_of_the_whole_m
         assert differing(averages, wanted, 1e-5) == []
 
 
-def penalise(model: Model, ranks: list[int]) -> State:
-    """Add the gradient of penalties on the weights to that of the loss, with a backward of its own."""
+def penalty_of(model: Model, anchor: list[torch.Tensor]) -> torch.Tensor:
+    """Return a penalty on the weights, each of its terms another kind of operator."""
+    penalty = torch.zeros(())
+    for parameter, old in zip(model.parameters(), anchor, strict=True):
+        if parameter.requires_grad:
+            penalty = penalty + 0.1 * (parameter - old - 0.1).square().sum() + 0.01 * parameter.abs().mean()
+            penalty = penalty + 0.01 * parameter.norm()
+    return penalty
+
+
+def penalise(model: Model, ranks: list[int], how: str) -> State:
+    """Add the gradient of penalties on the weights to that of the loss, in two microbatches of two steps."""
     anchor = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        for rank in ranks:
-            tokens = draw_tokens(rank, step)
-            (loss_of(model(tokens), tokens) / len(ranks)).backward()
-        penalty = torch.zeros(())
-        for parameter, old in zip(model.parameters(), anchor, strict=True):
-            if parameter.requires_grad:
-                penalty = penalty + 0.1 * (parameter - old).square().sum() + 0.01 * parameter.abs().mean()
-                penalty = penalty + 0.01 * parameter.norm()
-        penalty.backward()
+    for step in range(3):
+        for microbatch in range(2):
+            for rank in ranks:
+                penalty = penalty_of(model, anchor) / len(ranks) if how != "in a backward of its own" else 0.0
+                tokens = draw_tokens(rank, step, microbatch)
+                if how == "before the loss":
+                    loss = penalty + loss_of(model(tokens), tokens) / len(ranks)
+                else:
+                    loss = loss_of(model(tokens), tokens) / len(ranks) + penalty
+                if isinstance(model, FSDPModule) and how == "on the last microbatch":
+                    model.set_requires_gradient_sync(microbatch == 1)
+                loss.backward()
+        if how == "in a backward of its own":
+            penalty_of(model, anchor).backward()
         optimizer.step()
+        if step == 1:  # The gradients of the second step count in the third one again.
+            continue
         optimizer.zero_grad()
     return whole_state(model)
 
 
-def penalise_sharded(layout: str) -> State:
-    return penalise(sharded_model(layout), [dist.get_rank()])
+def penalise_sharded(layout: str, how: str) -> State:
+    return penalise(sharded_model(layout), [dist.get_rank()], how)
 
 
-@pytest.mark.parametrize("layout", ["three ranks", "hsdp", "hfsdp"])
-def test_penalties_on_weights_change_them_as_in_the_whole_model(layout: str) -> None:
-    wanted = penalise(make_model(), list(range(num_ranks(layout))))
-    for weights in run_ranks(num_ranks(layout), penalise_sharded, layout):
+@pytest.mark.parametrize(
+    "how", ["in a backward of its own", "in the loss", "before the loss", "on the last microbatch"]
+)
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one rank"])
+def test_penalties_on_weights_change_them_as_in_the_whole_model(layout: str, how: str) -> None:
+    wanted = penalise(make_model(), list(range(num_ranks(layout))), how)
+    for weights in run_ranks(num_ranks(layout), penalise_sharded, layout, how):
         assert differing(weights, wanted, 1e-5) == []
 
 
