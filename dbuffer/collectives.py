@@ -19,12 +19,16 @@ from dbuffer.mesh import MeshAxis
 
 __all__ = [
     "CollectiveCall",
+    "Waiter",
     "all_gather",
     "all_reduce",
     "barrier",
     "broadcast",
     "observe_collectives",
     "reduce_scatter",
+    "start_maximum",
+    "wait_for",
+    "wait_with",
 ]
 
 # torch 2.13 renames these two and warns on the old names; torch 2.11 has only the old names.
@@ -56,6 +60,41 @@ def observe_collectives(observer: Callable[[CollectiveCall], None]) -> Iterator[
         _observers[:] = [other for other in _observers if other is not observer]
 
 
+Waiter = Callable[[dist.Work], None]
+_waiter: list[Waiter] = []
+
+
+def wait_for(work: dist.Work) -> None:
+    """Wait for a collective, by the innermost ``wait_with`` where there is one."""
+    if _waiter:
+        _waiter[-1](work)
+    else:
+        work.wait()
+
+
+@contextmanager
+def wait_with(waiter: Waiter) -> Iterator[None]:
+    """Let ``waiter`` do the waiting for all collectives of this file on tensors in CPU memory while the block runs."""
+    _waiter.append(waiter)
+    try:
+        yield
+    finally:
+        _waiter[:] = [other for other in _waiter if other is not waiter]
+
+
+def _is_asynchronous(tensor: torch.Tensor, works: list[dist.Work] | None) -> bool:
+    return works is not None or (bool(_waiter) and tensor.device.type == "cpu")
+
+
+def _finish(work: dist.Work | None, works: list[dist.Work] | None) -> None:
+    if work is None:
+        return
+    if works is None:
+        wait_for(work)
+    else:
+        works.append(work)
+
+
 def _notify(kind: str, axis: MeshAxis, full: torch.Tensor) -> None:
     call = CollectiveCall(kind, axis.name, axis.size, full.numel() * full.element_size())
     for observer in _observers:
@@ -83,9 +122,8 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works:
         return
     if _observers:
         _notify("all_gather", axis, output)
-    work = _all_gather_flat(output, shard, group=axis.gather_group, async_op=works is not None)
-    if works is not None:
-        works.append(work)
+    is_asynchronous = _is_asynchronous(output, works)
+    _finish(_all_gather_flat(output, shard, group=axis.gather_group, async_op=is_asynchronous), works)
 
 
 def reduce_scatter(
@@ -104,9 +142,8 @@ def reduce_scatter(
         return
     if _observers:
         _notify("reduce_scatter", axis, full)
-    work = _reduce_scatter_flat(output, full, op=_reduce_op(op), group=axis.reduce_group, async_op=works is not None)
-    if works is not None:
-        works.append(work)
+    is_asynchronous, group = _is_asynchronous(full, works), axis.reduce_group
+    _finish(_reduce_scatter_flat(output, full, op=_reduce_op(op), group=group, async_op=is_asynchronous), works)
 
 
 def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.Work] | None = None) -> None:
@@ -116,9 +153,14 @@ def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.W
     if _observers:
         _notify("all_reduce", axis, tensor)
     reduce_op = dist.ReduceOp.MAX if op == "max" else _reduce_op(op)
-    work = dist.all_reduce(tensor, op=reduce_op, group=axis.reduce_group, async_op=works is not None)
-    if works is not None and work is not None:
-        works.append(work)
+    is_asynchronous = _is_asynchronous(tensor, works)
+    _finish(dist.all_reduce(tensor, op=reduce_op, group=axis.reduce_group, async_op=is_asynchronous), works)
+
+
+def start_maximum(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start the element-wise maximum over the ranks of a group, in place, and return its handle."""
+    work: dist.Work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    return work
 
 
 def barrier() -> None:
@@ -133,4 +175,5 @@ def broadcast(tensor: torch.Tensor, axis: MeshAxis, source: int = 0) -> None:
         return
     if _observers:
         _notify("broadcast", axis, tensor)
-    dist.broadcast(tensor, group=axis.gather_group, group_src=source)
+    is_asynchronous = _is_asynchronous(tensor, None)
+    _finish(dist.broadcast(tensor, group=axis.gather_group, group_src=source, async_op=is_asynchronous), None)

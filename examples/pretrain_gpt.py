@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dbuffer import DBufferError
+from dbuffer.collectives import wait_for
 from gpt.arguments import parse_arguments
 from gpt.checkpoint import TrainingState, check_tracker, checkpoints_in, differences, resume_folder
 from gpt.data import TRAIN_STREAM, VALID_STREAM, Corpus, DataError, Sampler, load_corpus, rank_samples
@@ -30,7 +31,7 @@ from gpt.launch import Ranks, build_mesh, report_error, select_device, start_pro
 from gpt.learning_rate import LearningRate
 from gpt.model import GptConfig, GptModel, Recompute, next_byte_loss
 from gpt.optimizer import build_optimizer, set_learning_rate
-from gpt.parallel import accumulation, clip_gradients, parallelize, unwrapped
+from gpt.parallel import accumulation, clip_gradients, parallelize, unwrapped, watched
 from gpt.sample import Sampling, generate
 from gpt.signals import StopSignal
 from gpt.train_log import Interval, IntervalMeans, IterationRecord, TrainLog, peak_memory_mib
@@ -72,7 +73,7 @@ def pretrain(args: argparse.Namespace, ranks: Ranks) -> None:
 
     SIGTERM to any rank ends the run after the step under way, with a checkpoint.
     """
-    with started(args, ranks) as job, StopSignal() as stop:
+    with started(args, ranks) as job, StopSignal() as stop, watched(job.model, args) as watch:
         state = resume(job)
         job.log.begin(state.iteration)
         interval = Interval(job.device, loss_sum=state.loss_sum, loss_count=state.loss_count)
@@ -87,6 +88,8 @@ def pretrain(args: argparse.Namespace, ranks: Ranks) -> None:
                     validate(job, state)
                 is_last = stop.is_received_anywhere() or is_due(state, args.exit_interval, args)
                 if is_last or is_due(state, args.save_interval, args):
+                    if watch is not None:
+                        watch.check()
                     save(job, state, result, interval)
             job.log.step()
             if is_last:
@@ -198,7 +201,7 @@ def check_finite(job: Job, state: TrainingState, loss: float, grad_norm: float) 
 def mean_over_ranks(value: Tensor) -> Tensor:
     """Return the mean of a 0-d tensor over all ranks, without waiting for a GPU."""
     total = value.detach().clone()
-    dist.all_reduce(total)
+    wait_for(dist.all_reduce(total, async_op=True))
     return total / dist.get_world_size()
 
 

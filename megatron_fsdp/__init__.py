@@ -9,7 +9,15 @@ from megatron_fsdp.checkpoint_full import full_state_dict
 from megatron_fsdp.checkpoint_manifest import DamagedCheckpointError
 from megatron_fsdp.checkpoint_series import CheckpointSeries
 from megatron_fsdp.config import FsdpConfig
-from megatron_fsdp.errors import CheckpointError, ConfigError, FsdpError, OwnershipError, StateError
+from megatron_fsdp.errors import (
+    AgreementError,
+    CheckpointError,
+    ConfigError,
+    FsdpError,
+    NonfiniteGradientError,
+    OwnershipError,
+    StateError,
+)
 from megatron_fsdp.exclusion import fsdp_no_shard
 from megatron_fsdp.lanes import record_transcript
 from megatron_fsdp.materialize import materialize
@@ -24,11 +32,13 @@ from megatron_fsdp.quickstart_module import MegatronFSDP
 from megatron_fsdp.report import Report, explain
 from megatron_fsdp.safetensors_model import export_safetensors, import_safetensors
 from megatron_fsdp.strategy import Placements
+from megatron_fsdp.watch import Watch
 
 FSDPModule = FsdpModule
 
 __all__ = [
     "AdamW",
+    "AgreementError",
     "CPUOffloadPolicy",
     "CheckpointError",
     "CheckpointSeries",
@@ -41,6 +51,7 @@ __all__ = [
     "FsdpModule",
     "MegatronFSDP",
     "MixedPrecisionPolicy",
+    "NonfiniteGradientError",
     "OffloadPolicy",
     "OwnershipError",
     "ParameterGroup",
@@ -49,6 +60,7 @@ __all__ = [
     "SaveHandle",
     "StateError",
     "UnshardHandle",
+    "Watch",
     "add_megatron_fsdp_args",
     "clip_grad_norm_",
     "explain",

@@ -1,6 +1,14 @@
 """Errors of the runtime. All are the caller's to mend, so all are ``ValueError``s that say how."""
 
-__all__ = ["CheckpointError", "ConfigError", "FsdpError", "OwnershipError", "StateError"]
+__all__ = [
+    "AgreementError",
+    "CheckpointError",
+    "ConfigError",
+    "FsdpError",
+    "NonfiniteGradientError",
+    "OwnershipError",
+    "StateError",
+]
 
 
 class FsdpError(ValueError):
@@ -17,6 +25,14 @@ class OwnershipError(ConfigError):
 
 class StateError(FsdpError):
     """A call that does not fit the state that the module is in."""
+
+
+class AgreementError(FsdpError):
+    """Ranks that did different things, or one that did nothing while the others waited for it."""
+
+
+class NonfiniteGradientError(FsdpError, ArithmeticError):
+    """Gradients with NaN or infinity in them."""
 
 
 class CheckpointError(FsdpError):

@@ -14,7 +14,21 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-__all__ = ["CpuLane", "CudaLane", "Lane", "Ticket", "lane", "record_transcript", "trace", "wait_for_event"]
+from dbuffer.collectives import wait_for
+
+__all__ = [
+    "CpuLane",
+    "CudaLane",
+    "Lane",
+    "Recorder",
+    "Ticket",
+    "lane",
+    "latest_submission",
+    "record_into",
+    "record_transcript",
+    "trace",
+    "wait_for_event",
+]
 
 Operation = Callable[[list[dist.Work] | None], None]
 
@@ -55,7 +69,7 @@ class _CpuTicket:
         """Block until the collectives are done, then run what follows them, once."""
         works, self._works = self._works, []
         for work in works:
-            work.wait()
+            wait_for(work)
         then, self._then = self._then, []
         for step in then:
             step()
@@ -113,7 +127,16 @@ class CudaLane:
                 then()
             event = torch.cuda.Event()
             event.record(self._stream)
+        _latest[:] = [event]
         return _CudaTicket(event, on_host)
+
+
+_latest: list[torch.cuda.Event] = []
+
+
+def latest_submission() -> torch.cuda.Event | None:
+    """Return the event at the end of what was submitted last to any CUDA lane; None where there is none."""
+    return _latest[0] if _latest else None
 
 
 _LANES: dict[tuple[str, torch.device], Lane] = {}
@@ -133,13 +156,31 @@ def wait_for_event(event: torch.Event) -> None:
         torch.cuda.current_stream().wait_event(event)
 
 
-_transcripts: list[list[str]] = []
+class Recorder(Protocol):
+    """Who is told what the runtime does."""
+
+    def append(self, line: str, /) -> None:
+        """Take notice of one "action unit"."""
+
+
+_recorders: list[Recorder] = []
 
 
 def trace(action: str, unit: str) -> None:
-    """Add "action unit" to the transcripts being recorded."""
-    for transcript in _transcripts:
-        transcript.append(f"{action} {unit}")
+    """Tell the recorders "action unit"."""
+    for recorder in _recorders:
+        recorder.append(f"{action} {unit}")
+
+
+@contextmanager
+def record_into(recorder: Recorder) -> Iterator[None]:
+    """Tell ``recorder`` what the runtime does, in host order, while the block runs."""
+    _recorders.append(recorder)
+    try:
+        yield
+    finally:
+        # By identity: two recorders may hold the same lines.
+        _recorders[:] = [other for other in _recorders if other is not recorder]
 
 
 @contextmanager
@@ -147,13 +188,9 @@ def record_transcript() -> Iterator[list[str]]:
     """Record what the runtime does, in host order, one "action unit" string each.
 
     Actions: ``gather`` (issued), ``use`` (compute waits for the gather), ``reshard``, ``reduce`` (issued), ``fold``
-        (compute waits for the
-    reduction, which is in main_grad then), ``final`` (the gradients are what the optimizer may read).
+        (compute waits for the reduction, which is in main_grad then), ``final`` (the gradients are what the optimizer
+        may read).
     """
     transcript: list[str] = []
-    _transcripts.append(transcript)
-    try:
+    with record_into(transcript):
         yield transcript
-    finally:
-        # By identity: two transcripts may hold the same lines.
-        _transcripts[:] = [other for other in _transcripts if other is not transcript]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,7 @@ class Driver(Protocol):
     is_last_backward: bool
     max_packed_buffers: int
     step_event: Any
+    after_backward: Callable[[], None] | None
 
     def before_forward(self, unit: Unit, module: nn.Module) -> None:
         """A module of the unit is about to run."""

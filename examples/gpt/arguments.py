@@ -93,7 +93,13 @@ def _add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--distributed-backend", choices=["nccl", "gloo"], help="nccl = GPUs, gloo = CPU; default by what is there"
     )
-    group.add_argument("--distributed-timeout-minutes", type=_positive_int, default=10, help="limit of a collective")
+    group.add_argument("--distributed-timeout-minutes", type=_positive_float, default=10, help="limit of a collective")
+    group.add_argument(
+        "--agreement-interval",
+        type=_natural_int,
+        default=1,
+        help="steps between comparisons of what ranks did; 0 = none",
+    )
 
 
 def _add_optimizer_flags(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from gpt.model import GptModel
-from megatron_fsdp import FsdpConfig, FsdpModule, clip_grad_norm_, fully_shard, microbatch
+from megatron_fsdp import FsdpConfig, FsdpModule, Watch, clip_grad_norm_, fully_shard, microbatch
 
 
 def parallelize(model: GptModel, args: argparse.Namespace, mesh: DeviceMesh) -> nn.Module:
@@ -40,6 +41,14 @@ def shard(model: GptModel, config: FsdpConfig, mesh: DeviceMesh) -> nn.Module:
         fully_shard(model.head, **{**options, "reshard_after_forward": False})
     fully_shard(model, **options)
     return model
+
+
+def watched(model: nn.Module, args: argparse.Namespace) -> AbstractContextManager[Watch | None]:
+    """Return the context in which ranks that differ or stand still raise an error, before the collectives time out."""
+    if not isinstance(model, FsdpModule):
+        return nullcontext()
+    timeout = 0.8 * datetime.timedelta(minutes=args.distributed_timeout_minutes)
+    return Watch(model, timeout, interval=args.agreement_interval)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

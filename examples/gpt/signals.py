@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dbuffer.collectives import wait_for
+
 
 class StopSignal:
     """Notes SIGTERM while its context is open; a second one ends the process at once, as without it.
@@ -33,7 +35,7 @@ class StopSignal:
         """Return whether any rank got the signal so far; every rank calls it and gets the same answer."""
         if self._group is not None:
             flag = torch.tensor(int(self._is_received), dtype=torch.int32)
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+            wait_for(dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
             self._is_received = bool(flag.item())
         return self._is_received
 

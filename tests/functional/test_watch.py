@@ -1,0 +1,181 @@
+"""Ranks that do different things, or nothing, raise an error that names the unit; what is right is left alone."""
+
+import contextlib
+import datetime
+import re
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp import AgreementError, ConfigError, Watch
+from tests.functional.models import (
+    Model,
+    draw_tokens,
+    loss_of,
+    make_mesh,
+    make_model,
+    shard_model,
+    train,
+    whole_state,
+)
+from tests.harness import run_ranks
+
+TIMEOUT = datetime.timedelta(seconds=1)
+STALL_S = 6.0
+
+
+def sharded(strategy: str = "optim_grads_params", shape: tuple[int, ...] = (3,)) -> Model:
+    return shard_model(make_model(), make_mesh(shape), strategy)
+
+
+def step(model: Model, tokens: torch.Tensor) -> float:
+    loss = loss_of(model(tokens), tokens)
+    torch.autograd.backward(loss)
+    return loss.item()
+
+
+def stall_in_forward(model: Model) -> None:
+    """Rank 1 does not come to its second block."""
+    model.blocks[1].register_forward_pre_hook(lambda *_: time.sleep(STALL_S))
+
+
+def stall_in_backward(model: Model) -> None:
+    """Rank 1 stops in the backward of its second block."""
+    model.blocks[0].register_forward_hook(
+        lambda _module, _inputs, output: output.register_hook(lambda _: time.sleep(STALL_S)) and None
+    )
+
+
+def swap_blocks(model: Model) -> None:
+    """Rank 1 runs its blocks, which are of one size, in the other order: nothing waits, weights are mixed up."""
+    model.blocks = torch.nn.ModuleList(reversed(model.blocks))
+
+
+def skip_block(model: Model) -> None:
+    """Rank 1 leaves its first block out."""
+    model.blocks = torch.nn.ModuleList(list(model.blocks)[1:])
+
+
+def raise_in_forward(model: Model) -> None:
+    """Rank 1 raises an error of its own and goes on to something else."""
+
+    def fail(*_: object) -> None:
+        raise KeyError("token")
+
+    model.blocks[1].register_forward_pre_hook(fail)
+
+
+FAULTS: dict[str, Callable[[Model], None]] = {
+    function.__name__: function
+    for function in (stall_in_forward, stall_in_backward, swap_blocks, skip_block, raise_in_forward)
+}
+
+
+def run_with(fault: str) -> tuple[str, float]:
+    """Return the error that this rank raises, as text, and after how many seconds."""
+    model, tokens = sharded(), draw_tokens(dist.get_rank())
+    step(model, tokens)
+    model.zero_grad()
+    if dist.get_rank() == 1:
+        FAULTS[fault](model)
+    start = time.monotonic()
+    try:
+        with Watch(model, TIMEOUT):
+            for _ in range(3):
+                step(model, tokens)
+    except (AgreementError, KeyError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "no error", time.monotonic() - start
+
+
+WANTED = {
+    "stall_in_forward": r"waited for 1 s.*ranks 0, 2: waiting in use 'blocks.0'.*rank 1: standing at "
+    r"test_watch.py:\d+ in <lambda>, after use 'blocks.1'.*the others went on with gather 'blocks.0'",
+    "stall_in_backward": r"waited for 1 s.*rank 1: standing at test_watch.py:\d+ in <lambda>",
+    "swap_blocks": r"different branches at action \d+, after gather .*:\s+ranks 0, 2: gather 'blocks.0'\s+"
+    r"rank 1: gather 'blocks.1'",
+    "raise_in_forward": r"waited for 1 s.*rank 1: gone with KeyError: 'token', after reshard 'Model'",
+    "skip_block": r"different branches at action \d+.*rank 1: gather 'blocks.1'",
+}
+
+
+@pytest.mark.parametrize("fault", WANTED)
+def test_every_rank_raises_an_error_that_says_which_rank_does_what_in_which_unit(fault: str) -> None:
+    for rank, (error, seconds) in enumerate(run_ranks(3, run_with, fault)):
+        if rank == 1 and fault == "raise_in_forward":
+            assert error == "KeyError: 'token'"
+            continue
+        assert error.startswith("AgreementError"), (rank, error)
+        assert re.search(WANTED[fault], error, re.DOTALL), error
+        assert seconds < (STALL_S if rank != 1 else STALL_S + 3)
+
+
+def compare_afterwards() -> list[str]:
+    """Return the errors of three ways to find swapped blocks."""
+    errors = []
+    for way in ("check", "end", "interval 2"):
+        model, tokens = sharded(), draw_tokens(dist.get_rank())
+        watch = Watch(model, TIMEOUT, interval=2 if way == "interval 2" else 1)
+        steps = 0
+        try:
+            with watch:
+                if dist.get_rank() == 1:
+                    swap_blocks(model)
+                for _ in range(1 if way != "interval 2" else 6):
+                    step(model, tokens)
+                    steps += 1
+                if way == "check":
+                    watch.check()
+                    steps += 100
+        except AgreementError as error:
+            errors.append(f"{way} after {steps}: {str(error).splitlines()[0]}")
+        dist.barrier()
+    return errors
+
+
+def test_swapped_units_of_one_size_are_found_by_a_check_at_the_end_and_at_an_interval() -> None:
+    for errors in run_ranks(3, compare_afterwards):
+        text = "the ranks did not issue the same collectives, so gradients or weights may be wrong:"
+        assert errors == [f"check after 1: {text}", f"end after 1: {text}", f"interval 2 after 3: {text}"]
+
+
+def train_watched(strategy: str, shape: tuple[int, ...], is_watched: bool) -> dict[str, torch.Tensor]:
+    model = shard_model(make_model(), make_mesh(shape), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    threads = threading.enumerate()
+    with Watch(model, TIMEOUT * 30) if is_watched else contextlib.nullcontext() as watch:
+        train(model, optimizer, range(3), [dist.get_rank()])
+        if watch is not None:
+            watch.check()
+    assert threading.enumerate() == threads
+    return whole_state(model)
+
+
+@pytest.mark.parametrize(("strategy", "shape"), [("optim_grads_params", (3,)), ("optim", (2,)), ("hfsdp", (2, 2))])
+def test_watched_training_gives_the_same_bits(strategy: str, shape: tuple[int, ...]) -> None:
+    num_ranks = torch.Size(shape).numel()
+    plain = run_ranks(num_ranks, train_watched, strategy, shape, False)
+    watched = run_ranks(num_ranks, train_watched, strategy, shape, True)
+    for mine, other in zip(watched, plain, strict=True):
+        assert mine.keys() == other.keys()
+        assert [name for name in mine if not torch.equal(mine[name], other[name])] == []
+
+
+def watch_alone() -> None:
+    model = sharded(shape=(1,))
+    with Watch(model) as watch:
+        step(model, draw_tokens(0))
+        watch.check()
+
+
+def test_one_rank_has_nobody_to_agree_with() -> None:
+    run_ranks(1, watch_alone)
+
+
+def test_a_model_that_is_not_sharded_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no module of the model has parameters that fully_shard took"):
+        Watch(torch.nn.Linear(2, 2))
