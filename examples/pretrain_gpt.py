@@ -35,7 +35,7 @@ from gpt.parallel import accumulation, clip_gradients, parallelize, unwrapped, w
 from gpt.sample import Sampling, generate
 from gpt.signals import StopSignal
 from gpt.train_log import Interval, IntervalMeans, IterationRecord, TrainLog, peak_memory_mib
-from megatron_fsdp import FsdpConfig, FsdpError, explain, fully_shard_optimizer
+from megatron_fsdp import FsdpConfig, FsdpError, NonfiniteGradientError, check_gradients, explain, fully_shard_optimizer
 from megatron_fsdp.checkpoint_background import finish_pending_save
 
 _DEFAULT_FOLDER = Path("runs/gpt")
@@ -61,11 +61,16 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step's loss over all ranks and gradient norm before clipping, 0-d tensors, and its learning rate."""
+    """One step's loss over all ranks and gradient norm before clipping, 0-d tensors, and its learning rate.
+
+    Attributes:
+        is_skipped: whether weights were left alone, because gradients had NaN or infinity in them.
+    """
 
     loss: Tensor
     grad_norm: Tensor
     learning_rate: float
+    is_skipped: bool
 
 
 def pretrain(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -80,7 +85,10 @@ def pretrain(args: argparse.Namespace, ranks: Ranks) -> None:
         while state.iteration < args.train_iters:
             result = train_step(job, state)
             state = state.after_step(args.global_batch_size)
-            interval.add(result.loss)
+            if result.is_skipped:
+                interval.add_skipped()
+            else:
+                interval.add(result.loss)
             if state.iteration == 1 or is_due(state, args.log_interval, args):
                 log_iteration(job, state, result, interval.lap())
             with interval.excluded():
@@ -108,7 +116,11 @@ def is_due(state: TrainingState, interval: int | None, args: argparse.Namespace)
 
 
 def train_step(job: Job, state: TrainingState) -> StepResult:
-    """Take the optimizer step that follows ``state``: accumulate microbatches, clip, update."""
+    """Take the optimizer step that follows ``state``: accumulate microbatches, clip, update.
+
+    Raises:
+        DivergedError: NaN or infinity in gradients, unless flags say to skip or not to look.
+    """
     job.optimizer.zero_grad()
     loss = torch.zeros((), device=job.device)
     sampler = Sampler(job.corpus.train, job.args.seq_length, job.args.seed, TRAIN_STREAM)
@@ -121,8 +133,21 @@ def train_step(job: Job, state: TrainingState) -> StepResult:
     grad_norm = clip_gradients(job.model, job.args.clip_grad)
     learning_rate = LearningRate.from_args(job.args).at(state.iteration + 1)
     set_learning_rate(job.optimizer, learning_rate)
-    job.optimizer.step()
-    return StepResult(mean_over_ranks(loss), grad_norm, learning_rate)
+    loss = mean_over_ranks(loss)
+    try:
+        is_good = check_gradients(job.model, grad_norm, nonfinite_policy(job.args))
+    except NonfiniteGradientError as error:
+        raise diverged(job, state.iteration + 1, f"lm loss {loss.item()}, {error}") from error
+    if is_good:
+        job.optimizer.step()
+    return StepResult(loss, grad_norm, learning_rate, not is_good)
+
+
+def nonfinite_policy(args: argparse.Namespace) -> str:
+    """Return what ``check_gradients`` does with NaN."""
+    if not args.check_for_nan_in_loss_and_grad:
+        return "ignore"
+    return "skip" if args.skip_nonfinite_steps else "raise"
 
 
 def microbatches(job: Job, sampler: Sampler, first_sample: int) -> list[Tensor]:
@@ -166,7 +191,7 @@ def log_iteration(job: Job, state: TrainingState, result: StepResult, means: Int
         DivergedError: as ``check_finite`` does.
     """
     args, grad_norm = job.args, result.grad_norm.item()
-    check_finite(job, state, means.loss, grad_norm)
+    check_finite(job, state, means.loss, 0.0 if result.is_skipped else grad_norm)
     job.log.iteration(
         IterationRecord(
             iteration=state.iteration,
@@ -191,11 +216,16 @@ def check_finite(job: Job, state: TrainingState, loss: float, grad_norm: float) 
     """
     is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
     if job.args.check_for_nan_in_loss_and_grad and not is_finite:
-        raise DivergedError(
-            f"iteration {state.iteration}: lm loss {loss}, gradient norm {grad_norm}; wanted finite numbers. "
-            f"Lower --lr {job.args.lr} or raise --lr-warmup-iters {job.args.lr_warmup_iters}, and resume from the last "
-            f"checkpoint; --no-check-for-nan-in-loss-and-grad goes on regardless"
-        )
+        raise diverged(job, state.iteration, f"lm loss {loss}, gradient norm {grad_norm}; wanted finite numbers.")
+
+
+def diverged(job: Job, iteration: int, what: str) -> DivergedError:
+    """Return the error that ends a run whose numbers are none, with the flags to change."""
+    return DivergedError(
+        f"iteration {iteration}: {what} Lower --lr {job.args.lr} or raise --lr-warmup-iters "
+        f"{job.args.lr_warmup_iters}, and resume from the last checkpoint; --skip-nonfinite-steps leaves such steps "
+        "out, --no-check-for-nan-in-loss-and-grad goes on regardless"
+    )
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
@@ -212,7 +242,7 @@ def save(job: Job, state: TrainingState, result: StepResult, interval: Interval)
         DivergedError: as ``check_finite`` does; no good checkpoint is followed by a broken one.
     """
     if job.args.save is not None:
-        check_finite(job, state, interval.loss_sum, result.grad_norm.item())
+        check_finite(job, state, interval.loss_sum, 0.0 if result.is_skipped else result.grad_norm.item())
         checkpoints = checkpoints_in(job.args.save)
         state = dataclasses.replace(state, loss_sum=interval.loss_sum, loss_count=interval.loss_count)
         extra = state.to_extra(job.config, data_flags(job))

@@ -19,10 +19,12 @@ from megatron_fsdp.errors import (
     StateError,
 )
 from megatron_fsdp.exclusion import fsdp_no_shard
+from megatron_fsdp.huggingface import prepare_model
 from megatron_fsdp.lanes import record_transcript
 from megatron_fsdp.materialize import materialize
 from megatron_fsdp.meshes import DataParallelMeshDims
 from megatron_fsdp.module import FsdpModule, UnshardHandle, register_fsdp_forward_method
+from megatron_fsdp.nonfinite import check_gradients
 from megatron_fsdp.offload import CPUOffloadPolicy, OffloadPolicy
 from megatron_fsdp.optimizer import clip_grad_norm_, fully_shard_optimizer
 from megatron_fsdp.parameter_group import ParameterGroup
@@ -62,6 +64,7 @@ __all__ = [
     "UnshardHandle",
     "Watch",
     "add_megatron_fsdp_args",
+    "check_gradients",
     "clip_grad_norm_",
     "explain",
     "export_safetensors",
@@ -76,6 +79,7 @@ __all__ = [
     "materialize",
     "microbatch",
     "no_sync",
+    "prepare_model",
     "record_transcript",
     "register_fsdp_forward_method",
     "replicate",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.moments import ABSENT, KEYS, GroupMoments, state_values
+from megatron_fsdp.nonfinite import Reading, check_policy, may_step
 from megatron_fsdp.optimizer_state import lay_out_loaded_state, parameters_of
 from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
-from megatron_fsdp.update import PlainParameter, Rows, Update, global_norm, group_update, plain_update
+from megatron_fsdp.update import PlainParameter, Rows, global_norm, group_update, plain_update
 
 __all__ = ["AdamW"]
 
@@ -39,8 +40,11 @@ class AdamW(torch.optim.AdamW):
         differentiable: only False.
         moments_dtype: of both moments; None: that of each main weight. bf16 halves them; they are rounded to nearest.
         max_norm: what ``step`` clips to when it is not told otherwise; None does not clip.
+        nonfinite: "skip": a step whose gradient norm is NaN or infinite changes nothing on any rank, logs a warning
+            that names the first parameter concerned and adds to ``num_skipped``; "raise": it raises
+            ``NonfiniteGradientError`` instead. Both read the norm on the host in every step. "ignore": nobody looks.
     Raises:
-        ConfigError: ``amsgrad`` or ``differentiable``, or a dtype that is no floating-point one.
+        ConfigError: another ``nonfinite``, ``amsgrad`` or ``differentiable``, or a dtype that is no floating-point one.
     """
 
     def __init__(
@@ -59,11 +63,15 @@ class AdamW(torch.optim.AdamW):
         fused: bool | None = None,
         moments_dtype: torch.dtype | None = None,
         max_norm: float | None = None,
+        nonfinite: str = "ignore",
     ) -> None:
+        check_policy("AdamW", nonfinite)
         if moments_dtype is not None and not moments_dtype.is_floating_point:
             raise ConfigError(f"AdamW(moments_dtype={moments_dtype}): give a floating-point dtype or None")
         self.moments_dtype = moments_dtype
         self.max_norm = max_norm
+        self.nonfinite = nonfinite
+        self.num_skipped = 0
         self.grad_norm: torch.Tensor | None = None
         self._binding: _Binding | None = None
         self._entries: tuple[dict[str, Any], ...] = ()
@@ -113,22 +121,34 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         binding, rows = self._bound(), Rows(self.param_groups)
         is_known = len(self._entries) == len(self.state) and all(map(operator.is_, self._entries, self.state.values()))
-        updates = [group_update(moments, self.state, rows, is_known=is_known) for moments in binding.groups]
-        updates += [plain_update(plain, self.state, rows, self.moments_dtype) for plain in binding.plain]
-        factor = self._clip_factor(updates, self.max_norm if max_norm is None else max_norm)
+        gradients = _Gradients(binding)
+        factor = self._clip_factor(gradients, self.max_norm if max_norm is None else max_norm)
+        if not self._may_step(gradients):
+            return loss
+        updates = [group_update(*pair, self.state, rows, is_known=is_known) for pair in gradients.groups]
+        updates += [plain_update(*pair, self.state, rows, self.moments_dtype) for pair in gradients.plain]
         for update in updates:
-            if update is not None:
-                update.run(rows, factor)
+            update.run(rows, factor)
         for moments in binding.groups:
             if moments.group is not None:
                 moments.group.catch_up()
         self._entries = tuple(self.state.values())
         return loss
 
-    def _clip_factor(self, updates: Iterable[Update | None], max_norm: float | None) -> torch.Tensor | None:
+    def _may_step(self, gradients: _Gradients) -> bool:
+        if self.nonfinite == "ignore":
+            return True
+        assert self.grad_norm is not None
+        is_finite = may_step(self.grad_norm, self.nonfinite, gradients.readings)
+        self.num_skipped += not is_finite
+        return is_finite
+
+    def _clip_factor(self, gradients: _Gradients, max_norm: float | None) -> torch.Tensor | None:
         if max_norm is None:
+            if self.nonfinite != "ignore":
+                self.grad_norm = global_norm(gradients.flat())
             return None
-        self.grad_norm = global_norm(update for update in updates if update is not None)
+        self.grad_norm = global_norm(gradients.flat())
         # The factor of torch.nn.utils.clip_grad_norm_: just below max_norm / norm, never above 1.
         return torch.clamp(max_norm / (self.grad_norm + 1e-6), max=1.0)
 
@@ -157,7 +177,8 @@ class AdamW(torch.optim.AdamW):
             values.update({name: _cast(values[name], self.moments_dtype) for name in KEYS[1:]})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "moments_dtype": self.moments_dtype, "max_norm": self.max_norm}
+        own = {name: getattr(self, name) for name in ("moments_dtype", "max_norm", "nonfinite", "num_skipped")}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # load_state_dict comes here too, and must not drop the flat buffers.
@@ -174,6 +195,31 @@ class AdamW(torch.optim.AdamW):
         if self._binding is None or not self._binding.fits(parameters, flags):
             self._binding = _bind(self.param_groups, self.moments_dtype, self._binding, flags)
         return self._binding
+
+
+class _Gradients:
+    """What one step reads: the owners of gradients, each with its part on this rank, 1-D."""
+
+    def __init__(self, binding: _Binding) -> None:
+        self._binding = binding
+        flat = ((moments, moments.gradient()) for moments in binding.groups)
+        self.groups = [(moments, gradient) for moments, gradient in flat if gradient is not None]
+        rows = ((plain, plain.gradient()) for plain in binding.plain)
+        self.plain = [(plain, gradient) for plain, gradient in rows if gradient is not None]
+
+    def flat(self) -> Iterator[tuple[GroupMoments | PlainParameter, torch.Tensor]]:
+        """Yield all of them."""
+        yield from ((moments, found.flat) for moments, found in self.groups)
+        yield from self.plain
+
+    def readings(self) -> list[Reading]:
+        """Return the gradient of every parameter of the optimizer, by name."""
+        found = []
+        for moments in self._binding.groups:
+            found += moments.readings()
+        for number, plain in enumerate(self._binding.plain):
+            found.append(Reading(f"plain parameter {number}", plain.gradient(), (), plain.parameter.device))
+        return found
 
 
 @dataclass(frozen=True, slots=True)

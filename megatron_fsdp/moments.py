@@ -21,6 +21,7 @@ from dbuffer.mesh import MeshAxis
 from dbuffer_kernels import AdamWBuffers, Segment, Segments, pack
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.gradients import GradState
+from megatron_fsdp.nonfinite import Reading
 from megatron_fsdp.parameter_group import ParameterGroup
 
 __all__ = ["FlatGradient", "GroupMoments", "state_values"]
@@ -140,6 +141,15 @@ class GroupMoments:
         )
         # What is not this optimizer's must not count in the norm.
         return FlatGradient(self._packed(group, grads) if is_foreign else final.local_buffer, present)
+
+    def readings(self) -> list[Reading]:
+        """Return the gradient of every parameter that is in the optimizer, under its unit's and its own name."""
+        found = []
+        for face, name, member in zip(self._faces, self._names, self.members, strict=True):
+            if member != ABSENT:
+                local = face.grad.to_local() if isinstance(face.grad, DTensor) else face.grad
+                found.append(Reading(name, local, self.axes, self.device))
+        return found
 
     def _packed(self, group: ParameterGroup, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Copy gradients that are not in the group's buffer into a flat tensor of their own."""

@@ -76,7 +76,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: float = 2.0
 
     Args:
         model: a module with sharded modules in it, after the last microbatch's backward.
-        max_norm: ``float("inf")`` only measures.
+        max_norm: ``float("inf")`` only measures. Gradients whose norm is NaN or infinite are left as they are, for
+            ``check_gradients`` to say which are concerned.
         norm_type: 2.0 or ``float("inf")``.
     Returns:
         The norm before clipping, a 0-d FP32 tensor, equal on all ranks.
@@ -102,8 +103,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: float = 2.0
         total = _combine([total, subtotal], norm_type, device)
     norm: torch.Tensor = total.sqrt() if norm_type == 2.0 else total
     if max_norm != float("inf"):
-        # The factor of torch.nn.utils.clip_grad_norm_: just below max_norm / norm, never above 1.
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        # The factor of torch.nn.utils.clip_grad_norm_: just below max_norm / norm, never above 1. But NaN times every
+        # gradient would hide where it came from.
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).where(norm.isfinite(), 1.0)
         for tensor in [*(buffer.local_buffer for buffer in gradients), *plain]:
             tensor.mul_(factor.to(device=tensor.device, dtype=tensor.dtype))
     return norm

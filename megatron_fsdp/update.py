@@ -14,7 +14,7 @@ from dbuffer.collectives import all_reduce
 from dbuffer.mesh import MeshAxis
 from dbuffer_kernels import AdamWBuffers, Segment, Segments, adamw, adamw_row, adamw_rows, sum_of_squares
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.moments import ABSENT, KEYS, GroupMoments, state_values
+from megatron_fsdp.moments import ABSENT, KEYS, FlatGradient, GroupMoments, state_values
 
 __all__ = ["PlainParameter", "Rows", "Update", "global_norm", "group_update", "plain_update"]
 
@@ -76,15 +76,12 @@ class Update:
     Attributes:
         buffers, segments: its arguments.
         rows: its hyperparameters; None: those of the whole step.
-        axes, device: over which the elements of the gradient are spread, and where collectives over them run.
         stored: tensors whose memory is not in flat order, each with the flat copy that the launch changes.
     """
 
     buffers: AdamWBuffers
     segments: Segments
     rows: torch.Tensor | None = None
-    axes: tuple[MeshAxis, ...] = ()
-    device: torch.device | None = None
     stored: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
 
     def run(self, rows: Rows, factor: torch.Tensor | None) -> None:
@@ -96,20 +93,18 @@ class Update:
             tensor.copy_(flat.view(tensor.shape))
 
 
-def group_update(moments: GroupMoments, state: State, rows: Rows, *, is_known: bool) -> Update | None:
-    """Count a step of a sharded group and return its launch; None when no parameter has a gradient.
+def group_update(moments: GroupMoments, gradient: FlatGradient, state: State, rows: Rows, *, is_known: bool) -> Update:
+    """Count a step of a sharded group and return its launch.
 
     Args:
+        gradient: what ``moments.gradient()`` returned.
         is_known: the entries of ``state`` are the dictionaries that the last step left there.
     """
-    gradient = moments.gradient()
-    if gradient is None:
-        return None
     if not (is_known and moments.is_shown()):
         moments.adopt(state, gradient.present)
     segments = moments.count_step(rows.number, gradient.present)
     own = rows.of_steps(moments.members, moments.steps) if moments.is_capturable else None
-    return Update(moments.buffers(gradient.flat), segments, own, moments.axes, moments.device)
+    return Update(moments.buffers(gradient.flat), segments, own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,24 +119,36 @@ class PlainParameter:
     group: int
     is_capturable: bool
 
+    def gradient(self) -> torch.Tensor | None:
+        """Return this rank's part of its gradient, 1-D; None for none.
 
-def plain_update(plain: PlainParameter, state: State, rows: Rows, dtype: torch.dtype | None) -> Update | None:
-    """Count a step of one parameter and return its launch; None when it has no gradient.
+        Raises:
+            ConfigError: a sparse gradient or a complex parameter.
+        """
+        gradient = self.parameter.grad
+        if gradient is None:
+            return None
+        if gradient.layout is not torch.strided or self.parameter.is_complex():
+            raise ConfigError(
+                f"AdamW: {self}, has a gradient of layout {gradient.layout}; wanted real numbers and dense gradients. "
+                "Use torch.optim.SparseAdam for sparse gradients, and torch.view_as_real for complex parameters."
+            )
+        return _local(gradient).reshape(-1)
+
+    def __str__(self) -> str:
+        return f"a parameter of shape {tuple(self.parameter.shape)}, {self.parameter.dtype}"
+
+
+def plain_update(
+    plain: PlainParameter, gradient: torch.Tensor, state: State, rows: Rows, dtype: torch.dtype | None
+) -> Update:
+    """Count a step of one parameter and return its launch.
 
     Args:
+        gradient: what ``plain.gradient()`` returned.
         dtype: of moments that are made now; None: the parameter's.
-    Raises:
-        ConfigError: a sparse gradient or a complex parameter.
     """
-    parameter, gradient = plain.parameter, plain.parameter.grad
-    if gradient is None:
-        return None
-    what = f"a parameter of shape {tuple(parameter.shape)}, {parameter.dtype}"
-    if gradient.layout is not torch.strided or parameter.is_complex():
-        raise ConfigError(
-            f"AdamW: {what}, has a gradient of layout {gradient.layout}; wanted real numbers and dense gradients. Use "
-            "torch.optim.SparseAdam for sparse gradients, and torch.view_as_real for complex parameters."
-        )
+    parameter, what = plain.parameter, str(plain)
     values = state.setdefault(parameter, {})
     if not values:
         device = parameter.device if plain.is_capturable else "cpu"
@@ -155,24 +162,29 @@ def plain_update(plain: PlainParameter, state: State, rows: Rows, dtype: torch.d
     own = rows.of_steps([plain.group], step.view(1)) if plain.is_capturable else None
     row = 0 if plain.is_capturable else rows.number(plain.group, int(step))
     segments = Segments([Segment(0, flat[0].numel(), row)], flat[0].numel())
-    return Update(AdamWBuffers(_local(gradient).reshape(-1), *flat), segments, own, stored=stored)
+    return Update(AdamWBuffers(gradient, *flat), segments, own, stored=stored)
 
 
-def global_norm(updates: Iterable[Update]) -> torch.Tensor:
+def global_norm(gradients: Iterable[tuple[GroupMoments | PlainParameter, torch.Tensor]]) -> torch.Tensor:
     """Return the norm of all gradients of a step over all ranks: 0-d fp32, on the device of the first.
 
-    Every rank calls it with updates of the same groups. One pass over each gradient, and one all-reduce of a scalar for
-    each set of axes over which gradients are spread; those of plain parameters count as they are on this rank.
+    Every rank calls it with gradients of the same groups. One pass over each gradient, and one all-reduce of a scalar
+    for each set of axes over which gradients are spread; those of plain parameters count as they are on this rank.
+
+    Args:
+        gradients: 1-D, with what each belongs to.
     """
-    spread: dict[tuple[int, ...], tuple[Update, list[torch.Tensor]]] = {}
-    for update in updates:
-        key = tuple(id(axis.gather_group) for axis in update.axes)
-        total = sum_of_squares(update.buffers.gradient)[0]
-        spread.setdefault(key, (update, []))[1].append(total if update.device is None else total.to(update.device))
+    spread: dict[tuple[int, ...], tuple[tuple[MeshAxis, ...], list[torch.Tensor]]] = {}
+    for owner, gradient in gradients:
+        total = sum_of_squares(gradient)[0]
+        axes: tuple[MeshAxis, ...] = ()
+        if isinstance(owner, GroupMoments):
+            axes, total = owner.axes, total.to(owner.device)
+        spread.setdefault(tuple(id(axis.gather_group) for axis in axes), (axes, []))[1].append(total)
     totals: list[torch.Tensor] = []
-    for first, squares in spread.values():
+    for axes, squares in spread.values():
         total = torch.stack([square.to(squares[0].device) for square in squares]).sum()
-        for axis in first.axes:
+        for axis in axes:
             all_reduce(total, axis, "sum")
         totals.append(total)
     if not totals:

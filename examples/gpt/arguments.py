@@ -115,6 +115,11 @@ def _add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--adam-eps", type=_positive_float, default=1e-8, help="added to the denominator")
     group.add_argument("--sgd-momentum", type=_fraction, default=0.9, help="with --optimizer sgd")
     group.add_argument("--clip-grad", type=_natural_float, default=1.0, help="largest global norm; 0 = measure only")
+    group.add_argument(
+        "--skip-nonfinite-steps",
+        action="store_true",
+        help="leave steps out whose gradients have NaN, instead of stopping",
+    )
 
 
 def _add_io_flags(parser: argparse.ArgumentParser) -> None:
@@ -165,6 +170,8 @@ def _check_model(args: argparse.Namespace) -> None:
 
 
 def _check_training(args: argparse.Namespace, num_ranks: int) -> None:
+    if args.skip_nonfinite_steps and not args.check_for_nan_in_loss_and_grad:
+        raise ConfigError("--skip-nonfinite-steps contradicts --no-check-for-nan-in-loss-and-grad; give one of them")
     samples = args.micro_batch_size * num_ranks
     if args.global_batch_size % samples:
         raise ConfigError(

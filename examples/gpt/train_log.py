@@ -189,6 +189,10 @@ class Interval:
         self._loss_count += 1
         self._num_timed += 1
 
+    def add_skipped(self) -> None:
+        """Note one more iteration whose loss does not count."""
+        self._num_timed += 1
+
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
         """Leave the time of the context out."""
@@ -199,8 +203,11 @@ class Interval:
             self._excluded += time.perf_counter() - start
 
     def lap(self) -> IntervalMeans:
-        """Return the means since the last lap (or the start), and start anew; at least one iteration must be in."""
-        loss = self.loss_sum / self._loss_count
+        """Return the means since the last lap (or the start), and start anew; at least one iteration must be in.
+
+        The loss is NaN where every iteration was skipped.
+        """
+        loss = self.loss_sum / self._loss_count if self._loss_count else math.nan
         now = time.perf_counter()
         means = IntervalMeans((now - self._start - self._excluded) / self._num_timed, loss)
         self._loss_sum.zero_()

@@ -1,6 +1,7 @@
 """The training loop in one process, on a replicated model: what it logs, when, and how it fails."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,60 @@ def test_a_loss_that_is_no_number_ends_the_run_with_the_flags_to_change(capsys: 
     dist.destroy_process_group()
     assert status == 2
     assert "pretrain_gpt.py: error: iteration 2: lm loss nan" in capsys.readouterr().err
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, iterations: tuple[int, ...]) -> None:
+    """Make the loss NaN in these iterations."""
+    step = pretrain_gpt.train_step
+
+    def train_step(job: Any, state: Any) -> Any:
+        loss_of = pretrain_gpt.loss_of
+        with monkeypatch.context() as patch:
+            if state.iteration + 1 in iterations:
+                patch.setattr(pretrain_gpt, "loss_of", lambda *args: loss_of(*args) * float("nan"))
+            return step(job, state)
+
+    monkeypatch.setattr(pretrain_gpt, "train_step", train_step)
+
+
+def test_steps_with_nan_are_left_out_when_asked_and_do_not_count_in_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    each = values(train(), "lm_loss")
+    spoil(monkeypatch, (4,))
+    losses = values(train("--log-interval 2 --skip-nonfinite-steps"), "lm_loss")
+    # Lines of iterations 1, 2, 4 and 6: the third step's loss stands alone in the third line.
+    assert losses[:3] == pytest.approx(each[:3], rel=1e-6)
+    assert math.isfinite(losses[3])
+
+
+def test_a_run_whose_steps_are_all_skipped_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(monkeypatch, (3, 4))
+    flags = "--log-interval 2 --skip-nonfinite-steps"
+    status = pretrain_gpt.main([*TINY.split(), "--data-path", "text", *flags.split()])
+    dist.destroy_process_group()
+    assert status == 2
+    assert "error: iteration 4: lm loss nan" in capsys.readouterr().err
+
+
+def test_nan_in_gradients_names_the_first_parameter(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(monkeypatch, (3,))
+    status = pretrain_gpt.main([*TINY.split(), "--data-path", "text"])
+    dist.destroy_process_group()
+    assert status == 2
+    text = capsys.readouterr().err
+    assert (
+        "error: iteration 3: lm loss nan, gradient norm nan: NaN in the gradient of parameter 'embedding.word" in text
+    )
+    assert "--skip-nonfinite-steps" in text
+
+
+def test_skipping_and_not_looking_contradict_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--skip-nonfinite-steps --no-check-for-nan-in-loss-and-grad --data-path text"
+    assert pretrain_gpt.main([*TINY.split(), *flags.split()]) == 2
+    assert "contradicts --no-check-for-nan-in-loss-and-grad" in capsys.readouterr().err
 
 
 def test_a_wrong_command_line_is_one_line_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
