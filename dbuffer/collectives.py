@@ -7,6 +7,8 @@ communicator must be the same on every rank; callers own that (docs/design/order
 
 from __future__ import annotations
 
+import datetime
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,6 +64,7 @@ def observe_collectives(observer: Callable[[CollectiveCall], None]) -> Iterator[
 
 Waiter = Callable[[dist.Work], None]
 _waiter: list[Waiter] = []
+_NO_TIMEOUT = datetime.timedelta(0)
 
 
 def wait_for(work: dist.Work) -> None:
@@ -93,6 +96,49 @@ def _finish(work: dist.Work | None, works: list[dist.Work] | None) -> None:
         wait_for(work)
     else:
         works.append(work)
+
+
+class _SliceWork(dist.Work):
+    """A reduce-scatter by all-reduce, which is what gloo does, but in place and with a handle that can be polled.
+
+    Gloo's own copies the whole input first, and its handle ignores timeouts.
+    """
+
+    def __init__(self, work: dist.Work, full: torch.Tensor, output: torch.Tensor, rank: int) -> None:
+        super().__init__()
+        self._work = work
+        self._pending: tuple[torch.Tensor, torch.Tensor] | None = (full, output)
+        self._rank = rank
+
+    def is_completed(self) -> bool:
+        """Whether the ranks are done with it."""
+        return self._work.is_completed()
+
+    def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
+        """Wait until the output holds the result.
+
+        Raises:
+            RuntimeError: it failed, or takes longer.
+        """
+        self._work.wait(timeout)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            full, output = pending
+            part = full.view(-1)[self._rank * output.numel() :][: output.numel()]
+            if not _same_memory(output, part):
+                output.copy_(part)
+        return True
+
+
+_GLOO: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether gloo serves a group's tensors in CPU memory."""
+    if group not in _GLOO:
+        names = dist.get_backend_config(group).split(",")
+        _GLOO[group] = any(name in ("gloo", "cpu:gloo") for name in names)
+    return _GLOO[group]
 
 
 def _notify(kind: str, axis: MeshAxis, full: torch.Tensor) -> None:
@@ -143,6 +189,10 @@ def reduce_scatter(
     if _observers:
         _notify("reduce_scatter", axis, full)
     is_asynchronous, group = _is_asynchronous(full, works), axis.reduce_group
+    if full.device.type == "cpu" and _is_gloo(group):
+        work: dist.Work = dist.all_reduce(full, op=_reduce_op(op), group=group, async_op=True)
+        _finish(_SliceWork(work, full, output, axis.rank), works)
+        return
     _finish(_reduce_scatter_flat(output, full, op=_reduce_op(op), group=group, async_op=is_asynchronous), works)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import weakref
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer.errors import MeshError
 
-__all__ = ["MeshAxis", "axis_index", "flattened_mesh", "mesh_axes", "neighbours"]
+__all__ = ["MeshAxis", "axis_index", "flattened_mesh", "mesh_axes", "neighbours", "new_group"]
 
 _AXES: dict[int, tuple[MeshAxis, ...]] = {}
 # By gather group, not by mesh: meshes over the same ranks (slices of one, or made twice) share it.
@@ -47,10 +48,32 @@ class MeshAxis:
             return self.gather_group
         if self.gather_group not in _REDUCE_GROUPS:
             ranks = dist.get_process_group_ranks(self.gather_group)
-            _REDUCE_GROUPS[self.gather_group] = dist.new_group(
-                ranks, use_local_synchronization=True, group_desc=f"reduce over {self.name}"
-            )
+            _REDUCE_GROUPS[self.gather_group] = new_group(ranks, f"reduce over {self.name}")
         return _REDUCE_GROUPS[self.gather_group]
+
+
+def new_group(ranks: list[int], description: str, *, backend: str | None = None) -> dist.ProcessGroup:
+    """Make a communicator over some ranks, all of which call it; it gives up when the job's own group would.
+
+    ``dist.new_group`` would take the backend's default timeout instead, 30 minutes for gloo.
+    """
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, timeout=_job_timeout(), backend=backend, use_local_synchronization=True, group_desc=description
+    )
+    return group
+
+
+def _job_timeout() -> datetime.timedelta | None:
+    group = dist.group.WORLD
+    if group is None:
+        return None
+    for device in group._device_types:
+        # PyTorch has no public name for it, and the fake backend has none at all.
+        options = getattr(group._get_backend(device), "options", None)
+        timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timeout
+    return None
 
 
 def mesh_axes(mesh: DeviceMesh) -> tuple[MeshAxis, ...]:
@@ -87,7 +110,7 @@ def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
             raise MeshError(
                 f"{mesh}: sharding one buffer over several axes needs ranks in ascending order, found {ranks}"
             )
-        group = dist.new_group(ranks, use_local_synchronization=True, group_desc="flattened mesh")
+        group = new_group(ranks, "flattened mesh")
         _FLATTENED[key] = DeviceMesh.from_group(group, mesh.device_type)
         weakref.finalize(mesh, _FLATTENED.pop, key, None)
     return _FLATTENED[key]
@@ -110,7 +133,7 @@ def neighbours(axis: MeshAxis, size: int) -> MeshAxis:
         first = axis.rank // size * size
         ranks = dist.get_process_group_ranks(axis.gather_group)[first : first + size]
         name = f"{axis.name}, runs of {size}"
-        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
+        group = new_group(ranks, name)
         made[size] = MeshAxis(name, size, axis.rank - first, group)
     return made[size]
 

@@ -26,12 +26,12 @@ from torch import nn
 
 import dbuffer
 from dbuffer.collectives import start_maximum, wait_with
+from dbuffer.mesh import new_group
 from megatron_fsdp.errors import AgreementError, ConfigError
 from megatron_fsdp.journal import Journal, RankState
 from megatron_fsdp.lanes import latest_submission, record_into
 from megatron_fsdp.module import units_below
 from megatron_fsdp.verdict import verdict
-from megatron_fsdp.waiter import BoundedWaiter
 
 __all__ = ["Watch"]
 
@@ -76,7 +76,7 @@ class Watch:
         self._ranks: list[int] = mesh.mesh.flatten().tolist()
         self._timeout_s = timeout.total_seconds()
         self._poll_s = min(1.0, self._timeout_s / 10)
-        self._waiter = BoundedWaiter(self._poll_s)
+        self._poll = datetime.timedelta(seconds=self._poll_s)
         self._interval = interval
         self._journal = Journal()
         self._prefix = f"megatron_fsdp watch {next(_instances)} of ranks {self._ranks[0]}-{self._ranks[-1]}/"
@@ -93,9 +93,7 @@ class Watch:
     def __enter__(self) -> Watch:
         if len(self._ranks) == 1:
             return self
-        self._group = dist.new_group(
-            self._ranks, backend="gloo", use_local_synchronization=True, group_desc="megatron_fsdp watch"
-        )
+        self._group = new_group(self._ranks, "megatron_fsdp watch", backend="gloo")
         # A clone has a connection of its own: the thread must not keep others from the store.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = store.clone()
@@ -122,7 +120,6 @@ class Watch:
             self._thread.join()
             if error is not None and self._verdict is None:
                 self._leave(f"gone with {type(error).__name__}: {_first_line(error)}")
-            self._waiter.close()
 
     # ------------------------------------------------------------------ on the thread that trains
 
@@ -134,7 +131,9 @@ class Watch:
         """
         self._waiting_since = time.monotonic()
         try:
-            self._waiter.wait(work, self._check_verdict)
+            while not self._is_done(work):
+                if self._has_verdict.is_set():
+                    raise AgreementError(self._verdict)
         except RuntimeError as error:
             self._raise_alarm(f"a collective failed: {_first_line(error)}")
             self._has_verdict.wait(4 * self._grace_s)
@@ -142,9 +141,15 @@ class Watch:
         finally:
             self._waiting_since = None
 
-    def _check_verdict(self) -> None:
-        if self._has_verdict.is_set():
-            raise AgreementError(self._verdict)
+    def _is_done(self, work: dist.Work) -> bool:
+        """Wait for a while; tell whether the collective is complete."""
+        try:
+            work.wait(self._poll)
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
+        return True
 
     def check(self) -> None:
         """Compare what the ranks did so far, now; every rank calls it, as before a checkpoint.
@@ -252,11 +257,22 @@ class Watch:
 
     def _end(self, text: str) -> None:
         self._verdict = text
+        _keep_groups()
         _LOG.error("rank %d: %s", dist.get_rank(), text)
         is_waiting = self._waiting_since is not None
         self._has_verdict.set()
         if not is_waiting:
             _raise_in(self._watched, text)
+
+
+def _keep_groups() -> None:
+    """Never destroy the job's process groups.
+
+    Python would at its end, and the destructor of a gloo group waits for collectives that other ranks never join, up
+    to their timeout.
+    """
+    for group in dist.distributed_c10d._world.pg_map:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _place(thread: int) -> str:

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it, 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_fsdp import ConfigError
+from megatron_fsdp import AgreementError, ConfigError
 
 _GRACE_SECONDS = 10.0
 
@@ -107,7 +107,8 @@ def report_error(error: Exception, ranks: Ranks) -> int:
     Most errors hit every rank alike, and torchrun ends all ranks as soon as one has ended. So the others wait before
     they speak: rank 0's message is never cut off, and an error that only they have is still said.
     """
-    if not ranks.is_main:
+    # Where ranks disagree, all of them have said so already.
+    if not ranks.is_main and not isinstance(error, AgreementError):
         time.sleep(_GRACE_SECONDS)
     where = "" if ranks.is_main else f" (rank {ranks.rank})"
     print(f"pretrain_gpt.py: error{where}: {error}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The moments at which a rank of the training script can be killed, and how it is done: SIGKILL, once, from inside."""
+"""What can be done to a rank of the training script, once, from inside: SIGKILL, a stall, another branch."""
 
 import json
 import os
@@ -27,16 +27,22 @@ SAVE_MOMENTS: dict[str, tuple[Any, str, bool, int]] = {
     "save: old one deleted": (checkpoint_series.CheckpointSeries, "prune", True, 0),
 }
 STEP_MOMENTS = ("forward", "backward", "optimizer step")
+# The rank lives on, but stands still or does not do what the others do.
+STALLS = ("stall: forward", "stall: backward", "stall: optimizer step", "stall: data")
+BRANCHES = ("branch: a block left out", "branch: blocks swapped")
+# Not a fault of the rank: it waits until something has been done to its surroundings.
+PAUSE = "pause: before a step"
+_FOREVER_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One kill.
+    """One fault.
 
     Attributes:
-        moment: of ``STEP_MOMENTS`` or ``SAVE_MOMENTS``.
+        moment: of ``STEP_MOMENTS`` or ``SAVE_MOMENTS`` for a kill, or of ``STALLS`` or ``BRANCHES``, or ``PAUSE``.
         iteration: in which it happens; for a save, that iteration's.
-        rank: which rank dies.
+        rank: which rank it concerns.
     """
 
     moment: str
@@ -63,6 +69,8 @@ class Injector:
 
         def train_step(job: Any, state: Any) -> Any:
             self._iteration = state.iteration + 1
+            if self._fault is not None and self._fault.moment == PAUSE and self._iteration == self._fault.iteration:
+                self._pause()
             self._arm(job)
             result = step(job, state)
             if self._rank == 0:
@@ -77,15 +85,38 @@ class Injector:
     def _arm(self, job: Any) -> None:
         if self._fault is None or self._iteration != self._fault.iteration:
             return
+        kind, _, place = self._fault.moment.rpartition(": ")
+        if kind == "branch":
+            self._take_another_branch(job.model, place)
+            return
+        strike = self._stall if kind == "stall" else self._die
         block = job.model.blocks[0]
-        if self._fault.moment == "forward":
-            block.register_forward_hook(lambda *_: self._die())
-        elif self._fault.moment == "backward":
+        if place == "forward":
+            block.register_forward_hook(lambda *_: strike())
+        elif place == "backward":
             block.register_forward_hook(
-                lambda _module, _inputs, output: output.register_hook(lambda _: self._die()) and None
+                lambda _module, _inputs, output: output.register_hook(lambda _: strike()) and None
             )
-        elif self._fault.moment == "optimizer step":
-            job.optimizer.register_step_post_hook(lambda *_: self._die())
+        elif place == "optimizer step":
+            job.optimizer.register_step_post_hook(lambda *_: strike())
+        elif place == "data":
+            mock.patch.object(pretrain_gpt, "microbatches", side_effect=lambda *_: strike()).start()
+
+    def _take_another_branch(self, model: Any, which: str) -> None:
+        note(self._notes, "died", self._iteration)
+        blocks = list(model.blocks)
+        others = blocks[1:] if which == "a block left out" else blocks[::-1]
+        mock.patch.dict(model.blocks._modules, {}, clear=True).start()
+        model.blocks._modules.update({str(index): block for index, block in enumerate(others)})
+
+    def _pause(self) -> None:
+        note(self._notes, "paused", self._iteration)
+        while not any(event["event"] == "go on" for event in read_notes(self._notes)):
+            time.sleep(0.05)
+
+    def _stall(self) -> None:
+        note(self._notes, "died", self._iteration)
+        time.sleep(_FOREVER_S)
 
     def _around(self, function: Callable[..., Any], is_after: bool) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:

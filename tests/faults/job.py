@@ -64,7 +64,7 @@ class Job:
         with subprocess.Popen(
             self._command(),
             cwd=self.folder,
-            env=_environment(),
+            env=environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -115,7 +115,8 @@ class Job:
         return Outcome(status, output, losses, died is not None, len(stepped) - len(set(stepped)), recovery)
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Return the variables that ranks of the training script run with."""
     path = os.pathsep.join(str(ROOT / folder) for folder in ("", "kernels", "examples"))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.injection import SAVE_MOMENTS, STEP_MOMENTS, Fault
+from tests.faults.injection import BRANCHES, SAVE_MOMENTS, STALLS, STEP_MOMENTS, Fault
 from tests.faults.job import NUM_ITERATIONS, SAVE_INTERVAL, Job, Outcome
 
 # Losses of fp32 sums in another order; each step adds to the difference.
@@ -47,6 +47,31 @@ def test_a_rank_killed_when_a_checkpoint_is_complete_but_unnamed_goes_on_from_th
     assert_recovers(outcome, undisturbed, steps_redone=3)
     names = sorted(path.name for path in (tmp_path / "run").glob("iter_*"))
     assert names == ["iter_0000006", f"iter_{NUM_ITERATIONS:07d}"]
+
+
+# Watched for 0.8 of it, so that ranks which wait find out before their collectives give up.
+TIMEOUT = ("--distributed-timeout-minutes", "0.2")
+
+
+def assert_found(outcome: Outcome, undisturbed: Outcome, fault: Fault) -> None:
+    assert outcome.status == 0, outcome.output
+    assert outcome.has_died
+    assert outcome.losses == undisturbed.losses
+    assert f"rank {fault.rank}: " in outcome.output
+    assert (
+        "error: a rank has waited for 10 s:" in outcome.output or "the ranks did not issue the same" in outcome.output
+    )
+    assert "blocks." in outcome.output
+
+
+def test_a_rank_that_stalls_is_named_with_its_place_and_the_run_goes_on_from_the_checkpoint(
+    undisturbed: Outcome, tmp_path: Path
+) -> None:
+    fault = Fault("stall: backward", 5, 1)
+    outcome = Job(tmp_path, max_restarts=1, fault=fault, more_flags=TIMEOUT).run()
+    assert_found(outcome, undisturbed, fault)
+    assert "rank 1: standing at injection.py:" in outcome.output
+    assert outcome.steps_redone == 1
 
 
 def send_sigterm(job: Job, process: "subprocess.Popen[str]") -> None:
@@ -92,6 +117,17 @@ def test_a_run_loses_nothing_when_a_rank_is_killed(
     assert outcome.has_died
     assert outcome.losses == undisturbed.losses
     assert outcome.steps_redone <= SAVE_INTERVAL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("moment", [*STALLS, *BRANCHES])
+def test_a_run_loses_nothing_when_a_rank_stalls_or_takes_another_branch(
+    moment: str, rank: int, undisturbed: Outcome, tmp_path: Path
+) -> None:
+    fault = Fault(moment, 5, rank)
+    outcome = Job(tmp_path, max_restarts=1, fault=fault, more_flags=TIMEOUT).run()
+    assert_found(outcome, undisturbed, fault)
 
 
 @pytest.mark.slow
