@@ -32,11 +32,11 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 CONSTRAINTS := constraints/tools.txt $(if $(HAS_GPU),,constraints/cpu.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-nightly test-faults test-gpu bench check format clean
+.PHONY: help train test test-nightly test-integrations test-faults test-gpu bench check format clean
 
 help: ## List targets and variables.
 	@echo "Targets:"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo "Variables:"
 	@echo "  PYTHON=python3.12                  the Python to use, 3.10 or newer"
 	@echo "  VENV_ARGS=--system-site-packages   use the torch that PYTHON already has"
@@ -57,6 +57,10 @@ test: $(STAMP) ## Run the unit and functional tests that need no GPU, and the sh
 test-nightly: $(STAMP) ## Run what is too long for `make test`, and many more random models than it draws.
 	HYPOTHESIS_PROFILE=nightly $(BIN) -m pytest tests/functional/test_random_models.py --durations=15 $(TEST_ARGS)
 	$(BIN) -m pytest tests/unit tests/functional -m "slow and not gpu" --durations=15 $(TEST_ARGS)
+
+test-integrations: $(STAMP) ## Run the tests with Hugging Face's packages and torchtitan, which it installs (pinned).
+	$(BIN) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) $(addprefix --constraint ,$(CONSTRAINTS) constraints/integrations.txt) --editable '.[integrations]'
+	$(BIN) -m pytest tests/integration --durations=15 $(TEST_ARGS)
 
 test-faults: $(STAMP) ## Kill, stall and restart training jobs in every phase, the long way.
 	$(BIN) -m pytest tests/faults --durations=15 $(TEST_ARGS)

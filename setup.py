@@ -7,6 +7,13 @@ from setuptools import find_packages, setup
 README = Path(__file__).parent / "README.md"
 EXAMPLES = ["matplotlib>=3.8", "tqdm>=4.66"]
 HUGGING_FACE = ["safetensors>=0.5"]
+# torchtitan needs Python 3.11.
+INTEGRATIONS = [
+    "accelerate>=1.15",
+    "pyyaml>=6",
+    "torchtitan>=0.3; python_version >= '3.11'",
+    "transformers>=5.20",
+]
 TRITON = ["triton>=3.6; platform_system == 'Linux'"]
 DEVELOPMENT = ["hypothesis>=6.100", "mypy>=1.18", "pytest>=8.2", "ruff>=0.14", "setuptools>=77.0.3"]
 
@@ -33,6 +40,7 @@ setup(
         "triton": TRITON,
         "hf": HUGGING_FACE,
         "examples": EXAMPLES,
+        "integrations": [*INTEGRATIONS, *HUGGING_FACE],
         "dev": [*DEVELOPMENT, *EXAMPLES, *HUGGING_FACE, *TRITON],
     },
     entry_points={"console_scripts": ["megatron-fsdp = megatron_fsdp.__main__:main"]},

@@ -3,6 +3,7 @@
 from megatron_fsdp.adamw import AdamW
 from megatron_fsdp.api import fully_shard, microbatch, no_sync, replicate, share_comm_ctx
 from megatron_fsdp.arguments import add_megatron_fsdp_args
+from megatron_fsdp.audit import Audit
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint_background import SaveHandle
 from megatron_fsdp.checkpoint_full import full_state_dict
@@ -41,6 +42,7 @@ FSDPModule = FsdpModule
 __all__ = [
     "AdamW",
     "AgreementError",
+    "Audit",
     "CPUOffloadPolicy",
     "CheckpointError",
     "CheckpointSeries",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from dbuffer import Granularity
+from megatron_fsdp.fused_linear import fuse_linear_layers
 from megatron_fsdp.meshes import ShardingTarget, buffer_device
 from megatron_fsdp.offload import Offload
 from megatron_fsdp.ownership import OwnedParameter, granularities
@@ -46,6 +47,10 @@ class GroupBuilder:
             parameter.trained_main_dtype = self._policy.dtypes_for(first.dtype, requires_grad=True).main
         mesh, placements = self._target.mesh, self._target.placements
         spec = GroupSpec(mesh, placements, buffer_device(mesh), dtypes, self._divisor, is_meta=first.is_meta)
+        if self._policy.fuse_weight_gradients:
+            fuse_linear_layers(like)
+        else:
+            spec = replace(spec, fuses_weight_gradients=False)
         if like[0].is_replicated:
             spec = replace(spec, placements=placements.no_shard_on_all_axes())
         elif self._offload.is_on:

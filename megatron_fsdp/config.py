@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dbuffer import Partial, Replicate
 from megatron_fsdp.arguments import FLAGS, RULES, Flag, flag_of
 from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.hf_config import HfSettings, read_hf_settings
 from megatron_fsdp.precision import MixedPrecisionPolicy
 from megatron_fsdp.strategy import Placements
 
@@ -107,6 +108,7 @@ class FsdpConfig:
     check_for_large_grads: bool = False
     dump_param_to_param_group_map: str | None = None
     fake_process_group: bool = False
+    hugging_face: HfSettings | None = None
 
     def __new__(cls, *_: object, **settings: object) -> FsdpConfig:
         """Refuse unknown names before the generated ``__init__`` would, with a TypeError."""
@@ -147,6 +149,18 @@ class FsdpConfig:
         _check_names(settings)
         return cls(**settings)
 
+    @classmethod
+    def from_hf(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> FsdpConfig:
+        """Return the config of Hugging Face's FSDP settings; docs/huggingface.md says what each key does here.
+
+        Args:
+            source: ``TrainingArguments.fsdp_config`` as a dict or JSON file, or the dict or YAML file of accelerate.
+        Raises:
+            ConfigError: an unknown key (the nearest one is named), a wrong value, or keys that contradict each other.
+        """
+        settings = read_hf_settings(source if isinstance(source, Mapping) else os.fspath(source))
+        return cls(hugging_face=settings, **settings.flags())
+
     # ------------------------------------------------------------------ what fully_shard needs
 
     def fully_shard_kwargs(self, mesh: DeviceMesh) -> dict[str, Any]:
@@ -155,7 +169,7 @@ class FsdpConfig:
         Args:
             mesh: data-parallel mesh: one axis, or (outer, inner) for hybrid sharding.
         Returns:
-            ``placements``, ``mp_policy`` and ``reshard_after_forward``.
+            ``placements``, ``mp_policy`` and ``reshard_after_forward``; ``offload_policy`` where settings offload.
         Raises:
             ConfigError: the mesh does not have the axes that the flags ask for, or is of GPUs and
                 CUDA_DEVICE_MAX_CONNECTIONS is 1.
@@ -167,6 +181,7 @@ class FsdpConfig:
             "placements": self.placements(num_axes=mesh.ndim),
             "mp_policy": self.mixed_precision_policy(),
             "reshard_after_forward": None,
+            **(self.hugging_face.fully_shard_kwargs() if self.hugging_face else {}),
         }
 
     def placements(self, *, num_axes: int) -> Placements:
@@ -191,6 +206,7 @@ class FsdpConfig:
             reduce_dtype=self._reduce_dtype() or main_grads,
             main_params_dtype=_DTYPES.get(self.megatron_fsdp_main_params_dtype, self._compute_dtype()),
             main_grads_dtype=main_grads,
+            fuse_weight_gradients=self.gradient_accumulation_fusion,
         )
 
     @property
@@ -261,6 +277,7 @@ class FsdpConfig:
         else:
             yield f"checkpoints are {self.ckpt_format}: {_spell(self, 'ckpt_format')}"
         yield "gathers and reductions overlap with compute: always"
+        yield from self.hugging_face.decisions() if self.hugging_face else ()
 
     def _outer_decision(self) -> str:
         if self.is_sharded_over_outer_axis:
@@ -298,7 +315,7 @@ class FsdpConfig:
             reason = f"{flag.effect.value}: {flag.here}" if flag.is_silent else self._why_without_effect(flag)
             if reason and getattr(self, flag.dest) != flag.default:
                 lines.append(f"{flag.spell(getattr(self, flag.dest))} does nothing here; {reason}")
-        return tuple(lines)
+        return (*lines, *(self.hugging_face.notices() if self.hugging_face else ()))
 
     def _why_without_effect(self, flag: Flag) -> str:
         """Return why a flag that is acted on does nothing beside the others, or nothing where it does something."""
@@ -309,6 +326,9 @@ class FsdpConfig:
         if is_of_wire and self._rests_partial and policy.reduce_dtype is not policy.main_grads_dtype:
             strategy = _spell(self, "data_parallel_sharding_strategy")
             return f"with {strategy} gradients are reduced as they are, see --megatron-fsdp-main-grads-dtype"
+        packed = self._main_grads_dtype() if self._rests_partial else self._reduce_dtype() or self._main_grads_dtype()
+        if flag.dest == "gradient_accumulation_fusion" and policy.param_dtype not in (None, packed):
+            return f"gradients of {_DTYPE_NAMES[policy.param_dtype]} weights are packed as {_DTYPE_NAMES[packed]}"
         return ""
 
     @property

@@ -1,19 +1,17 @@
 """GradientBuffer: from the gradients that autograd produces to the shard that the optimizer reads.
 
-Each gradient is packed into one flat buffer the moment autograd has it, and autograd's copy is dropped. When the
-unit is done the packed buffer is reduced and folded into ``main_grad``. On the last microbatch the axes that still
-hold partial sums are reduced too. What autograd puts on a sharded parameter itself, for a loss that uses it beside the
-gathered weights, is added at the end.
+Each gradient is packed into one flat buffer the moment autograd has it, and autograd's copy is dropped; those of linear
+layers come as two factors that are multiplied into the buffer (docs/design/fused_gradients.md). When the unit is done
+the packed buffer is reduced and folded into ``main_grad``. On the last microbatch the axes that still hold partial
+sums are reduced too. What autograd puts on a sharded parameter itself, for a loss that uses it beside the gathered
+weights, is added at the end.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -22,49 +20,12 @@ from dbuffer import DBuffer, Partial
 from dbuffer.placements import BufferPlacement
 from dbuffer_kernels import accumulate
 from megatron_fsdp.faces import Faces
+from megatron_fsdp.fused_linear import add_product, offer_products
+from megatron_fsdp.gradient_spec import GradientObserver, GradientSpec, GradState
 from megatron_fsdp.lanes import Ticket
 from megatron_fsdp.reduction import Reduction
-from megatron_fsdp.strategy import Placements
 
 __all__ = ["GradState", "GradientBuffer", "GradientObserver", "GradientSpec"]
-
-
-class GradState(enum.Enum):
-    """What ``main_grad`` holds: nothing, a sum not reduced over all axes yet, or what the optimizer may read."""
-
-    EMPTY = "empty"
-    PARTIAL = "partial"
-    FINAL = "final"
-
-
-@dataclass(frozen=True, slots=True)
-class GradientSpec:
-    """What a gradient buffer is built from besides its weights.
-
-    Attributes:
-        placements: the strategy. reduce_dtype: of the packed buffer and the wire. main_dtype: of ``main_grad``.
-        divisor: the sum over ranks is divided by it.
-        device: where gradients are produced and reduced.
-        is_offloaded: ``main_grad`` lies in CPU memory, with the main weights. is_pinned: in pages that a GPU writes.
-    """
-
-    placements: Placements
-    reduce_dtype: torch.dtype
-    main_dtype: torch.dtype
-    divisor: float
-    device: torch.device
-    is_offloaded: bool = False
-    is_pinned: bool = False
-
-
-class GradientObserver(Protocol):
-    """Who is told about a buffer's gradients."""
-
-    def before_packing(self) -> None:
-        """A packed buffer is about to be allocated."""
-
-    def gradient_arrived(self) -> None:
-        """A gradient was packed."""
 
 
 class GradientBuffer:
@@ -88,6 +49,9 @@ class GradientBuffer:
         self._arrived = bytearray(len(self._parameters))
         self._num_arrived = 0
         self._filled = bytearray(len(self._parameters))
+        # Parameters of which a product was added since their last arrival, and whether this backward has begun here.
+        self._multiplied = bytearray(len(self._parameters))
+        self._is_begun = False
         self._carry: torch.Tensor | None = None
         self._is_taken_over = False
         partial: tuple[BufferPlacement, ...] = tuple(Partial("sum") for _ in spec.placements.gradient)
@@ -114,6 +78,8 @@ class GradientBuffer:
             self._packed.release_storage()
         self._faces: list[DTensor] = []
         self._tickets: list[Ticket] = []
+        if spec.fuses_weight_gradients:
+            offer_products(faces.gathered, self._views, self)
 
     def _buffer(
         self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, what: str, device: torch.device
@@ -176,24 +142,43 @@ class GradientBuffer:
         self._observer = weakref.ref(observer)
 
     def receive(self, index: int, parameter: torch.Tensor) -> None:
-        """Take over ``parameter.grad``: add it to the packed buffer and drop autograd's copy."""
+        """Take over ``parameter.grad``: add it to the packed buffer and drop autograd's copy.
+
+        It is None where autograd has none, or all of it came as products.
+        """
         gradient = parameter.grad
         parameter.grad = None
-        if gradient is None:
+        if gradient is not None:
+            self._begin_once()
+            gradient = self._owner_faces.local_gradient(index, gradient)
+            if gradient.layout is not torch.strided:
+                gradient = gradient.to_dense()
+            accumulate(gradient, self._views[index], scale=self._pack_scale, overwrite=not self._filled[index])
+            self._filled[index] = 1
+        elif not self._multiplied[index]:
             return
-        if not self._num_arrived:
-            self._begin()
-        gradient = self._owner_faces.local_gradient(index, gradient)
-        if gradient.layout is not torch.strided:
-            gradient = gradient.to_dense()
-        accumulate(gradient, self._views[index], scale=self._pack_scale, overwrite=not self._filled[index])
-        self._filled[index] = 1
+        self._multiplied[index] = 0
         if not self._arrived[index]:
             self._arrived[index] = 1
             self._num_arrived += 1
         observer = self._observer() if self._observer is not None else None
         if observer is not None:
             observer.gradient_arrived()
+
+    def takes_products(self) -> bool:
+        """Whether the scale of gradients is a power of two, so that a scaled product is rounded as an unscaled one."""
+        return math.frexp(self._pack_scale)[0] == 0.5
+
+    def receive_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Add ``left @ right`` to the packed gradient of a parameter; ``receive`` says when all of it is there."""
+        self._begin_once()
+        add_product(left, right, self._views[index], scale=self._pack_scale, overwrite=not self._filled[index])
+        self._filled[index] = self._multiplied[index] = 1
+
+    def _begin_once(self) -> None:
+        if not self._is_begun:
+            self._is_begun = True
+            self._begin()
 
     def _begin(self) -> None:
         self.wait()
@@ -231,6 +216,7 @@ class GradientBuffer:
         """
         num_arrived, self._num_arrived = self._num_arrived, 0
         self._arrived = bytearray(len(self._parameters))
+        self._is_begun = False
         if not reduce and not self.rests_partial:
             return
         if not num_arrived and not self.is_filled:
@@ -279,7 +265,9 @@ class GradientBuffer:
         self.wait()
         self._arrived = bytearray(len(self._parameters))
         self._filled = bytearray(len(self._parameters))
+        self._multiplied = bytearray(len(self._parameters))
         self._num_arrived = 0
+        self._is_begun = False
         if not self.rests_partial:
             self._packed.release_storage()
         if self._carry is not None:

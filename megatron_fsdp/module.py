@@ -80,7 +80,7 @@ class FsdpModule:
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: the next backwards keep gradients on this rank, unreduced. The first one with True reduces the sum."""
         for unit in self._units(recurse):
-            unit.requires_gradient_sync = requires_gradient_sync
+            unit.requires_gradient_sync = unit.requires_all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False: the next backwards leave axes on which gradients rest partial (the outer one of HSDP) unreduced."""

@@ -111,9 +111,9 @@ class ParameterGroup:
         self.faces.sites.show_sharded()
 
     def _make_gradients(self) -> None:
-        spec = self.spec
-        dtypes, place = spec.dtypes, (spec.compute_device, spec.is_offloaded, spec.is_pinned)
-        like = GradientSpec(spec.placements, dtypes.reduce, dtypes.main_grad, spec.divisor, *place)
+        spec, dtypes = self.spec, self.spec.dtypes
+        rest = (spec.compute_device, spec.is_offloaded, spec.is_pinned, spec.fuses_weight_gradients)
+        like = GradientSpec(spec.placements, dtypes.reduce, dtypes.main_grad, spec.divisor, *rest)
         self.gradients = GradientBuffer(self.main_weight, like, self.faces)
         self.gradients.rename(f"unit {self.name!r}")
         self.set_reduction()

@@ -45,6 +45,8 @@ class MixedPrecisionPolicy:
             ``torch.float32`` to train a
             model whose own parameters are bf16 with FP32 main weights.
         main_grads_dtype: dtype in which gradients rest and accumulate. None: the main weights'.
+        fuse_weight_gradients: let the backward of ``nn.Linear`` multiply the weight's gradient straight into the unit's
+            packed gradient buffer, which saves a tensor and a copy, wherever that buffer has the compute dtype.
     """
 
     param_dtype: torch.dtype | None = None
@@ -53,11 +55,16 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     main_params_dtype: torch.dtype | None = None
     main_grads_dtype: torch.dtype | None = None
+    fuse_weight_gradients: bool = True
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "cast_forward_inputs" or value is None:
+                continue
+            if field.name == "fuse_weight_gradients":
+                if not isinstance(value, bool):
+                    raise ConfigError(f"MixedPrecisionPolicy({field.name}={value!r}): give True or False")
                 continue
             if not isinstance(value, torch.dtype) or not value.is_floating_point:
                 raise ConfigError(

@@ -35,7 +35,7 @@ class Schedule:
         is_last_backward: whether the next backward ends an optimizer step's gradient accumulation.
         max_packed_buffers: how many units' packed gradients may live at once.
         step_event: an event that the next forward waits for, recorded after an optimizer step; None for none.
-        after_backward: called when the backward that ends an accumulation is done; None for nobody.
+        num_backwards: so far. after_backward: called when the one that ends an accumulation is done; None for nobody.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Schedule:
         self._lingering: weakref.ref[Unit] | None = None
         self._trail: list[weakref.ref[Unit]] = []
         self._is_backward_open = False
-        self._backward = 0
+        self.num_backwards = 0
         self._any_gradient = False
         # Weak, so that a model whose backward raised is freed when it is deleted.
         self._active: dict[int, weakref.ref[Unit]] = {}
@@ -227,9 +227,9 @@ class Schedule:
                 "unsharded."
             )
         self._open_backward()
-        if call.entered == self._backward:
+        if call.entered == self.num_backwards:
             return
-        call.entered = self._backward
+        call.entered = self.num_backwards
         unit = call.unit
         unit.expect(call)
         self._leave_passed(call)
@@ -256,7 +256,7 @@ class Schedule:
     def _open_backward(self) -> None:
         if not self._is_backward_open:
             self._is_backward_open = True
-            self._backward += 1
+            self.num_backwards += 1
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def _leave_passed(self, call: Call) -> None:
@@ -268,7 +268,7 @@ class Schedule:
                 self._close(unit)
                 self._leave(unit)
                 continue
-            entered = [other.begin for other in outstanding if other.entered == self._backward]
+            entered = [other.begin for other in outstanding if other.entered == self.num_backwards]
             if entered and min(entered) > call.end:
                 # An earlier call of the unit has its backward still to come: weights are gathered again then.
                 self._reshard(unit)
@@ -324,7 +324,7 @@ class Schedule:
 
     def _leave(self, unit: Unit) -> None:
         self._active.pop(id(unit), None)
-        unit.forget(self._backward)
+        unit.forget(self.num_backwards)
         if unit.reshard_after_backward:
             self._reshard(unit)
 

@@ -25,6 +25,7 @@ class Driver(Protocol):
     is_last_backward: bool
     max_packed_buffers: int
     step_event: Any
+    num_backwards: int
     after_backward: Callable[[], None] | None
 
     def before_forward(self, unit: Unit, module: nn.Module) -> None:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,11 @@ class Watch:
         self._waiting_since: float | None = None
         self._verdict: str | None = None
         self._has_verdict = threading.Event()
-        self._stopped = threading.Event()
+        self._wake = threading.Event()
+        self._is_stopped = False
+        # What the thread that trains has to say. It never asks the store itself, which may not answer.
+        self._alarm: str | None = None
+        self._departure: str | None = None
         self._steps = 0
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
         self._open = contextlib.ExitStack()
@@ -116,10 +120,12 @@ class Watch:
         finally:
             self._schedule.after_backward = None
             self._open.close()
-            self._stopped.set()
-            self._thread.join()
             if error is not None and self._verdict is None:
-                self._leave(f"gone with {type(error).__name__}: {_first_line(error)}")
+                self._departure = f"gone with {type(error).__name__}: {_first_line(error)}"
+            self._is_stopped = True
+            self._wake.set()
+            # Not for ever: a store that cannot be reached does not answer.
+            self._thread.join(2 * self._grace_s)
 
     # ------------------------------------------------------------------ on the thread that trains
 
@@ -130,16 +136,26 @@ class Watch:
             AgreementError: they do, or the collective failed.
         """
         self._waiting_since = time.monotonic()
+        deadline = self._waiting_since + self._timeout_s + 4 * self._grace_s
         try:
             while not self._is_done(work):
                 if self._has_verdict.is_set():
                     raise AgreementError(self._verdict)
+                if time.monotonic() > deadline:
+                    self._fail(f"a rank has waited for {self._timeout_s:.0f} s:")
         except RuntimeError as error:
-            self._raise_alarm(f"a collective failed: {_first_line(error)}")
-            self._has_verdict.wait(4 * self._grace_s)
-            raise AgreementError(self._verdict or f"a collective failed: {error}") from error
+            self._fail(f"a collective failed: {_first_line(error)}", error)
         finally:
             self._waiting_since = None
+
+    def _fail(self, reason: str, cause: BaseException | None = None) -> NoReturn:
+        """Raise what the ranks find together, or what is known here where the store does not answer."""
+        self._alarm = reason
+        self._wake.set()
+        if not self._has_verdict.wait(4 * self._grace_s):
+            alone = f"{reason}\n  the job's store cannot be reached: rank 0 or its machine ended, or the network is cut"
+            self._end(verdict({dist.get_rank(): self._state()}, alone))
+        raise AgreementError(self._verdict) from cause
 
     def _is_done(self, work: dist.Work) -> bool:
         """Wait for a while; tell whether the collective is complete."""
@@ -182,9 +198,7 @@ class Watch:
         self.wait(work)
         highest, lowest = extremes.tolist()
         if highest != -lowest:
-            self._raise_alarm("the ranks did not issue the same collectives, so gradients or weights may be wrong:")
-            self._has_verdict.wait(4 * self._grace_s)
-            raise AgreementError(self._verdict or "the ranks did not issue the same collectives")
+            self._fail("the ranks did not issue the same collectives, so gradients or weights may be wrong:")
 
     # ------------------------------------------------------------------ on the thread that watches
 
@@ -193,15 +207,22 @@ class Watch:
         return 2.0 + 3 * self._poll_s
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._poll_s):
+        while True:
+            self._wake.wait(self._poll_s)
+            self._wake.clear()
             try:
-                if self._is_stuck():
-                    self._raise_alarm(f"a rank has waited for {self._timeout_s:.0f} s:")
+                if self._is_stopped:
+                    self._leave()
+                    return
+                if self._alarm is None and self._is_stuck():
+                    self._alarm = f"a rank has waited for {self._timeout_s:.0f} s:"
+                if self._alarm is not None:
+                    self._store.compare_set(self._key("alarm"), "", self._alarm)
                 if self._store.check([self._key("alarm")]):
                     self._conclude()
                     return
             except RuntimeError as error:
-                if not self._stopped.is_set():
+                if not self._is_stopped:
                     self._end(f"the job's store cannot be reached ({_first_line(error)}): rank 0 or its machine ended")
                 return
 
@@ -214,10 +235,6 @@ class Watch:
 
     def _key(self, name: str) -> str:
         return self._prefix + name
-
-    def _raise_alarm(self, reason: str) -> None:
-        with contextlib.suppress(RuntimeError):  # An unreachable store is what the thread reports.
-            self._store.compare_set(self._key("alarm"), "", reason)
 
     def _conclude(self) -> None:
         """Say where this rank stands, let one rank put it together, and raise the result."""
@@ -245,10 +262,10 @@ class Watch:
                 states[rank] = None
         return states
 
-    def _leave(self, place: str) -> None:
+    def _leave(self) -> None:
         """Tell ranks that will wait for this one why it does not come."""
-        state = self._journal.state(waits=False, place=place)
-        with contextlib.suppress(RuntimeError):
+        if self._departure is not None:
+            state = self._journal.state(waits=False, place=self._departure)
             self._store.set(self._key(f"rank {dist.get_rank()}"), state.to_json())
 
     def _state(self) -> RankState:
@@ -256,6 +273,8 @@ class Watch:
         return self._journal.state(waits=waits, place=_place(self._watched))
 
     def _end(self, text: str) -> None:
+        if self._has_verdict.is_set():
+            return
         self._verdict = text
         _keep_groups()
         _LOG.error("rank %d: %s", dist.get_rank(), text)

@@ -34,6 +34,7 @@ class GroupSpec:
         is_offloaded: main weights, weights at rest and gradients live in CPU memory. is_pinned: in pages that a GPU
             reads.
         is_meta: the parameters are on the meta device: nothing is allocated before ``materialize``.
+        fuses_weight_gradients: backward of linear layers may multiply gradients into the packed buffer.
     """
 
     mesh: DeviceMesh
@@ -44,6 +45,7 @@ class GroupSpec:
     is_offloaded: bool = False
     is_pinned: bool = False
     is_meta: bool = False
+    fuses_weight_gradients: bool = True
 
     @property
     def compute_device(self) -> torch.device:

@@ -1,0 +1,213 @@
+"""FusedLinear: linear layers whose backward multiplies the weight's gradient straight into its unit's packed buffer.
+
+Without it autograd makes a tensor of the gradient, which is then copied into the packed buffer: four bytes moved per
+bf16 parameter, and memory for both. Here the matrix product writes into the buffer, or adds to what lies there, and
+autograd is handed no gradient for the weight. It still tells the weight when all of its uses are through, as for any
+parameter (docs/design/fused_gradients.md).
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from megatron_fsdp.ownership import OwnedParameter
+
+__all__ = ["FusedLinear", "ProductReceiver", "add_product", "fuse_linear_layers", "offer_products"]
+
+# Attribute of a gathered weight that says where its gradient may be multiplied into. Copies of the weight have none.
+_ATTRIBUTE = "_fsdp_product_target"
+
+
+class ProductReceiver(Protocol):
+    """Who keeps the buffer that gradients are multiplied into."""
+
+    def takes_products(self) -> bool:
+        """Whether a product may be scaled as gradients are without rounding otherwise."""
+
+    def receive_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Add ``left @ right`` to the gradient of parameter ``index``; its hook says later that it has arrived."""
+
+
+class _Target:
+    """A receiver, which it does not keep alive, and the number of a parameter there."""
+
+    __slots__ = ("_receiver", "index")
+
+    def __init__(self, receiver: ProductReceiver, index: int) -> None:
+        self._receiver = weakref.ref(receiver)
+        self.index = index
+
+    def take(self, left: torch.Tensor, right: torch.Tensor) -> bool:
+        """Add ``left @ right`` to the gradient; False where the receiver cannot."""
+        receiver = self._receiver()
+        if receiver is None or not receiver.takes_products():
+            return False
+        receiver.receive_product(self.index, left, right)
+        return True
+
+
+class FusedLinear(nn.Linear):
+    """Mixed into the class of the linear layers of a unit; it keeps the class's name, and computes what that does.
+
+    ``type(layer).__mro__`` shows it. A copied or unpickled layer is of the original class again.
+    """
+
+    _plain_class: type[nn.Linear]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``input @ weight.T + bias``, as ``nn.Linear`` does."""
+        if torch.compiler.is_compiling():
+            return functional.linear(input, self.weight, self.bias)
+        weight = self.weight
+        bias: torch.Tensor | None = self.bias
+        target = getattr(weight, _ATTRIBUTE, None)
+        if target is None or not weight.requires_grad or not _is_recorded_plainly():
+            return functional.linear(input, weight, bias)
+        factor = _as_factor(input, weight)
+        if factor is None or (bias is not None and bias.dtype is not weight.dtype):
+            return functional.linear(input, weight, bias)
+        output: torch.Tensor = _LinearIntoBuffer.apply(factor, weight, bias, target)  # type: ignore[no-untyped-call]
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *state = tuple(super().__reduce_ex__(protocol))
+        return copyreg._reconstructor, (self._plain_class, object, None), *state  # type: ignore[attr-defined]
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def _is_recorded_plainly() -> bool:
+    """Whether autograd alone records what runs now, not a transform of functions, forward mode or a tracer."""
+    return (
+        torch.is_grad_enabled()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def _as_factor(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """Return what the weight is multiplied with: the input, cast as autocast casts it; None where they do not fit."""
+    if type(input) not in _PLAIN or input.layout is not torch.strided:
+        return None
+    if torch.is_autocast_enabled(weight.device.type):
+        if torch.get_autocast_dtype(weight.device.type) is not weight.dtype or input.dtype is torch.float64:
+            # The weight is cast too, and the gradient that is a matrix product is that of the cast weight.
+            return None
+        input = input.to(weight.dtype)
+    return input if input.dtype is weight.dtype else None
+
+
+class _LinearIntoBuffer(torch.autograd.Function):
+    """``functional.linear``, with the gradient of the weight added to its unit's buffer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: _Target
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
+        ctx.target = target
+        ctx.set_materialize_grads(False)
+        return functional.linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None, None, None
+        input, weight = ctx.saved_tensors
+        rows = _rows(gradient)
+        of_input = None if weight is None else torch.mm(rows, weight)
+        if of_input is not None and input.dim() != 2:
+            of_input = of_input.view(input.shape)
+        of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        of_weight = _weight_gradient(ctx.next_functions[1][0], ctx.target, rows.t(), _rows(input))
+        return of_input, of_weight, of_bias, None
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as a matrix of its last dimension's rows."""
+    if tensor.dim() == 2:
+        return tensor
+    return tensor.flatten(0, -2) if tensor.dim() > 2 else tensor.unsqueeze(0)
+
+
+def _weight_gradient(node: Any, target: _Target, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient ``left @ right`` of a weight for autograd; None where the buffer took it, or none is wanted.
+
+    Args:
+        node: the end of the weight in the graph: it accumulates, and then calls the hook that counts arrivals.
+    """
+    if torch.is_grad_enabled():
+        return left @ right
+    try:
+        if not torch._C._will_engine_execute_node(node):
+            # torch.autograd.grad, or backward(inputs=...), for other tensors: nothing may be accumulated.
+            return None
+    except RuntimeError:
+        # torch.autograd.grad for this very weight, or a call of the node by hand: the caller gets the gradient.
+        return left @ right
+    if _has_foreign_hooks(node.variable) or not target.take(left, right):
+        return left @ right
+    return None
+
+
+def _has_foreign_hooks(weight: torch.Tensor) -> bool:
+    """Whether somebody but the unit wants to see a gathered weight's gradient."""
+    return bool(weight._backward_hooks) or len(getattr(weight, "_post_accumulate_grad_hooks", None) or ()) > 1
+
+
+def fuse_linear_layers(owned: Iterable[OwnedParameter]) -> None:
+    """Mix ``FusedLinear`` into the linear layers that hold one of the parameters as their weight.
+
+    Layers with a ``forward`` of their own are left alone, and so are weights that are sharded over further axes.
+    """
+    for parameter in owned:
+        for site in parameter.sites:
+            kind = type(site.module)
+            if parameter.split is None and site.attribute == "weight" and kind.forward is nn.Linear.forward:
+                site.module.__class__ = _fused_class(kind)  # type: ignore[arg-type]  # a class is hashable
+
+
+@functools.cache
+def _fused_class(kind: type[nn.Linear]) -> type[FusedLinear]:
+    # The name is the class's own, as models are printed by it and units named after it; the qualified name differs.
+    namespace = {"__module__": kind.__module__, "__qualname__": f"FusedLinear.{kind.__name__}", "_plain_class": kind}
+    return type(kind.__name__, (FusedLinear, kind), namespace)
+
+
+def offer_products(weights: Sequence[torch.Tensor], views: Sequence[torch.Tensor], receiver: ProductReceiver) -> None:
+    """Let backward multiply gradients of gathered weights into ``views``, where a product of theirs has the dtype.
+
+    Args:
+        weights: the gathered parameters, in plan order. views: of their packed buffer. receiver: who keeps it.
+    """
+    for index, (weight, view) in enumerate(zip(weights, views, strict=True)):
+        is_plain = type(weight) in _PLAIN and weight.ndim == 2 and weight.is_floating_point()
+        if is_plain and weight.dtype is view.dtype and weight.device == view.device:
+            setattr(weight, _ATTRIBUTE, _Target(receiver, index))
+
+
+def add_product(
+    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, overwrite: bool = False
+) -> None:
+    """Add ``scale * (left @ right)`` to ``out``, or write it there, in one matrix product.
+
+    Args:
+        left: (rows, n). right: (n, columns). out: (rows, columns) of the same dtype; may be uninitialised where it is
+            overwritten.
+    """
+    if overwrite and scale == 1.0:
+        torch.mm(left, right, out=out)
+    else:
+        out.addmm_(left, right, beta=0.0 if overwrite else 1.0, alpha=scale)

@@ -1,0 +1,214 @@
+"""What autograd asks for beside a plain backward does not disturb gradients that are multiplied into packed buffers."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.utils
+import torch.distributed as dist
+from torch import nn
+
+from dbuffer import CollectiveCall, observe_collectives
+from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, fully_shard
+from tests.functional.linear_uses import Layer, counted_products, shard_as, stack_of
+from tests.functional.replica import WIDTH, Case, Comparison, Stack, compare, inputs, squared, three_blocks
+from tests.harness import run_ranks
+
+
+def ask_for_inputs_only(backward: bool) -> tuple[float, int, int, int]:
+    """Return how far the inputs' gradient is off, and the numbers of products, gradients and reductions."""
+    torch.manual_seed(0)
+    oracle = three_blocks()
+    torch.manual_seed(0)
+    model = three_blocks()
+    shard_as("optim_grads_params", MixedPrecisionPolicy())(model)
+    x = inputs(dist.get_rank(), 0).requires_grad_()
+    (wanted,) = torch.autograd.grad(oracle(x).square().sum(), x)
+    collectives: list[CollectiveCall] = []
+    with counted_products() as products, observe_collectives(collectives.append):
+        loss = model(x).square().sum()
+        if backward:
+            loss.backward(inputs=[x])
+            found = x.grad
+            assert found is not None
+        else:
+            (found,) = torch.autograd.grad(loss, x)
+    num_gradients = sum(parameter.grad is not None for parameter in model.parameters())
+    num_reductions = sum(call.kind != "all_gather" for call in collectives)
+    return float((found - wanted).abs().max()), len(products), num_gradients, num_reductions
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["autograd.grad", "backward(inputs=)"])
+def test_a_backward_for_inputs_alone_multiplies_no_weight_gradient_and_reduces_nothing(backward: bool) -> None:
+    for worst, *counts in run_ranks(2, ask_for_inputs_only, backward):
+        assert worst < 1e-6
+        assert counts == [0, 0, 0]
+
+
+def ask_for_a_gathered_weight() -> tuple[float, int]:
+    """Return how far the gradient of a weight is off that is asked for by itself, and the number of products."""
+    torch.manual_seed(0)
+    model, kept = Layer(), []
+    oracle = nn.Linear(WIDTH, WIDTH)
+    oracle.load_state_dict(model.linear.state_dict())
+    model.linear.register_forward_hook(lambda module, *_: kept.append(module.weight))
+    fully_shard(model)
+    x = inputs(0, 0)
+    with counted_products() as products:
+        (found,) = torch.autograd.grad(model(x).square().sum(), kept)
+    (wanted,) = torch.autograd.grad((x + torch.tanh(oracle(x))).square().sum(), oracle.weight)
+    return float((found - wanted).abs().max()), len(products)
+
+
+def test_the_gradient_of_a_gathered_weight_that_is_asked_for_goes_to_who_asked() -> None:
+    for worst, products in run_ranks(1, ask_for_a_gathered_weight):
+        assert worst < 1e-5
+        assert products == 0
+
+
+class Withholding(torch.autograd.Function):
+    """A linear layer's output, with a gradient for the input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        return gradients[0] @ weight, None
+
+
+class Withheld(Layer):
+    """Its weight takes part, and gets no gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Withholding.apply(x, self.linear.weight)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def withhold_gradients() -> tuple[list[bool], list[str]]:
+    """Return which parameters got a gradient, and the collectives of backward."""
+    model = Stack(Withheld(), Withheld())
+    shard_as("optim_grads_params", MixedPrecisionPolicy())(model)
+    calls: list[CollectiveCall] = []
+    loss = squared(model, dist.get_rank(), 0)
+    with observe_collectives(calls.append):
+        loss.backward()
+    return [parameter.grad is not None for parameter in model.parameters()], [call.kind for call in calls]
+
+
+def test_a_weight_that_gets_neither_gradient_nor_product_counts_as_unused() -> None:
+    for has_gradient, kinds in run_ranks(2, withhold_gradients):
+        assert not any(has_gradient)
+        assert set(kinds) <= {"all_gather"}
+
+
+class Failing(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("backward went wrong")
+
+
+class Breakable(Layer):
+    """Uses its layer twice, and fails between the two in backward when told."""
+
+    is_broken = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.linear(x))
+        if self.is_broken and isinstance(self, FsdpModule):
+            x = Failing.apply(x)  # type: ignore[no-untyped-call]
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+def fail_first(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Run a backward that raises with one of two products done, then return the loss of another forward."""
+    assert isinstance(model, Stack)
+    for layer in model.layers:
+        layer.is_broken = True  # type: ignore[assignment]
+    if isinstance(model, FsdpModule):
+        with pytest.raises(ArithmeticError):
+            (100 * squared(model, rank, step)).backward()
+    for layer in model.layers:
+        layer.is_broken = False  # type: ignore[assignment]
+    return squared(model, rank, step)
+
+
+def train_after_failures(strategy: str) -> Comparison:
+    shard = shard_as(strategy, MixedPrecisionPolicy())
+    return compare(Case(stack_of(Breakable, Breakable), fail_first, shard=shard))
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_a_backward_that_raises_between_two_products_leaves_nothing_behind(strategy: str) -> None:
+    results = run_ranks(2, train_after_failures, strategy)
+    assert all(result.is_exact for result in results), results
+
+
+def train_in_anomaly_mode() -> Comparison:
+    with torch.autograd.set_detect_anomaly(True):
+        return compare(Case(three_blocks, squared))
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_detection_finds_nothing_wrong_with_products() -> None:
+    assert all(result.is_exact for result in run_ranks(2, train_in_anomaly_mode))
+
+
+# ---------------------------------------------------------------- compiled units
+
+
+def compiled(policy: MixedPrecisionPolicy) -> tuple[Comparison, int, int]:
+    """Train compiled units; return the comparison, and the numbers of products and of graph breaks."""
+
+    def shard(model: nn.Module) -> None:
+        assert isinstance(model, Stack)
+        for layer in model.layers:
+            fully_shard(layer, mp_policy=policy)
+            layer.compile(backend="aot_eager")
+        fully_shard(model)
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with counted_products() as products:
+        result = compare(Case(three_blocks, squared, shard=shard, is_guarded=False))
+    return result, len(products), sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_units_use_no_products_and_their_graphs_break_no_more_often() -> None:
+    fused = run_ranks(2, compiled, MixedPrecisionPolicy(), timeout=200)
+    unfused = run_ranks(2, compiled, MixedPrecisionPolicy(fuse_weight_gradients=False), timeout=200)
+    assert all(result.is_exact for result, _, _ in fused), fused
+    assert [products for _, products, _ in fused] == [0, 0]
+    assert [breaks for _, _, breaks in fused] == [breaks for _, _, breaks in unfused]
+
+
+def part_compiled() -> tuple[Comparison, int]:
+    """Train units of which the first layer is compiled and the second is not."""
+
+    def shard(model: nn.Module) -> None:
+        assert isinstance(model, Stack)
+        for layer in model.layers:
+            assert isinstance(layer.up, nn.Module)
+            layer.up.compile(backend="aot_eager")
+        shard_as("optim_grads_params", MixedPrecisionPolicy())(model)
+
+    torch._dynamo.reset()
+    with counted_products() as products:
+        result = compare(Case(three_blocks, squared, shard=shard, is_guarded=False))
+    return result, len(products)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_layers_beside_compiled_ones_use_products() -> None:
+    for result, products in run_ranks(2, part_compiled, timeout=200):
+        assert result.is_exact, result
+        assert products == 3 * 3

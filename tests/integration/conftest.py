@@ -1,0 +1,7 @@
+"""Files whose package is not installed are left out: `make test-integrations` installs them all."""
+
+import importlib.util
+
+_NEEDS = {"test_transformers*": "transformers", "test_accelerate*": "accelerate", "test_torchtitan*": "torchtitan"}
+
+collect_ignore_glob = [files for files, package in _NEEDS.items() if importlib.util.find_spec(package) is None]

@@ -1,0 +1,128 @@
+"""``Accelerator.prepare`` shards with this engine inside of ``accelerate_fsdp2``.
+
+accelerate takes its FSDP path on accelerators only, so the tests tell its state that it may take it on the CPU.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.state import PartialState
+from torch.distributed.tensor import DTensor
+
+from dbuffer import observe_collectives
+from megatron_fsdp import FsdpModule
+from megatron_fsdp.huggingface import accelerate_fsdp2
+from tests.integration.ranks import run_ranks
+from tests.integration.test_transformers_trainer import reset_accelerate
+from tests.integration.tiny_models import draw_tokens, make_model, train, whole_state, worst
+
+NUM_STEPS = 3
+
+
+def make_accelerator(**settings: Any) -> Accelerator:
+    reset_accelerate()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", **settings)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    return accelerator
+
+
+def train_prepared(accelerator: Accelerator, model: Any, optimizer: Any, rank: int) -> None:
+    model.train()
+    for step in range(NUM_STEPS):
+        for microbatch in range(2):
+            with accelerator.accumulate(model):
+                tokens = draw_tokens(rank, 10 * step + microbatch)
+                accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def train_whole(kind: str, num_ranks: int) -> dict[str, torch.Tensor]:
+    model = make_model(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(NUM_STEPS):
+        for rank in range(num_ranks):
+            for microbatch in range(2):
+                tokens = draw_tokens(rank, 10 * step + microbatch)
+                (model(input_ids=tokens, labels=tokens).loss / num_ranks / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_state(model)
+
+
+def prepare_and_train(kind: str, settings: dict[str, Any]) -> tuple[float, float, int]:
+    accelerator = make_accelerator(**settings)
+    model = make_model(kind)
+    start = whole_state(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    own = torch.distributed.fsdp.fully_shard
+    with accelerate_fsdp2():
+        model, optimizer = accelerator.prepare(model, optimizer)
+    assert torch.distributed.fsdp.fully_shard is own
+    assert isinstance(model, FsdpModule)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    kinds: set[str] = set()
+    with observe_collectives(lambda call: kinds.add(call.kind)):
+        train_prepared(accelerator, model, optimizer, dist.get_rank())
+    assert {"all_gather", "reduce_scatter"} <= kinds
+    wanted = train_whole(kind, dist.get_world_size())
+    found = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in whole_state(model).items()}
+    return worst(found, wanted), worst(wanted, start), len(accelerator.get_state_dict(model))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"reshard_after_forward": False}, {"activation_checkpointing": True}, {"cpu_ram_efficient_loading": True}],
+    ids=["default", "kept", "checkpointing", "efficient loading"],
+)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_prepared_model_trains_as_the_whole_one(kind: str, settings: dict[str, Any]) -> None:
+    # accelerate gathers whole state on the first rank alone.
+    num_entries = [len(make_model(kind).state_dict()), 0]
+    results = run_ranks(2, prepare_and_train, kind, settings)
+    assert [entries for _, _, entries in results] == num_entries
+    for apart, movement, _ in results:
+        assert apart < 2e-5
+        assert movement > 1e-2
+
+
+def save_and_load(folder: Path) -> tuple[float, float]:
+    accelerator = make_accelerator(state_dict_type="sharded_state_dict")
+    model = make_model("llama")
+    with accelerate_fsdp2():
+        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    train(model, 2, [dist.get_rank()])
+    before = whole_state(model)
+    accelerator.save_state(str(folder))
+    train(model, 1, [dist.get_rank()])
+    moved = worst(whole_state(model), before)
+    accelerator.load_state(str(folder))
+    return worst(whole_state(model), before), moved
+
+
+def test_a_prepared_model_saves_and_loads_its_state(tmp_path: Path) -> None:
+    for apart, moved in run_ranks(2, save_and_load, tmp_path):
+        assert apart == 0
+        assert moved > 1e-3
+
+
+def raise_inside() -> None:
+    with accelerate_fsdp2():
+        assert torch.distributed.fsdp.FSDPModule is FsdpModule
+        raise KeyError
+
+
+def test_pytorch_s_functions_are_put_back_when_the_block_raises() -> None:
+    own = torch.distributed.fsdp.fully_shard, torch.distributed.fsdp.FSDPModule
+    with pytest.raises(KeyError):
+        raise_inside()
+    assert (torch.distributed.fsdp.fully_shard, torch.distributed.fsdp.FSDPModule) == own
