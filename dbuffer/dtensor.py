@@ -38,6 +38,9 @@ from dbuffer.ragged_whole import Arguments, Options, run_on_whole, run_random_li
 __all__ = ["FlatDTensor", "FlatRows", "RaggedShard"]
 
 
+_GRAD: Any = torch.Tensor.grad
+
+
 class FlatDTensor(PlacedTensor):
     """A DTensor whose rows lie where a flat buffer has them, through every operator.
 
@@ -64,6 +67,23 @@ class FlatDTensor(PlacedTensor):
         if operator.is_differentiable and is_recorded(args, kwargs or {}):
             return run_recorded(operator, args, kwargs or {})
         return handler(operator, args, kwargs or {})
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """As of any tensor; a property of its own because optimizers read it of every parameter in every step."""
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient: torch.Tensor | None = _GRAD.__get__(self)
+            return gradient
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__delete__(self)
 
     @staticmethod
     def from_local(

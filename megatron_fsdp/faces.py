@@ -36,6 +36,7 @@ class Faces:
 
     Attributes:
         sharded: DTensors over ``main_weight``, in plan order. gathered: views of the gathered weights.
+        has_splits: whether parameters were sharded along another axis before.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Faces:
     ) -> None:
         self._owned = tuple(owned)
         self._main_weight = main_weight
+        self.has_splits = any(parameter.split is not None for parameter in owned)
         self.sharded = [self._sharded_face(index) for index in range(len(owned))]
         self.gathered = [self._gathered_face(index, gathered) for index in range(len(owned))]
         self._listening = bytearray(len(owned))

@@ -46,6 +46,7 @@ class GradientBuffer:
         self._parameters = tuple(faces.sharded)
         self._observer: weakref.ref[GradientObserver] | None = None
         self._trained = bytearray(int(parameter.requires_grad) for parameter in self._parameters)
+        self.num_trained = sum(self._trained)
         self._arrived = bytearray(len(self._parameters))
         self._num_arrived = 0
         self._filled = bytearray(len(self._parameters))
@@ -104,14 +105,10 @@ class GradientBuffer:
         """The gradients at the optimizer's placement, sharing ``main_grad``'s memory; meaningful when FINAL."""
         return self._final
 
-    @property
-    def num_trained(self) -> int:
-        """How many gradients make a whole: the parameters that are not frozen."""
-        return sum(self._trained)
-
     def set_trained(self, index: int, trained: bool) -> None:
         """Expect a gradient of parameter ``index`` in each backward, or none."""
         self._trained[index] = trained
+        self.num_trained = sum(self._trained)
         if not trained:
             self._parameters[index].grad = None
 
@@ -149,21 +146,31 @@ class GradientBuffer:
         gradient = parameter.grad
         parameter.grad = None
         if gradient is not None:
-            self._begin_once()
-            gradient = self._owner_faces.local_gradient(index, gradient)
-            if gradient.layout is not torch.strided:
-                gradient = gradient.to_dense()
-            accumulate(gradient, self._views[index], scale=self._pack_scale, overwrite=not self._filled[index])
+            if not self._is_begun:
+                self._begin_once()
+            if self._copies and not self._filled[index] and gradient.layout is torch.strided:
+                self._views[index].copy_(gradient)
+            else:
+                self._add(index, gradient)
             self._filled[index] = 1
         elif not self._multiplied[index]:
             return
         self._multiplied[index] = 0
+        is_first = not self._num_arrived
         if not self._arrived[index]:
             self._arrived[index] = 1
             self._num_arrived += 1
-        observer = self._observer() if self._observer is not None else None
-        if observer is not None:
-            observer.gradient_arrived()
+        # Only the first and the last of a backward mean anything to the schedule.
+        if is_first or self._num_arrived == self.num_trained:
+            observer = self._observer() if self._observer is not None else None
+            if observer is not None:
+                observer.gradient_arrived()
+
+    def _add(self, index: int, gradient: torch.Tensor) -> None:
+        gradient = self._owner_faces.local_gradient(index, gradient)
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        accumulate(gradient, self._views[index], scale=self._pack_scale, overwrite=not self._filled[index])
 
     def takes_products(self) -> bool:
         """Whether the scale of gradients is a power of two, so that a scaled product is rounded as an unscaled one."""
@@ -178,6 +185,7 @@ class GradientBuffer:
     def _begin_once(self) -> None:
         if not self._is_begun:
             self._is_begun = True
+            self._copies = self._pack_scale == 1.0 and not self._owner_faces.has_splits
             self._begin()
 
     def _begin(self) -> None:
@@ -369,13 +377,15 @@ class GradientBuffer:
             if self._final.dtype is not self._template.dtype:
                 for parameter in self._parameters:
                     parameter.grad_dtype = None  # any dtype may be assigned then
+        hooked = []
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, face, trained in zip(self._parameters, self._faces, self._trained, strict=True):
-                if trained and parameter.grad is not face:
-                    parameter.grad = face
+                if trained:
+                    if parameter.grad is not face:
+                        parameter.grad = face
+                    if parameter._post_accumulate_grad_hooks:
+                        hooked.append(parameter)
         # Autograd accumulates into the gathered parameters, so it calls no hook of the sharded ones.
-        for parameter, trained in zip(self._parameters, self._trained, strict=True):
-            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-            if trained and hooks:
-                for hook in tuple(hooks.values()):
-                    hook(parameter)
+        for parameter in hooked:
+            for hook in tuple(parameter._post_accumulate_grad_hooks.values()):
+                hook(parameter)

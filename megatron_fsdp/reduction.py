@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from dbuffer import DBuffer
 from dbuffer.layout import only_flat_axis
+from dbuffer.route import Route
 from dbuffer_kernels import accumulate
 from megatron_fsdp.lanes import Ticket, lane
 
@@ -42,6 +43,7 @@ class Reduction:
         self.hook: Hook | None = None
         self.function: ReduceFunction | None = None
         self._packed, self._reduced = packed, reduced
+        self._route = Route(packed, reduced)
         self._main_grad, self._final = main_grad, final
         self.is_offloaded = is_offloaded
         self._is_pinned = is_pinned
@@ -79,11 +81,11 @@ class Reduction:
         return lane("reduce", self._packed.device).submit(self._operation(), fold, on_host)
 
     def _operation(self) -> Callable[[list[dist.Work] | None], None]:
-        packed, reduced, function = self._packed, self._reduced, self.function
+        packed, reduced, function, route = self._packed, self._reduced, self.function, self._route
 
         def run(works: list[dist.Work] | None) -> None:
             if function is None:
-                packed.redistribute(reduced.placements, out=reduced, works=works)
+                route(works)
                 return
             group = only_flat_axis(reduced.axes, reduced.placements).reduce_group
             output, whole = reduced.local_buffer, packed.local_buffer

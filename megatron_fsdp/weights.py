@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dbuffer import DBuffer, Plan, Replicate
 from dbuffer.layout import only_flat_axis
 from dbuffer.placements import BufferPlacement
+from dbuffer.route import Route
 from dbuffer_kernels import cast_copy
 from megatron_fsdp.partial_reshard import PostForwardShard
 from megatron_fsdp.precision import GroupDtypes
@@ -93,6 +94,7 @@ class WeightBuffers:
             self.gathered = self._buffer(whole, dtypes.compute, spec.compute_device)
         self._gathered_shard = self.gathered.slice_view(resting)
         self._is_from_part = False
+        self._route: Route | None = None
         self.rename(name)
         self.main.zero_()
 
@@ -127,7 +129,9 @@ class WeightBuffers:
             source = self._gathered_shard
             source.local_buffer.copy_(self.model.local_buffer, non_blocking=True)
         if self.gather_function is None:
-            source.redistribute(self.gathered.placements, out=self.gathered, works=works)
+            if self._route is None:
+                self._route = Route(source, self.gathered)
+            self._route(works)
             return
         group = only_flat_axis(source.axes, source.placements).gather_group
         work = self.gather_function(self.gathered.local_buffer, source.local_buffer, group, works is not None)

@@ -19,12 +19,14 @@ from pathlib import Path
 
 import torch
 
-from tests.faults.injection import SAVE_MOMENTS, STEP_MOMENTS, Fault
+from tests.faults.injection import BRANCHES, SAVE_MOMENTS, STALLS, STEP_MOMENTS, Fault
 from tests.faults.job import NUM_ITERATIONS, ROOT, SAVE_INTERVAL, Job, Outcome
 
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 TOLERANCE = 1e-5
+# Ranks that wait find out after 0.8 of it.
+TIMEOUT = ("--distributed-timeout-minutes", "0.2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,19 @@ def _rows(folder: Path, times: int, wanted: Mapping[int, float]) -> Iterator[Row
             yield _row(
                 f"a rank killed in {moment}{mode}" if not is_save else f"killed in {moment}{mode}", tries, wanted
             )
+    for moment in (*STALLS, *BRANCHES):
+        kind, _, place = moment.partition(": ")
+        name = (
+            f"a rank stalled in {place}, found after 10 s"
+            if kind == "stall"
+            else f"another branch on one rank: {place}"
+        )
+        tries = []
+        for number in range(times):
+            fault = Fault(moment, 5, number % 2)
+            root = _folder(folder, f"{moment}-{number}".replace(" ", "-").replace(":", ""))
+            tries.append(_run(Job(root, max_restarts=1, fault=fault, more_flags=TIMEOUT)))
+        yield _row(name, tries, wanted)
     for num_ranks in (1, 3):
         yield _row(
             f"killed in backward, resumed on {num_ranks} rank(s) instead of 2",

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not are_allowed(), reason="needs `ip` and the right to make network namespaces (root)"),
 ]
 MODULE = "tests.faults.faulty_gpt"
-TIMEOUT = ("--distributed-timeout-minutes", "0.2")
+TIMEOUT = ("--distributed-timeout-minutes", "0.5")
 
 
 def losses_of(folder: Path) -> dict[int, float]:
