@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness import Row, table, write_rows
+from benchmarks.chart import draw
+from benchmarks.harness import Row, markdown, write_rows
 from benchmarks.harness_comparison import comparison_text
 
 FOLDER = Path(__file__).parent
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, summary in found.items():
         bench = commands.add_parser(name, help=summary, description=summary)
         bench.add_argument("--out", type=Path, help="write the rows to this file, as JSON")
+        bench.add_argument("--results", type=Path, help="write the rows to BENCH.json in this folder")
+        bench.add_argument("--chart", type=Path, help="draw the ratios among the rows as a PNG")
         # Only the bench that runs is imported: another may need what this machine lacks.
         module = importlib.import_module(f"benchmarks.bench_{name}") if name == chosen else None
         if module is not None and hasattr(module, "add_arguments"):
@@ -42,9 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = importlib.import_module(f"benchmarks.bench_{args.command}").run(args)
     if rows:
         print(rows_text(rows))
-    if args.out:
-        write_rows(args.out, rows, {name: value for name, value in vars(args).items() if name != "out"})
-        print(f"{len(rows)} rows in {args.out}")
+    given = {name: value for name, value in vars(args).items() if name not in ("out", "results", "chart")}
+    for path in (args.out, args.results and args.results / f"{args.command}.json"):
+        if path:
+            write_rows(path, rows, given)
+            print(f"{len(rows)} rows in {path}")
+    if args.chart:
+        print(f"{draw(rows, args.chart)} ratios in {args.chart}")
     return 0
 
 
@@ -58,12 +65,12 @@ def benches() -> dict[str, str]:
 
 
 def rows_text(rows: Sequence[Row]) -> str:
-    """Return rows as a table: medians, and spreads where there are several samples."""
+    """Return rows as a Markdown table: medians, and spreads where there are several samples."""
     cells = [["quantity", "median", "unit", "spread"]]
     for row in rows:
         spread = f"{row.samples.spread:.1%}" if len(row.samples.values) > 1 else ""
         cells.append([row.key, f"{row.samples.median:.4g}", row.unit, spread])
-    return table(cells)
+    return markdown(cells)
 
 
 if __name__ == "__main__":

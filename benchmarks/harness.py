@@ -29,7 +29,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["Row", "Samples", "environment", "interleaved", "read_rows", "samples_of", "table", "write_rows"]
+__all__ = [
+    "Row",
+    "Samples",
+    "environment",
+    "interleaved",
+    "markdown",
+    "ratio",
+    "read_rows",
+    "samples_of",
+    "table",
+    "write_rows",
+]
 
 _PACKAGES = ("torch", "triton", "numpy")
 
@@ -138,6 +149,11 @@ def interleaved(
     return {name: Samples(tuple(values)) for name, values in seconds.items()}
 
 
+def ratio(mine: Samples, theirs: Samples) -> Samples:
+    """Return one set of samples over another, round by round; both were taken in the same rounds."""
+    return Samples(tuple(a / b for a, b in zip(mine.values, theirs.values, strict=True)))
+
+
 def environment() -> dict[str, Any]:
     """Return what a measurement depends on: the machine, the versions and the commit, with a mark if it was edited."""
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -183,6 +199,18 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(cells))
         for cells in (list(zip(row, widths, strict=True)) for row in rows)
     )
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of text as a Markdown table, the first row as its heads; all columns but the first are numbers."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        [cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(cells)]
+        for cells in (list(zip(row, widths, strict=True)) for row in rows)
+    ]
+    rulers = ["-" * (width + 2) if column == 0 else "-" * (width + 1) + ":" for column, width in enumerate(widths)]
+    texts = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([texts[0], "|" + "|".join(rulers) + "|", *texts[1:]])
 
 
 def _version(package: str) -> str:

@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import Row, Samples, environment, interleaved, read_rows, samples_of, table, write_rows
+from benchmarks.harness import (
+    Row,
+    Samples,
+    environment,
+    interleaved,
+    markdown,
+    ratio,
+    read_rows,
+    samples_of,
+    table,
+    write_rows,
+)
 
 
 class Clock:
@@ -105,3 +116,18 @@ def test_rows_about_the_same_case_have_the_same_key_whatever_the_order_of_its_na
 
 def test_columns_of_a_table_line_up() -> None:
     assert table([["name", "ms"], ["a", "10.5"]]) == "name    ms\na     10.5"
+
+
+def test_a_markdown_table_has_heads_a_ruler_and_aligned_rows() -> None:
+    assert markdown([["what", "n"], ["a", "1"], ["bc", "10"]]).splitlines() == [
+        "| what |  n |",
+        "|------|---:|",
+        "| a    |  1 |",
+        "| bc   | 10 |",
+    ]
+
+
+def test_a_ratio_is_taken_round_by_round() -> None:
+    assert ratio(Samples((1.0, 6.0)), Samples((2.0, 3.0))).values == (0.5, 2.0)
+    with pytest.raises(ValueError, match="shorter"):
+        ratio(Samples((1.0, 6.0)), Samples((2.0,)))

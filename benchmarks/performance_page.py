@@ -1,0 +1,167 @@
+"""Write the tables of docs/performance.md from the rows in benchmarks/results.
+
+``python -m benchmarks.performance_page`` replaces what stands between ``<!-- table: NAME -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.harness import Row, read_rows
+
+__all__ = ["TABLES", "Claim", "page", "table_of"]
+
+RESULTS = Path(__file__).parent / "results"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "performance.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One line of a table: a row that was measured, and what was wanted of it.
+
+    Attributes:
+        words: what the line says. file: in the folder of results, without suffix.
+        metric, case: of the row, and the part of its case that tells it from others in the file.
+        most: the value should be at most so much; None where nothing was promised.
+    """
+
+    words: str
+    file: str
+    metric: str
+    case: Mapping[str, str | int | float]
+    most: float | None = None
+
+
+def _host(parameters: int, most: float) -> list[Claim]:
+    words = "host time added to a step, {} parameters a layer, {:,} ranks"
+    return [
+        Claim(words.format(parameters, ranks), "host", "host time over FSDP2's", case, most)
+        for ranks in (8, 1024)
+        for case in ({"parameters": parameters, "ranks": ranks},)
+    ]
+
+
+def _step(
+    words: str, file: str, precision: str, peer: str, wall: float | None = None, processor: float | None = None
+) -> list[Claim]:
+    case = {"precision": precision, "peer": peer}
+    return [
+        Claim(f"{words}, {what}", f"step-{file}", f"{what} over peer's", case, most)
+        for what, most in (("wall time", wall), ("processor time", processor))
+    ]
+
+
+def _link(engine: str, most: float | None = None) -> list[Claim]:
+    claims = []
+    for compute in (2.0, 1.0, 0.5):
+        case: dict[str, str | int | float] = {"engine": engine, "forward over gather": compute}
+        words = f"{engine}, forward {compute:g} x its gather"
+        claims.append(Claim(words, "link", "exposed communication over the least", case, most))
+    return claims
+
+
+def _memory(metric: str, words: str, most: float | None = None) -> list[Claim]:
+    return [
+        Claim(f"{words}, {precision}, {ranks} ranks", "memory", metric, {"precision": precision, "ranks": ranks}, most)
+        for precision in ("fp32", "bf16")
+        for ranks in (8, 64)
+    ]
+
+
+def _redistribute(peer: str) -> list[Claim]:
+    claims = []
+    for kind, width, what in itertools.product(
+        ("gather", "reduce-scatter"), (64, 512), ("wall time", "processor time")
+    ):
+        case: dict[str, str | int | float] = {"peer": peer, "width": width}
+        words = f"{kind}, width {width}, over {peer}, {what}"
+        claims.append(Claim(words, "redistribute", f"{kind}, {what} over peer's", case))
+    return claims
+
+
+TABLES: Mapping[str, Sequence[Claim]] = {
+    "host": [*_host(9, 0.25), *_host(36, 0.2)],
+    "step": [
+        *_step("2 x 64 tokens, fp32, over FSDP2", "2x64-long", "fp32", "FSDP2", 0.65, 0.78),
+        *_step("2 x 64 tokens, bf16, over FSDP2", "2x64-long", "bf16", "FSDP2", 0.7, None),
+        *_step("4 x 256 tokens, fp32, over FSDP2", "4x256", "fp32", "FSDP2", 1.0, None),
+        *_step("4 x 256 tokens, fp32, over bare", "4x256", "fp32", "bare", None, 1.05),
+        *_step("mixture of experts, fp32, over FSDP2", "moe", "fp32", "FSDP2"),
+        *_step("mixture of experts, bf16, over FSDP2", "moe", "bf16", "FSDP2"),
+        *_step("2 x 64 tokens, fp32, over FSDP1", "2x64", "fp32", "FSDP1"),
+        *_step("2 x 64 tokens, bf16, over FSDP1", "2x64", "bf16", "FSDP1"),
+        *_step("2 x 64 tokens, fp32, over DDP", "2x64", "fp32", "DDP"),
+        *_step("2 x 64 tokens, fp32, over ZeRO-1", "2x64", "fp32", "DDP, ZeroRedundancyOptimizer"),
+        *_step("2 x 64 tokens, fp32, over bare", "2x64-long", "fp32", "bare"),
+        *_step("2 x 64 tokens, bf16, over bare", "2x64-long", "bf16", "bare"),
+        *_step("2 x 64 tokens, fp32, over the flat AdamW", "2x64", "fp32", "ours, flat AdamW"),
+    ],
+    "memory": [
+        *_memory("peak in forward over the forecast", "forward peak over explain(model)"),
+        *_memory("peak in backward over the forecast", "backward peak over explain(model)"),
+        *_memory("peak in forward over FSDP2's", "forward peak over FSDP2"),
+        *_memory("peak in backward over FSDP2's", "backward peak over FSDP2"),
+        *_memory("bytes at rest over FSDP2's", "at rest over FSDP2"),
+        *_memory("peak of the whole step with what rests over FSDP2's", "whole step over FSDP2"),
+        *_memory("bytes moved over FSDP2's", "bytes moved over FSDP2"),
+    ],
+    "link": [*_link("ours", 1.2), *_link("FSDP2")],
+    "redistribute": [*_redistribute("DTensor"), *_redistribute("bare")],
+    "checkpoint": [
+        Claim(f"{kind} speed over {peer} (more is better)", "checkpoint", f"{kind} speed over peer's", {"peer": peer})
+        for kind in ("save", "load")
+        for peer in ("torch DCP", "torch.save")
+    ],
+}
+
+
+def page(text: str, folder: Path = RESULTS) -> str:
+    """Return the document with all tables made anew."""
+    for name, claims in TABLES.items():
+        pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        text = pattern.sub(lambda found, claims=claims: found[1] + table_of(claims, folder) + found[2], text)  # type: ignore[misc]
+    return text
+
+
+def table_of(claims: Sequence[Claim], folder: Path) -> str:
+    """Return a Markdown table of what was wanted and what was measured, with the commit of each file below.
+
+    Raises:
+        LookupError: no row, or several, answer to a claim.
+    """
+    files = {claim.file: read_rows(folder / f"{claim.file}.json") for claim in claims}
+    lines = ["| ratio | wanted | measured | spread | rounds |", "|---|---:|---:|---:|---:|"]
+    for claim in claims:
+        row = _row_of(claim, files[claim.file][1])
+        exact = len(row.samples.values) == 1
+        wanted = "" if claim.most is None else f"<= {claim.most:g}"
+        mark = "" if claim.most is None or row.samples.median <= claim.most else " (missed)"
+        spread, rounds = ("exact", "") if exact else (f"{row.samples.spread:.0%}", str(len(row.samples.values)))
+        lines.append(f"| {claim.words} | {wanted} | {row.samples.median:.2f}{mark} | {spread} | {rounds} |")
+    sources = [f"`{name}.json` ({environment['commit']})" for name, (environment, _) in files.items()]
+    return "\n".join([*lines, "", f"Rows: {', '.join(sources)}.", ""])
+
+
+def _row_of(claim: Claim, rows: Sequence[Row]) -> Row:
+    found = [row for row in rows if row.metric == claim.metric and claim.case.items() <= dict(row.case).items()]
+    if len(found) != 1:
+        about = f"{claim.metric!r} of {json.dumps(dict(claim.case))}"
+        raise LookupError(f"{claim.file}.json has {len(found)} rows for {about}; wanted one")
+    return found[0]
+
+
+def main() -> int:
+    """Write the document and return the exit status."""
+    DOCUMENT.write_text(page(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"tables in {DOCUMENT}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""A process group whose collectives move nothing but take as long as on a link of given latency and bandwidth.
+
+Each group is a queue: a collective starts when it was issued and those before it on the same group are over, and takes
+``latency + bytes / bandwidth``, where the bytes are what a rank receives or sends. ``wait`` sleeps until then. So the
+overlap of communication and compute can be measured in one process, without a network and without another rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store  # torch.distributed has it, but untyped
+
+from benchmarks.null_group import FinishedWork, LocalGroup, local_world
+
+__all__ = ["Link", "LinkGroup", "link_world", "take_waited_seconds"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A rank's link to the others: seconds that any collective takes, and bytes per second on top."""
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, num_bytes: int) -> float:
+        """Return how long a collective of so many bytes per rank takes on an idle link."""
+        return self.latency + num_bytes / self.bandwidth
+
+    def collective_seconds(self, whole_bytes: int, num_ranks: int) -> float:
+        """Return how long a gather or a reduce-scatter of so many bytes in all takes over ``num_ranks`` ranks."""
+        return self.seconds(whole_bytes * (num_ranks - 1) // num_ranks)
+
+
+_LINKS: list[Link] = []
+_WAITS: list[float] = []
+
+
+class TimedWork(FinishedWork):
+    """The handle of a collective that is over at a given time."""
+
+    def __init__(self, end: float, waits: list[float]) -> None:
+        super().__init__()
+        self._end = end
+        self._waits = waits
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Sleep until the collective is over."""
+        rest = self._end - time.perf_counter()
+        if rest > 0:
+            self._waits.append(rest)
+            time.sleep(rest)
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether it is over."""
+        return time.perf_counter() >= self._end
+
+
+class LinkGroup(LocalGroup):
+    """A group with a link of its own; data stays as it is."""
+
+    def __init__(self, rank: int, size: int, link: Link) -> None:
+        super().__init__(rank, size, "link")
+        self._link = link
+        self._free_at = 0.0
+
+    def issue(self, num_bytes: int) -> dist.Work:
+        """Queue a collective of so many bytes; one of none, such as a barrier, is over at once."""
+        if not num_bytes:
+            return FinishedWork()
+        self._free_at = max(self._free_at, time.perf_counter()) + self._link.seconds(num_bytes)
+        return TimedWork(self._free_at, _WAITS)
+
+
+def take_waited_seconds() -> float:
+    """Return how long this process has waited for collectives of such groups since it asked last."""
+    waited = sum(_WAITS)
+    _WAITS.clear()
+    return waited
+
+
+@contextmanager
+def link_world(num_ranks: int, link: Link, rank: int = 0) -> Iterator[None]:
+    """Make this process one rank of a world whose groups have such links, as long as the block runs."""
+    _LINKS.append(link)
+    try:
+        with local_world("link", num_ranks, rank):
+            yield
+    finally:
+        _LINKS.pop()
+
+
+def _create(store: Store, rank: int, size: int, timeout: Any) -> LinkGroup:
+    if not _LINKS:
+        raise RuntimeError("backend 'link' needs to know its latency and bandwidth; use link_world(num_ranks, link)")
+    return LinkGroup(rank, size, _LINKS[-1])
+
+
+dist.Backend.register_backend("link", _create, devices=["cpu", "cuda"])

@@ -1,0 +1,148 @@
+"""Trainers: one training step of each engine with the optimizer that goes with it, and the least a step can cost."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.nn.parallel import DistributedDataParallel
+
+import megatron_fsdp
+from benchmarks.engines import Precision, fsdp2, ours, world_mesh
+from benchmarks.models import Model, Shape
+
+__all__ = ["TRAINERS", "Step", "bare"]
+
+Step = Callable[[torch.Tensor], None]
+LEARNING_RATE = 1e-4
+
+
+def _step(model: nn.Module, optimizer: Any) -> Step:
+    def step(tokens: torch.Tensor) -> None:
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def make_model(shape: Shape, device: str) -> Model:
+    """Make a model whose values are the same on every rank."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return Model(shape)
+
+
+def train_ours(shape: Shape, precision: Precision, device: str) -> Step:
+    """Train by this project's fully_shard and torch's fused AdamW, as the peers do."""
+    model = make_model(shape, device)
+    ours(model, list(model.layers), world_mesh(device), precision)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    return _step(model, megatron_fsdp.fully_shard_optimizer(optimizer))
+
+
+def train_ours_flat(shape: Shape, precision: Precision, device: str) -> Step:
+    """Train by this project's fully_shard and its flat AdamW."""
+    model = make_model(shape, device)
+    ours(model, list(model.layers), world_mesh(device), precision)
+    return _step(model, megatron_fsdp.AdamW(model.parameters(), lr=LEARNING_RATE))
+
+
+def train_fsdp2(shape: Shape, precision: Precision, device: str) -> Step:
+    """Train by torch.distributed.fsdp.fully_shard and torch's fused AdamW."""
+    model = make_model(shape, device)
+    fsdp2(model, list(model.layers), world_mesh(device), precision)
+    return _step(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
+
+
+def train_fsdp1(shape: Shape, precision: Precision, device: str) -> Step:
+    """Train by FullyShardedDataParallel and torch's fused AdamW on its flat parameters."""
+    model = make_model(shape, device)
+    policy = fsdp.MixedPrecision(
+        param_dtype=precision.compute,
+        reduce_dtype=precision.reduce,
+        cast_forward_inputs=False,
+        cast_root_forward_inputs=False,
+    )
+    options: Any = {"device_id": torch.device(device)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kinds = {type(layer) for layer in model.layers}
+        wrap = fsdp.wrap.ModuleWrapPolicy(kinds)
+        wrapped = fsdp.FullyShardedDataParallel(
+            model, auto_wrap_policy=wrap, mixed_precision=policy, use_orig_params=False, **options
+        )
+    return _step(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=LEARNING_RATE, fused=True))
+
+
+def train_ddp(shape: Shape, precision: Precision, device: str) -> Step:
+    """Train by DistributedDataParallel and torch's fused AdamW: everything is whole on every rank."""
+    model = DistributedDataParallel(make_model(shape, device), gradient_as_bucket_view=True)
+    return _step(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
+
+
+def train_zero(shape: Shape, precision: Precision, device: str) -> Step:
+    """Train by DistributedDataParallel and ZeroRedundancyOptimizer: optimizer state is sharded."""
+    with warnings.catch_warnings():
+        # Its package compiles by torch.jit.script, which is deprecated, when it is imported.
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    model = DistributedDataParallel(make_model(shape, device), gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, fused=True, parameters_as_bucket_view=True
+    )
+    return _step(model, optimizer)
+
+
+def bare(shape: Shape, precision: Precision, device: str) -> Step:
+    """Do what no ZeRO-3 step can do without, and nothing else: local compute, collectives, AdamW on a shard.
+
+    The plain model in the compute dtype runs forward and backward. Each unit is gathered twice but for the last layer
+    and the root, and its gradients are reduce-scattered once, from memory that is there. Nothing overlaps.
+    """
+    model = make_model(shape, device)
+    units: list[nn.Module] = [*model.layers, model]
+    inner = {id(parameter) for layer in model.layers for parameter in layer.parameters()}
+    compute, reduce = precision.compute or torch.float32, precision.reduce or precision.compute or torch.float32
+    size = dist.get_world_size()
+    shards = []
+    for unit in units:
+        owned = [parameter for parameter in unit.parameters() if unit is not model or id(parameter) not in inner]
+        shards.append(-(-sum(parameter.numel() for parameter in owned) // size))
+    model.to(compute)
+    gathered = torch.zeros(max(shards) * size, dtype=compute, device=device)
+    packed = torch.zeros(max(shards) * size, dtype=reduce, device=device)
+    weights = [torch.zeros(numel, dtype=compute, device=device) for numel in shards]
+    main = nn.Parameter(torch.zeros(sum(shards), device=device))
+    main.grad = torch.zeros_like(main)
+    reduced = [torch.zeros(numel, dtype=reduce, device=device) for numel in shards]
+    optimizer = torch.optim.AdamW([main], lr=LEARNING_RATE, fused=True)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def step(tokens: torch.Tensor) -> None:
+        for weight in (*weights, *weights[:-2]):
+            gather(gathered[: weight.numel() * size], weight)
+        model(tokens).backward()
+        model.zero_grad()
+        for output in reduced:
+            scatter(output, packed[: output.numel() * size])
+        optimizer.step()
+
+    return step
+
+
+TRAINERS: Mapping[str, Callable[[Shape, Precision, str], Step]] = {
+    "ours": train_ours,
+    "ours, flat AdamW": train_ours_flat,
+    "FSDP2": train_fsdp2,
+    "FSDP1": train_fsdp1,
+    "DDP": train_ddp,
+    "DDP, ZeroRedundancyOptimizer": train_zero,
+    "bare": bare,
+}

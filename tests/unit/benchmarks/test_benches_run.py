@@ -1,0 +1,33 @@
+"""Every bench runs at a tiny size and gives rows that can be written, read and compared."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as commands
+from benchmarks.harness import Row, read_rows
+
+TINY = {
+    "host": "--layers 2 --parameters 3 --worlds 8 --rounds 2",
+    "link": "--layers 3 --collective 4 --compute 2 --rounds 2",
+    "memory": "--layers 2 --width 32 --vocabulary 64 --ranks 8 --precisions bf16",
+    "step": "--models 2x64 --precisions fp32 --layers 1 --width 32 --vocabulary 32 --rounds 1",
+    "redistribute": "--widths 8 --rounds 2",
+    "checkpoint": "--layers 1 --width 32 --vocabulary 64 --rounds 1",
+}
+
+
+@pytest.fixture(params=TINY)
+def rows(request: pytest.FixtureRequest, tmp_path: Path) -> list[Row]:
+    name = request.param
+    assert commands.main([name, *TINY[name].split(), "--results", str(tmp_path / "results")]) == 0
+    _, found = read_rows(tmp_path / "results" / f"{name}.json")
+    assert {row.bench for row in found} == {name}
+    return found
+
+
+def test_a_bench_measures_finite_numbers_each_under_a_key_of_its_own(rows: list[Row]) -> None:
+    assert len({row.key for row in rows}) == len(rows) > 3
+    assert all(math.isfinite(value) for row in rows for value in row.samples.values)
+    assert any("over" in row.metric for row in rows)

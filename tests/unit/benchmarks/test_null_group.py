@@ -1,0 +1,85 @@
+"""The null group: any world in one process, and memory that no collective touches."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import megatron_fsdp
+from benchmarks.engines import world_mesh
+from benchmarks.null_group import NullGroup, null_world
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 1024])
+def test_this_process_is_one_rank_of_a_world_of_any_size(num_ranks: int) -> None:
+    with null_world(num_ranks, rank=num_ranks - 1):
+        assert (dist.get_world_size(), dist.get_rank()) == (num_ranks, num_ranks - 1)
+        assert isinstance(dist.group.WORLD, NullGroup)
+    assert not dist.is_initialized()
+
+
+def test_a_second_world_is_refused_while_there_is_one() -> None:
+    with null_world(2), pytest.raises(RuntimeError, match="initialized with backend 'null'"), null_world(2):
+        pass
+
+
+def test_no_collective_writes() -> None:
+    shard, whole = torch.full((3,), 1.0), torch.full((12,), 7.0)
+    with null_world(4):
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        gather(whole, shard)
+        scatter(shard, whole)
+        dist.all_reduce(shard)
+        dist.broadcast(shard, 1)
+        dist.all_gather(list(whole.split(3)), shard)
+        dist.reduce_scatter(shard, list(whole.split(3)))
+        dist.barrier()
+    assert shard.tolist() == [1.0] * 3
+    assert whole.tolist() == [7.0] * 12
+
+
+def test_handles_are_done_at_once() -> None:
+    with null_world(4):
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        assert work is not None
+        assert work.is_completed()
+        assert work.wait()
+        assert work.get_future().done()
+
+
+def test_functional_collectives_find_the_group() -> None:
+    with null_world(4):
+        whole = DTensor.from_local(torch.ones(2, 3), world_mesh(), (Shard(0),), run_check=False).full_tensor()
+    assert whole.shape == (8, 3)
+
+
+def test_new_groups_have_their_own_ranks() -> None:
+    with null_world(8):
+        group = dist.new_group([0, 2, 5])
+        assert (group.size(), group.rank()) == (3, 0)
+
+
+@pytest.mark.parametrize("shard", [megatron_fsdp.fully_shard, fsdp.fully_shard], ids=["ours", "FSDP2"])
+@pytest.mark.parametrize("num_ranks", [8, 1024])
+def test_an_engine_trains_in_a_world_of(num_ranks: int, shard: object) -> None:
+    assert callable(shard)
+    with null_world(num_ranks):
+        mesh = world_mesh()
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        for layer in model:
+            shard(layer, mesh=mesh)
+        shard(model, mesh=mesh)
+        for _ in range(2):
+            model(torch.ones(2, 64)).sum().backward()
+        weight = next(model.parameters())
+        assert isinstance(weight, DTensor)
+        assert isinstance(weight.grad, DTensor)
+        assert weight.grad.to_local().numel() < 64 * 64 // 4
+
+
+def test_tensors_can_be_distributed() -> None:
+    with null_world(4):
+        assert distribute_tensor(torch.ones(8, 2), world_mesh(), (Shard(0),)).to_local().shape == (2, 2)

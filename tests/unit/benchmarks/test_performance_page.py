@@ -1,0 +1,41 @@
+"""The performance page shows what was measured."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness import Row, Samples, write_rows
+from benchmarks.performance_page import DOCUMENT, TABLES, Claim, page, table_of
+
+
+def test_the_tables_of_the_page_are_those_of_the_results() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert page(text) == text
+
+
+def test_the_page_has_all_tables() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert [name for name in TABLES if f"<!-- table: {name} -->\n| ratio" not in text] == []
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rows = [
+        Row("step", {"model": "a", "peer": "p"}, "wall time over peer's", "", Samples((0.5, 0.7, 0.6))),
+        Row("step", {"model": "b", "peer": "p"}, "wall time over peer's", "", Samples((1.5,))),
+    ]
+    write_rows(tmp_path / "step.json", rows)
+    return tmp_path
+
+
+def test_a_miss_is_marked_and_a_hit_is_not(folder: Path) -> None:
+    claims = [Claim(model, "step", "wall time over peer's", {"model": model}, 1.0) for model in ("a", "b")]
+    lines = table_of(claims, folder).splitlines()
+    assert lines[2] == "| a | <= 1 | 0.60 | 33% | 3 |"
+    assert lines[3] == "| b | <= 1 | 1.50 (missed) | exact |  |"
+
+
+@pytest.mark.parametrize("case", [{"peer": "p"}, {"model": "c"}])
+def test_a_claim_must_be_about_one_row(folder: Path, case: dict[str, str]) -> None:
+    with pytest.raises(LookupError, match="wanted one"):
+        table_of([Claim("x", "step", "wall time over peer's", case)], folder)

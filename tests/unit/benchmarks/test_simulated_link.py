@@ -1,0 +1,94 @@
+"""The simulated link: collectives take their time, one after the other, beside whatever the host does."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore  # torch.distributed has it, but untyped
+
+from benchmarks import simulated_link
+from benchmarks.bench_link import least_exposed
+from benchmarks.simulated_link import Link, link_world, take_waited_seconds
+
+gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Clock:
+    """Stands in for the module ``time``: only sleeping takes time."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(simulated_link, "time", clock)
+    take_waited_seconds()
+    return clock
+
+
+@pytest.mark.parametrize(("num_ranks", "seconds"), [(1, 0.5), (2, 0.5 + 2.0), (4, 0.5 + 3.0)])
+def test_a_rank_receives_what_the_others_have(num_ranks: int, seconds: float) -> None:
+    assert Link(0.5, 10.0).collective_seconds(40, num_ranks) == pytest.approx(seconds)
+
+
+def test_two_collectives_of_one_group_take_twice_as_long() -> None:
+    with link_world(2, Link(2.0, 1e12)):
+        works = [gather(torch.empty(4), torch.empty(2), async_op=True) for _ in range(2)]
+        works[1].wait()
+        assert take_waited_seconds() == pytest.approx(4.0)
+        works[0].wait()
+    assert take_waited_seconds() == 0.0
+
+
+def test_groups_have_links_of_their_own() -> None:
+    with link_world(2, Link(2.0, 1e12)):
+        other = dist.new_group([0, 1])
+        works = [gather(torch.empty(4), torch.empty(2), group=group, async_op=True) for group in (None, other)]
+        for work in works:
+            work.wait()
+    assert take_waited_seconds() == pytest.approx(2.0)
+
+
+def test_bytes_of_the_other_ranks_take_time() -> None:
+    with link_world(4, Link(1.0, 8.0)):
+        gather(torch.empty(16), torch.empty(4))
+    assert take_waited_seconds() == pytest.approx(1.0 + 48 / 8)
+
+
+def test_what_the_host_does_meanwhile_is_not_waited_for(clock: Clock) -> None:
+    with link_world(2, Link(2.0, 1e12)):
+        work = gather(torch.empty(4), torch.empty(2), async_op=True)
+        clock.now += 1.5
+        assert not work.is_completed()
+        work.wait()
+        assert take_waited_seconds() == pytest.approx(0.5)
+        work = gather(torch.empty(4), torch.empty(2), async_op=True)
+        clock.now += 2.5
+        assert work.is_completed()
+        work.wait()
+    assert take_waited_seconds() == 0.0
+
+
+def test_an_idle_link_starts_at_once(clock: Clock) -> None:
+    with link_world(2, Link(2.0, 1e12)):
+        gather(torch.empty(4), torch.empty(2))
+        clock.now += 10.0
+        gather(torch.empty(4), torch.empty(2))
+    assert take_waited_seconds() == pytest.approx(4.0)
+
+
+def test_a_group_without_a_link_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="link_world"):
+        dist.init_process_group("link", store=HashStore(), rank=0, world_size=2)
+
+
+@pytest.mark.parametrize(("forward", "least"), [(2.0, 2.0), (1.0, 2.0), (0.5, 2.0 + 3 * 0.5), (0.25, 2.0 + 3 * 1.25)])
+def test_the_least_exposed_is_two_collectives_and_what_compute_is_too_short_for(forward: float, least: float) -> None:
+    assert least_exposed(4, 1.0, forward) == pytest.approx(least)
