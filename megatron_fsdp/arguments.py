@@ -234,7 +234,7 @@ _OTHER = (
          "a checkpoint of another model is refused", choices=_STRICTNESS, kind=str),
     Flag("--async-save", False, Effect.LATER, "write checkpoints while training goes on", "saving waits for the disk"),
     Flag("--no-check-for-nan-in-loss-and-grad", True, Effect.NOTHING, "do not look for NaN",
-         "the engine does not look; the training script may", dest="check_for_nan_in_loss_and_grad"),
+         "the training script looks, by check_gradients", dest="check_for_nan_in_loss_and_grad"),
     Flag("--check-for-large-grads", False, Effect.LATER, "look for very large gradients", "the engine does not look"),
     Flag("--dump-param-to-param-group-map", None, Effect.LATER, "file to write the optimizer's groups to",
          "nothing is written", kind=str),

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import AgreementError, ConfigError, Watch
+from tests.functional import test_uneven_use
 from tests.functional.models import (
     Model,
     draw_tokens,
@@ -163,6 +164,21 @@ def test_watched_training_gives_the_same_bits(strategy: str, shape: tuple[int, .
     for mine, other in zip(watched, plain, strict=True):
         assert mine.keys() == other.keys()
         assert [name for name in mine if not torch.equal(mine[name], other[name])] == []
+
+
+def watch_uneven(kind: type[torch.nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    test_uneven_use.shard_blocks(model)
+    with Watch(model, 30 * TIMEOUT) as watch:
+        for number in range(3):
+            test_uneven_use.loss(model, dist.get_rank(), number).backward()
+        watch.check()
+
+
+@pytest.mark.parametrize("kind", [test_uneven_use.TwoHeads, test_uneven_use.Skipped])
+def test_ranks_that_use_different_parameters_still_agree(kind: type[torch.nn.Module]) -> None:
+    run_ranks(3, watch_uneven, kind, timeout=60)
 
 
 def watch_alone() -> None:
