@@ -58,7 +58,7 @@ test-nightly: $(STAMP) ## Run what is too long for `make test`, and many more ra
 	HYPOTHESIS_PROFILE=nightly $(BIN) -m pytest tests/functional/test_random_models.py --durations=15 $(TEST_ARGS)
 	$(BIN) -m pytest tests/unit tests/functional -m "slow and not gpu" --durations=15 $(TEST_ARGS)
 
-test-integrations: $(STAMP) ## Run the tests with Hugging Face's packages and torchtitan, which it installs (pinned).
+test-integrations: $(STAMP) ## Run the tests with Hugging Face, torchtitan and megatron-core, which it installs (pinned).
 	$(BIN) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) $(addprefix --constraint ,$(CONSTRAINTS) constraints/integrations.txt) --editable '.[integrations]'
 	$(BIN) -m pytest tests/integration --durations=15 $(TEST_ARGS)
 

@@ -10,6 +10,7 @@ HUGGING_FACE = ["safetensors>=0.5"]
 # torchtitan needs Python 3.11.
 INTEGRATIONS = [
     "accelerate>=1.15",
+    "megatron-core>=0.16.1",
     "pyyaml>=6",
     "torchtitan>=0.3; python_version >= '3.11'",
     "transformers>=5.20",

@@ -56,18 +56,20 @@ def main(words: Sequence[str]) -> int:
     """Try, write the table, and return 0 when nothing was lost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=3, help="tries of each fault")
-    times = parser.parse_args(words).times
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="the rows of others stay as they are")
+    args = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         wanted = _run(Job(_folder(folder, "undisturbed"))).losses
         rows = []
-        for row in _rows(Path(folder), times, wanted):
-            print(row.line(), flush=True)
-            rows.append(row)
+        for kind in args.kinds:
+            for row in KINDS[kind](Path(folder), args.times, wanted):
+                print(row.line(), flush=True)
+                rows.append(row)
     _write(rows)
     return 1 if any(row.lost for row in rows) else 0
 
 
-def _rows(folder: Path, times: int, wanted: Mapping[int, float]) -> Iterator[Row]:
+def _kills(folder: Path, times: int, wanted: Mapping[int, float]) -> Iterator[Row]:
     faults = [(moment, Fault(moment, 5, 0)) for moment in STEP_MOMENTS]
     faults += [(moment, Fault(moment, 6, rank)) for moment, (_, _, _, rank) in SAVE_MOMENTS.items()]
     for mode, flags in (("", ()), (", asynchronous", ("--async-save",))):
@@ -90,6 +92,19 @@ def _rows(folder: Path, times: int, wanted: Mapping[int, float]) -> Iterator[Row
             yield _row(
                 f"a rank killed in {moment}{mode}" if not is_save else f"killed in {moment}{mode}", tries, wanted
             )
+
+
+def _restarts(folder: Path, times: int, wanted: Mapping[int, float]) -> Iterator[Row]:
+    for num_ranks in (1, 3):
+        yield _row(
+            f"killed in backward, resumed on {num_ranks} rank(s) instead of 2",
+            [_resume_on(_folder(folder, f"ranks-{num_ranks}-{number}"), num_ranks) for number in range(times)],
+            wanted,
+        )
+    yield _row("SIGTERM to torchrun, resumed", [_stop(_folder(folder, f"stop-{n}")) for n in range(times)], wanted)
+
+
+def _stalls(folder: Path, times: int, wanted: Mapping[int, float]) -> Iterator[Row]:
     for moment in (*STALLS, *BRANCHES):
         kind, _, place = moment.partition(": ")
         name = (
@@ -103,13 +118,9 @@ def _rows(folder: Path, times: int, wanted: Mapping[int, float]) -> Iterator[Row
             root = _folder(folder, f"{moment}-{number}".replace(" ", "-").replace(":", ""))
             tries.append(_run(Job(root, max_restarts=1, fault=fault, more_flags=TIMEOUT)))
         yield _row(name, tries, wanted)
-    for num_ranks in (1, 3):
-        yield _row(
-            f"killed in backward, resumed on {num_ranks} rank(s) instead of 2",
-            [_resume_on(_folder(folder, f"ranks-{num_ranks}-{number}"), num_ranks) for number in range(times)],
-            wanted,
-        )
-    yield _row("SIGTERM to torchrun, resumed", [_stop(_folder(folder, f"stop-{n}")) for n in range(times)], wanted)
+
+
+KINDS = {"kills": _kills, "stalls": _stalls, "restarts": _restarts}
 
 
 def _row(fault: str, tries: Sequence[Outcome], wanted: Mapping[int, float]) -> Row:
@@ -133,7 +144,7 @@ def _stop(folder: Path) -> Outcome:
         os.kill(process.pid, signal.SIGTERM)
 
     # Validation slows the steps down, so that the signal comes before the last one.
-    Job(folder, more_flags=("--eval-interval", "1", "--eval-iters", "200")).run(send)
+    Job(folder, more_flags=("--eval-interval", "1", "--eval-iters", "60")).run(send)
     return _run(Job(folder, more_flags=("--load", "run")))
 
 
@@ -150,7 +161,7 @@ def _folder(root: str | Path, name: str) -> Path:
 def _write(rows: Sequence[Row]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
+    old, after = rest.split(END)
     lines = [
         BEGIN,
         "",
@@ -159,11 +170,18 @@ def _write(rows: Sequence[Row]) -> None:
         "",
         "| fault | tried | lost | steps redone, at most | recovery, median |",
         "|---|---|---|---|---|",
-        *(row.line() for row in rows),
+        *_merged([line for line in old.splitlines() if line.startswith("| ")][1:], rows),
         "",
         END,
     ]
     PAGE.write_text(before + "\n".join(lines) + after, encoding="utf-8")
+
+
+def _merged(old: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Return the old lines with those of the same faults replaced, and the new ones behind them."""
+    lines = {line.split("|")[1].strip(): line for line in old}
+    lines |= {row.fault: row.line() for row in rows}
+    return list(lines.values())
 
 
 if __name__ == "__main__":

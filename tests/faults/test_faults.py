@@ -83,7 +83,7 @@ def test_a_run_stopped_by_sigterm_goes_on_from_that_step_on_three_ranks_and_then
     undisturbed: Outcome, tmp_path: Path
 ) -> None:
     # Validation takes seconds per step, so that the signal comes before the last one.
-    stopped = Job(tmp_path, more_flags=("--eval-interval", "1", "--eval-iters", "200")).run(send_sigterm)
+    stopped = Job(tmp_path, more_flags=("--eval-interval", "1", "--eval-iters", "60")).run(send_sigterm)
     last = max(stopped.losses)
     assert 2 <= last < NUM_ITERATIONS
     assert f"stopped by SIGTERM after {last} iterations" in stopped.output

@@ -59,8 +59,18 @@ def groups_of(model: Model) -> dict[str, ParameterGroup]:
     return {group.name: group for block in (model, *model.blocks) for group in block.parameter_groups}
 
 
-@pytest.mark.parametrize("is_mixed", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+# The others take part in `make test-nightly`.
+QUICK = [("zero 3", True), ("zero 1", True), ("zero 0", False), ("hfsdp", False)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_mixed"),
+    [
+        pytest.param(layout, is_mixed, marks=() if (layout, is_mixed) in QUICK else pytest.mark.slow)
+        for layout in LAYOUTS
+        for is_mixed in (False, True)
+    ],
+)
 def test_right_training_passes_and_keeps_its_bits(layout: str, is_mixed: bool) -> None:
     num_ranks = torch.Size(LAYOUTS[layout][1]).numel()
     plain = run_ranks(num_ranks, train, layout, False, is_mixed)

@@ -166,10 +166,18 @@ def penalise_sharded(layout: str, how: str) -> State:
     return penalise(sharded_model(layout), [dist.get_rank()], how)
 
 
+HOW = ("in a backward of its own", "in the loss", "before the loss", "on the last microbatch")
+
+
 @pytest.mark.parametrize(
-    "how", ["in a backward of its own", "in the loss", "before the loss", "on the last microbatch"]
+    ("layout", "how"),
+    [
+        pytest.param(layout, how, marks=() if how == "in the loss" or layout == "hsdp" else pytest.mark.slow)
+        for layout in LAYOUTS
+        for how in HOW
+        if layout != "one rank"
+    ],
 )
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one rank"])
 def test_penalties_on_weights_change_them_as_in_the_whole_model(layout: str, how: str) -> None:
     wanted = penalise(make_model(), list(range(num_ranks(layout))), how)
     for weights in run_ranks(num_ranks(layout), penalise_sharded, layout, how):

@@ -2,6 +2,11 @@
 
 import importlib.util
 
-_NEEDS = {"test_transformers*": "transformers", "test_accelerate*": "accelerate", "test_torchtitan*": "torchtitan"}
+_NEEDS = {
+    "test_transformers*": "transformers",
+    "test_accelerate*": "accelerate",
+    "test_torchtitan*": "torchtitan",
+    "test_megatron*": "megatron",
+}
 
 collect_ignore_glob = [files for files, package in _NEEDS.items() if importlib.util.find_spec(package) is None]

@@ -1,0 +1,126 @@
+"""What changes in Megatron's FP32 optimizer when its parameters are sharded; imports no Megatron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from dbuffer.collectives import all_reduce
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.module import units_below
+from megatron_fsdp.optimizer import clip_grad_norm_, fully_shard_optimizer
+from megatron_fsdp.quickstart_module import MegatronFSDP
+
+__all__ = ["OptimizerMethods", "adopt_optimizer", "refuse_optimizer"]
+
+
+def refuse_optimizer(config: Any) -> None:
+    """Check an ``OptimizerConfig``.
+
+    Raises:
+        ConfigError: it asks for more than Adam or SGD over FP32 main weights.
+    """
+    wanted = {
+        "fp16": (not config.fp16, "there is no loss scaler: use bf16"),
+        "optimizer": (config.optimizer in ("adam", "sgd"), "wanted 'adam' or 'sgd'"),
+        "optimizer_cpu_offload": (not config.optimizer_cpu_offload, "leave it off"),
+        "use_precision_aware_optimizer": (
+            not config.use_precision_aware_optimizer,
+            "it needs TransformerEngine's optimizer over whole buffers: leave it off",
+        ),
+        "overlap_param_gather_with_optimizer_step": (
+            not config.overlap_param_gather_with_optimizer_step,
+            "gathers start when the next forward does: leave it off",
+        ),
+    }
+    found = [
+        f"{field}={getattr(config, field)!r}: {cure}" for field, (is_allowed, cure) in wanted.items() if not is_allowed
+    ]
+    if found:
+        raise ConfigError("; ".join(found))
+
+
+def adopt_optimizer(made: Any, model: MegatronFSDP) -> Any:
+    """Tie a Megatron optimizer to the sharded model whose parameters it updates, and return it."""
+    made._sharded_model = model
+    if made.optimizer is not None:
+        made.optimizer = fully_shard_optimizer(_torch_optimizer(made.optimizer, made.config))
+    return made
+
+
+def _torch_optimizer(found: Optimizer, config: Any) -> Optimizer:
+    """Return PyTorch's optimizer in place of TransformerEngine's and Apex's, whose kernels know no DTensors."""
+    if isinstance(found, (Adam, SGD)):
+        return found
+    if config.optimizer == "sgd":
+        return SGD(found.param_groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.sgd_momentum)
+    adam = AdamW if config.decoupled_weight_decay else Adam
+    betas = (config.adam_beta1, config.adam_beta2)
+    return adam(found.param_groups, lr=config.lr, betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay)
+
+
+class OptimizerMethods:
+    """Mixed into the class of the optimizer that ``get_megatron_optimizer`` returned.
+
+    Megatron's own sums over ranks would count gradients that rest whole (no_shard) once for each of them.
+    """
+
+    _sharded_model: MegatronFSDP
+    optimizer: Optimizer | None
+    config: Any
+
+    def get_grad_norm(self) -> float:
+        """Return the norm of the whole gradient."""
+        return self.clip_grad_norm(float("inf"))
+
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Scale gradients so that their norm is at most ``clip_grad``; return the norm before."""
+        return clip_grad_norm_(self._sharded_model, clip_grad).item()
+
+    @torch.no_grad()
+    def count_zeros(self) -> float:
+        """Return how many elements of the whole gradient are zero."""
+        total = 0.0
+        for unit in units_below(self._sharded_model):
+            for group in unit.groups:
+                found = group.gradients.settled() if group.gradients is not None else None
+                if found is None:
+                    continue
+                zeros = torch.zeros((), dtype=torch.float64, device=found.device)
+                for index in range(len(group.parameters)):
+                    rows = found.get_local_tensor(index)
+                    zeros += rows.numel() - torch.count_nonzero(rows)
+                for axis in group.spread_over(found.placements):
+                    all_reduce(zeros, axis, "sum")
+                total += zeros.item()
+        return total
+
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        """Bring compute weights up to date after main weights were loaded."""
+        self._sharded_model.install_optimized_model_weights()
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any = None, is_loading: bool = False, metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the state and hyperparameters under the names of the parameters, with DTensors.
+
+        It is what ``torch.distributed.checkpoint`` saves and, for any number of ranks, loads in place; give the result
+        to ``load_state_dict`` then.
+
+        Args:
+            model_sharded_state_dict, metadata: Megatron's; the model at hand says all.
+            is_loading: Megatron's; state that is not there yet is made, of zeros, in any case.
+        """
+        assert self.optimizer is not None
+        return get_optimizer_state_dict(self._sharded_model, self.optimizer)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``sharded_state_dict`` or ``state_dict`` returned."""
+        if any(isinstance(key, str) and key != "common_step" for key in state_dict["state"]):
+            assert self.optimizer is not None
+            set_optimizer_state_dict(self._sharded_model, self.optimizer, optim_state_dict=state_dict)
+        else:
+            super().load_state_dict(state_dict)  # type: ignore[misc]  # the class this is mixed into

@@ -1,0 +1,111 @@
+"""A stand-in for torch.cuda: megatron.core, which is written for GPUs alone, runs on CPU tensors inside it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+CPU = torch.device("cpu")
+# Functions that megatron.core calls with device="cuda", or with the device that torch.cuda.current_device() returns.
+FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "ones_like", "empty_like")
+
+
+class Stream:
+    """One of torch.cuda's streams: on a CPU everything is in order already."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.cuda_stream = 0
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Do nothing."""
+
+    def wait_event(self, event: Any) -> None:
+        """Do nothing."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """Return an event that has passed: something else to wait for."""
+        return event or Stream()
+
+
+@contextmanager
+def cuda_double() -> Iterator[None]:
+    """Let megatron.core take the CPU for a GPU while the block runs.
+
+    ``torch.cuda.is_available()`` stays False: megatron.core trains without asking, and the library under test must
+    not be led to streams and pinned memory that are not there.
+    """
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    with ExitStack() as stack:
+        for patch in (*_patches_of_torch(), *_patches_of_random_numbers(random)):
+            stack.enter_context(patch)
+        # The router asks whether this is None, and defines it only next to TransformerEngine.
+        router = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        stack.enter_context(mock.patch.object(router, "te_general_gemm", None, create=True))
+        yield
+
+
+def _patches_of_torch() -> Iterator[AbstractContextManager[Any]]:
+    for name in FACTORIES:
+        yield mock.patch.object(torch, name, _on_cpu(getattr(torch, name)))
+    yield mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
+    yield mock.patch.object(nn.Module, "cuda", lambda module, *_, **__: module)
+    yield mock.patch.object(torch.Tensor, "type", _cuda_type(torch.Tensor.type))
+    replacements: dict[str, Any] = {
+        "current_device": lambda: CPU,
+        "device_count": lambda: 1,
+        "set_device": lambda device: None,
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+        "Stream": Stream,
+        "current_stream": Stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+    }
+    for name, replacement in replacements.items():
+        yield mock.patch.object(torch.cuda, name, replacement)
+
+
+def _patches_of_random_numbers(random: Any) -> Iterator[AbstractContextManager[Any]]:
+    for owner in (torch.cuda, torch.cuda.random):
+        yield mock.patch.object(owner, "get_rng_state", _get_state)
+        yield mock.patch.object(owner, "set_rng_state", _set_state)
+        yield mock.patch.object(owner, "manual_seed", torch.manual_seed)
+    yield mock.patch.object(random, "_get_cuda_rng_state", _get_state)
+    yield mock.patch.object(random, "_set_cuda_rng_state", _set_state)
+
+
+def _get_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def make(*values: Any, **options: Any) -> Any:
+        if str(options.get("device", "")).startswith("cuda"):
+            options["device"] = CPU
+        return factory(*values, **options)
+
+    return make
+
+
+def _cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def type_of(tensor: torch.Tensor, *wanted: Any, **options: Any) -> Any:
+        found = original(tensor, *wanted, **options)
+        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+    return type_of

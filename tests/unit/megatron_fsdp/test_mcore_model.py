@@ -1,0 +1,145 @@
+"""What Megatron's configs ask for and this engine does not do is refused; nothing of it needs Megatron."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp import mcore_adapter
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.mcore_model import refuse_configs
+from megatron_fsdp.mcore_optimizer import adopt_optimizer, refuse_optimizer
+from megatron_fsdp.quickstart import fully_shard_model
+from tests.harness import run_ranks
+
+
+def model_config(**changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        **{"tensor_model_parallel_size": 1, "fp16": False, "calculate_per_token_loss": False, **changes}
+    )
+
+
+def ddp_config(**changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"average_in_collective": False, "num_distributed_optimizer_instances": 1, **changes})
+
+
+def optimizer_config(**changes: Any) -> SimpleNamespace:
+    plain = {
+        "optimizer": "adam", "fp16": False, "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False,
+        "overlap_param_gather_with_optimizer_step": False, "lr": 0.1, "weight_decay": 0.01, "sgd_momentum": 0.5,
+        "decoupled_weight_decay": True, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-6,
+    }  # fmt: skip
+    return SimpleNamespace(**{**plain, **changes})
+
+
+def test_settings_that_this_engine_does_are_accepted() -> None:
+    refuse_configs(model_config(calculate_per_token_loss=True), ddp_config())
+    refuse_configs(model_config(cuda_graph_impl="none", fp8=None), ddp_config(average_in_collective=True))
+    refuse_optimizer(optimizer_config())
+    refuse_optimizer(optimizer_config(optimizer="sgd"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_model_parallel_size": 2}, r"tensor_model_parallel_size=2: .* give 1"),
+        ({"pipeline_model_parallel_size": 4}, r"pipeline_model_parallel_size=4: .* give 1"),
+        ({"expert_model_parallel_size": 2}, r"expert_model_parallel_size=2: .* give 1"),
+        ({"gradient_accumulation_fusion": True}, r"--no-gradient-accumulation-fusion"),
+        ({"fp16": True}, r"fp16=True: there is no loss scaler"),
+        ({"fp8": "hybrid"}, r"fp8='hybrid'"),
+        ({"cuda_graph_impl": "local"}, r"cuda_graph_impl='local'"),
+        ({"fp16": True, "fp4": "nvfp4"}, r"fp16=True: .*; fp4='nvfp4'"),
+    ],
+)
+def test_settings_of_the_model_that_it_does_not_do_are_refused_with_a_cure(changes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        refuse_configs(model_config(**changes), ddp_config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_distributed_optimizer_instances": 2}, r"num_distributed_optimizer_instances=2: .* give 1"),
+        ({"outer_dp_sharding_strategy": "optim"}, r"outer_dp_sharding_strategy='optim'"),
+        ({"fp8_param_gather": True}, r"fp8_param_gather=True"),
+        ({"delay_wgrad_compute": True}, r"delay_wgrad_compute=True"),
+    ],
+)
+def test_settings_of_data_parallelism_that_it_does_not_do_are_refused(changes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        refuse_configs(model_config(), ddp_config(**changes))
+
+
+def test_summed_and_averaged_gradients_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"calculate_per_token_loss=True and average_in_collective=True"):
+        refuse_configs(model_config(calculate_per_token_loss=True), ddp_config(average_in_collective=True))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": "muon"},
+        {"fp16": True},
+        {"optimizer_cpu_offload": True},
+        {"use_precision_aware_optimizer": True},
+        {"overlap_param_gather_with_optimizer_step": True},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_other_optimizers_are_refused_by_name(changes: Any) -> None:
+    ((name, value),) = changes.items()
+    with pytest.raises(ConfigError, match=f"{name}={value!r}: "):
+        refuse_optimizer(optimizer_config(**changes))
+
+
+def test_models_of_another_wrapper_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a list of one ShardedDataParallel, found \['Linear'\]"):
+        mcore_adapter.get_megatron_optimizer(optimizer_config(), [nn.Linear(2, 2)])
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Stands in for TransformerEngine's optimizer, which is none of PyTorch's classes."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 0.1, "bias_correction": True})
+
+
+def adopt(changes: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    """Return the class and the hyperparameters of the optimizer that takes a fused one's place."""
+    model = fully_shard_model(nn.Linear(2, 2), [nn.Linear])
+    groups = [{"params": [model.weight], "wd_mult": 1.0}, {"params": [model.bias], "wd_mult": 0.0, "lr": 0.3}]
+    made = SimpleNamespace(optimizer=FusedAdam(groups), config=optimizer_config(**changes))
+    assert adopt_optimizer(made, model)._sharded_model is model
+    fields = [
+        {name: group[name] for name in ("lr", "wd_mult", "weight_decay")} for group in made.optimizer.param_groups
+    ]
+    return type(made.optimizer).__name__, fields
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [({}, "AdamW"), ({"decoupled_weight_decay": False}, "Adam"), ({"optimizer": "sgd"}, "SGD")],
+)
+def test_optimizers_of_fused_kernels_give_way_to_pytorchs_with_the_same_groups(changes: Any, wanted: str) -> None:
+    ((name, fields),) = run_ranks(1, adopt, changes)
+    assert name == wanted
+    assert fields == [
+        {"lr": 0.1, "wd_mult": 1.0, "weight_decay": 0.01},
+        {"lr": 0.3, "wd_mult": 0.0, "weight_decay": 0.01},
+    ]
+
+
+def test_the_adapter_imports_no_megatron_by_itself() -> None:
+    code = "import sys, megatron_fsdp.mcore_adapter; print(any(n.split('.')[0] == 'megatron' for n in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_names_that_the_adapter_lacks_are_errors_of_python() -> None:
+    with pytest.raises(AttributeError, match=r"mcore_adapter.* has no attribute 'Sharded'"):
+        _ = mcore_adapter.Sharded
