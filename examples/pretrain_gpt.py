@@ -1,9 +1,10 @@
-r"""Train a byte-level GPT with Megatron-LM's flags, its weights sharded over all ranks by megatron_fsdp.
+r"""Train a GPT with Megatron-LM's flags, its weights sharded over all ranks by megatron_fsdp.
 
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py --use-megatron-fsdp --num-layers 4 --hidden-size 192 \
         --num-attention-heads 6 --seq-length 128 --micro-batch-size 8 --global-batch-size 16 --train-iters 300 --lr 2e-3
 
-One process without torchrun works too. Without --use-megatron-fsdp the model is replicated, to compare with.
+One process without torchrun works too. Without --use-megatron-fsdp the model is replicated, to compare with. All flags:
+--help, and docs/training_script.md. preprocess_data.py writes indexed data, generate_gpt.py uses what was saved.
 """
 
 from __future__ import annotations
@@ -25,15 +26,19 @@ from torch import Tensor, nn
 from dbuffer import DBufferError
 from dbuffer.collectives import wait_for
 from gpt.arguments import parse_arguments
+from gpt.blend import DEFAULT_SPLIT, Samples, TrainingData, load_data
 from gpt.checkpoint import TrainingState, check_tracker, checkpoints_in, differences, resume_folder
-from gpt.data import TRAIN_STREAM, VALID_STREAM, Corpus, DataError, Sampler, load_corpus, rank_samples
-from gpt.launch import Ranks, build_mesh, report_error, select_device, start_process_group
+from gpt.data import DataError, rank_samples
+from gpt.launch import Ranks, build_mesh, precision_line, report_error, select_device, start_process_group
 from gpt.learning_rate import LearningRate
-from gpt.model import GptConfig, GptModel, Recompute, next_byte_loss
+from gpt.model import GptModel, Recompute, next_token_loss
+from gpt.model_config import GptConfig
 from gpt.optimizer import build_optimizer, set_learning_rate
 from gpt.parallel import accumulation, clip_gradients, parallelize, unwrapped, watched
-from gpt.sample import Sampling, generate
+from gpt.profiling import StepProfiler
+from gpt.sample import Sampling, generate_tokens
 from gpt.signals import StopSignal
+from gpt.tokenizer import Tokenizer, build_tokenizer, tokenizer_flags
 from gpt.train_log import Interval, IntervalMeans, IterationRecord, TrainLog, peak_memory_mib
 from megatron_fsdp import FsdpConfig, FsdpError, NonfiniteGradientError, check_gradients, explain, fully_shard_optimizer
 from megatron_fsdp.checkpoint_background import finish_pending_save
@@ -52,7 +57,8 @@ class Job:
     args: argparse.Namespace
     ranks: Ranks
     device: torch.device
-    corpus: Corpus
+    data: TrainingData
+    tokenizer: Tokenizer
     config: GptConfig
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -76,15 +82,23 @@ class StepResult:
 def pretrain(args: argparse.Namespace, ranks: Ranks) -> None:
     """Train from the start or from the latest checkpoint, save on the way, and show a sample; every rank calls it.
 
-    SIGTERM to any rank ends the run after the step under way, with a checkpoint.
+    SIGTERM to any rank, or the end of ``--exit-duration-in-mins``, ends the run after the step under way, with a
+    checkpoint.
     """
-    with started(args, ranks) as job, StopSignal() as stop, watched(job.model, args) as watch:
+    with (
+        started(args, ranks) as job,
+        StopSignal(args.exit_duration_in_mins) as stop,
+        StepProfiler(args, ranks, args.save or _DEFAULT_FOLDER, job.log) as profiler,
+        watched(job.model, args) as watch,
+    ):
         state = resume(job)
         job.log.begin(state.iteration)
         interval = Interval(job.device, loss_sum=state.loss_sum, loss_count=state.loss_count)
         while state.iteration < args.train_iters:
+            profiler.before_step(state.iteration + 1)
             result = train_step(job, state)
             state = state.after_step(args.global_batch_size)
+            profiler.after_step(state.iteration)
             if result.is_skipped:
                 interval.add_skipped()
             else:
@@ -103,8 +117,9 @@ def pretrain(args: argparse.Namespace, ranks: Ranks) -> None:
             if is_last:
                 break
         job.log.end()
-        if stop.is_received:
-            job.log.message(f"stopped by SIGTERM after {state.iteration} iterations")
+        if stop.is_received or stop.is_time_up:
+            reason = "SIGTERM" if stop.is_received else f"--exit-duration-in-mins {args.exit_duration_in_mins}"
+            job.log.message(f"stopped by {reason} after {state.iteration} iterations")
         if state.iteration == args.train_iters:
             show_sample(job)
 
@@ -123,8 +138,7 @@ def train_step(job: Job, state: TrainingState) -> StepResult:
     """
     job.optimizer.zero_grad()
     loss = torch.zeros((), device=job.device)
-    sampler = Sampler(job.corpus.train, job.args.seq_length, job.args.seed, TRAIN_STREAM)
-    batches = microbatches(job, sampler, state.consumed_samples)
+    batches = microbatches(job, job.data.train, state.consumed_samples)
     for index, text in enumerate(batches, start=1):
         with accumulation(job.model, is_last=index == len(batches)):
             part = loss_of(job, text) / len(batches)
@@ -150,7 +164,7 @@ def nonfinite_policy(args: argparse.Namespace) -> str:
     return "skip" if args.skip_nonfinite_steps else "raise"
 
 
-def microbatches(job: Job, sampler: Sampler, first_sample: int) -> list[Tensor]:
+def microbatches(job: Job, samples: Samples, first_sample: int) -> list[Tensor]:
     """Return this rank's part of one global batch, (micro batch, sequence + 1) int64 each."""
     args, ranks = job.args, job.ranks
     count = args.global_batch_size // (args.micro_batch_size * ranks.size)
@@ -158,14 +172,14 @@ def microbatches(job: Job, sampler: Sampler, first_sample: int) -> list[Tensor]:
         rank_samples(first_sample, index, micro_batch_size=args.micro_batch_size, rank=ranks.rank, num_ranks=ranks.size)
         for index in range(count)
     )
-    return [sampler.batch(part, job.device) for part in numbers]
+    return [samples.batch(part, job.device) for part in numbers]
 
 
 def loss_of(job: Job, text: Tensor) -> Tensor:
     """Return the loss of one microbatch; a replicated model has no bf16 weights, so it computes under autocast."""
     is_autocast = job.args.bf16 and not job.args.use_megatron_fsdp
     with torch.autocast(job.device.type, torch.bfloat16, enabled=is_autocast):
-        return next_byte_loss(job.model, text)
+        return next_token_loss(job.model, text, has_experts=job.config.num_experts is not None)
 
 
 @torch.no_grad()
@@ -174,11 +188,10 @@ def validate(job: Job, state: TrainingState) -> None:
     num_batches = job.args.eval_iters
     if num_batches == 0:
         return
-    sampler = Sampler(job.corpus.valid, job.args.seq_length, job.args.seed, VALID_STREAM)
     loss = torch.zeros((), device=job.device)
     with job.log.progress("validation", num_batches) as advance:
         for index in range(num_batches):
-            batches = microbatches(job, sampler, index * job.args.global_batch_size)
+            batches = microbatches(job, job.data.valid, index * job.args.global_batch_size)
             loss += sum(loss_of(job, text) for text in batches) / (len(batches) * num_batches)
             advance()
     job.log.validation(state.iteration, mean_over_ranks(loss).item())
@@ -280,33 +293,43 @@ def resume(job: Job) -> TrainingState:
 
 
 def data_flags(job: Job) -> dict[str, Any]:
-    """Return what decides which text a sample number stands for."""
+    """Return what decides which text a sample number stands for, and how to read it; defaults are left out."""
     args = job.args
-    return {"seed": args.seed, "seq_length": args.seq_length, "data_path": job.corpus.source}
+    flags = {"seed": args.seed, "seq_length": args.seq_length, "data_path": job.data.source}
+    if args.split not in (None, DEFAULT_SPLIT):
+        flags["split"] = args.split
+    return flags | tokenizer_flags(args)
 
 
 def show_sample(job: Job) -> None:
     """Print how the model continues ``--prompt``; all ranks take part."""
     args = job.args
+    if args.num_tokens_to_generate == 0:
+        return
     with job.log.progress("sample", args.num_tokens_to_generate) as advance:
-        text = generate(
+        tokens = generate_tokens(
             job.model,
-            args.prompt.encode(),
+            job.tokenizer.encode(args.prompt),
             args.num_tokens_to_generate,
-            sampling=Sampling(args.temperature, args.seed, args.max_position_embeddings),
+            sampling=Sampling(args.temperature, args.seed, args.max_position_embeddings, job.tokenizer.vocabulary_size),
             device=job.device,
-            on_byte=advance,
+            on_token=advance,
         )
-    if args.num_tokens_to_generate:
-        job.log.message(f" sample at temperature {args.temperature}:\n{text.decode(errors='replace')}")
+    job.log.message(f" sample at temperature {args.temperature}:\n{job.tokenizer.decode(tokens)}")
 
 
 @contextlib.contextmanager
 def started(args: argparse.Namespace, ranks: Ranks) -> Iterator[Job]:
     """Join the other ranks and yield the job: text, model in units, optimizer and log."""
     device = select_device(args.distributed_backend, ranks)
-    corpus = load_corpus(args.data_path, args.seq_length)
-    log = TrainLog(args.save or _DEFAULT_FOLDER, is_main=ranks.is_main, train_iters=args.train_iters)
+    data = load_data(args)
+    tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
+    if args.num_tokens_to_generate:
+        tokenizer.encode(args.prompt)  # refused now rather than after the last step
+    unit = "byte" if args.tokenizer_type == "ByteTokenizer" else "token"
+    log = TrainLog(args.save or _DEFAULT_FOLDER, is_main=ranks.is_main, train_iters=args.train_iters, unit=unit)
+    if args.tensorboard_dir is not None:
+        log.open_tensorboard(args.tensorboard_dir)
     start_process_group(args, ranks, device)
     config = GptConfig.from_args(args)
     gpt = GptModel(config, recompute=Recompute(args.recompute_granularity or "none"))
@@ -315,7 +338,7 @@ def started(args: argparse.Namespace, ranks: Ranks) -> Iterator[Job]:
     optimizer = build_optimizer(model, args)
     if args.use_megatron_fsdp:
         optimizer = fully_shard_optimizer(optimizer)
-    job = Job(args, ranks, device, corpus, config, model, optimizer, log)
+    job = Job(args, ranks, device, data, tokenizer, config, model, optimizer, log)
     describe(job)
     try:
         yield job
@@ -332,21 +355,12 @@ def describe(job: Job) -> None:
     num_parameters = sum(parameter.numel() for parameter in job.model.parameters())
     log.message(
         f"GPT with {num_parameters:,} parameters on {job.ranks.size} rank(s), {job.device.type}; "
-        f"training text: {len(job.corpus.train):,} bytes from {job.corpus.source}"
+        f"training text: {job.data.num_tokens:,} {log.unit}s from {job.data.source}"
     )
     log.message(precision_line(is_bf16=args.bf16, device=job.device))
     if args.use_megatron_fsdp:
         config = FsdpConfig.from_args(args)
         log.message("\n".join([config.explain(), *config.notices(), str(explain(job.model))]))
-
-
-def precision_line(*, is_bf16: bool, device: torch.device) -> str:
-    """Return one line on the precision of the computation."""
-    if device.type != "cpu":
-        return f"computing in {'bf16' if is_bf16 else 'fp32 (--bf16 computes in bf16)'}"
-    if is_bf16:
-        return "warning: computing in bf16 on a CPU; without bf16 matrix units this is far slower than fp32"
-    return "computing in fp32: many CPUs have no bf16 matrix units (--bf16 computes in bf16 all the same)"
 
 
 def main(arguments: Sequence[str]) -> int:

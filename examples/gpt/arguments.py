@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from megatron_fsdp import ConfigError, FsdpConfig, add_megatron_fsdp_args
+from gpt.flags import build_parser
+from gpt.tensorboard import check_tensorboard
+from gpt.tokenizer import vocabulary_size
+from megatron_fsdp import ConfigError, FsdpConfig
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
 
@@ -32,115 +34,23 @@ def parse_arguments(arguments: Sequence[str], *, num_ranks: int) -> argparse.Nam
         raise ConfigError(f"required flags are missing: {', '.join(missing)}; --help explains them")
     _fill_defaults(args, num_ranks)
     _check_model(args)
+    _check_architecture(args)
     _check_training(args, num_ranks)
     _check_schedule(args)
+    _check_log(args)
     if args.use_megatron_fsdp:
         FsdpConfig.from_args(args)
     return args
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all flags: the script's own and those of the sharding engine."""
-    parser = _Parser(description="Train a byte-level GPT, sharded by megatron_fsdp.", allow_abbrev=False)
-    _add_model_flags(parser)
-    _add_training_flags(parser)
-    _add_optimizer_flags(parser)
-    _add_io_flags(parser)
-    add_megatron_fsdp_args(parser)
-    return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse would print the whole usage and exit, on every rank."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
-def _add_model_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument("--num-layers", type=_positive_int, help="number of transformer layers")
-    group.add_argument("--hidden-size", type=_positive_int, help="width of the residual stream")
-    group.add_argument("--num-attention-heads", type=_positive_int, help="must divide --hidden-size")
-    group.add_argument("--ffn-hidden-size", type=_positive_int, help="width of the MLP, default 4 x --hidden-size")
-    group.add_argument("--seq-length", type=_positive_int, help="bytes per sample")
-    group.add_argument("--max-position-embeddings", type=_positive_int, help="longest sequence, default --seq-length")
-    group.add_argument(
-        "--untie-embeddings-and-output-weights", action="store_true", help="give the output layer its own weight"
-    )
-    group.add_argument("--init-method-std", type=_positive_float, default=0.02, help="standard deviation of weights")
-
-
-def _add_training_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("training")
-    group.add_argument("--micro-batch-size", type=_positive_int, help="samples per rank and forward pass")
-    group.add_argument(
-        "--global-batch-size", type=_positive_int, help="samples per step, default --micro-batch-size x ranks"
-    )
-    group.add_argument("--train-iters", type=_positive_int, help="optimizer steps in all")
-    group.add_argument("--exit-interval", type=_positive_int, help="stop after a step divisible by this")
-    group.add_argument("--seed", type=_natural_int, default=1234, help="of weights, data order and sampling")
-    group.add_argument("--bf16", action="store_true", help="compute in bfloat16")
-    group.add_argument("--fp16", action="store_true", help="refused: it needs loss scaling, which is not here yet")
-    group.add_argument(
-        "--recompute-granularity",
-        choices=["full", "selective"],
-        help="recompute in backward: full = whole blocks, selective = the core attention",
-    )
-    group.add_argument(
-        "--recompute-activations", action="store_true", help="the same as --recompute-granularity selective"
-    )
-    group.add_argument(
-        "--distributed-backend", choices=["nccl", "gloo"], help="nccl = GPUs, gloo = CPU; default by what is there"
-    )
-    group.add_argument("--distributed-timeout-minutes", type=_positive_float, default=10, help="limit of a collective")
-    group.add_argument(
-        "--agreement-interval",
-        type=_natural_int,
-        default=1,
-        help="steps between comparisons of what ranks did; 0 = none",
-    )
-
-
-def _add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("optimizer")
-    group.add_argument("--lr", type=_positive_float, help="peak learning rate")
-    group.add_argument("--min-lr", type=_natural_float, default=0.0, help="learning rate at the end of the decay")
-    group.add_argument("--lr-decay-style", choices=["constant", "linear", "cosine"], default="linear", help="shape")
-    group.add_argument("--lr-warmup-iters", type=_natural_int, default=0, help="iterations of linear warm-up")
-    group.add_argument("--lr-decay-iters", type=_positive_int, help="end of the decay, default --train-iters")
-    group.add_argument("--weight-decay", type=_natural_float, default=0.01, help="for weights of two dims and more")
-    group.add_argument("--adam-beta1", type=_fraction, default=0.9, help="decay of the first moment")
-    group.add_argument("--adam-beta2", type=_fraction, default=0.999, help="decay of the second moment")
-    group.add_argument("--adam-eps", type=_positive_float, default=1e-8, help="added to the denominator")
-    group.add_argument("--sgd-momentum", type=_fraction, default=0.9, help="with --optimizer sgd")
-    group.add_argument("--clip-grad", type=_natural_float, default=1.0, help="largest global norm; 0 = measure only")
-    group.add_argument(
-        "--skip-nonfinite-steps",
-        action="store_true",
-        help="leave steps out whose gradients have NaN, instead of stopping",
-    )
-
-
-def _add_io_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("data, checkpoints, log")
-    group.add_argument("--data-path", type=Path, help="text file or folder, default the Python library's sources")
-    group.add_argument("--eval-interval", type=_positive_int, default=1000, help="steps between validations")
-    group.add_argument("--eval-iters", type=_natural_int, default=100, help="global batches per validation; 0 = none")
-    group.add_argument("--save", type=Path, help="folder of checkpoints, log and loss curve")
-    group.add_argument("--save-interval", type=_positive_int, help="steps between checkpoints, default only at the end")
-    group.add_argument("--keep-last", type=_positive_int, help="checkpoints to keep in --save, default all")
-    group.add_argument("--async-save", action="store_true", help="write checkpoints while training goes on")
-    group.add_argument("--load", type=Path, help="folder of checkpoints to resume from, when it holds any")
-    group.add_argument("--log-interval", type=_positive_int, default=100, help="steps between log lines")
-    group.add_argument("--prompt", type=_text, default="def ", help="what the trained model continues at the end")
-    group.add_argument("--num-tokens-to-generate", type=_natural_int, default=200, help="bytes it adds; 0 = none")
-    group.add_argument("--temperature", type=_natural_float, default=0.7, help="of that sample; 0 = most likely byte")
-
-
 def _fill_defaults(args: argparse.Namespace, num_ranks: int) -> None:
+    if args.data_path is not None and len(args.data_path) == 1:
+        args.data_path = Path(args.data_path[0])
+    args.padded_vocab_size = vocabulary_size(args)
     if args.ffn_hidden_size is None:
-        args.ffn_hidden_size = 4 * args.hidden_size
+        # Megatron's rule for SwiGLU: about as many weights as without, in steps of 64
+        gated = max(64, int(4 * args.hidden_size * 2 / 3) // 64 * 64)
+        args.ffn_hidden_size = gated if args.swiglu else 4 * args.hidden_size
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
     if args.global_batch_size is None:
@@ -167,6 +77,35 @@ def _check_model(args: argparse.Namespace) -> None:
                 "--recompute-granularity full; give one of them"
             )
         args.recompute_granularity = "selective"
+
+
+def _check_architecture(args: argparse.Namespace) -> None:
+    head_dim = args.hidden_size // args.num_attention_heads
+    if args.position_embedding_type == "rope" and head_dim % 2:
+        raise ConfigError(
+            f"--position-embedding-type rope turns pairs of features: --hidden-size {args.hidden_size} / "
+            f"--num-attention-heads {args.num_attention_heads} = {head_dim} is odd"
+        )
+    if args.group_query_attention and args.num_attention_heads % args.num_query_groups:
+        raise ConfigError(
+            f"--num-attention-heads {args.num_attention_heads} is not divisible by --num-query-groups "
+            f"{args.num_query_groups}; every group must have as many query heads"
+        )
+    if not args.group_query_attention and args.num_query_groups != 1:
+        raise ConfigError(f"--num-query-groups {args.num_query_groups} without --group-query-attention; give both")
+    if args.num_experts is None:
+        if args.moe_aux_loss_coeff:
+            raise ConfigError(f"--moe-aux-loss-coeff {args.moe_aux_loss_coeff} without --num-experts; give both")
+        return
+    if args.moe_router_topk > args.num_experts:
+        raise ConfigError(
+            f"--moe-router-topk {args.moe_router_topk} exceeds --num-experts {args.num_experts}; lower the first"
+        )
+    if args.moe_router_topk == 1 and not args.moe_router_pre_softmax:
+        raise ConfigError(
+            "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax over one chosen expert is always 1, and "
+            "the router would learn nothing"
+        )
 
 
 def _check_training(args: argparse.Namespace, num_ranks: int) -> None:
@@ -204,6 +143,33 @@ def _check_schedule(args: argparse.Namespace) -> None:
             f"(default: --train-iters)"
         )
 
+    if args.lr_decay_style == "WSD":
+        _check_wsd(args)
+    elif args.lr_wsd_decay_iters is not None:
+        raise ConfigError(
+            f"--lr-wsd-decay-iters {args.lr_wsd_decay_iters} without --lr-decay-style WSD; give both or none"
+        )
+
+
+def _check_wsd(args: argparse.Namespace) -> None:
+    if args.lr_wsd_decay_iters is None:
+        raise ConfigError("--lr-decay-style WSD needs --lr-wsd-decay-iters: how many iterations the end takes")
+    if args.lr_wsd_decay_iters > args.lr_decay_iters - args.lr_warmup_iters:
+        raise ConfigError(
+            f"--lr-wsd-decay-iters {args.lr_wsd_decay_iters} exceeds --lr-decay-iters {args.lr_decay_iters} minus "
+            f"--lr-warmup-iters {args.lr_warmup_iters}; WSD would decay before the warm-up has ended"
+        )
+
+
+def _check_log(args: argparse.Namespace) -> None:
+    if args.tensorboard_dir is not None:
+        check_tensorboard()
+    if args.profile and args.profile_step_start >= args.profile_step_end:
+        raise ConfigError(
+            f"--profile-step-start {args.profile_step_start} is not before --profile-step-end "
+            f"{args.profile_step_end}; no step would be recorded"
+        )
+
 
 def _unknown_message(unknown: list[str], parser: argparse.ArgumentParser) -> str:
     valid = [option for action in parser._actions for option in action.option_strings]
@@ -219,29 +185,3 @@ def _unknown_message(unknown: list[str], parser: argparse.ArgumentParser) -> str
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _number(cast: Callable[[str], float], is_valid: Callable[[float], bool], wanted: str) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = cast(text)
-        except ValueError:
-            value = float("nan")
-        if not is_valid(value):
-            raise argparse.ArgumentTypeError(f"found {text!r}, wanted {wanted}")
-        return value
-
-    return parse
-
-
-def _text(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("found nothing, wanted at least one character")
-    return text
-
-
-_positive_int = _number(int, lambda value: value >= 1, "a whole number >= 1")
-_natural_int = _number(int, lambda value: value >= 0, "a whole number >= 0")
-_positive_float = _number(float, lambda value: 0 < value < float("inf"), "a number > 0")
-_natural_float = _number(float, lambda value: 0 <= value < float("inf"), "a number >= 0")
-_fraction = _number(float, lambda value: 0 <= value < 1, "a number from 0 to below 1")

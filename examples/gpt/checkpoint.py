@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt.model import GptConfig
+from gpt.model_config import GptConfig
 from megatron_fsdp import ConfigError
 from megatron_fsdp.checkpoint_series import CheckpointSeries
 
@@ -55,8 +55,11 @@ class TrainingState:
             ConfigError: the checkpoint's model was built with other flags; each that differs is named. It catches what
                 weights of equal shape cannot show, such as another number of attention heads.
         """
-        shape = {name: value for name, value in dataclasses.asdict(config).items() if name != "init_method_std"}
-        differing = differences(extra["model"], shape)
+        free = ("init_method_std", "moe_aux_loss_coeff")  # they change training, not the model
+        shape = {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
+        # What did not exist when the checkpoint was saved was as its default is.
+        defaults = {field.name: field.default for field in dataclasses.fields(GptConfig)}
+        differing = differences(defaults | extra["model"], shape)
         if differing:
             raise ConfigError(f"{path} holds another model: {'; '.join(differing)}. Use its flags, or another --load")
         return cls(**extra["training"])

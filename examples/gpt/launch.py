@@ -116,3 +116,12 @@ def report_error(error: Exception, ranks: Ranks) -> int:
     if reason_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         Path(reason_file).write_text(json.dumps({"message": str(error), "timestamp": int(time.time())}))
     return 2
+
+
+def precision_line(*, is_bf16: bool, device: torch.device) -> str:
+    """Return one line on the precision of the computation."""
+    if device.type != "cpu":
+        return f"computing in {'bf16' if is_bf16 else 'fp32 (--bf16 computes in bf16)'}"
+    if is_bf16:
+        return "warning: computing in bf16 on a CPU; without bf16 matrix units this is far slower than fp32"
+    return "computing in fp32: many CPUs have no bf16 matrix units (--bf16 computes in bf16 all the same)"

@@ -10,12 +10,13 @@ from typing import Any
 from matplotlib.figure import Figure
 
 
-def draw_loss_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw_loss_curve(rows: Sequence[dict[str, Any]], path: Path, *, unit: str = "byte") -> None:
     """Write a PNG of training and validation loss over the iterations.
 
     Args:
         rows: the rows of the JSONL log; those with ``lm_loss`` are training, those with ``validation_loss`` validation.
         path: where the PNG goes; an existing one is replaced.
+        unit: what a token is.
     """
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
@@ -23,7 +24,7 @@ def draw_loss_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
         points = [(row["iteration"], row[key]) for row in rows if key in row]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label)
-    axes.set(xlabel="iteration", ylabel="loss (nats per byte)", title="GPT language-model loss")
+    axes.set(xlabel="iteration", ylabel=f"loss (nats per {unit})", title="GPT language-model loss")
     axes.grid(alpha=0.3)
     if axes.has_data():
         axes.legend()

@@ -1,44 +1,19 @@
-"""A byte-level GPT: pre-norm blocks, learned positions, GELU MLP, causal scaled-dot-product attention."""
+"""A GPT: pre-norm blocks with causal scaled-dot-product attention; by default learned positions and a GELU MLP."""
 
 from __future__ import annotations
 
-import argparse
 import enum
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-VOCABULARY_SIZE = 256  # one token per byte value, nothing to pad or to learn
+from gpt.layers import MixtureOfExperts, Mlp, build_norm, rotated
+from gpt.model_config import GptConfig
 
-
-@dataclass(frozen=True, slots=True)
-class GptConfig:
-    """What defines the model; the field names are the flag names, so that errors can name the flag."""
-
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    ffn_hidden_size: int
-    max_position_embeddings: int
-    untie_embeddings_and_output_weights: bool = False
-    init_method_std: float = 0.02
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> GptConfig:
-        """Return the configuration that validated arguments ask for."""
-        return cls(
-            num_layers=args.num_layers,
-            hidden_size=args.hidden_size,
-            num_attention_heads=args.num_attention_heads,
-            ffn_hidden_size=args.ffn_hidden_size,
-            max_position_embeddings=args.max_position_embeddings,
-            untie_embeddings_and_output_weights=args.untie_embeddings_and_output_weights,
-            init_method_std=args.init_method_std,
-        )
+__all__ = ["Block", "Embedding", "GptConfig", "GptModel", "Head", "Recompute", "SelfAttention", "next_token_loss"]
 
 
 class Recompute(enum.Enum):
@@ -50,7 +25,7 @@ class Recompute(enum.Enum):
 
 
 class GptModel(nn.Module):
-    """Predict the next byte at every position.
+    """Predict the next token at every position.
 
     ``embedding``, every entry of ``blocks`` and ``head`` are natural FSDP units when the embeddings are untied. When
     they are tied, the word embedding is used first and last, so ``embedding`` and ``head`` belong to the root unit.
@@ -63,20 +38,27 @@ class GptModel(nn.Module):
         self.blocks = nn.ModuleList(Block(config, recompute) for _ in range(config.num_layers))
         self.head = Head(config)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the byte that follows each position.
+    def forward(self, tokens: Tensor, *, with_balance_loss: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the logits of the token that follows each position.
 
         Args:
-            tokens: (batch, sequence) int64 byte values, e.g. (4, 128); sequence <= max_position_embeddings.
+            tokens: (batch, sequence) int64 tokens, e.g. (4, 128); sequence <= max_position_embeddings.
+            with_balance_loss: return the sum over blocks of the routers' load balancing loss too, a 0-d fp32 tensor;
+                only for models with experts.
         Returns:
-            (batch, sequence, 256) in the dtype of the weights.
+            (batch, sequence, vocabulary) in the dtype of the weights.
         """
         hidden = self.embedding(tokens)
+        balance_losses: list[Tensor] = []
         for block in self.blocks:
-            hidden = block(hidden)
+            if self.config.num_experts is None:
+                hidden = block(hidden)
+            else:
+                hidden, balance_loss = block(hidden)
+                balance_losses.append(balance_loss)
         is_tied = not self.config.untie_embeddings_and_output_weights
         logits: Tensor = self.head(hidden, self.embedding.word_embeddings.weight if is_tied else None)
-        return logits
+        return (logits, torch.stack(balance_losses).sum()) if with_balance_loss else logits
 
     def init_weights(self, seed: int) -> None:
         """Overwrite all weights as Megatron does: normal(0, init_method_std), residual outputs scaled down.
@@ -99,18 +81,23 @@ class GptModel(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Word plus learned position embedding: (batch, sequence) int64 -> (batch, sequence, hidden)."""
+    """Word plus learned position embedding, if any: (batch, sequence) int64 -> (batch, sequence, hidden)."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
-        self.word_embeddings = nn.Embedding(VOCABULARY_SIZE, config.hidden_size)
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position_embeddings: nn.Embedding | None = None
+        if config.position_embedding_type == "learned_absolute":
+            self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return word + position embeddings."""
+        embedded: Tensor = self.word_embeddings(tokens)
+        if self.position_embeddings is None:
+            return embedded
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        embedded: Tensor = self.word_embeddings(tokens) + self.position_embeddings(positions)
-        return embedded
+        positioned: Tensor = embedded + self.position_embeddings(positions)
+        return positioned
 
 
 class Block(nn.Module):
@@ -118,43 +105,61 @@ class Block(nn.Module):
 
     def __init__(self, config: GptConfig, recompute: Recompute) -> None:
         super().__init__()
-        self.input_layernorm = nn.LayerNorm(config.hidden_size)
+        self.input_layernorm = build_norm(config)
         self.self_attention = SelfAttention(config, recomputes_core=recompute is Recompute.SELECTIVE)
-        self.pre_mlp_layernorm = nn.LayerNorm(config.hidden_size)
-        self.mlp = Mlp(config)
+        self.pre_mlp_layernorm = build_norm(config)
+        self.mlp = Mlp(config) if config.num_experts is None else MixtureOfExperts(config)
         self._recomputes_all = recompute is Recompute.FULL
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return the block's output, same shape and dtype."""
+    def forward(self, hidden: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the block's output, same shape and dtype; with experts their load balancing loss too."""
         # Checkpointed inside the module, not around it: the recomputation then runs between this unit's own
         # pre-backward and post-backward hooks, on weights that are gathered already.
         if self._recomputes_all and torch.is_grad_enabled():
-            result: Tensor = checkpoint(self._layer, hidden, use_reentrant=False)
+            result: Tensor | tuple[Tensor, Tensor] = checkpoint(self._layer, hidden, use_reentrant=False)
             return result
         return self._layer(hidden)
 
-    def _layer(self, hidden: Tensor) -> Tensor:
+    def _layer(self, hidden: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         hidden = hidden + self.self_attention(self.input_layernorm(hidden))
-        result: Tensor = hidden + self.mlp(self.pre_mlp_layernorm(hidden))
+        output = self.mlp(self.pre_mlp_layernorm(hidden))
+        if isinstance(output, tuple):
+            return hidden + output[0], output[1]
+        result: Tensor = hidden + output
         return result
 
 
 class SelfAttention(nn.Module):
-    """Causal multi-head attention with one fused projection, laid out (head, q|k|v, head_dim) as in Megatron."""
+    """Causal attention with one fused projection, laid out (group, queries|k|v, head_dim) as in Megatron.
+
+    A group is one head of keys and values with the query heads that share it; without ``--group-query-attention`` every
+    query head has its own.
+    """
 
     def __init__(self, config: GptConfig, *, recomputes_core: bool) -> None:
         super().__init__()
-        self.num_heads = config.num_attention_heads
-        self.head_dim = config.hidden_size // config.num_attention_heads
-        self.linear_qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.linear_proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.num_heads, self.num_groups = config.num_attention_heads, config.num_key_heads
+        self.head_dim = config.head_dim
+        self.rotary_base = config.rotary_base if config.position_embedding_type == "rope" else None
+        has_bias = not config.disable_bias_linear
+        width = (self.num_heads + 2 * self.num_groups) * self.head_dim
+        self.linear_qkv = nn.Linear(config.hidden_size, width, bias=has_bias)
+        self.linear_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=has_bias)
         self._recomputes_core = recomputes_core
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the attention output, (batch, sequence, hidden)."""
         batch, sequence, width = hidden.shape
-        qkv = self.linear_qkv(hidden).view(batch, sequence, self.num_heads, 3 * self.head_dim).transpose(1, 2)
-        query, key, value = qkv.chunk(3, dim=-1)  # each (batch, heads, sequence, head_dim)
+        per_group = self.num_heads // self.num_groups
+        qkv = self.linear_qkv(hidden).view(batch, sequence, self.num_groups, (per_group + 2) * self.head_dim)
+        query, key, value = qkv.transpose(1, 2).split(
+            [per_group * self.head_dim, self.head_dim, self.head_dim], dim=-1
+        )  # each (batch, groups, sequence, its width)
+        if per_group > 1:
+            query = query.unflatten(-1, (per_group, self.head_dim)).transpose(2, 3).flatten(1, 2)
+            key, value = (part.repeat_interleave(per_group, dim=1) for part in (key, value))
+        if self.rotary_base is not None:
+            query, key = rotated(query, self.rotary_base), rotated(key, self.rotary_base)
         if self._recomputes_core and torch.is_grad_enabled():
             core: Tensor = checkpoint(_causal_attention, query, key, value, use_reentrant=False)
         else:
@@ -163,32 +168,18 @@ class SelfAttention(nn.Module):
         return output
 
 
-class Mlp(nn.Module):
-    """Two linear layers with a tanh-approximated GELU between them."""
-
-    def __init__(self, config: GptConfig) -> None:
-        super().__init__()
-        self.linear_fc1 = nn.Linear(config.hidden_size, config.ffn_hidden_size)
-        self.linear_fc2 = nn.Linear(config.ffn_hidden_size, config.hidden_size)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return the MLP output, (batch, sequence, hidden)."""
-        output: Tensor = self.linear_fc2(functional.gelu(self.linear_fc1(hidden), approximate="tanh"))
-        return output
-
-
 class Head(nn.Module):
     """Final norm and projection to the vocabulary, with weights of its own only when the embeddings are untied."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
-        self.final_layernorm = nn.LayerNorm(config.hidden_size)
+        self.final_layernorm = build_norm(config)
         self.output_layer: nn.Linear | None = None
         if config.untie_embeddings_and_output_weights:
-            self.output_layer = nn.Linear(config.hidden_size, VOCABULARY_SIZE, bias=False)
+            self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, hidden: Tensor, tied_weight: Tensor | None) -> Tensor:
-        """Return logits; ``tied_weight`` is the (256, hidden) word embedding, None when the head has its own."""
+        """Return logits; ``tied_weight`` is the (vocabulary, hidden) word embedding, None when the head has its own."""
         normed = self.final_layernorm(hidden)
         if self.output_layer is not None:
             logits: Tensor = self.output_layer(normed)
@@ -197,15 +188,20 @@ class Head(nn.Module):
         return functional.linear(normed, tied_weight)
 
 
-def next_byte_loss(model: nn.Module, text: Tensor) -> Tensor:
-    """Return the mean cross entropy in nats per byte, a 0-d fp32 tensor.
+def next_token_loss(model: nn.Module, text: Tensor, *, has_experts: bool = False) -> Tensor:
+    """Return the mean cross entropy in nats per token, a 0-d fp32 tensor.
 
     Args:
         text: (batch, sequence + 1) int64; positions 0..sequence-1 predict positions 1..sequence.
+        has_experts: also balance their load: it adds to the gradient, not to the value, which stays comparable.
     """
-    logits: Tensor = model(text[:, :-1])
+    if has_experts:
+        logits, balance_loss = model(text[:, :-1], with_balance_loss=True)
+    else:
+        logits, balance_loss = model(text[:, :-1]), None
     # fp32: a sum of exponentials in bf16 loses the digits that the loss curve shows.
-    return functional.cross_entropy(logits.float().flatten(0, 1), text[:, 1:].flatten())
+    loss = functional.cross_entropy(logits.float().flatten(0, 1), text[:, 1:].flatten())
+    return loss if balance_loss is None else loss + (balance_loss - balance_loss.detach())
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

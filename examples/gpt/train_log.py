@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gpt.loss_curve import draw_loss_curve
+from gpt.tensorboard import TensorboardLog
 from megatron_fsdp import ConfigError
 
 
@@ -30,7 +31,7 @@ class IterationRecord:
     Attributes:
         elapsed_ms: mean wall-clock time of an iteration since the last line, without validation and checkpoints.
         tokens_per_second: of all ranks together.
-        lm_loss: nats per byte, the mean over the iterations since the last line and all ranks, as Megatron prints it.
+        lm_loss: nats per token, the mean over the iterations since the last line and all ranks, as Megatron prints it.
         grad_norm: global norm before clipping, of this very iteration.
         peak_memory_mib: of rank 0: allocated GPU memory, or resident host memory on a CPU.
     """
@@ -64,20 +65,27 @@ class IterationRecord:
 class TrainLog:
     """Writes ``log.jsonl`` and ``loss.png`` into a folder and prints; silent on every rank but the main one."""
 
-    def __init__(self, folder: Path, *, is_main: bool, train_iters: int) -> None:
-        """Make the folder, on the main rank.
+    def __init__(self, folder: Path, *, is_main: bool, train_iters: int, unit: str = "byte") -> None:
+        """Make the folder, on the main rank; ``unit`` is what a token is.
 
         Raises:
             ConfigError: it cannot be made or written to.
         """
         if is_main:
             _make_writable(folder)
+        self.unit = unit
         self._is_main = is_main
         self._train_iters = train_iters
         self._picture = folder / "loss.png"
         self._path = folder / "log.jsonl"
         self._rows: list[dict[str, Any]] = []
         self._bar = self._new_bar("training", train_iters, is_hidden=True)
+        self._tensorboard: TensorboardLog | None = None
+
+    def open_tensorboard(self, folder: Path) -> None:
+        """Write into an event file in the folder too, on the main rank; raises as ``TensorboardLog``."""
+        if self._is_main:
+            self._tensorboard = TensorboardLog(folder)
 
     def begin(self, iteration: int) -> None:
         """Open the files and show the bar of a run that goes on after ``iteration``; 0 is a new run.
@@ -106,23 +114,26 @@ class TrainLog:
         self._keep(record.row())
 
     def validation(self, iteration: int, loss: float) -> None:
-        """Print and keep the loss on held-out text, in nats per byte."""
+        """Print and keep the loss on held-out text, in nats per token."""
         perplexity = math.exp(min(loss, 20.0))  # Megatron's limit: a diverged run must not overflow the log
         self.message(
             f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
-            f" bits per byte: {loss / math.log(2):.3f}"
+            f" bits per {self.unit}: {loss / math.log(2):.3f}"
         )
         self._keep({"iteration": iteration, "validation_loss": loss})
 
     def draw(self) -> Path:
         """Write the loss curve so far, and return where it lies."""
         if self._is_main:
-            draw_loss_curve(self._rows, self._picture)
+            draw_loss_curve(self._rows, self._picture, unit=self.unit)
         return self._picture
 
     def end(self) -> None:
         """Leave the progress bar as it stands; lines that follow go below it."""
         self._bar.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
 
     @contextlib.contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[], None]]:
@@ -147,6 +158,8 @@ class TrainLog:
         if self._is_main:
             with self._path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
+        if self._tensorboard is not None:
+            self._tensorboard.keep(row)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from gpt.arguments import build_parser, parse_arguments
+from gpt.arguments import parse_arguments
+from gpt.flags import build_parser
+from gpt.model_config import GptConfig
 from megatron_fsdp import ConfigError
 
 VALID = {
@@ -128,6 +130,11 @@ def test_a_value_out_of_range_is_refused_with_the_range(changes: dict[str, str],
         ({"min_lr": "0.1"}, ("--min-lr 0.1", "--lr 0.01")),
         ({"lr_warmup_iters": "51"}, ("--lr-warmup-iters 51", "--train-iters 50")),
         ({"lr_warmup_iters": "20", "lr_decay_iters": "20"}, ("--lr-warmup-iters 20", "--lr-decay-iters 20")),
+        ({"num_query_groups": "3"}, ("--num-query-groups 3", "--group-query-attention")),
+        ({"position_embedding_type": "rope", "hidden_size": "27"}, ("--hidden-size 27", "rope")),
+        ({"num_experts": "1"}, ("--moe-router-topk 2", "--num-experts 1")),
+        ({"num_experts": "3", "moe_router_topk": "1"}, ("--moe-router-topk 1", "--moe-router-pre-softmax")),
+        ({"moe_aux_loss_coeff": "0.1"}, ("--moe-aux-loss-coeff 0.1", "--num-experts")),
     ],
     ids=lambda value: next(iter(value)),
 )
@@ -154,6 +161,37 @@ def test_fp16_is_refused_for_want_of_loss_scaling() -> None:
 def test_recompute_activations_means_selective() -> None:
     assert parse_arguments(command_line("--recompute-activations"), num_ranks=2).recompute_granularity == "selective"
     assert "contradicts" in refusal("--recompute-activations", "--recompute-granularity", "full")
+
+
+def test_query_groups_divide_the_heads() -> None:
+    message = refusal("--group-query-attention", num_query_groups="2")
+    assert "--num-attention-heads 3 is not divisible by --num-query-groups 2" in message
+
+
+def test_the_model_s_flags_reach_its_configuration() -> None:
+    given = "--swiglu --normalization RMSNorm --position-embedding-type rope --rotary-base 50 --disable-bias-linear"
+    experts = "--num-experts 3 --moe-router-topk 2 --moe-aux-loss-coeff 0.1 --group-query-attention"
+    config = GptConfig.from_args(parse_arguments(command_line(*given.split(), *experts.split()), num_ranks=1))
+    assert config == GptConfig(
+        num_layers=2,
+        hidden_size=24,
+        num_attention_heads=3,
+        ffn_hidden_size=64,
+        max_position_embeddings=16,
+        swiglu=True,
+        normalization="RMSNorm",
+        position_embedding_type="rope",
+        rotary_base=50,
+        disable_bias_linear=True,
+        num_experts=3,
+        moe_aux_loss_coeff=0.1,
+        num_query_groups=1,
+    )
+
+
+def test_a_gated_mlp_has_megatron_s_width() -> None:
+    args = parse_arguments(command_line("--swiglu", hidden_size="192"), num_ranks=1)
+    assert args.ffn_hidden_size == 512
 
 
 def test_every_flag_explains_itself() -> None:

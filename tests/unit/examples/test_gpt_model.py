@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from gpt.model import GptConfig, GptModel, Recompute, next_byte_loss
+from gpt.model import GptConfig, GptModel, Recompute, next_token_loss
 
 CONFIG = GptConfig(num_layers=3, hidden_size=20, num_attention_heads=5, ffn_hidden_size=36, max_position_embeddings=11)
 
@@ -24,7 +24,7 @@ def make_text(batch: int = 2, length: int = 12) -> torch.Tensor:
 
 
 def test_new_weights_predict_almost_uniformly() -> None:
-    assert next_byte_loss(make(), make_text()).item() == pytest.approx(math.log(256), abs=0.1)
+    assert next_token_loss(make(), make_text()).item() == pytest.approx(math.log(256), abs=0.1)
 
 
 def test_a_later_byte_changes_no_earlier_prediction() -> None:
@@ -51,7 +51,7 @@ def test_untying_adds_exactly_one_output_weight(is_untied: bool) -> None:
 
 def test_a_tied_embedding_gets_gradients_for_bytes_that_occur_only_as_targets() -> None:
     model = make()
-    next_byte_loss(model, torch.tensor([[1, 2, 3]])).backward()
+    next_token_loss(model, torch.tensor([[1, 2, 3]])).backward()
     gradient = model.embedding.word_embeddings.weight.grad
     assert gradient is not None
     assert gradient[3].abs().max() > 0
@@ -91,7 +91,7 @@ def test_norms_start_as_the_identity_and_biases_at_zero() -> None:
 def test_recomputation_changes_neither_loss_nor_gradients(recompute: Recompute) -> None:
     text = make_text()
     plain, saving = make(), make(recompute=recompute)
-    losses = [next_byte_loss(model, text) for model in (plain, saving)]
+    losses = [next_token_loss(model, text) for model in (plain, saving)]
     for loss in losses:
         loss.backward()
     assert torch.equal(*losses)
@@ -117,7 +117,7 @@ def bytes_kept_for_backward(recompute: Recompute) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        next_byte_loss(model, make_text())
+        next_token_loss(model, make_text())
     return sum(kept.values())
 
 
@@ -127,7 +127,7 @@ def test_the_model_learns_a_repeating_text() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(30):
         optimizer.zero_grad()
-        loss = next_byte_loss(model, text)
+        loss = next_token_loss(model, text)
         loss.backward()
         optimizer.step()
     assert loss.item() < 0.5

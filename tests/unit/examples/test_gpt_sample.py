@@ -54,3 +54,9 @@ def test_each_byte_is_reported_once() -> None:
 
 def test_no_bytes_asked_leaves_the_prompt() -> None:
     assert continued(1.0, num_bytes=0) == b"ab"
+
+
+def test_padding_of_the_vocabulary_is_never_drawn() -> None:
+    sampling = Sampling(0, 1, max_context=4, vocabulary_size=100)
+    # The successor of 99 is padding; all others are equally unlikely, and the first of them is taken.
+    assert generate(Successor(), b"b", 3, sampling=sampling, device=CPU) == b"bc\0\1"

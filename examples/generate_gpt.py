@@ -1,0 +1,130 @@
+r"""Continue a text with a model that pretrain_gpt.py has saved, in one process, however many ranks saved it.
+
+    python examples/generate_gpt.py --load runs/gpt --prompt "def main(" --num-tokens-to-generate 200
+
+The model's shape and its tokenizer are read from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from gpt.checkpoint import checkpoints_in
+from gpt.flags import add_sampling_flags
+from gpt.model import GptModel
+from gpt.model_config import GptConfig
+from gpt.sample import Sampling, generate_tokens
+from gpt.tokenizer import Tokenizer, build_tokenizer
+from megatron_fsdp import ConfigError, FsdpError
+from megatron_fsdp.checkpoint import load_checkpoint
+from megatron_fsdp.checkpoint_ranks import checkpoint_ranks
+from megatron_fsdp.checkpoint_reader import open_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model with its weights, and what turns text into its tokens."""
+
+    model: GptModel
+    tokenizer: Tokenizer
+
+
+def continue_prompt(args: argparse.Namespace) -> str:
+    """Return the prompt and its continuation.
+
+    Raises:
+        ConfigError: there is no checkpoint of the script's in ``--load``, or its tokenizer is missing.
+        CheckpointError: it is damaged.
+    """
+    loaded = load(newest(args.load), args.tokenizer_model)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sampling = Sampling(
+        args.temperature, args.seed, loaded.model.config.max_position_embeddings, loaded.tokenizer.vocabulary_size
+    )
+    # disable=None: no bar where stderr is no terminal
+    with tqdm(total=args.num_tokens_to_generate, desc="generate", disable=None) as bar:
+        tokens = generate_tokens(
+            loaded.model.to(device).eval(),
+            loaded.tokenizer.encode(args.prompt),
+            args.num_tokens_to_generate,
+            sampling=sampling,
+            device=device,
+            on_token=lambda: _advance(bar),
+        )
+    return loaded.tokenizer.decode(tokens)
+
+
+def newest(folder: Path) -> Path:
+    """Return the newest whole checkpoint of a run's folder, or the folder if it is one itself.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (folder / "manifest.json").is_file():
+        return folder
+    series = checkpoints_in(folder)
+    steps = series.steps()
+    if not steps:
+        raise ConfigError(f"--load: no whole checkpoint in {folder}; wanted the --save folder of a pretrain_gpt.py run")
+    return series.path(steps[-1])
+
+
+def load(path: Path, tokenizer_model: Path | None) -> Loaded:
+    """Return the model of one checkpoint folder.
+
+    Args:
+        tokenizer_model: where the tokenizer's file lies now, None for where it lay in training.
+    Raises:
+        ConfigError: another program saved the checkpoint, or the tokenizer is missing.
+        CheckpointError: the checkpoint is damaged.
+    """
+    extra: dict[str, Any] = open_checkpoint(path, checkpoint_ranks(), verify=False).state.get("extra", {})
+    if "model" not in extra:
+        raise ConfigError(f"--load: {path} says nothing of its model; wanted a checkpoint of pretrain_gpt.py")
+    try:
+        model = GptModel(GptConfig(**extra["model"]))
+    except TypeError as error:
+        raise ConfigError(f"--load: {path} is of another version of pretrain_gpt.py: {error}") from error
+    flags: dict[str, Any] = extra.get("data", {})
+    saved_file = flags.get("tokenizer_model")
+    file = tokenizer_model or (None if saved_file is None else Path(saved_file))
+    tokenizer = build_tokenizer(flags.get("tokenizer_type", "ByteTokenizer"), file, flags.get("vocab_size"))
+    load_checkpoint(model, None, path)
+    return Loaded(model, tokenizer)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's flags."""
+    parser = argparse.ArgumentParser(description="Continue a text with a saved model.", allow_abbrev=False)
+    parser.add_argument("--load", type=Path, required=True, help="a run's --save folder, or one iter_... in it")
+    parser.add_argument("--tokenizer-model", type=Path, help="tokenizer.json, default where it was in training")
+    parser.add_argument("--seed", type=int, default=1234, help="of the draws")
+    add_sampling_flags(parser)
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command, and return the exit status: 0, or 2 after an error that the user can mend."""
+    args = build_parser().parse_args(arguments)
+    try:
+        print(continue_prompt(args))
+    except FsdpError as error:
+        print(f"generate_gpt.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _advance(bar: tqdm[Any]) -> None:
+    bar.update()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,218 @@
+"""Options of the model: each equals the plain model where it must, and differs where it should."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from dbuffer.collectives import wait_for
+from gpt.layers import MixtureOfExperts, Mlp, build_norm, rotated, route
+from gpt.model import GptConfig, GptModel, Recompute, SelfAttention, next_token_loss
+from gpt.parallel import shard
+from megatron_fsdp import FsdpConfig
+from tests.harness import run_ranks
+
+CONFIG = GptConfig(num_layers=2, hidden_size=24, num_attention_heads=4, ffn_hidden_size=20, max_position_embeddings=11)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "swiglu": {"swiglu": True},
+    "RMSNorm": {"normalization": "RMSNorm"},
+    "rope": {"position_embedding_type": "rope"},
+    "grouped": {"num_query_groups": 2},
+    "unbiased": {"disable_bias_linear": True},
+    "experts": {"num_experts": 3, "moe_aux_loss_coeff": 0.1},
+    "all": {
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "num_query_groups": 1,
+        "disable_bias_linear": True,
+        "num_experts": 3,
+        "moe_aux_loss_coeff": 0.1,
+        "untie_embeddings_and_output_weights": True,
+    },
+}
+
+
+def configured(**changes: Any) -> GptConfig:
+    return dataclasses.replace(CONFIG, **changes)
+
+
+def make(recompute: Recompute = Recompute.NONE, **changes: Any) -> GptModel:
+    model = GptModel(configured(**changes), recompute=recompute)
+    model.init_weights(1)
+    return model
+
+
+def make_text(batch: int = 2, seed: int = 5) -> Tensor:
+    return torch.randint(0, 256, (batch, 12), generator=torch.Generator().manual_seed(seed))
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+def loss_of(model: nn.Module, text: Tensor, config: GptConfig) -> Tensor:
+    return next_token_loss(model, text, has_experts=config.num_experts is not None)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_weight_of_every_option_gets_a_gradient(name: str) -> None:
+    model = make(**OPTIONS[name])
+    loss_of(model, make_text(), model.config).backward()
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None, parameter_name
+        assert parameter.grad.abs().max() > 0, parameter_name
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("recompute", [Recompute.SELECTIVE, Recompute.FULL])
+def test_recomputation_changes_no_gradient_of_any_option(name: str, recompute: Recompute) -> None:
+    gradients = []
+    for model in (make(**OPTIONS[name]), make(recompute, **OPTIONS[name])):
+        loss_of(model, make_text(), model.config).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_option_lets_a_later_token_change_an_earlier_prediction(name: str) -> None:
+    model, text = make(**OPTIONS[name]), make_text()
+    changed = text.clone()
+    changed[:, 6] = (changed[:, 6] + 1) % 256
+    before, after = model(text[:, :11]), model(changed[:, :11])
+    torch.testing.assert_close(after[:, :6], before[:, :6], rtol=0, atol=1e-6)
+    assert not torch.equal(after[:, 6:], before[:, 6:])
+
+
+def test_without_biases_only_norms_have_one_dim() -> None:
+    names = [name for name, parameter in make(disable_bias_linear=True).named_parameters() if parameter.ndim == 1]
+    assert names
+    assert all("layernorm" in name for name in names)
+
+
+def test_rms_norm_scales_to_a_mean_square_of_one_and_takes_no_mean_away() -> None:
+    hidden = 5 + noise(3, 24)
+    normed = build_norm(configured(normalization="RMSNorm"))(hidden)
+    torch.testing.assert_close(normed, hidden / (hidden.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+
+
+def test_a_gate_of_large_values_leaves_the_other_half() -> None:
+    mlp = Mlp(configured(swiglu=True, hidden_size=20))
+    with torch.no_grad():
+        mlp.linear_fc1.weight.zero_()
+        mlp.linear_fc1.weight[20:] = torch.eye(20)
+        mlp.linear_fc1.bias[:20] = 100.0
+        mlp.linear_fc1.bias[20:] = 0.0
+        mlp.linear_fc2.weight.copy_(torch.eye(20))
+        mlp.linear_fc2.bias.zero_()
+        torch.testing.assert_close(mlp(noise(2, 3, 20)), 100 * noise(2, 3, 20))
+
+
+def test_as_many_groups_as_heads_is_plain_attention() -> None:
+    plain, grouped = make(), make(num_query_groups=4)
+    grouped.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(grouped(make_text()[:, :11]), plain(make_text()[:, :11]), rtol=0, atol=0)
+
+
+def test_a_group_is_plain_attention_whose_heads_have_equal_keys_and_values() -> None:
+    grouped = SelfAttention(configured(num_query_groups=2), recomputes_core=False)
+    plain = SelfAttention(CONFIG, recomputes_core=False)
+    with torch.no_grad():
+        for name in ("weight", "bias"):
+            query, key, value = getattr(grouped.linear_qkv, name).unflatten(0, (2, 4, 6)).split([2, 1, 1], dim=1)
+            copies = [query, key.expand_as(query), value.expand_as(query)]
+            getattr(plain.linear_qkv, name).copy_(torch.stack(copies, dim=2).flatten(0, 3))
+        plain.linear_proj.load_state_dict(grouped.linear_proj.state_dict())
+        torch.testing.assert_close(grouped(noise(2, 7, 24)), plain(noise(2, 7, 24)))
+
+
+def test_rotated_products_depend_on_the_distance_alone() -> None:
+    query, key = noise(2, 6).unbind(0)
+    products = rotated(query.expand(1, 1, 9, 6), 100) @ rotated(key.expand(1, 1, 9, 6), 100).transpose(-1, -2)
+    for distance in range(-8, 9):
+        diagonal = products[0, 0].diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    assert (products[0, 0, 0, 1:] - products[0, 0, 0, :1]).abs().min() > 1e-3
+
+
+def test_rotation_keeps_lengths_and_the_first_position() -> None:
+    heads = noise(2, 3, 7, 8)
+    turned = rotated(heads, 10_000)
+    torch.testing.assert_close(turned.norm(dim=-1), heads.norm(dim=-1))
+    assert torch.equal(turned[..., 0, :], heads[..., 0, :])
+
+
+def test_the_base_sets_the_slowest_angle() -> None:
+    heads = torch.zeros(1, 1, 2, 4)
+    heads[..., 1] = 1.0
+    turned = rotated(heads, 100)[0, 0, 1]
+    angle = torch.tensor(100 ** (-2 / 4))
+    torch.testing.assert_close(turned, torch.stack([torch.zeros(()), angle.cos(), torch.zeros(()), angle.sin()]))
+
+
+def test_one_expert_is_the_plain_mlp() -> None:
+    experts = MixtureOfExperts(configured(num_experts=1, moe_router_topk=1, moe_router_pre_softmax=True))
+    hidden = noise(2, 5, 24)
+    torch.testing.assert_close(experts(hidden)[0], experts.experts[0](hidden), rtol=0, atol=0)
+
+
+def test_equal_experts_are_the_plain_mlp_whatever_is_chosen() -> None:
+    experts = MixtureOfExperts(configured(num_experts=4))
+    for expert in experts.experts:
+        expert.load_state_dict(experts.experts[0].state_dict())
+    hidden = noise(2, 5, 24)
+    torch.testing.assert_close(experts(hidden)[0], experts.experts[0](hidden))
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_the_chosen_experts_are_those_of_the_highest_scores(is_first: bool) -> None:
+    scores = torch.tensor([[1.0, 3.0, 2.0]])
+    weights, _ = route(scores, configured(num_experts=3, moe_router_pre_softmax=is_first))
+    wanted = scores.softmax(-1) if is_first else torch.tensor([[-torch.inf, 3.0, 2.0]]).softmax(-1)
+    torch.testing.assert_close(weights, wanted * torch.tensor([0.0, 1.0, 1.0]))
+
+
+def test_the_balance_loss_is_its_coefficient_when_all_are_chosen_alike_and_grows_with_one_favourite() -> None:
+    config = configured(num_experts=4, moe_router_topk=1, moe_router_pre_softmax=True, moe_aux_loss_coeff=0.5)
+    alike = 20 * torch.eye(4)
+    assert route(alike, config)[1].item() == pytest.approx(0.5)
+    assert route(alike[:1].expand(4, 4), config)[1].item() == pytest.approx(2.0)
+
+
+def test_the_balance_loss_moves_the_router_and_is_no_part_of_the_value() -> None:
+    losses, gradients = [], []
+    for coefficient in (0.0, 10.0):
+        model = make(num_experts=3, moe_aux_loss_coeff=coefficient)
+        loss = loss_of(model, make_text(), model.config)
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(model.get_parameter("blocks.1.mlp.router.weight").grad)
+    assert losses[0] == losses[1]
+    assert not torch.allclose(*gradients)
+
+
+def sharded_gradients(name: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Return this rank's view of all gradients, sharded and replicated, after a step on different text."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    plain, model = make(**OPTIONS[name]), make(**OPTIONS[name])
+    shard(model, FsdpConfig(), mesh)
+    text = make_text(seed=dist.get_rank())
+    for each in (plain, model):
+        loss_of(each, text, plain.config).backward()
+    wanted = []
+    for parameter in plain.parameters():
+        assert parameter.grad is not None
+        wait_for(dist.all_reduce(parameter.grad, async_op=True))
+        wanted.append(parameter.grad / 2)
+    found = [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
+    return found, wanted
+
+
+@pytest.mark.parametrize("name", ["rope", "experts", "all"])
+def test_sharded_over_two_ranks_the_gradients_are_those_of_replicas(name: str) -> None:
+    for found, wanted in run_ranks(2, sharded_gradients, name):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
