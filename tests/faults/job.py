@@ -5,9 +5,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.faults.injection import Fault, read_notes
 
@@ -111,8 +112,21 @@ class Job:
         died = next((position for position, event in enumerate(events) if event["event"] == "died"), None)
         recovery = None
         if died is not None and (after := [event for event in events[died + 1 :] if event["event"] == "stepped"]):
-            recovery = after[0]["time"] - events[died]["time"]
+            recovery = _recovered(events[:died], after)["time"] - events[died]["time"]
         return Outcome(status, output, losses, died is not None, len(stepped) - len(set(stepped)), recovery)
+
+
+def _recovered(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the first step of the restarted run: one that was done before, or else the first after the fault.
+
+    A rank that takes another branch ends its step like any other; that is no recovery.
+    """
+    done = max((event["iteration"] for event in before if event["event"] == "stepped"), default=0)
+    for event in after:
+        if event["iteration"] <= done:
+            return event
+        done = event["iteration"]
+    return after[0]
 
 
 def environment() -> dict[str, str]:
