@@ -40,6 +40,7 @@ def test_a_rank_killed_in_forward_is_restarted_and_the_losses_are_those_of_an_un
     assert "resuming from run/iter_0000003: 3 iterations, 36 samples consumed" in outcome.output
 
 
+@pytest.mark.slow
 def test_a_rank_killed_when_a_checkpoint_is_complete_but_unnamed_goes_on_from_the_one_before(
     undisturbed: Outcome, tmp_path: Path
 ) -> None:
@@ -79,6 +80,7 @@ def send_sigterm(job: Job, process: "subprocess.Popen[str]") -> None:
     os.kill(process.pid, signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_by_sigterm_goes_on_from_that_step_on_three_ranks_and_then_on_one(
     undisturbed: Outcome, tmp_path: Path
 ) -> None:

@@ -122,6 +122,12 @@ def wrong_gradients(layout: str) -> list[str]:
 LAYOUTS_OF_REGULARIZERS = ["one rank", "three ranks", "hsdp", "hfsdp", "inside slices", "inside slices, hfsdp"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS_OF_REGULARIZERS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=pytest.mark.slow if layout in ("hsdp", "inside slices, hfsdp") else ())
+        for layout in LAYOUTS_OF_REGULARIZERS
+    ],
+)
 def test_gradients_are_those_of_whole_tensors(layout: str) -> None:
     assert run_ranks(num_ranks(layout), wrong_gradients, layout) == [[]] * num_ranks(layout)
