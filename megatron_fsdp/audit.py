@@ -47,7 +47,6 @@ class Audit:
         if not self._units:
             raise ConfigError("Audit: no module of the model has parameters that fully_shard took")
         self._schedule = self._units[0].schedule
-        self._previous: Callable[[], None] | None = None
         self._open = contextlib.ExitStack()
         self._weights: list[_WeightAudit] = []
         self._gradients: list[_GradientAudit] = []
@@ -64,14 +63,14 @@ class Audit:
                 self._gradients.append(counted)
                 self._around(buffer, "receive", before=counted.received)
                 self._around(buffer, "_reduce", after=counted.reduced)
-        self._previous, self._schedule.after_backward = self._schedule.after_backward, self._backward_done
+        self._schedule.after_backward.append(self._backward_done)
+        self._open.callback(self._schedule.after_backward.remove, self._backward_done)
         self._open.enter_context(_ReleasedStorage(self._weights))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._schedule.after_backward = self._previous
         self._open.close()
 
     def _around(
@@ -99,8 +98,6 @@ class Audit:
         for counted in self._gradients:
             counted.check()
         _compare_over_ranks(self._weights)
-        if self._previous is not None:
-            self._previous()
 
 
 class _Gather(NamedTuple):

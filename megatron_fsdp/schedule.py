@@ -35,14 +35,14 @@ class Schedule:
         is_last_backward: whether the next backward ends an optimizer step's gradient accumulation.
         max_packed_buffers: how many units' packed gradients may live at once.
         step_event: an event that the next forward waits for, recorded after an optimizer step; None for none.
-        num_backwards: so far. after_backward: called when the one that ends an accumulation is done; None for nobody.
+        num_backwards: so far. after_backward: called, in order, when the one that ends an accumulation is done.
     """
 
     def __init__(self) -> None:
         self.is_last_backward = True
         self.max_packed_buffers = 1
         self.step_event: Any = None
-        self.after_backward: Callable[[], None] | None = None
+        self.after_backward: list[Callable[[], None]] = []
         self._units: list[weakref.ref[Unit]] = []
         self._root: weakref.ref[Unit] | None = None
         self._clock = 0
@@ -340,8 +340,8 @@ class Schedule:
         for unit in self.units():
             self._finalize(unit)
         self._reset_backward()
-        if self.after_backward is not None and self.is_last_backward:
-            self.after_backward()
+        for listener in tuple(self.after_backward) if self.is_last_backward else ():
+            listener()
 
     def _finalize(self, unit: Unit) -> None:
         for group in unit.groups:

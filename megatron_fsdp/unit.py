@@ -26,7 +26,7 @@ class Driver(Protocol):
     max_packed_buffers: int
     step_event: Any
     num_backwards: int
-    after_backward: Callable[[], None] | None
+    after_backward: list[Callable[[], None]]
 
     def before_forward(self, unit: Unit, module: nn.Module) -> None:
         """A module of the unit is about to run."""

@@ -104,7 +104,8 @@ class Watch:
         self._watched = threading.get_ident()
         self._open.enter_context(record_into(self._journal))
         self._open.enter_context(wait_with(self.wait))
-        self._schedule.after_backward = self._step_done
+        self._schedule.after_backward.append(self._step_done)
+        self._open.callback(self._schedule.after_backward.remove, self._step_done)
         self._thread = threading.Thread(target=self._run, name="megatron_fsdp watch", daemon=True)
         self._thread.start()
         return self
@@ -118,7 +119,6 @@ class Watch:
             if error is None:
                 self._compare()
         finally:
-            self._schedule.after_backward = None
             self._open.close()
             if error is not None and self._verdict is None:
                 self._departure = f"gone with {type(error).__name__}: {_first_line(error)}"

@@ -1,5 +1,6 @@
 """The audit finds what it says it finds, names unit and parameter, and lets right training pass with the same bits."""
 
+import contextlib
 import re
 from collections.abc import Callable
 from unittest import mock
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from megatron_fsdp import Audit, ConfigError, MixedPrecisionPolicy, StateError, fully_shard_optimizer, microbatch
+from megatron_fsdp import Audit, ConfigError, MixedPrecisionPolicy, StateError, Watch, fully_shard_optimizer, microbatch
 from megatron_fsdp.parameter_group import ParameterGroup
 from tests.functional.models import Model, draw_tokens, loss_of, make_mesh, make_model, shard_model, whole_state
 from tests.harness import run_ranks
@@ -171,12 +172,12 @@ FAULTS: dict[str, tuple[Callable[[Model], None], str, str]] = {
 }
 
 
-def find(fault: str) -> str:
+def find(fault: str, is_watched: bool) -> str:
     make, layout, _ = FAULTS[fault]
     model = sharded(layout, MIXED if fault == "stale" else None)
     make(model)
     try:
-        with Audit(model):
+        with Audit(model), Watch(model) if is_watched else contextlib.nullcontext():
             step(model)
     except StateError as error:
         return str(error)
@@ -185,10 +186,11 @@ def find(fault: str) -> str:
     return "nothing found"
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found_on_every_rank_and_named(fault: str) -> None:
+# What is found at the end of a backward must be found with a watch there too.
+@pytest.mark.parametrize(("fault", "is_watched"), [*((fault, False) for fault in FAULTS), ("gathered", True)])
+def test_a_fault_is_found_on_every_rank_and_named(fault: str, is_watched: bool) -> None:
     _, layout, wanted = FAULTS[fault]
-    for found in run_ranks(torch.Size(LAYOUTS[layout][1]).numel(), find, fault):
+    for found in run_ranks(torch.Size(LAYOUTS[layout][1]).numel(), find, fault, is_watched):
         assert re.search(wanted, found), found
 
 
