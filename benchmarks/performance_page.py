@@ -111,6 +111,11 @@ TABLES: Mapping[str, Sequence[Claim]] = {
         *_memory("peak of the whole step with what rests over FSDP2's", "whole step over FSDP2"),
         *_memory("bytes moved over FSDP2's", "bytes moved over FSDP2"),
     ],
+    "watch": [
+        Claim(f"{what}, watched over plain, width {width}", "watch", f"{what}, watched over plain", {"width": width})
+        for width in (64, 256)
+        for what in ("wall time", "processor time")
+    ],
     "link": [*_link("ours", 1.2), *_link("FSDP2")],
     "redistribute": [*_redistribute("DTensor"), *_redistribute("bare")],
     "checkpoint": [

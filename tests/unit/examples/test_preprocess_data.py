@@ -16,12 +16,7 @@ TINY = (
 )
 
 
-@pytest.fixture(autouse=True)
-def plain_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run as one process without torchrun, in a folder of its own."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("plain_start")
 
 
 def written(flags: str, *inputs: tuple[str, str]) -> list[bytes]:

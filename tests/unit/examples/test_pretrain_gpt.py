@@ -16,13 +16,7 @@ TINY = (
 )
 
 
-@pytest.fixture(autouse=True)
-def plain_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run as one process without torchrun, in a folder of its own that holds a text."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    Path("text").write_bytes(b"the quick brown fox jumps over the lazy dog; " * 40)
+pytestmark = pytest.mark.usefixtures("plain_start")
 
 
 def train(flags: str = "") -> list[dict[str, Any]]:
