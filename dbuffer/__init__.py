@@ -6,10 +6,12 @@ from dbuffer.dtensor import FlatDTensor, FlatRows, RaggedShard
 from dbuffer.errors import DBufferError, LayoutError, MeshError, PaddingWarning, PlacementError, StorageError
 from dbuffer.granularity import Block, Element, Granularity, Row, Whole
 from dbuffer.layout import first_dimension_granularity
+from dbuffer.meter import MemoryMeter, memory_meter
 from dbuffer.placements import BufferPlacement, Flat, Partial, Replicate
 from dbuffer.plan import PaddingLimits, Plan, Region, check_plan
 from dbuffer.planner import plan, plan_regions
-from dbuffer.storage import MemoryMeter, guard_released_storage, memory_meter
+from dbuffer.pool import SlotPool
+from dbuffer.storage import guard_released_storage
 
 __all__ = [
     "Block",
@@ -34,6 +36,7 @@ __all__ = [
     "Region",
     "Replicate",
     "Row",
+    "SlotPool",
     "StorageError",
     "Whole",
     "check_plan",

@@ -1,8 +1,7 @@
 """DBuffer: tensors in one flat buffer that is placed on a device mesh.
 
 The buffer knows where its tensors lie (the plan) and where its data lives (one placement per mesh axis). Collectives
-change
-the second and never the first, so a tensor is a view in every state that holds all of it.
+change the second and never the first, so a tensor is a view in every state that holds all of it.
 """
 
 from __future__ import annotations
@@ -42,8 +41,10 @@ class DBuffer:
         tensor_shapes: global shapes, in the order in which ``get_local_tensor`` counts them.
         dtype: element type of the buffer.
         device: where this rank's part lives.
-        granularity: where shards may be cut, one for all or one per tensor. None: between slices of the first
-            dimension.
+        granularity: where shards may be cut, one for all or one per tensor. None: between slices of dimension 0.
+
+    Attributes:
+        storage: the memory of this rank's part, or of the buffer that this one is a slice of.
     Raises:
         PlacementError, LayoutError, MeshError: as their messages say.
     """
@@ -106,13 +107,13 @@ class DBuffer:
         self.dtype = dtype
         self.device = device
         self._base: torch.Tensor | None = None
-        self._storage = FlatStorage(self.layout.numel, dtype, device, name=self.name, pin_memory=pin_memory)
+        self.storage = FlatStorage(self.layout.numel, dtype, device, name=self.name, pin_memory=pin_memory)
 
     def _view(self, layout: Layout, base: torch.Tensor) -> DBuffer:
         view = type(self).__new__(type(self))
         view.mesh, view.axes, view.plan, view.name = self.mesh, self.axes, self.plan, self.name
         view.layout, view.dtype, view.device = layout, self.dtype, self.device
-        view._storage, view._base = self._storage, base
+        view.storage, view._base = self.storage, base
         return view
 
     @property
@@ -162,9 +163,7 @@ class DBuffer:
         """
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) != 1:
-            raise LayoutError(
-                f"one buffer holds one dtype, found {sorted(map(str, dtypes))}; make one buffer per dtype"
-            )
+            raise LayoutError(f"one buffer holds one dtype, found {sorted(map(str, dtypes))}; give one buffer each")
         if any(isinstance(placement, Partial) for placement in placements):
             raise PlacementError(f"whole tensors cannot be distributed as {tuple(placements)}: use Replicate or Flat")
         shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -181,13 +180,13 @@ class DBuffer:
         Raises:
             StorageError: the storage is released.
         """
-        whole = self._storage.tensor
+        whole = self.storage.tensor
         return whole if self._base is None else self._base
 
     @property
     def is_allocated(self) -> bool:
         """Whether the storage has its bytes."""
-        return self._storage.is_allocated
+        return self.storage.is_allocated
 
     @property
     def nbytes(self) -> int:
@@ -197,15 +196,15 @@ class DBuffer:
     def rename(self, name: str) -> None:
         """Change how errors call this buffer and its storage."""
         self.name = name
-        self._storage.name = name
+        self.storage.name = name
 
     def release_storage(self) -> None:
         """Give the memory back; tensors and views keep their identity and must not be used until reallocation."""
-        self._storage.release()
+        self.storage.release()
 
     def reallocate_storage(self) -> None:
         """Bring the memory back under the same views, with undefined content."""
-        self._storage.reallocate()
+        self.storage.reallocate()
 
     def zero_(self) -> DBuffer:
         """Fill this rank's part, padding included, with zeros."""
@@ -324,8 +323,7 @@ class DBuffer:
         return view if out is None else view._copied_to(self._output(out, target))
 
     def slice_view(self, placements: Sequence[BufferPlacement]) -> DBuffer:
-        """Return the part of this rank's data that belongs to it under finer placements, as a buffer sharing the
-        memory.
+        """Return the part of this rank's data that is its own under finer placements, as a buffer of the same memory.
 
         Raises:
             PlacementError: the wanted part is not inside this rank's part.

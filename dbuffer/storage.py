@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,42 +17,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from dbuffer.errors import StorageError
+from dbuffer.meter import memory_meter
+from dbuffer.pool import SlotPool
 
-__all__ = ["FlatStorage", "MemoryMeter", "guard_released_storage", "memory_meter"]
+__all__ = ["FlatStorage", "guard_released_storage"]
 
-
-class MemoryMeter:
-    """Counts the bytes that the engine's storages hold now, and the most they held since the last reset."""
-
-    __slots__ = ("current_bytes", "num_allocations", "peak_bytes")
-
-    def __init__(self) -> None:
-        self.current_bytes = 0
-        self.peak_bytes = 0
-        self.num_allocations = 0
-
-    def add(self, num_bytes: int) -> None:
-        """Record an allocation (positive) or a release (negative)."""
-        self.current_bytes += num_bytes
-        if num_bytes > 0:
-            self.num_allocations += 1
-            self.peak_bytes = max(self.peak_bytes, self.current_bytes)
-
-    def reset_peak(self) -> None:
-        """Forget the peak: from here on it counts again from what is held now."""
-        self.peak_bytes = self.current_bytes
-        self.num_allocations = 0
-
-
-_METER = MemoryMeter()
-
-
-def memory_meter() -> MemoryMeter:
-    """Return the meter that all storages of this process report to."""
-    return _METER
+_METER = memory_meter()
 
 
 _RELEASED: weakref.WeakValueDictionary[int, FlatStorage] = weakref.WeakValueDictionary()
+
+
+@dataclass(slots=True)
+class _Holding:
+    """What a storage holds now: bytes of its own, a slot of a pool, or nothing."""
+
+    own_bytes: int = 0
+    pool: SlotPool | None = None
+    slot_bytes: int = 0
+
+    def forget(self) -> None:
+        """Take leave of memory whose storage is gone; views of it may live on."""
+        _METER.add(-self.own_bytes)
+        if self.pool is not None:
+            self.pool.lose(self.slot_bytes)
 
 
 class FlatStorage:
@@ -60,9 +49,12 @@ class FlatStorage:
     Attributes:
         name: who owns it, for error messages ("unit 'blocks.0': gathered weights").
         nbytes: bytes it takes while allocated.
+        is_allocated: whether the bytes are there.
     """
 
-    __slots__ = ("__weakref__", "_finalizer", "_held", "_tensor", "name", "nbytes")
+    __slots__ = (
+        "__weakref__", "_finalizer", "_holding", "_pool", "_slot", "_tensor", "is_allocated", "name", "nbytes"
+    )  # fmt: skip
 
     def __init__(
         self, numel: int, dtype: torch.dtype, device: torch.device, *, name: str, pin_memory: bool = False
@@ -73,14 +65,12 @@ class FlatStorage:
             pinned = pin_memory and device.type == "cpu" and torch.cuda.is_available()
             self._tensor = torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
         self.nbytes = 0 if device.type == "meta" else numel * dtype.itemsize
-        self._held = [self.nbytes]
+        self.is_allocated = True
+        self._pool: SlotPool | None = None
+        self._slot: torch.UntypedStorage | None = None
+        self._holding = _Holding(self.nbytes)
         _METER.add(self.nbytes)
-        self._finalizer = weakref.finalize(self, _give_back, self._held)
-
-    @property
-    def is_allocated(self) -> bool:
-        """Whether the bytes are there (always true of an empty storage)."""
-        return self._held[0] == self.nbytes
+        self._finalizer = weakref.finalize(self, self._holding.forget)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -96,25 +86,50 @@ class FlatStorage:
             )
         return self._tensor
 
+    @property
+    def slot(self) -> tuple[int, int] | None:
+        """Which pool it takes slots from, by identity, and the bytes of its slot; None where it has no pool."""
+        return None if self._pool is None else (id(self._pool), self._pool.slot_bytes(self.nbytes))
+
+    def use_pool(self, pool: SlotPool | None) -> None:
+        """Take memory from the slots of ``pool``, or from the allocator again, at the next ``reallocate``."""
+        self._pool = pool
+        if pool is not None:
+            pool.serve(self.nbytes)
+
     def release(self) -> None:
         """Give the bytes back; views keep their identity and must not be used until ``reallocate``."""
-        if self.is_allocated and self.nbytes:
-            self._tensor.untyped_storage().resize_(0)
-            self._held[0] = 0
+        if not self.is_allocated or not self.nbytes:
+            return
+        self.is_allocated = False
+        storage, holding = self._tensor.untyped_storage(), self._holding
+        if self._slot is not None and holding.pool is not None:
+            SlotPool.exchange(storage, self._slot)
+            holding.pool.give_back(self._slot, holding.slot_bytes)
+            self._slot = holding.pool = None
+        else:
+            storage.resize_(0)
             _METER.add(-self.nbytes)
-            _RELEASED[self._tensor.untyped_storage()._cdata] = self
+            holding.own_bytes = 0
+        _RELEASED[storage._cdata] = self
 
     def reallocate(self) -> None:
         """Bring the bytes back, with undefined content, under all existing views."""
-        if not self.is_allocated:
-            _RELEASED.pop(self._tensor.untyped_storage()._cdata, None)
-            self._tensor.untyped_storage().resize_(self.nbytes)
-            self._held[0] = self.nbytes
+        if self.is_allocated:
+            return
+        storage, holding, pool = self._tensor.untyped_storage(), self._holding, self._pool
+        _RELEASED.pop(storage._cdata, None)
+        self.is_allocated = True
+        if pool is None:
+            storage.resize_(self.nbytes)
+            holding.own_bytes = self.nbytes
             _METER.add(self.nbytes)
-
-
-def _give_back(held: list[int]) -> None:
-    _METER.add(-held[0])
+        else:
+            slot = pool.take(self.nbytes)
+            holding.pool, holding.slot_bytes = pool, slot.nbytes()
+            # The slot's tensor has no bytes from here to ``release``; every view of the storage has them.
+            SlotPool.exchange(storage, slot)
+            self._slot = slot
 
 
 # They read no data and no storage size.

@@ -19,6 +19,7 @@ from megatron_fsdp.exclusion import is_no_shard
 from megatron_fsdp.meshes import buffer_device, sharding_target
 from megatron_fsdp.module import FsdpModule, convert, unit_of, units_below
 from megatron_fsdp.offload import offload_of
+from megatron_fsdp.optimizer_steps import mark_replaced
 from megatron_fsdp.ownership import OwnedParameter, collect_parameters, group_parameters, mark_owned
 from megatron_fsdp.precision import as_policy
 from megatron_fsdp.schedule import Schedule
@@ -91,6 +92,7 @@ def fully_shard(
     groups = [group for like in group_parameters(owned) for group in build(like, name)]
     for parameter in owned:
         mark_owned(parameter.parameter, name, parameter.name)
+        mark_replaced(parameter.parameter, parameter.name)
     for group in groups:
         group.forget_originals()
     check_agreement(name, groups)

@@ -7,7 +7,8 @@ that storage. Both sets live as long as the group, so switching is a few diction
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -18,6 +19,7 @@ from dbuffer import DBuffer, RaggedShard
 from dbuffer.dtensor import FlatDTensor
 from dbuffer.ragged_boxes import own_rows
 from megatron_fsdp.errors import StateError
+from megatron_fsdp.optimizer_steps import STALE, mark_gathered
 from megatron_fsdp.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.sites import Sites
 
@@ -84,7 +86,22 @@ class Faces:
         view = gathered.get_local_tensor(index).data
         face = nn.Parameter(view if owned.split is None else owned.split.gathered(view), requires_grad=False)
         _copy_attributes(owned.parameter, face)
+        mark_gathered(face, owned.name)
         return face
+
+    @contextmanager
+    def over(self, values: DBuffer) -> Iterator[None]:
+        """Register parameters over another buffer of the same plan, inside the block, in place of the sharded ones."""
+        faces = []
+        for index, owned in enumerate(self._owned):
+            face = nn.Parameter(self.wrap(index, values.get_dtensor(index)), self.sharded[index].requires_grad)
+            _copy_attributes(owned.parameter, face)
+            faces.append(face)
+        Sites(self._owned, faces, self.gathered).show_sharded()
+        try:
+            yield
+        finally:
+            self.sites.show_sharded()
 
     # ------------------------------------------------------------------ requires_grad
 
@@ -219,7 +236,8 @@ def _gradient_hook(receiver: weakref.ref[GradientReceiver], index: int) -> Calla
 
 def _copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
     for name, value in vars(source).items():
-        setattr(target, name, value)
+        if name != STALE:
+            setattr(target, name, value)
 
 
 def is_laid_out_like(value: torch.Tensor, face: torch.Tensor) -> bool:

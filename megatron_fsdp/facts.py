@@ -85,6 +85,8 @@ class GroupFacts:
         holds_gradients: the gradient accumulator is there though nothing is trained (any more).
         part_of: between forward and backward a rank keeps one part in so many of the whole weights, and as many
             neighbours gather them; 0: nothing but its shard.
+        weight_slot, gradient_slot: what gathered weights and packed gradients take turns in: some key of the pool, and
+            the bytes of a slot; None: memory of the allocator.
     """
 
     names: tuple[str, ...]
@@ -96,6 +98,8 @@ class GroupFacts:
     frozen: frozenset[int] = frozenset()
     holds_gradients: bool = False
     part_of: int = 0
+    weight_slot: tuple[int, int] | None = None
+    gradient_slot: tuple[int, int] | None = None
 
     @property
     def is_all_trained(self) -> bool:
@@ -136,7 +140,8 @@ class GroupFacts:
     @property
     def cast_bytes(self) -> int:
         """Bytes of the gradients' copy in the main weights' dtype while the optimizer steps; 0 where they have it."""
-        if not self.requires_grad or self.dtypes.main_grad is self.dtypes.main:
+        # Only the flat AdamW steps split weights, and it casts nothing.
+        if not self.requires_grad or self.dtypes.is_split or self.dtypes.main_grad is self.dtypes.main:
             return 0
         return self.local_numel(self.placements.optimizer) * self.dtypes.main.itemsize
 
@@ -170,6 +175,7 @@ class GroupFacts:
         shares = "model_weight" if dtypes.main is dtypes.compute else ""
         weights = (
             BufferFacts("main_weight", placements.optimizer, dtypes.main, shares),
+            *(BufferFacts("remainder", placements.optimizer, torch.int16),) * dtypes.is_split,
             BufferFacts("model_weight", placements.parameter, dtypes.compute),
         )
         if not self.requires_grad and not self.holds_gradients:

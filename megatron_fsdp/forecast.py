@@ -80,6 +80,8 @@ class _Costs:
     gathered: int
     part: int
     packed: int
+    weight_slot: tuple[int, int] | None
+    gradient_slot: tuple[int, int] | None
     cast: int
     is_all_trained: bool
     gather: Redistribution
@@ -94,6 +96,8 @@ class _Costs:
             group.gathered_bytes,
             group.part_bytes,
             group.packed_bytes,
+            group.weight_slot,
+            group.gradient_slot,
             group.cast_bytes,
             group.is_all_trained,
             group.gather(),
@@ -147,6 +151,7 @@ class _Playback:
         self._reduced: set[int] = set()
         self._active: list[int] = []
         self._arrived: Counter[int] = Counter()
+        self._free: Counter[tuple[int, int]] = Counter()
 
     def start_counting(self) -> None:
         """Forget what was counted; what is gathered stays, but the optimizer has changed the weights since."""
@@ -177,7 +182,7 @@ class _Playback:
 
     def _held(self) -> tuple[object, ...]:
         gathered, stale, parts = frozenset(self.gathered), frozenset(self._stale), frozenset(self._parts)
-        return gathered, stale, parts, tuple(self._lingering.items()), self._bytes
+        return gathered, stale, parts, tuple(self._lingering.items()), self._bytes, tuple(self._free.items())
 
     def _cast_gradients(self) -> None:
         for unit, costs in enumerate(self._costs):
@@ -282,7 +287,7 @@ class _Playback:
         if costs[group].packed and (unit, group) not in self._packed:
             self._drain(facts.schedule, facts.max_packed_buffers - 1)
             self._packed.add((unit, group))
-            self._hold(costs[group].packed, unit)
+            self._take(costs[group].packed, costs[group].gradient_slot, unit)
         self._arrived[unit] += 1
         if self._arrived[unit] == self._awaited[unit] and not self._awaits_inner(unit):
             # A unit with frozen parameters keeps its weights until backward has left it: they may still be in use.
@@ -318,7 +323,7 @@ class _Playback:
             for group, cost in enumerate(self._costs[unit]):
                 if (unit, group) in self._packed:
                     self._packed.remove((unit, group))
-                    self._bytes -= cost.packed
+                    self._give_back(cost.packed, cost.gradient_slot)
 
     # ------------------------------------------------------------------ bytes
 
@@ -333,7 +338,7 @@ class _Playback:
         self.gathered.add(unit)
         self._stale.discard(unit)
         for position, cost in enumerate(self._costs[unit]):
-            self._hold(cost.gathered, unit)
+            self._take(cost.gathered, cost.weight_slot, unit)
             self._transfer(unit, position, cost.gather_part if unit in self._parts and cost.part else cost.gather)
 
     def _release(self, unit: int, *, keep_part: bool = False) -> None:
@@ -344,7 +349,8 @@ class _Playback:
             self._hold(sum(cost.part for cost in self._costs[unit]), unit)
         self.gathered.remove(unit)
         self._stale.discard(unit)
-        self._bytes -= sum(cost.gathered for cost in self._costs[unit])
+        for cost in self._costs[unit]:
+            self._give_back(cost.gathered, cost.weight_slot)
 
     def _drop_part(self, unit: int) -> None:
         if unit in self._parts:
@@ -355,6 +361,21 @@ class _Playback:
         self._hold(0, unit, redistribution.scratch_bytes)
         for transfer in redistribution.transfers:
             self.issued[unit, group, self._phase, transfer] += 1
+
+    def _take(self, num_bytes: int, slot: tuple[int, int] | None, unit: int) -> None:
+        """Hold bytes of the allocator, or a slot: a free one, or a new one that is there for good."""
+        if slot is None:
+            self._hold(num_bytes, unit)
+        elif num_bytes and self._free[slot]:
+            self._free[slot] -= 1
+        elif num_bytes:
+            self._hold(slot[1], unit)
+
+    def _give_back(self, num_bytes: int, slot: tuple[int, int] | None) -> None:
+        if slot is None:
+            self._bytes -= num_bytes
+        elif num_bytes:
+            self._free[slot] += 1
 
     def _hold(self, num_bytes: int, unit: int, scratch_bytes: int = 0) -> None:
         self._bytes += num_bytes

@@ -116,4 +116,6 @@ def _group_facts(group: ParameterGroup) -> GroupFacts:
         frozen=frozen if is_trained else frozenset(),
         holds_gradients=group.gradients is not None and not is_trained,
         part_of=0 if part is None else part.axis.size,
+        weight_slot=None if group.rests_whole else group.gathered.storage.slot,
+        gradient_slot=None if group.gradients is None else group.gradients.packed.storage.slot,
     )

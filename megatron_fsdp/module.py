@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter, is_laid_out_like
+from megatron_fsdp.pools import SlotChoice, communicator_has_memory
 from megatron_fsdp.precision import caster
 from megatron_fsdp.unit import Unit
 
@@ -191,28 +192,37 @@ class FsdpModule:
             for group in unit.groups:
                 group.use_separate_reduce_group(enable)
 
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Refuse memory from the communicator's own allocator, which buffers that come and go cannot use yet.
+    def set_slot_pool(self, sizing: str | None = "largest", *, recurse: bool = True) -> None:
+        """Let gathered weights and packed gradients take turns in memory that stays, instead of allocating each time.
 
+        Two slots for weights and one for gradients serve a chain of units, whatever their number; more are made where
+        more is needed at once. Call it on the root. ``explain`` counts them.
+
+        Args:
+            sizing: "largest": every slot is as large as the largest unit that is released after forward. "by_size":
+                units of equal size share slots. None: the allocator.
         Raises:
-            ConfigError: ``enable`` is true.
+            StorageError: another ``sizing``, or a PyTorch that cannot do it (before 2.13).
         """
-        if enable:
-            raise ConfigError(
-                "set_allocate_memory_from_process_group_for_comm(True): gathered weights live in storage that is "
-                "released and reallocated, which no communicator can register; leave it off"
-            )
+        for unit in self._units(recurse):
+            unit.use_slots(SlotChoice(sizing, unit.slots.source))
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Take this unit's slots from the communicator's own allocator (NCCL: registered memory), if it has one."""
+        unit = unit_of(self)
+        if not enable:
+            unit.use_slots(SlotChoice(unit.slots.sizing if unit.slots.source == "device" else None))
+        elif any(communicator_has_memory(group.main_weight.axes, group.spec.device) for group in unit.groups):
+            unit.use_slots(SlotChoice(unit.slots.sizing or "by_size", "communicator"))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Refuse symmetric memory, which needs buffers that stay; see the method above.
+        """Take this unit's slots from symmetric memory, which every rank maps at once; on GPUs only.
 
         Raises:
-            ConfigError: always.
+            StorageError: the unit is not on a GPU.
         """
-        raise ConfigError(
-            f"set_symm_mem_for_comm({backend!r}): gathered weights live in storage that is released and reallocated, "
-            "which cannot be symmetric memory; do not call it"
-        )
+        unit = unit_of(self)
+        unit.use_slots(SlotChoice(unit.slots.sizing or "by_size", backend))
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept FSDP2's switch: gathers are always asynchronous, whether or not somebody prefetches."""

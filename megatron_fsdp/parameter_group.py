@@ -1,10 +1,8 @@
 """ParameterGroup: the buffers of one unit's parameters of one dtype, and the switch between their two faces.
 
 Between uses a module shows its parameters as DTensors over ``main_weight``; from ``unshard`` to ``reshard`` it shows
-plain tensors,
-views of gathered storage, which the forward and backward compute with. Both sets of objects live as long as the
-group: switching is a
-few dictionary writes, and nothing is built on the hot path.
+plain tensors, views of gathered storage, which the forward and backward compute with. Both sets of objects live as
+long as the group: switching is a few dictionary writes, and nothing is built on the hot path.
 """
 
 from __future__ import annotations
@@ -17,40 +15,24 @@ from dataclasses import replace
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dbuffer import BufferPlacement, DBuffer, Flat, Plan
+from dbuffer import BufferPlacement, DBuffer, Flat, Plan, SlotPool
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.faces import Faces, is_laid_out_like
 from megatron_fsdp.gradients import GradientBuffer, GradientSpec
 from megatron_fsdp.lanes import Ticket, lane
+from megatron_fsdp.optimizer_steps import num_optimizer_steps, refreshes_itself
 from megatron_fsdp.ownership import OwnedParameter
 from megatron_fsdp.partial_reshard import PostForwardShard, check_post_forward_size
+from megatron_fsdp.pools import BufferPools, SlotChoice
 from megatron_fsdp.reduction import ReduceFunction
 from megatron_fsdp.weights import GroupSpec, WeightBuffers
 
 __all__ = ["ParameterGroup", "WeightState", "group_of_parameter", "is_laid_out_like", "refreshes_itself"]
 
-# Fused and foreach optimizers change a DTensor's memory without touching any version counter, so every step of any
-# torch.optim.Optimizer in the process counts as a change (docs/design/freshness.md).
-_optimizer_steps = [0]
-_REFRESHING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _GROUPS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def _count_step(optimizer: Optimizer, *_: object) -> None:
-    if optimizer not in _REFRESHING:
-        _optimizer_steps[0] += 1
-
-
-register_optimizer_step_post_hook(_count_step)
-
-
-def refreshes_itself(optimizer: Optimizer) -> None:
-    """Say that ``optimizer`` calls ``catch_up`` on its groups after each step, so its steps need no other notice."""
-    _REFRESHING.add(optimizer)
 
 
 def group_of_parameter(parameter: torch.Tensor) -> ParameterGroup | None:
@@ -86,8 +68,7 @@ class ParameterGroup:
         self._function: ReduceFunction | None = None
         self._build(spec)
         if not spec.is_meta:
-            for index, parameter in enumerate(owned):
-                self.main_weight.write_tensor(index, parameter.local_tensor)
+            self.weights.fill([parameter.local_tensor for parameter in owned])
 
     def _build(self, spec: GroupSpec) -> None:
         self.spec = spec
@@ -103,6 +84,8 @@ class ParameterGroup:
         self.parameters: dict[str, nn.Parameter] = self.faces.by_name()
         for face in self.faces.sharded:
             _GROUPS[face] = weakref.ref(self)
+        if self.weights.remainder is not None:
+            self.weights.remainder.watch(self.faces.sharded)
         self.faces.adopt_names(self.name)
         self.weights.release()
         self.gradients: GradientBuffer | None = None
@@ -195,6 +178,22 @@ class ParameterGroup:
         """Reduce on a communicator of its own, or on the one that gathers."""
         for axis in self.main_weight.axes:
             axis.has_separate_reduce_group = enable
+
+    def use_pools(self, pools: BufferPools | None, choice: SlotChoice, weights: SlotChoice | None = None) -> None:
+        """Take the memory of gathered weights and packed gradients from slots; None: from the allocator.
+
+        Args:
+            choice: of slots for gradients, and for weights unless ``weights`` says otherwise.
+        """
+        device, axes, placements = self.spec.compute_device, self.main_weight.axes, self.spec.placements
+
+        def pool(use: str, of: SlotChoice, placed: Sequence[BufferPlacement]) -> SlotPool | None:
+            return None if pools is None else pools.get(use, of, device, axes, placed)
+
+        if not self.rests_whole:
+            self.gathered.storage.use_pool(pool("weights", weights or choice, placements.parameter))
+        if self.gradients is not None and not self.gradients.rests_partial:
+            self.gradients.packed.storage.use_pool(pool("gradients", choice, placements.gradient))
 
     def forget_originals(self) -> None:
         """Let go of the parameters that the group was built from: their memory is the whole unit's."""
@@ -313,7 +312,7 @@ class ParameterGroup:
         return self._is_changed
 
     def _version(self) -> int:
-        return self.main_weight.local_buffer._version + _optimizer_steps[0] + self.faces.version()
+        return self.main_weight.local_buffer._version + num_optimizer_steps() + self.faces.version()
 
     @property
     def refreshes_locally(self) -> bool:

@@ -22,6 +22,7 @@ from megatron_fsdp.meshes import buffer_device, sharding_target
 from megatron_fsdp.module import FsdpModule, units_below
 from megatron_fsdp.optimizer import fully_shard_optimizer
 from megatron_fsdp.parameter_group import ParameterGroup
+from megatron_fsdp.pools import SlotChoice
 from megatron_fsdp.precision import MixedPrecisionPolicy, as_policy
 from megatron_fsdp.quickstart_module import MegatronFSDP, as_megatron
 from megatron_fsdp.quickstart_notices import notices_for
@@ -33,6 +34,7 @@ _ACTED_ON = (
     "module", "fsdp_unit_modules", "zero_dp_strategy", "outer_dp_sharding_strategy", "device_mesh", "dp_shard_dim",
     "dp_outer_dim", "expt_device_mesh", "device", "init_model_with_meta_device", "mixed_precision_policy",
     "sync_model_each_microbatch", "report_nan_in_param_grad", "calculate_per_token_loss", "use_decoupled_grad",
+    "fsdp_double_buffer", "maxpool_double_buffer", "nccl_ub", "disable_symmetric_registration",
 )  # fmt: skip
 
 
@@ -53,6 +55,10 @@ def fully_shard_model(
     report_nan_in_param_grad: bool = False,
     calculate_per_token_loss: bool = False,
     use_decoupled_grad: bool = False,
+    fsdp_double_buffer: bool = False,
+    maxpool_double_buffer: bool = False,
+    nccl_ub: bool = False,
+    disable_symmetric_registration: bool = False,
     **accepted: Any,
 ) -> MegatronFSDP:
     """Shard a model as Megatron-FSDP's call of the same name does, over the engine of ``fully_shard``, in place.
@@ -79,6 +85,8 @@ def fully_shard_model(
             takes the place of ``set_all_reduce_hook``, and makes the host wait for each reduction.
         calculate_per_token_loss: sum gradients over ranks instead of averaging them; see ``scale_gradients``.
         use_decoupled_grad: refused.
+        fsdp_double_buffer, maxpool_double_buffer, nccl_ub, disable_symmetric_registration: buffers that stay, see
+            ``FsdpModule.set_slot_pool``: for units of equal size, or as large as the largest; registered with NCCL.
         accepted: Megatron-FSDP's other arguments, which change nothing here; each one that asks for something is
             answered by a line in the log of ``megatron_fsdp.quickstart`` that says why.
     Returns:
@@ -116,6 +124,15 @@ def fully_shard_model(
         fully_shard(module, mesh, **options)
     if init_model_with_meta_device:
         materialize(module)
+    slots = SlotChoice.of_megatron(
+        double_buffer=fsdp_double_buffer,
+        max_pool=maxpool_double_buffer,
+        user_buffers=nccl_ub,
+        is_symmetric=not disable_symmetric_registration,
+        device_type=mesh.device_type,
+    )
+    for each in units_below(module):
+        each.use_slots(slots)
     _set_reduction(module, is_summed=calculate_per_token_loss, reports_nan=report_nan_in_param_grad)
     model = as_megatron(module)
     model.set_model_auto_sync(sync_model_each_microbatch)

@@ -41,14 +41,9 @@ ACCEPTED = (
     Accepted("average_in_collective", False, "sums are reduced, and the division is part of the accumulation"),
     Accepted("disable_bucketing", False, "units are the buckets"),
     Accepted("keep_fp8_transpose_cache", False, "FP8 weights need Transformer Engine, which is not used"),
-    Accepted("nccl_ub", False, "gathered weights live in storage that is released and reallocated, which NCCL cannot "
-             "register"),
-    Accepted("fsdp_double_buffer", False, "buffers come from the allocator of the device, two units at a time"),
-    Accepted("fsdp_db_use_persist_buf_on_alloc_fail", False, "there is no double buffer to fall back from"),
-    Accepted("disable_symmetric_registration", False, "nothing is registered with NCCL"),
+    Accepted("fsdp_db_use_persist_buf_on_alloc_fail", False, "units that fit no buffer always have one of their own"),
     Accepted("enable_fine_grained_param_gather", False, "a unit is gathered as a whole; make smaller units"),
     Accepted("cuda_graph_mode", False, "nothing is captured"),
-    Accepted("maxpool_double_buffer", False, "there is no double buffer"),
 )
 # fmt: on
 

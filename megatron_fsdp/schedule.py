@@ -22,6 +22,7 @@ from megatron_fsdp.errors import StateError
 from megatron_fsdp.lanes import trace, wait_for_event
 from megatron_fsdp.order import ForwardOrder
 from megatron_fsdp.parameter_group import WeightState
+from megatron_fsdp.pools import BufferPools
 from megatron_fsdp.structure import iterate_tensors
 from megatron_fsdp.unit import Call, InFlight, Unit, alive, is_in_backward, watchers
 
@@ -34,7 +35,7 @@ class Schedule:
     Attributes:
         is_last_backward: whether the next backward ends an optimizer step's gradient accumulation.
         max_packed_buffers: how many units' packed gradients may live at once.
-        step_event: an event that the next forward waits for, recorded after an optimizer step; None for none.
+        step_event: recorded after an optimizer step, awaited by the next forward; None for none. pools: of slots.
         num_backwards: so far. after_backward: called, in order, when the one that ends an accumulation is done.
     """
 
@@ -42,6 +43,7 @@ class Schedule:
         self.is_last_backward = True
         self.max_packed_buffers = 1
         self.step_event: Any = None
+        self.pools = BufferPools()
         self.after_backward: list[Callable[[], None]] = []
         self._units: list[weakref.ref[Unit]] = []
         self._root: weakref.ref[Unit] | None = None
@@ -223,8 +225,7 @@ class Schedule:
         if torch.is_grad_enabled():
             raise StateError(
                 f"unit {call.unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
-                "use the unit's weights after they are released. Keep the module whose second derivatives are wanted "
-                "unsharded."
+                "use released weights. Keep the module whose second derivatives are wanted unsharded."
             )
         self._open_backward()
         if call.entered == self.num_backwards:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.gradients import GradientBuffer
 from megatron_fsdp.lanes import trace
 from megatron_fsdp.parameter_group import ParameterGroup, WeightState
+from megatron_fsdp.pools import BufferPools, SlotChoice
 from megatron_fsdp.precision import MixedPrecisionPolicy
 
 __all__ = ["Call", "Driver", "InFlight", "Unit", "alive", "is_in_backward", "watchers"]
@@ -26,6 +28,7 @@ class Driver(Protocol):
     max_packed_buffers: int
     step_event: Any
     num_backwards: int
+    pools: BufferPools
     after_backward: list[Callable[[], None]]
 
     def before_forward(self, unit: Unit, module: nn.Module) -> None:
@@ -48,6 +51,9 @@ class Driver(Protocol):
 
     def share_reductions(self, other: Any) -> None:
         """Count packed gradient buffers together with another schedule."""
+
+    def reshards_after_forward(self, unit: Unit) -> bool:
+        """Whether a unit gives its gathered weights back between forward and backward."""
 
 
 class Call:
@@ -94,6 +100,7 @@ class Unit:
             part for backward know it themselves.
         requires_all_reduce: whether the last backward also reduces over axes that hold partial sums.
         requires_gradient_sync: False keeps gradients here, unreduced, until a backward with True.
+        slots: where the memory of gathered weights and packed gradients comes from.
     """
 
     def __init__(
@@ -110,6 +117,7 @@ class Unit:
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
+        self.slots = SlotChoice()
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.schedule: Driver
@@ -137,9 +145,29 @@ class Unit:
             group.reshard_to(size)
         # Groups of one rank hold the weights whole.
         self.reshard_after_forward = choice if choice is None or isinstance(choice, bool) else size != 1
+        if self.slots.sizing is not None:
+            self._place_in_slots()
+
+    def use_slots(self, choice: SlotChoice) -> None:
+        """Take memory from slots from now on, or from the allocator again."""
+        self.slots = choice
+        self._place_in_slots()
+
+    def _place_in_slots(self) -> None:
+        if self.slots.sizing is None:
+            for group in self.groups:
+                group.use_pools(None, self.slots)
+            return
+        # Weights that stay from forward to backward would each hold a slot as large as the largest unit.
+        is_kept = not self.schedule.reshards_after_forward(self)
+        weights = replace(self.slots, sizing="by_size") if is_kept else self.slots
+        for group in self.groups:
+            group.use_pools(self.schedule.pools, self.slots, weights)
 
     def follow_gradients(self) -> None:
         """Take notice of gradient buffers that were made or changed: after materialization, freezing, unfreezing."""
+        if self.slots.sizing is not None:
+            self._place_in_slots()
         self.gradients = tuple(group.gradients for group in self.groups if group.gradients is not None)
         self.num_gradients = sum(buffer.num_trained for buffer in self.gradients)
         for buffer in self.gradients:

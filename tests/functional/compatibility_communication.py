@@ -179,6 +179,15 @@ def own_memory(fsdp: Any) -> Outcome:
     return outcome(model, train(model))
 
 
+@scenario("set_allocate_memory_from_process_group_for_comm(True)")
+def memory_of_the_group(fsdp: Any) -> Outcome:
+    model = shard(fsdp)
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    losses = train(model, steps=2)
+    model.set_allocate_memory_from_process_group_for_comm(False)
+    return outcome(model, losses + train(model, steps=1))
+
+
 # ---------------------------------------------------------------- parameters without a gradient
 
 

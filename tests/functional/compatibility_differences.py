@@ -280,16 +280,7 @@ def keyword_of_buffers(fsdp: Any) -> object:
     return fsdp.fully_shard(nn.Linear(2, 2)).set_reduce_scatter_max_input_buffers(max_input_buffers=2)
 
 
-@difference(
-    "set_allocate_memory_from_process_group_for_comm(True)",
-    theirs=None,
-    ours="ConfigError: set_allocate_memory_from_process_group_for_comm(True): gathered weights live",
-)
-def memory_of_group(fsdp: Any) -> object:
-    return fsdp.fully_shard(nn.Linear(2, 2)).set_allocate_memory_from_process_group_for_comm(True)
-
-
-@difference("set_symm_mem_for_comm", theirs="symmetric", ours="ConfigError: set_symm_mem_for_comm('NCCL'): gathered")
+@difference("set_symm_mem_for_comm", theirs="symmetric", ours="StorageError: symmetric memory is memory of GPUs, found")
 def symmetric_memory(fsdp: Any) -> object:
     module = fsdp.fully_shard(nn.Linear(2, 2))
     if fsdp.__name__ == "torch.distributed.fsdp":

@@ -1,0 +1,36 @@
+"""MemoryMeter: how many bytes the engine's storages hold, now and at most."""
+
+from __future__ import annotations
+
+__all__ = ["MemoryMeter", "memory_meter"]
+
+
+class MemoryMeter:
+    """Counts the bytes that the engine's storages hold now, and the most they held since the last reset."""
+
+    __slots__ = ("current_bytes", "num_allocations", "peak_bytes")
+
+    def __init__(self) -> None:
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self.num_allocations = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Record an allocation (positive) or a release (negative)."""
+        self.current_bytes += num_bytes
+        if num_bytes > 0:
+            self.num_allocations += 1
+            self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+
+    def reset_peak(self) -> None:
+        """Forget the peak: from here on it counts again from what is held now."""
+        self.peak_bytes = self.current_bytes
+        self.num_allocations = 0
+
+
+_METER = MemoryMeter()
+
+
+def memory_meter() -> MemoryMeter:
+    """Return the meter that all storages of this process report to."""
+    return _METER

@@ -1,0 +1,348 @@
+"""Slots in training: the same numbers from memory that stays, no allocation after a step, bytes as predicted."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from dbuffer import Flat, Partial, Replicate, memory_meter
+from megatron_fsdp import (
+    FsdpModule,
+    MixedPrecisionPolicy,
+    Placements,
+    explain,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+    materialize,
+    microbatch,
+    no_sync,
+)
+from megatron_fsdp.pools import SlotChoice
+from tests.functional.replica import Block, Stack, inputs
+from tests.harness import run_ranks
+
+HIDDEN_SIZES = (97, 13, 131, 101, 131, 111)
+STEPS = 3
+
+
+class CheckpointedStack(Stack):
+    """Keeps the inputs of its layers only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+class ShuffledStack(Stack):
+    """Runs its layers in another order each time, and one of them twice."""
+
+    num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        for index in range(len(self.layers)):
+            x = self.layers[self.num_calls * (index + 1) % 7 - 1](x)
+        return self.layers[2](x)  # type: ignore[no-any-return]  # modules return Any
+
+
+class Nested(nn.Module):
+    """A unit around units, with parameters of its own, which stay gathered while those inside run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(7, 7)
+        self.inner = Stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES[:3]))
+        self.after = Block(hidden=5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.inner(self.before(x)))  # type: ignore[no-any-return]  # modules return Any
+
+
+def outer_replicas() -> dict[str, Any]:
+    placements = Placements((0, 1), (Replicate(), Flat()), (Partial("sum"), Flat()), (Replicate(), Flat()))
+    return {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")), "placements": placements}
+
+
+def gradients_sharded() -> dict[str, Any]:
+    return {"placements": Placements((0,), (Replicate(),), (Flat(),), (Flat(),))}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, how it is sharded, and the slots that a step of it takes: (weights, gradients), None for not fixed."""
+
+    stack: Callable[..., nn.Module] = Stack
+    options: Callable[[], dict[str, Any]] = dict
+    slots: tuple[int, int] | None = (2, 1)
+    microbatches: int = 1
+    ranks: int = 2
+    is_predicted: bool = True
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+
+
+SETTINGS = {
+    "a chain of unequal units": Setting(ranks=3),
+    "microbatches": Setting(microbatches=3),
+    "bf16 reduced in fp32": Setting(policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+    "checkpointing": Setting(CheckpointedStack),
+    "another order each time": Setting(ShuffledStack, slots=None, is_predicted=False),
+    "nested units": Setting(lambda *_: Nested(), slots=None),
+    "sharded gradients": Setting(options=gradients_sharded, slots=(0, 1)),
+    "replicas of shards": Setting(options=outer_replicas, ranks=4),
+}
+
+
+def build(setting: Setting) -> nn.Module:
+    torch.manual_seed(5)
+    model = setting.stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES))
+    options = setting.options()
+    for module in reversed(list(model.modules())):
+        if isinstance(module, (Block, Stack)) and module is not model:
+            fully_shard(module, mp_policy=setting.policy, **options)
+    return fully_shard(model, mp_policy=setting.policy, **options)
+
+
+def slots_of(model: nn.Module) -> tuple[int, int]:
+    assert isinstance(model, FsdpModule)
+    counts = {"weights": 0, "gradients": 0}
+    for (use, *_), pool in model._fsdp_unit.schedule.pools._pools.items():
+        counts[str(use)] += pool.num_slots
+    return counts["weights"], counts["gradients"]
+
+
+@dataclass
+class Run:
+    """What one rank saw of a few steps."""
+
+    losses: list[float] = field(default_factory=list)
+    allocations: list[int] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+    predicted: int = 0
+    slots: tuple[int, int] = (0, 0)
+    left: int = 0
+
+
+def train(name: str, sizing: str | None) -> Run:
+    setting, seen, meter = SETTINGS[name], Run(), memory_meter()
+    start = meter.current_bytes
+    model = build(setting)
+    assert isinstance(model, FsdpModule)
+    model.set_slot_pool(sizing)
+    rest = meter.current_bytes
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for step in range(STEPS):
+        meter.reset_peak()
+        for number in range(setting.microbatches):
+            with microbatch(model, is_last=number == setting.microbatches - 1):
+                loss = model(inputs(dist.get_rank(), STEPS * number + step)).float().square().mean()
+                loss.backward()
+                seen.losses.append(loss.item())
+        seen.peaks.append(meter.peak_bytes - rest)
+        seen.allocations.append(meter.num_allocations)
+        optimizer.step()
+        optimizer.zero_grad()
+    report = explain(model, setting.microbatches)
+    seen.predicted = max(report.forward_peak.num_bytes, report.backward_peak.num_bytes)
+    seen.slots = slots_of(model)
+    del model, optimizer, loss
+    seen.left = meter.current_bytes - start
+    return seen
+
+
+def train_each_way(name: str) -> dict[str | None, Run]:
+    return {sizing: train(name, sizing) for sizing in (None, "largest", "by_size")}
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def runs(request: pytest.FixtureRequest) -> tuple[Setting, list[dict[str | None, Run]]]:
+    setting = SETTINGS[request.param]
+    return setting, run_ranks(setting.ranks, train_each_way, request.param)
+
+
+Runs = tuple[Setting, list[dict[str | None, Run]]]
+
+
+def test_slots_change_no_bit_of_training(runs: Runs) -> None:
+    for rank in runs[1]:
+        assert rank["largest"].losses == rank[None].losses == rank["by_size"].losses
+
+
+def test_nothing_is_allocated_after_the_first_step(runs: Runs) -> None:
+    for rank in runs[1]:
+        assert rank[None].allocations[-1] > 0
+        assert rank["by_size"].allocations[-1] == rank["largest"].allocations[-1] == 0
+
+
+def test_a_chain_of_units_takes_two_slots_for_weights_and_one_for_gradients(runs: Runs) -> None:
+    setting, ranks = runs
+    if setting.slots is not None:
+        assert {rank["largest"].slots for rank in ranks} == {setting.slots}
+
+
+def test_peaks_with_slots_are_predicted_from_above_within_a_percent(runs: Runs) -> None:
+    setting, ranks = runs
+    for rank in ranks:
+        for sizing in ("largest", "by_size"):
+            seen = rank[sizing]
+            if setting.is_predicted:
+                assert seen.peaks[-1] <= seen.predicted <= 1.01 * seen.peaks[-1]
+
+
+def test_slots_are_freed_with_the_model(runs: Runs) -> None:
+    assert {seen.left for rank in runs[1] for seen in rank.values()} == {0}
+
+
+# ---------------------------------------------------------------- when and where
+
+
+def losses_with(prepare: Callable[[nn.Module], None], *, is_meta: bool = False) -> list[float]:
+    torch.manual_seed(3)
+    plain = Stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES[:3]))
+    values = {name: value.clone() for name, value in plain.state_dict().items()}
+    model = plain.to("meta") if is_meta else plain
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = None if is_meta else torch.optim.SGD(model.parameters(), lr=0.1)
+    prepare(model)
+    if is_meta:
+        materialize(model)
+        model.load_state_dict(values)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        loss = model(inputs(dist.get_rank(), step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def with_slots(model: nn.Module) -> None:
+    assert isinstance(model, FsdpModule)
+    model.set_slot_pool()
+
+
+def with_memory_of_the_communicator(model: nn.Module) -> None:
+    """Train with slots that each rank's communicator gives; gloo has none, so it is lent one."""
+    asked: list[int] = []
+
+    def lent(group: dist.ProcessGroup, device: torch.device) -> Callable[[int], torch.Tensor]:
+        def allocate(num_bytes: int) -> torch.Tensor:
+            asked.append(num_bytes)
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+        return allocate
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_fsdp.pools.from_communicator", lent)
+        for module in model.modules():
+            if isinstance(module, FsdpModule):
+                module.set_allocate_memory_from_process_group_for_comm(True)
+        model(inputs(dist.get_rank(), 9)).square().mean().backward()
+        model.zero_grad()
+    # Blocks of three sizes, their weights and their gradients.
+    assert len(asked) == 6
+
+
+def without_slots_where_the_communicator_has_no_memory(model: nn.Module) -> None:
+    assert isinstance(model, FsdpModule)
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    assert model._fsdp_unit.slots.sizing is None
+
+
+def after_a_forward_that_raised(model: nn.Module) -> None:
+    with_slots(model)
+    with pytest.raises(RuntimeError):
+        model(torch.zeros(2, 99))
+
+
+def between_two_forwards(model: nn.Module) -> None:
+    with_slots(model)
+    model(inputs(dist.get_rank(), 9))
+    assert isinstance(model, FsdpModule)
+    model.set_slot_pool(None)
+    model(inputs(dist.get_rank(), 9))
+    model.set_slot_pool("by_size")
+
+
+def after_gradients_kept_here(model: nn.Module) -> None:
+    with_slots(model)
+    with no_sync(model):
+        model(inputs(dist.get_rank(), 9)).square().mean().backward()
+    model.zero_grad()
+    assert isinstance(model, FsdpModule)
+    model.reset_iter_state()
+
+
+def train_in_every_way() -> dict[str, list[float]]:
+    ways = (
+        with_slots,
+        with_memory_of_the_communicator,
+        without_slots_where_the_communicator_has_no_memory,
+        after_a_forward_that_raised,
+        between_two_forwards,
+    )
+    found = {way.__name__: losses_with(way) for way in ways}
+    found["meta"] = losses_with(with_slots, is_meta=True)
+    found["plain"] = losses_with(lambda model: None)
+    return found
+
+
+def test_slots_may_be_chosen_at_any_time_between_steps() -> None:
+    for rank in run_ranks(2, train_in_every_way):
+        assert all(losses == rank["plain"] for losses in rank.values()), rank
+
+
+def keep_weights() -> tuple[int, int]:
+    """Train a step with weights kept from forward to backward: every unit needs a slot then, of its own size."""
+    model = build(Setting())
+    assert isinstance(model, FsdpModule)
+    model.set_reshard_after_forward(False)
+    model.set_slot_pool("largest")
+    model(inputs(dist.get_rank(), 0)).square().mean().backward()
+    pools = model._fsdp_unit.schedule.pools._pools
+    weights = sum(pool.nbytes for key, pool in pools.items() if key[0] == "weights")
+    return weights, sum(group.gathered.nbytes for each in model.layers for group in each.parameter_groups)
+
+
+def test_units_that_keep_their_weights_have_slots_of_their_own_size() -> None:
+    for in_slots, wanted in run_ranks(2, keep_weights):
+        assert in_slots == wanted > 0
+
+
+def megatron_slots() -> list[tuple[SlotChoice, bool]]:
+    found = []
+    for name in ("fsdp_double_buffer", "maxpool_double_buffer", "nccl_ub"):
+        model = fully_shard_model(Stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES)), ["Block"], **{name: True})
+        assert isinstance(model, FsdpModule)
+        model(inputs(dist.get_rank(), 0)).square().mean().backward()
+        found.append((model._fsdp_unit.slots, slots_of(model)[0] == (2 if name == "maxpool_double_buffer" else 5)))
+    return found
+
+
+def test_megatrons_buffers_are_slots() -> None:
+    wanted = [SlotChoice("by_size"), SlotChoice("largest"), SlotChoice("by_size")]
+    assert run_ranks(2, megatron_slots) == [[(choice, True) for choice in wanted]] * 2
+
+
+@pytest.mark.parametrize(
+    ("is_symmetric", "device_type", "source"),
+    [(True, "cuda", "NCCL"), (False, "cuda", "communicator"), (True, "cpu", "device")],
+)
+def test_user_buffers_are_symmetric_memory_on_gpus_unless_told_otherwise(
+    is_symmetric: bool, device_type: str, source: str
+) -> None:
+    choice = SlotChoice.of_megatron(
+        double_buffer=False, max_pool=False, user_buffers=True, is_symmetric=is_symmetric, device_type=device_type
+    )
+    assert choice == SlotChoice("by_size", source)
