@@ -38,7 +38,8 @@ class AdamW(torch.optim.AdamW):
         capturable: step counters live beside the weights and nothing of a step is decided on the host, so that a CUDA
             graph can hold it; each parameter then has its own row of hyperparameters.
         differentiable: only False.
-        moments_dtype: of both moments; None: that of each main weight. bf16 halves them; they are rounded to nearest.
+        moments_dtype: of both moments; None: that of each main weight, FP32 where those are split. bf16 halves them;
+            they are rounded to nearest.
         max_norm: what ``step`` clips to when it is not told otherwise; None does not clip.
         nonfinite: "skip": a step whose gradient norm is NaN or infinite changes nothing on any rank, logs a warning
             that names the first parameter concerned and adds to ``num_skipped``; "raise": it raises
@@ -46,6 +47,8 @@ class AdamW(torch.optim.AdamW):
     Raises:
         ConfigError: another ``nonfinite``, ``amsgrad`` or ``differentiable``, or a dtype that is no floating-point one.
     """
+
+    steps_split_weights = True
 
     def __init__(
         self,
@@ -129,6 +132,8 @@ class AdamW(torch.optim.AdamW):
         updates += [plain_update(*pair, self.state, rows, self.moments_dtype) for pair in gradients.plain]
         for update in updates:
             update.run(rows, factor)
+        for moments, _ in gradients.groups:
+            moments.settle()
         for moments in binding.groups:
             if moments.group is not None:
                 moments.group.catch_up()
@@ -163,18 +168,16 @@ class AdamW(torch.optim.AdamW):
         _refuse_options(state_dict["param_groups"])
         for key, values in state_dict["state"].items():
             state_values(values, f"parameter {key!r} in the state dict")
-        super().load_state_dict(_in_parameter_dtypes(state_dict, list(parameters_of(self))))
+        # After the user's hooks, which may replace the state, and before torch casts it to the parameters' dtypes.
+        handle = self.register_load_state_dict_pre_hook(_hide_moments)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
         lay_out_loaded_state(self)
         binding = self._bound()
         for moments in binding.groups:
             moments.adopt_all(self.state)
-        for plain in binding.plain:
-            self._cast_moments(plain.parameter)
-
-    def _cast_moments(self, parameter: torch.Tensor) -> None:
-        values = self.state.get(parameter)
-        if values and self.moments_dtype is not None:
-            values.update({name: _cast(values[name], self.moments_dtype) for name in KEYS[1:]})
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("moments_dtype", "max_norm", "nonfinite", "num_skipped")}
@@ -184,6 +187,8 @@ class AdamW(torch.optim.AdamW):
         # load_state_dict comes here too, and must not drop the flat buffers.
         for name, value in (("_binding", None), ("grad_norm", None), ("_entries", ())):
             self.__dict__.setdefault(name, value)
+        for values in state.get("state", {}).values():
+            values.update({key: value.tensor for key, value in values.items() if isinstance(value, _Hidden)})
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self._step_supports_amp_scaling = False
         refreshes_itself(self)
@@ -281,25 +286,38 @@ def _refuse_options(param_groups: Iterable[dict[str, Any]]) -> None:
             )
 
 
-def _in_parameter_dtypes(state_dict: dict[str, Any], parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Cast sharded state to the dtypes of its parameters, keeping each rank's rows.
+@dataclass(frozen=True, slots=True)
+class _Hidden:
+    """A tensor of a state dict that ``torch.optim`` passes on as it is."""
 
-    ``torch.optim`` casts too, but a DTensor that it casts may forget its rows (docs/design/facade.md, "Known limit").
+    tensor: torch.Tensor
+
+
+def _hide_moments(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Cast moments to the dtypes that they have here, and hide them from ``torch.optim``.
+
+    It would cast them to the dtypes of the parameters, which may be narrower, and a DTensor that it casts may forget
+    its rows (docs/design/facade.md, "Known limit").
     """
+    assert isinstance(optimizer, AdamW)
     keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     state = dict(state_dict["state"])
-    for key, parameter in zip(keys, parameters, strict=False):
+    for key, parameter in zip(keys, parameters_of(optimizer), strict=False):
         if key in state:
+            owner = group_of_parameter(parameter)
+            dtype = optimizer.moments_dtype or (parameter.dtype if owner is None else owner.spec.dtypes.stepped)
             state[key] = {
-                name: _cast(value, parameter.dtype) if name in KEYS[1:] and isinstance(value, DTensor) else value
+                name: _Hidden(_cast(value, dtype, parameter.device)) if name in KEYS[1:] else value
                 for name, value in state[key].items()
             }
     return {**state_dict, "state": state}
 
 
-def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if not isinstance(value, DTensor) or value.dtype is dtype:
-        return value.to(dtype)
+def _cast(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if not isinstance(value, DTensor):
+        return value.to(device=device, dtype=dtype)
+    if value.dtype is dtype:
+        return value
     local = value.to_local().to(dtype)
     return DTensor.from_local(
         local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()

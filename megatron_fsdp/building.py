@@ -44,7 +44,7 @@ class GroupBuilder:
         first = like[0].parameter
         dtypes = self._policy.dtypes_for(first.dtype, requires_grad=first.requires_grad)
         for parameter in like:
-            parameter.trained_main_dtype = self._policy.dtypes_for(first.dtype, requires_grad=True).main
+            parameter.trained_main_dtype = self._policy.dtypes_for(first.dtype, requires_grad=True).stepped
         mesh, placements = self._target.mesh, self._target.placements
         spec = GroupSpec(mesh, placements, buffer_device(mesh), dtypes, self._divisor, is_meta=first.is_meta)
         if self._policy.fuse_weight_gradients:

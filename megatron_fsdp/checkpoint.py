@@ -18,7 +18,14 @@ from torch.optim import Optimizer
 
 from megatron_fsdp.checkpoint_background import SaveHandle, finish_pending_save, run_save
 from megatron_fsdp.checkpoint_metadata import tensors_of
-from megatron_fsdp.checkpoint_model import announce_change, check_ties, match_model, restore_extra_state, view_model
+from megatron_fsdp.checkpoint_model import (
+    ModelView,
+    announce_change,
+    check_ties,
+    match_model,
+    restore_extra_state,
+    view_model,
+)
 from megatron_fsdp.checkpoint_optimizer import OptimizerMatch, describe_optimizer, match_optimizer
 from megatron_fsdp.checkpoint_random import random_state, restore_random_state
 from megatron_fsdp.checkpoint_ranks import CheckpointRanks, checkpoint_ranks
@@ -147,7 +154,8 @@ def state_bytes(state: Mapping[str, Any]) -> bytes:
 class _LoadPlan:
     """Everything that is to be read, each entry into its target."""
 
-    def __init__(self, model: dict[str, torch.Tensor], optimizer: OptimizerMatch | None) -> None:
+    def __init__(self, view: ModelView, model: dict[str, torch.Tensor], optimizer: OptimizerMatch | None) -> None:
+        self.view = view
         self.optimizer = optimizer
         self.random: dict[str, torch.Tensor] = {}
         self.targets: dict[str, Any] = dict(model)
@@ -170,7 +178,7 @@ def _plan_load(
     view = view_model(model)
     tensors = match_model(opened, view)
     check_ties(opened, view)
-    plan = _LoadPlan(tensors, None if optimizer is None else match_optimizer(opened, optimizer, view))
+    plan = _LoadPlan(view, tensors, None if optimizer is None else match_optimizer(opened, optimizer, view))
     num_savers = opened.state.get("num_ranks", 0)
     if num_savers == ranks.size:
         plan.add_random_state(_random_targets(opened, ranks.rank))
@@ -201,5 +209,5 @@ def _apply(plan: _LoadPlan, opened: OpenCheckpoint, model: nn.Module, optimizer:
     if optimizer is not None and plan.optimizer is not None:
         plan.optimizer.apply(optimizer)
     restore_extra_state(model, opened.state.get("extra_state", {}))
-    announce_change(model)
+    announce_change(model, plan.view)
     restore_random_state(plan.random)

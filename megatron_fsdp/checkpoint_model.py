@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dbuffer import DBuffer
 from megatron_fsdp.checkpoint_metadata import tensors_of
 from megatron_fsdp.checkpoint_reader import OpenCheckpoint, read_entries
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.module import units_below
+from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter
 
 __all__ = [
     "ModelView",
@@ -42,16 +44,19 @@ class ModelView:
     """A model as a checkpoint sees it.
 
     Attributes:
-        tensors: parameters and persistent buffers by name, on the model's own memory; a tied one under each name.
+        tensors: parameters and persistent buffers by name, a tied one under each name: on the model's own memory, but
+            copies in FP32 where main weights are split.
         names: the first name of each parameter, by the parameter's ``id``.
         ties: the names of each parameter that has several.
         extra_state: what modules with ``get_extra_state`` returned, by name.
+        copies: the groups whose main weights are split, with the buffers of ``tensors``.
     """
 
     tensors: dict[str, torch.Tensor]
     names: dict[int, str]
     ties: tuple[tuple[str, ...], ...]
     extra_state: dict[str, Any]
+    copies: tuple[tuple[ParameterGroup, DBuffer], ...] = ()
 
     def siblings(self, name: str) -> tuple[str, ...]:
         """Return the other names of a tied parameter."""
@@ -60,6 +65,8 @@ class ModelView:
 
 def view_model(model: nn.Module) -> ModelView:
     """Look at a model; its units are resharded, nothing else changes.
+
+    Split main weights take another 4 bytes per element for as long as the view lives.
 
     Raises:
         CheckpointError: its state dict has an entry that is neither a tensor nor a module's extra state.
@@ -80,7 +87,21 @@ def view_model(model: nn.Module) -> ModelView:
     for name, parameter in _unwrapped(model).named_parameters(remove_duplicate=False):
         by_parameter.setdefault(id(parameter), []).append(_canonical(name))
     names = {key: found[0] for key, found in by_parameter.items()}
-    return ModelView(tensors, names, tuple(tuple(f) for f in by_parameter.values() if len(f) > 1), extra)
+    ties = tuple(tuple(found) for found in by_parameter.values() if len(found) > 1)
+    copies = tuple((group, group.weights.values()) for group in _split_groups(model))
+    for group, values in copies:
+        for index, face in enumerate(group.parameters.values()):
+            whole = group.faces.wrap(index, values.get_dtensor(index))
+            tensors.update({name: whole for name in by_parameter.get(id(face), ()) if name in tensors})
+    return ModelView(tensors, names, ties, extra, copies)
+
+
+def _split_groups(model: nn.Module) -> Iterator[ParameterGroup]:
+    """Yield the groups that have parameters in ``model`` and split main weights, which have memory."""
+    groups = {id(group): group for p in model.parameters() if (group := group_of_parameter(p)) is not None}
+    for group in groups.values():
+        if group.weights.remainder is not None and not group.is_meta:
+            yield group
 
 
 def siblings(ties: Sequence[Sequence[str]], name: str) -> tuple[str, ...]:
@@ -163,8 +184,10 @@ def restore_extra_state(model: nn.Module, extra_state: Mapping[str, Any]) -> Non
             module.set_extra_state(extra_state[key])
 
 
-def announce_change(model: nn.Module) -> None:
-    """Tell a sharded model's units that main weights were written to."""
+def announce_change(model: nn.Module, view: ModelView | None = None) -> None:
+    """Tell a sharded model's units that main weights, or the tensors of a view of them, were written to."""
+    for group, values in () if view is None else view.copies:
+        group.weights.store(values)
     for unit in units_below(model):
         for group in unit.groups:
             group.catch_up()

@@ -15,6 +15,7 @@ from megatron_fsdp.checkpoint_metadata import EntryPath
 from megatron_fsdp.checkpoint_model import ModelView, refuse_differences, siblings
 from megatron_fsdp.checkpoint_reader import OpenCheckpoint, read_entries
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.parameter_group import group_of_parameter
 
 __all__ = ["OptimizerMatch", "describe_optimizer", "match_optimizer"]
 
@@ -203,13 +204,19 @@ def _target(opened: OpenCheckpoint, entry: str, parameter: torch.Tensor, current
     if isinstance(current, torch.Tensor) and tuple(current.shape) == shape:
         return current
     if shape == tuple(parameter.shape):
-        return torch.zeros_like(parameter.detach(), dtype=parameter.dtype if dtype.is_floating_point else dtype)
+        return torch.zeros_like(parameter.detach(), dtype=_stepped(parameter) if dtype.is_floating_point else dtype)
     if shape == () or not isinstance(parameter, DTensor):
         return torch.zeros(shape, dtype=dtype, device="cpu" if shape == () else parameter.device)
     raise CheckpointError(
         f"{opened.folder}: {entry} has shape {shape}, its parameter {tuple(parameter.shape)}, and this optimizer "
         "has not made such state yet, which would show how it is laid out; take one step before loading"
     )
+
+
+def _stepped(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of what the optimizer steps, which state that it makes has."""
+    group = group_of_parameter(parameter)
+    return parameter.dtype if group is None else group.spec.dtypes.stepped
 
 
 def _look_up(values: Any, path: EntryPath) -> Any:

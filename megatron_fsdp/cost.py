@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron_fsdp.facts import GroupFacts, ModelFacts, Redistribution, Transfer, UnitFacts, VisitKind
 from megatron_fsdp.forecast import Forecast, Phase
+from megatron_fsdp.precision import GroupDtypes
 from megatron_fsdp.transformer import UnitWork, Workload
 
 __all__ = ["Hardware", "Link", "StepTime", "UnitTime", "predict_step", "transfer_seconds"]
@@ -180,12 +181,18 @@ def _backward_seconds(facts: ModelFacts, times: Sequence[UnitTime]) -> float:
 def _optimizer_bytes(facts: ModelFacts) -> int:
     """Return what one AdamW step reads and writes: gradient, weights and both moments, and the compute weights."""
     return sum(
-        group.local_numel(group.placements.optimizer)
-        * (group.dtypes.main_grad.itemsize + 6 * group.dtypes.main.itemsize + group.dtypes.compute.itemsize)
+        group.local_numel(group.placements.optimizer) * _bytes_per_element(group.dtypes)
         for unit in facts.units
         for group in unit.groups
         if group.requires_grad
     )
+
+
+def _bytes_per_element(dtypes: GroupDtypes) -> int:
+    stepped = dtypes.stepped.itemsize
+    # Split weights are read and written in two halves, one of which is the compute weight.
+    weights = 2 * stepped + (0 if dtypes.is_split else dtypes.compute.itemsize)
+    return dtypes.main_grad.itemsize + weights + 4 * stepped
 
 
 def _tokens_to_hide(times: Sequence[UnitTime], workload: Workload) -> int | None:

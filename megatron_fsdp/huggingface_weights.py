@@ -17,7 +17,7 @@ from dbuffer.collectives import broadcast
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.checkpoint_model import announce_change
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.materialize import materialize
+from megatron_fsdp.materialize import in_full_precision, materialize
 from megatron_fsdp.module import units_below
 
 __all__ = ["FirstRankWeights", "allocate_for_import", "load_pretrained", "take_weights"]
@@ -39,7 +39,7 @@ class FirstRankWeights:
         axes = _axes(model)
         groups = [group for unit in units_below(model) for group in unit.groups]
         device = groups[0].spec.device
-        with torch.no_grad():
+        with torch.no_grad(), in_full_precision(groups):
             for name, target in _tensors(model):
                 full = torch.empty(target.shape, dtype=target.dtype, device=device)
                 if self.is_first:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -12,10 +12,10 @@ from dbuffer.collectives import broadcast
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.module import units_below
-from megatron_fsdp.parameter_group import group_of_parameter
+from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.unit import Unit
 
-__all__ = ["materialize"]
+__all__ = ["in_full_precision", "materialize"]
 
 Initializer = Callable[[nn.Module], object]
 
@@ -48,13 +48,29 @@ def materialize(model: nn.Module, init_fn: Initializer | None = None) -> None:
         if _has_meta(module)
     ]
     device = next((group.spec.device for unit in units for group in unit.groups), torch.device("cpu"))
+    fresh = [group for unit in units for group in unit.groups if group.is_meta]
     for unit in units:
         unit.materialize()
     for _, module, _ in todo:
         _allocate_rest(module, device)
-    with _random_state_of_first_rank(units, device), torch.no_grad():
+    with _random_state_of_first_rank(units, device), in_full_precision(fresh), torch.no_grad():
         for _, _, initialise in todo:
             initialise()
+
+
+@contextmanager
+def in_full_precision(groups: Iterable[ParameterGroup]) -> Iterator[None]:
+    """Show FP32 parameters in place of split ones inside the block, and take over what was written to them.
+
+    They take another 4 bytes per element for as long as that is.
+    """
+    copies = [(group, group.weights.values()) for group in groups if group.weights.remainder is not None]
+    with ExitStack() as stack:
+        for group, values in copies:
+            stack.enter_context(group.faces.over(values))
+        yield
+    for group, values in copies:
+        group.weights.store(values)
 
 
 def _children_first(module: nn.Module, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:

@@ -68,7 +68,7 @@ class GroupMoments:
         group: held weakly.
         members: for each parameter of the group in plan order, the number of its param group in the optimizer, or
             ``ABSENT``.
-        dtype: of the moments; None: that of the main weights.
+        dtype: of the moments; None: that of the main weights, FP32 where these are split.
         is_capturable: whether step counters live beside the weights, to be read by device work alone.
     """
 
@@ -96,9 +96,9 @@ class GroupMoments:
 
     @staticmethod
     def _buffer(group: ParameterGroup, dtype: torch.dtype | None, what: str) -> DBuffer:
-        main = group.main_weight
+        main, dtype = group.main_weight, dtype or group.spec.dtypes.stepped
         name = f"unit {group.name!r}: {what}"
-        buffer = DBuffer.from_plan(main.plan, main.mesh, main.placements, dtype or main.dtype, main.device, name=name)
+        buffer = DBuffer.from_plan(main.plan, main.mesh, main.placements, dtype, main.device, name=name)
         return buffer.zero_()
 
     @property
@@ -166,7 +166,7 @@ class GroupMoments:
                 )
             locals_.append(local)
             offsets.append(start)
-        flat = torch.zeros(main.local_buffer.numel(), dtype=main.dtype, device=main.device)
+        flat = torch.zeros(main.local_buffer.numel(), dtype=group.spec.dtypes.stepped, device=main.device)
         return pack(locals_, flat, offsets)
 
     # ------------------------------------------------------------------ state
@@ -294,16 +294,24 @@ class GroupMoments:
         group = self.group
         if group is None:
             raise StateError("AdamW: the model of these parameters is gone; build the optimizer of a model in use")
-        main, model = group.main_weight, group.model_weight
+        main, model, remainder = group.main_weight, group.model_weight, group.weights.remainder
         weight, known = main.local_buffer, self._buffers
+        lower = None if remainder is None else remainder.current()
         if known is not None and known.gradient is gradient and known.weight is weight:
             return known
         copy = None
         if model is not main:
             shard = model if model.placements == main.placements else model.slice_view(main.placements)
             copy = shard.local_buffer if shard.local_buffer.data_ptr() != weight.data_ptr() else None
-        self._buffers = AdamWBuffers(gradient, weight, self.exp_avg.local_buffer, self.exp_avg_sq.local_buffer, copy)
+        moments = self.exp_avg.local_buffer, self.exp_avg_sq.local_buffer
+        self._buffers = AdamWBuffers(gradient, weight, *moments, copy, lower)
         return self._buffers
+
+    def settle(self) -> None:
+        """Say that the launch on ``buffers`` was made: what it wrote belongs together."""
+        group = self.group
+        if group is not None and group.weights.remainder is not None:
+            group.weights.remainder.accept()
 
 
 def _local_range(buffer: DBuffer, index: int) -> tuple[int, int]:

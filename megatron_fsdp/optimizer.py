@@ -16,7 +16,7 @@ from dbuffer.collectives import all_reduce
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.module import units_below
-from megatron_fsdp.optimizer_state import lay_out_loaded_state, parameters_of
+from megatron_fsdp.optimizer_state import lay_out_loaded_state, parameters_of, refuse_split_weights
 from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
 
 __all__ = ["clip_grad_norm_", "fully_shard_optimizer"]
@@ -32,8 +32,10 @@ def fully_shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     call training is as correct: the next forward sees that main weights changed.
 
     Raises:
-        ConfigError: the optimizer has no sharded parameter; it was probably built before ``fully_shard``.
+        ConfigError: the optimizer has no sharded parameter; it was probably built before ``fully_shard``. Or it has
+            weights that are split (``MixedPrecisionPolicy.split_main_params``), which ``AdamW`` alone steps.
     """
+    refuse_split_weights(optimizer)
     groups: dict[int, weakref.ref[ParameterGroup]] = {}
     for parameter in parameters_of(optimizer):
         group = group_of_parameter(parameter)

@@ -1,4 +1,4 @@
-"""Brings loaded optimizer state into the rows that sharded parameters have on each rank.
+"""What any optimizer over sharded parameters is looked at for before it steps: its state's rows, its parameters' kind.
 
 State that an optimizer makes has the rows of its parameters, whichever operator makes it (docs/design/facade.md). State
 that ``load_state_dict`` brings may be whole, or a DTensor that PyTorch cut by its own rule.
@@ -15,12 +15,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dbuffer import FlatDTensor
+from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.parameter_group import group_of_parameter, is_laid_out_like
 
-__all__ = ["lay_out_loaded_state", "parameters_of"]
+__all__ = ["lay_out_loaded_state", "parameters_of", "refuse_split_weights"]
 
 # The state dictionary that each optimizer had when it was last looked through; loading makes another one.
 _SEEN: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
+# How many parameters the groups of each optimizer had when all of them were found to be whole weights.
+_WHOLE: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
 
 
 def parameters_of(optimizer: Optimizer) -> Iterable[torch.Tensor]:
@@ -44,4 +47,26 @@ def lay_out_loaded_state(optimizer: Optimizer, *_: Any) -> None:
     _SEEN[optimizer] = optimizer.state
 
 
+def refuse_split_weights(optimizer: Optimizer, *_: Any) -> None:
+    """Refuse an optimizer that would step the upper halves of split weights as if they were all.
+
+    Raises:
+        ConfigError: it would; the message names the first such parameter.
+    """
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if getattr(optimizer, "steps_split_weights", False) or _WHOLE.get(optimizer) == sizes:
+        return
+    for parameter in parameters_of(optimizer):
+        group = group_of_parameter(parameter)
+        if group is not None and group.weights.remainder is not None:
+            name = next(name for name, face in group.parameters.items() if face is parameter)
+            raise ConfigError(
+                f"{type(optimizer).__name__}: parameter {name!r} of unit {group.name!r} is the bf16 half of an FP32 "
+                "weight (split_main_params=True), which an optimizer of torch.optim would round in every step. Use "
+                "megatron_fsdp.AdamW, or shard that unit with split_main_params=False."
+            )
+    _WHOLE[optimizer] = sizes
+
+
 register_optimizer_step_pre_hook(lay_out_loaded_state)
+register_optimizer_step_pre_hook(refuse_split_weights)

@@ -43,6 +43,7 @@ _DEFAULTS = {
     "recompute": "none",
     "attention": "fused",
     "dropout": False,
+    "split_main_params": False,
     "reserve": 0,
     "rank": 0,
 }
@@ -85,6 +86,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         ("--moments-dtype", "AdamW's moments (default: that of the main weights)"),
     ):
         sharding.add_argument(name, choices=tuple(_DTYPES), help=meaning)
+    sharding.add_argument(
+        "--split-main-params",
+        action="store_true",
+        default=None,
+        help="keep fp32 main weights as the bf16 weights and their 16-bit remainders; gradients rest in bf16 then",
+    )
     work = parser.add_argument_group("work of one rank")
     work.add_argument("--micro-batch", type=positive_integer, metavar="N", help="sequences in a forward pass")
     work.add_argument("--seq-length", type=positive_integer, metavar="S", help="tokens in a sequence (default 4096)")
@@ -147,6 +154,8 @@ class Options:
 
     def __getitem__(self, name: str) -> object:
         value = getattr(self.values, name)
+        if value is None and name == "main_grads_dtype" and self.values.split_main_params:
+            return "bf16"
         return _DEFAULTS.get(name) if value is None else value
 
     def subject(self) -> Subject:
@@ -175,7 +184,10 @@ class Options:
         compute, main, reduce, grads = (
             _DTYPES[str(self[name])] for name in ("dtype", "main_dtype", "reduce_dtype", "main_grads_dtype")
         )
-        return MixedPrecisionPolicy(compute, reduce, main_params_dtype=main, main_grads_dtype=grads)
+        is_split = bool(self["split_main_params"])
+        return MixedPrecisionPolicy(
+            compute, reduce, main_params_dtype=main, main_grads_dtype=grads, split_main_params=is_split
+        )
 
     def moments_dtype(self) -> torch.dtype | None:
         """Return the dtype of AdamW's moments, None for that of the main weights."""
@@ -239,7 +251,9 @@ class Options:
         mesh = "x".join(str(axis.size) for axis in setup.sharding.axes)
         yield f"{_sharded(setup)}: {self.choice('strategy', setup.strategy)}, {self.choice('mesh', mesh)}"
         yield f"weights compute and travel in {self['dtype']}: {self.cause('dtype')}"
-        yield f"the optimizer steps {self['main_dtype']} weights: {self.cause('main_dtype')}"
+        split = " in two halves" if self["split_main_params"] else ""
+        cause = self.cause("main_dtype") + (", --split-main-params" if split else "")
+        yield f"the optimizer steps {self['main_dtype']} weights{split}: {cause}"
         yield f"gradients travel in {self['reduce_dtype']}: {self.cause('reduce_dtype')}"
         yield f"gradients rest in {self['main_grads_dtype']}: {self.cause('main_grads_dtype')}"
         moments = self.values.moments_dtype

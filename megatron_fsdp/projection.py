@@ -125,7 +125,7 @@ def _memory(subject: Subject, setup: Setup, facts: ModelFacts, forecast: Forecas
                 resting[buffer.kind] += counts[key] * num_bytes
         moments += counts[key] * adamw_bytes(group, setup.moments_dtype)
     yield MemoryPart("compute weights", resting["model_weight"])
-    yield MemoryPart("main weights", resting["main_weight"])
+    yield MemoryPart("main weights", resting["main_weight"] + resting["remainder"])
     yield MemoryPart("gradients", resting["main_grad"])
     yield MemoryPart("AdamW moments", moments)
     yield MemoryPart("gathered and packed", max(peak.num_bytes for peak in forecast.peaks.values()))

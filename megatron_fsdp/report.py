@@ -60,7 +60,8 @@ def report_of(
 
     Args:
         forecast: of the same facts and microbatches, where it is known already.
-        moments_dtype: of the optimizer's two moments. None: the main weights', as ``torch.optim.AdamW`` has them.
+        moments_dtype: of the optimizer's two moments. None: the main weights', as ``torch.optim.AdamW`` has them; FP32
+            where these are split.
     """
     if num_microbatches < 1:
         raise ConfigError(f"explain: num_microbatches={num_microbatches}; an optimizer step has at least one")
@@ -177,7 +178,7 @@ def adamw_bytes(group: GroupFacts, moments_dtype: torch.dtype | None = None) -> 
     """Return what two moments and a step count per parameter take on this rank; see ``report_of``."""
     if not group.requires_grad:
         return 0
-    itemsize = (moments_dtype or group.dtypes.main).itemsize
+    itemsize = (moments_dtype or group.dtypes.stepped).itemsize
     return 2 * group.trained_numel() * itemsize + 4 * (len(group.names) - len(group.frozen))
 
 

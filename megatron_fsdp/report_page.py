@@ -37,7 +37,7 @@ class BufferReport:
     """One flat buffer on one rank.
 
     Attributes:
-        kind: main_weight, model_weight, main_grad; gathered weights, packed gradients (allocated while in use).
+        kind: main_weight, remainder, model_weight, main_grad; gathered weights, packed gradients (allocated while in use).
         dtype: as PyTorch names it, such as float32. placement: on each mesh axis.
         num_bytes: of this rank's part. shares: the buffer whose memory it is a part of; empty when it has its own.
     """

@@ -97,7 +97,7 @@ def import_safetensors(
     finally:
         for reader in opened:
             reader.__exit__(None, None, None)
-    announce_change(model)
+    announce_change(model, view)
 
 
 def names_once(names: Sequence[str], ties: Sequence[Sequence[str]]) -> list[str]:

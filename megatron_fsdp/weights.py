@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from dbuffer.route import Route
 from dbuffer_kernels import cast_copy
 from megatron_fsdp.partial_reshard import PostForwardShard
 from megatron_fsdp.precision import GroupDtypes
+from megatron_fsdp.remainder import Remainder
 from megatron_fsdp.strategy import Placements
 
 __all__ = ["GatherFunction", "GroupSpec", "WeightBuffers"]
@@ -63,7 +64,7 @@ class WeightBuffers:
     """Main weights, weights at rest, and gathered weights, and how one becomes the other.
 
     Attributes:
-        main: what the optimizer updates. model: the compute-dtype copy at rest; the same buffer as ``main`` where dtype
+        main: what the optimizer updates. remainder: what it lacks of FP32 weights; None unless these are split. model: the compute-dtype copy at rest; the same buffer as ``main`` where dtype
             and placement agree, and sharing its memory where only the placement is coarser.
         gathered: what compute uses; ``model`` itself where that rests whole on every rank.
         rests_whole: whether it does.
@@ -95,6 +96,7 @@ class WeightBuffers:
         self._gathered_shard = self.gathered.slice_view(resting)
         self._is_from_part = False
         self._route: Route | None = None
+        self.remainder = Remainder(self.main, pin_memory=spec.is_pinned) if dtypes.is_split else None
         self.rename(name)
         self.main.zero_()
 
@@ -106,8 +108,29 @@ class WeightBuffers:
         """Take another unit name, for messages."""
         self.main.rename(f"unit {name!r}: main_weight")
         self.model.rename(f"unit {name!r}: model_weight")
+        if self.remainder is not None:
+            self.remainder.buffer.rename(f"unit {name!r}: remainder")
         if not self.rests_whole:
             self.gathered.rename(f"unit {name!r}: gathered weights")
+
+    def values(self) -> DBuffer:
+        """Return main weights in the dtype in which they are stepped: ``main``, or an FP32 copy where they are split.
+
+        Changes of a copy count when ``store`` has taken it.
+        """
+        return self.main if self.remainder is None else self.remainder.join()
+
+    def store(self, values: DBuffer) -> None:
+        """Take over what ``values`` returned, with what was written to it since."""
+        if self.remainder is not None:
+            self.remainder.split(values)
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Write main weights from whole tensors in plan order, of any dtype and device."""
+        values = self.values()
+        for index, tensor in enumerate(tensors):
+            values.write_tensor(index, tensor)
+        self.store(values)
 
     @property
     def refreshes_locally(self) -> bool:
@@ -160,6 +183,15 @@ class WeightBuffers:
         main, model = self.main, self.model
         if main is model:
             return False
+        if self.remainder is None:
+            return self._refresh(main, model)
+        # The gather writes main weights too, with the values they have: the remainder stays theirs.
+        self.remainder.current()
+        is_written = self._refresh(main, model)
+        self.remainder.accept()
+        return is_written
+
+    def _refresh(self, main: DBuffer, model: DBuffer) -> bool:
         shard = model if self.refreshes_locally else model.slice_view(main.placements)
         if shard.local_buffer.data_ptr() != main.local_buffer.data_ptr():
             cast_copy(main.local_buffer, shard.local_buffer)
