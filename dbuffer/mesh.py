@@ -46,10 +46,11 @@ class MeshAxis:
         """
         if not self.has_separate_reduce_group:
             return self.gather_group
-        if self.gather_group not in _REDUCE_GROUPS:
+        known: dist.ProcessGroup | None = _REDUCE_GROUPS.get(self.gather_group)
+        if known is None:
             ranks = dist.get_process_group_ranks(self.gather_group)
-            _REDUCE_GROUPS[self.gather_group] = new_group(ranks, f"reduce over {self.name}")
-        return _REDUCE_GROUPS[self.gather_group]
+            known = _REDUCE_GROUPS[self.gather_group] = new_group(ranks, f"reduce over {self.name}")
+        return known
 
 
 def new_group(ranks: list[int], description: str, *, backend: str | None = None) -> dist.ProcessGroup:

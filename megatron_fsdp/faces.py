@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -26,11 +26,24 @@ from megatron_fsdp.sites import Sites
 __all__ = ["Faces", "GradientReceiver", "is_laid_out_like"]
 
 
-class GradientReceiver(Protocol):
-    """Who takes over the gradients of gathered weights."""
+_REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
+# Called for all parameters of a group: the attribute of a DTensor costs a Python call otherwise.
+_requires_grad = _REQUIRES_GRAD.__get__
 
-    def gradient_ready(self, index: int, parameter: torch.Tensor) -> None:
+
+class GradientSink(Protocol):
+    """Where the gradients of gathered weights go."""
+
+    def receive(self, index: int, parameter: torch.Tensor) -> None:
         """Autograd has accumulated the gradient of parameter ``index`` into ``parameter.grad``."""
+
+
+class GradientReceiver(Protocol):
+    """Who has the sink; another one after ``materialize``."""
+
+    @property
+    def gradients(self) -> GradientSink | None:
+        """What takes them; None where nothing was ever trained."""
 
 
 class Faces:
@@ -53,6 +66,7 @@ class Faces:
         self.has_splits = any(parameter.split is not None for parameter in owned)
         self.sharded = [self._sharded_face(index) for index in range(len(owned))]
         self.gathered = [self._gathered_face(index, gathered) for index in range(len(owned))]
+        self._follow_locals()
         self._listening = bytearray(len(owned))
         self._receiver = weakref.ref(receiver)
         for index, parameter in enumerate(owned):
@@ -108,11 +122,10 @@ class Faces:
     def changed_requires_grad(self) -> list[int]:
         """Return which parameters were frozen or unfrozen since compute last used them."""
         with torch._C.DisableTorchFunctionSubclass():
-            return [
-                index
-                for index, (resting, used) in enumerate(zip(self.sharded, self.gathered, strict=True))
-                if resting.requires_grad is not used.requires_grad
-            ]
+            resting, used = list(map(_requires_grad, self.sharded)), list(map(_requires_grad, self.gathered))
+        if resting == used:
+            return []
+        return [index for index, (one, other) in enumerate(zip(resting, used, strict=True)) if one is not other]
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Make the gathered face require a gradient, and hear of it, or not."""
@@ -151,11 +164,7 @@ class Faces:
 
     def version(self) -> int:
         """Return a number that grows with every in-place change of a sharded parameter that PyTorch counts."""
-        version = 0
-        with torch._C.DisableTorchFunctionSubclass():
-            for face in self.sharded:
-                version += face._version + face._local_tensor._version  # type: ignore[attr-defined]  # a DTensor
-        return version
+        return sum([local._version for local in self._locals])
 
     def readopt(self, unit: str) -> bool:
         """Copy values back where somebody replaced a registered parameter or its tensor; tell whether any was.
@@ -191,6 +200,11 @@ class Faces:
                 whole = current.full_tensor() if isinstance(current, DTensor) else current
                 buffer.write_tensor(index, whole if owned.split is None else owned.split.local_part(whole))
             face.data = self._resting(index)
+            self._follow_locals()
+
+    def _follow_locals(self) -> None:
+        # Every in-place operator on a sharded parameter changes the version of the rows below it.
+        self._locals = [face._local_tensor for face in self.sharded if isinstance(face, DTensor)]
 
     def laid_out(self, face: torch.Tensor, value: torch.Tensor) -> DTensor:
         """Return ``value``, a whole tensor or a DTensor of any placement, as a DTensor laid out like a parameter.
@@ -228,8 +242,9 @@ def _touched_slices(value: torch.Tensor, template: FlatDTensor) -> torch.Tensor 
 def _gradient_hook(receiver: weakref.ref[GradientReceiver], index: int) -> Callable[[torch.Tensor], None]:
     def receive(parameter: torch.Tensor) -> None:
         owner = receiver()
-        if owner is not None:
-            owner.gradient_ready(index, parameter)
+        gradients = None if owner is None else owner.gradients
+        if gradients is not None:
+            gradients.receive(index, parameter)
 
     return receive
 

@@ -21,6 +21,7 @@ from dbuffer.placements import BufferPlacement
 from dbuffer_kernels import accumulate
 from megatron_fsdp.faces import Faces
 from megatron_fsdp.fused_linear import add_product, offer_products
+from megatron_fsdp.grad_attribute import SmallGradients, assign_grads, clear_grads, grads_of
 from megatron_fsdp.gradient_spec import GradientObserver, GradientSpec, GradState
 from megatron_fsdp.lanes import Ticket
 from megatron_fsdp.reduction import Reduction
@@ -74,6 +75,7 @@ class GradientBuffer:
             is_pinned=spec.is_pinned,
         )  # fmt: skip
         self._views = [self._packed.get_local_tensor(index) for index in range(len(self._parameters))]
+        self._small = SmallGradients(self._views)
         self._gaps = [self._packed.local_buffer[gap.start : gap.stop] for gap in self._packed.layout.padding()]
         if not self.rests_partial:
             self._packed.release_storage()
@@ -149,7 +151,7 @@ class GradientBuffer:
             if not self._is_begun:
                 self._begin_once()
             if self._copies and not self._filled[index] and gradient.layout is torch.strided:
-                self._views[index].copy_(gradient)
+                self._small.copy(index, gradient)
             else:
                 self._add(index, gradient)
             self._filled[index] = 1
@@ -167,6 +169,7 @@ class GradientBuffer:
                 observer.gradient_arrived()
 
     def _add(self, index: int, gradient: torch.Tensor) -> None:
+        self._small.pack()
         gradient = self._owner_faces.local_gradient(index, gradient)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
@@ -179,6 +182,7 @@ class GradientBuffer:
     def receive_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add ``left @ right`` to the packed gradient of a parameter; ``receive`` says when all of it is there."""
         self._begin_once()
+        self._small.pack()
         add_product(left, right, self._views[index], scale=self._pack_scale, overwrite=not self._filled[index])
         self._filled[index] = self._multiplied[index] = 1
 
@@ -222,6 +226,7 @@ class GradientBuffer:
             reduce: issue the reduction of the packed buffer and its fold into ``main_grad``, with zeros for parameters
                 that got no gradient here (other ranks may have one). False keeps it for the next backward to add to.
         """
+        self._small.pack()
         num_arrived, self._num_arrived = self._num_arrived, 0
         self._arrived = bytearray(len(self._parameters))
         self._is_begun = False
@@ -271,6 +276,7 @@ class GradientBuffer:
         that no parameter shows yet are dropped.
         """
         self.wait()
+        self._small.drop()
         self._arrived = bytearray(len(self._parameters))
         self._filled = bytearray(len(self._parameters))
         self._multiplied = bytearray(len(self._parameters))
@@ -301,17 +307,14 @@ class GradientBuffer:
         self.state = GradState.PARTIAL
         # From here to ``show`` a gradient on a sharded parameter is one that autograd put there itself.
         self._is_taken_over = True
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self._parameters:
-                parameter.grad = None
+        clear_grads(self._parameters)
         if self._final is not self.main_grad:
             # The memory around the final slice holds what the last reduction left: keep the slice aside, start over.
             self._carry = self._final.local_buffer.clone()
             self.state = GradState.EMPTY
 
     def _shown(self) -> list[torch.Tensor | None]:
-        with torch._C.DisableTorchFunctionSubclass():
-            return [parameter.grad for parameter in self._parameters]
+        return grads_of(self._parameters)
 
     def _adopt_user_gradients(self, shown: Sequence[torch.Tensor | None]) -> None:
         for index, gradient in enumerate(shown):
@@ -337,7 +340,10 @@ class GradientBuffer:
         self.show()
 
     def _add_direct_gradients(self) -> None:
-        for index, gradient in enumerate(self._shown()):
+        shown = self._shown()
+        if not any(gradient is not None for gradient in shown):
+            return
+        for index, gradient in enumerate(shown):
             if gradient is not None:
                 self._final.get_local_tensor(index).view(-1).add_(
                     self._owner_faces.own_rows(index, gradient).reshape(-1)
@@ -377,15 +383,6 @@ class GradientBuffer:
             if self._final.dtype is not self._template.dtype:
                 for parameter in self._parameters:
                     parameter.grad_dtype = None  # any dtype may be assigned then
-        hooked = []
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter, face, trained in zip(self._parameters, self._faces, self._trained, strict=True):
-                if trained:
-                    if parameter.grad is not face:
-                        parameter.grad = face
-                    if parameter._post_accumulate_grad_hooks:
-                        hooked.append(parameter)
         # Autograd accumulates into the gathered parameters, so it calls no hook of the sharded ones.
-        for parameter in hooked:
-            for hook in tuple(parameter._post_accumulate_grad_hooks.values()):
-                hook(parameter)
+        for call_hook in assign_grads(self._parameters, self._faces, self._trained):
+            call_hook()

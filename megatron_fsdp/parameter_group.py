@@ -201,11 +201,6 @@ class ParameterGroup:
             for owned, face in zip(self._owned, self.faces.sharded, strict=True):
                 owned.parameter = face
 
-    def gradient_ready(self, index: int, parameter: torch.Tensor) -> None:
-        """Take over a gradient that autograd has accumulated."""
-        if self.gradients is not None:
-            self.gradients.receive(index, parameter)
-
     def follow_requires_grad(self) -> bool:
         """Take notice of parameters that were frozen or unfrozen; tell whether any was.
 

@@ -1,0 +1,82 @@
+"""The ``.grad`` of many sharded parameters at once, and small gradients on their way into a buffer together.
+
+An attribute of a DTensor costs a Python call, a copy of a few elements a launch; a unit has dozens of each.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["SmallGradients", "assign_grads", "clear_grads", "grads_of"]
+
+_GRAD: Any = torch._C.TensorBase.grad
+_get, _set = _GRAD.__get__, _GRAD.__set__
+_SMALL_NUMEL = 1 << 14
+_MAX_WAITING = 64
+
+
+def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return ``.grad`` of each parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(_get, parameters))
+
+
+def clear_grads(parameters: Iterable[torch.Tensor]) -> None:
+    """Set ``.grad`` of each parameter to None."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in parameters:
+            _set(parameter, None)
+
+
+def assign_grads(
+    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], wanted: Sequence[int]
+) -> list[Callable[[], object]]:
+    """Set ``.grad`` of the parameters that are wanted (nonzero); return the calls of their hooks, in order."""
+    calls: list[Callable[[], object]] = []
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter, gradient, is_wanted in zip(parameters, gradients, wanted, strict=True):
+            if is_wanted:
+                if _get(parameter) is not gradient:
+                    _set(parameter, gradient)
+                hooks: dict[int, Callable[..., object]] | None = parameter._post_accumulate_grad_hooks
+                if hooks:
+                    calls += (functools.partial(hook, parameter) for hook in hooks.values())
+    return calls
+
+
+class SmallGradients:
+    """Gradients of few elements that wait for each other, to be copied in one call, and one launch.
+
+    Args:
+        views: where the gradient of each parameter belongs.
+    """
+
+    def __init__(self, views: Sequence[torch.Tensor]) -> None:
+        self._views = views
+        self._indices: list[int] = []
+        self._gradients: list[torch.Tensor] = []
+
+    def copy(self, index: int, gradient: torch.Tensor) -> None:
+        """Copy a gradient into its view, at once or at the next ``pack``."""
+        if gradient.numel() > _SMALL_NUMEL:
+            self._views[index].copy_(gradient)
+            return
+        self._indices.append(index)
+        self._gradients.append(gradient)
+        if len(self._gradients) == _MAX_WAITING:
+            self.pack()
+
+    def pack(self) -> None:
+        """Copy what waits."""
+        if self._gradients:
+            torch._foreach_copy_([self._views[index] for index in self._indices], self._gradients)
+            self.drop()
+
+    def drop(self) -> None:
+        """Forget what waits."""
+        self._indices.clear()
+        self._gradients.clear()
