@@ -20,6 +20,9 @@ from megatron_fsdp.errors import (
     StateError,
 )
 from megatron_fsdp.exclusion import fsdp_no_shard
+from megatron_fsdp.flat_optimizer import FlatOptimizer
+from megatron_fsdp.flat_parameters import flat_parameters
+from megatron_fsdp.fused_linear import expert_matmul
 from megatron_fsdp.huggingface import prepare_model
 from megatron_fsdp.lanes import record_transcript
 from megatron_fsdp.materialize import materialize
@@ -50,6 +53,7 @@ __all__ = [
     "DamagedCheckpointError",
     "DataParallelMeshDims",
     "FSDPModule",
+    "FlatOptimizer",
     "FsdpConfig",
     "FsdpError",
     "FsdpModule",
@@ -68,8 +72,10 @@ __all__ = [
     "add_megatron_fsdp_args",
     "check_gradients",
     "clip_grad_norm_",
+    "expert_matmul",
     "explain",
     "export_safetensors",
+    "flat_parameters",
     "fsdp_no_shard",
     "full_state_dict",
     "fully_shard",

@@ -47,10 +47,9 @@ class GroupBuilder:
             parameter.trained_main_dtype = self._policy.dtypes_for(first.dtype, requires_grad=True).stepped
         mesh, placements = self._target.mesh, self._target.placements
         spec = GroupSpec(mesh, placements, buffer_device(mesh), dtypes, self._divisor, is_meta=first.is_meta)
-        if self._policy.fuse_weight_gradients:
+        spec = replace(spec, fuses_weight_gradients=self._policy.fuse_weight_gradients)
+        if spec.fuses_weight_gradients:
             fuse_linear_layers(like)
-        else:
-            spec = replace(spec, fuses_weight_gradients=False)
         if like[0].is_replicated:
             spec = replace(spec, placements=placements.no_shard_on_all_axes())
         elif self._offload.is_on:

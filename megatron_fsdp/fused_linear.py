@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from megatron_fsdp.ownership import OwnedParameter
 
-__all__ = ["FusedLinear", "ProductReceiver", "add_product", "fuse_linear_layers", "offer_products"]
+__all__ = ["FusedLinear", "ProductReceiver", "add_product", "expert_matmul", "fuse_linear_layers", "offer_products"]
 
 # Attribute of a gathered weight that says where its gradient may be multiplied into. Copies of the weight have none.
 _ATTRIBUTE = "_fsdp_product_target"
@@ -186,15 +186,23 @@ def _fused_class(kind: type[nn.Linear]) -> type[FusedLinear]:
     return type(kind.__name__, (FusedLinear, kind), namespace)
 
 
-def offer_products(weights: Sequence[torch.Tensor], views: Sequence[torch.Tensor], receiver: ProductReceiver) -> None:
+def offer_products(
+    weights: Sequence[torch.Tensor],
+    views: Sequence[torch.Tensor],
+    receiver: ProductReceiver,
+    *,
+    is_wide: bool = False,
+) -> None:
     """Let backward multiply gradients of gathered weights into ``views``, where a product of theirs has the dtype.
 
     Args:
         weights: the gathered parameters, in plan order. views: of their packed buffer. receiver: who keeps it.
+        is_wide: also into FP32 views of 16-bit weights.
     """
     for index, (weight, view) in enumerate(zip(weights, views, strict=True)):
-        is_plain = type(weight) in _PLAIN and weight.ndim == 2 and weight.is_floating_point()
-        if is_plain and weight.dtype is view.dtype and weight.device == view.device:
+        is_plain = type(weight) in _PLAIN and weight.ndim in (2, 3) and weight.is_floating_point()
+        fits = weight.dtype is view.dtype or (is_wide and weight.itemsize == 2 and view.dtype is torch.float32)
+        if is_plain and fits and weight.device == view.device:
             setattr(weight, _ATTRIBUTE, _Target(receiver, index))
 
 
@@ -204,10 +212,61 @@ def add_product(
     """Add ``scale * (left @ right)`` to ``out``, or write it there, in one matrix product.
 
     Args:
-        left: (rows, n). right: (n, columns). out: (rows, columns) of the same dtype; may be uninitialised where it is
-            overwritten.
+        left: (rows, n), or (experts, rows, n). right: (n, columns), or with as many experts. out: (rows, columns), or
+            with experts, of the same dtype, or FP32 for 16-bit factors, whose sums are not rounded to 16 bits then; may
+            be uninitialised where it is overwritten.
     """
-    if overwrite and scale == 1.0:
-        torch.mm(left, right, out=out)
+    if out.dtype is not left.dtype and not out.is_cuda:
+        # Only CUDA has products of another dtype than their factors.
+        left, right = left.to(out.dtype), right.to(out.dtype)
+    is_batched = left.dim() == 3
+    beta = 0.0 if overwrite else 1.0
+    if out.dtype is not left.dtype:
+        add = torch.baddbmm if is_batched else torch.addmm
+        add(out, left, right, out_dtype=out.dtype, beta=beta, alpha=scale, out=out)
+    elif overwrite and scale == 1.0:
+        (torch.bmm if is_batched else torch.mm)(left, right, out=out)
     else:
-        out.addmm_(left, right, beta=0.0 if overwrite else 1.0, alpha=scale)
+        (out.baddbmm_ if is_batched else out.addmm_)(left, right, beta=beta, alpha=scale)
+
+
+def expert_matmul(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``torch.bmm(input, weight)``; backward multiplies the gradient of an expert weight into its unit's buffer.
+
+    For models that compute their experts in batches of equal size. An ordinary ``torch.bmm`` makes a tensor of the
+    gradients of all experts first. It is one where the weight is not gathered, or the conditions of ``nn.Linear``'s
+    fusion do not hold (docs/design/fused_gradients.md).
+
+    Args:
+        input: (experts, tokens, in). weight: (experts, in, out).
+    Returns:
+        (experts, tokens, out).
+    """
+    target = getattr(weight, _ATTRIBUTE, None)
+    if target is None or torch.compiler.is_compiling() or not weight.requires_grad or not _is_recorded_plainly():
+        return torch.bmm(input, weight)
+    factor = _as_factor(input, weight)
+    if factor is None:
+        return torch.bmm(input, weight)
+    output: torch.Tensor = _ExpertsIntoBuffer.apply(factor, weight, target)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _ExpertsIntoBuffer(torch.autograd.Function):
+    """``torch.bmm``, with the gradient of the weight added to its unit's buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, target: _Target) -> torch.Tensor:
+        ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
+        ctx.target = target
+        ctx.set_materialize_grads(False)
+        return torch.bmm(input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None, None
+        input, weight = ctx.saved_tensors
+        of_input = None if weight is None else torch.bmm(gradient, weight.mT)
+        return of_input, _weight_gradient(ctx.next_functions[1][0], ctx.target, input.mT, gradient), None

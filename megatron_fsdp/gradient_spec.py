@@ -30,7 +30,7 @@ class GradientSpec:
         divisor: the sum over ranks is divided by it.
         device: where gradients are produced and reduced.
         is_offloaded: ``main_grad`` lies in CPU memory, with the main weights. is_pinned: in pages that a GPU writes.
-        fuses_weight_gradients: linear layers may multiply gradients into the packed buffer.
+        fuses_weight_gradients: linear layers may multiply gradients into the packed buffer; "wide": of a wider dtype.
     """
 
     placements: Placements
@@ -40,7 +40,7 @@ class GradientSpec:
     device: torch.device
     is_offloaded: bool = False
     is_pinned: bool = False
-    fuses_weight_gradients: bool = True
+    fuses_weight_gradients: bool | str = True
 
 
 class GradientObserver(Protocol):

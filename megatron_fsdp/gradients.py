@@ -82,7 +82,8 @@ class GradientBuffer:
         self._faces: list[DTensor] = []
         self._tickets: list[Ticket] = []
         if spec.fuses_weight_gradients:
-            offer_products(faces.gathered, self._views, self)
+            is_wide = spec.fuses_weight_gradients == "wide"
+            offer_products(faces.gathered, self._views, self, is_wide=is_wide)
 
     def _buffer(
         self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, what: str, device: torch.device

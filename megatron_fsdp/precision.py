@@ -53,7 +53,8 @@ class MixedPrecisionPolicy:
             model whose own parameters are bf16 with FP32 main weights.
         main_grads_dtype: dtype in which gradients rest and accumulate. None: the main weights'.
         fuse_weight_gradients: let the backward of ``nn.Linear`` multiply the weight's gradient straight into the unit's
-            packed gradient buffer, which saves a tensor and a copy, wherever that buffer has the compute dtype.
+            packed gradient buffer, which saves a tensor and a copy, wherever that buffer has the compute dtype. "wide":
+            also into an FP32 buffer from bf16 or fp16 weights; what is then summed was never rounded to 16 bits.
         split_main_params: keep no FP32 copy of trained weights, but the 16 bits that the bf16 ones lack of it, without
             losing a bit: 2 bytes per parameter instead of 4, and gradients rest in bf16 unless told otherwise. For
             ``param_dtype=torch.bfloat16``, FP32 main weights and ``megatron_fsdp.AdamW`` (docs/design/adamw.md).
@@ -65,7 +66,7 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     main_params_dtype: torch.dtype | None = None
     main_grads_dtype: torch.dtype | None = None
-    fuse_weight_gradients: bool = True
+    fuse_weight_gradients: bool | str = True
     split_main_params: bool = False
 
     def __post_init__(self) -> None:
@@ -74,8 +75,9 @@ class MixedPrecisionPolicy:
             if field.name == "cast_forward_inputs" or (value is None and field.name != "split_main_params"):
                 continue
             if field.name in ("fuse_weight_gradients", "split_main_params"):
-                if not isinstance(value, bool):
-                    raise ConfigError(f"MixedPrecisionPolicy({field.name}={value!r}): give True or False")
+                choices = "True, False or 'wide'" if field.name == "fuse_weight_gradients" else "True or False"
+                if not isinstance(value, bool) and (value != "wide" or field.name != "fuse_weight_gradients"):
+                    raise ConfigError(f"MixedPrecisionPolicy({field.name}={value!r}): give {choices}")
                 continue
             if not isinstance(value, torch.dtype) or not value.is_floating_point:
                 raise ConfigError(

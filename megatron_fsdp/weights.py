@@ -36,7 +36,7 @@ class GroupSpec:
         is_offloaded: main weights, weights at rest and gradients live in CPU memory. is_pinned: in pages that a GPU
             reads.
         is_meta: the parameters are on the meta device: nothing is allocated before ``materialize``.
-        fuses_weight_gradients: backward of linear layers may multiply gradients into the packed buffer.
+        fuses_weight_gradients: as the policy's ``fuse_weight_gradients``.
     """
 
     mesh: DeviceMesh
@@ -47,7 +47,7 @@ class GroupSpec:
     is_offloaded: bool = False
     is_pinned: bool = False
     is_meta: bool = False
-    fuses_weight_gradients: bool = True
+    fuses_weight_gradients: bool | str = True
 
     @property
     def compute_device(self) -> torch.device:
@@ -64,8 +64,9 @@ class WeightBuffers:
     """Main weights, weights at rest, and gathered weights, and how one becomes the other.
 
     Attributes:
-        main: what the optimizer updates. remainder: what it lacks of FP32 weights; None unless these are split. model: the compute-dtype copy at rest; the same buffer as ``main`` where dtype
+        main: what the optimizer updates. model: the compute-dtype copy at rest; the same buffer as ``main`` where dtype
             and placement agree, and sharing its memory where only the placement is coarser.
+        remainder: what ``main`` lacks of FP32 weights; None unless these are split.
         gathered: what compute uses; ``model`` itself where that rests whole on every rank.
         rests_whole: whether it does.
         post_forward: the part kept from forward to backward, if any.

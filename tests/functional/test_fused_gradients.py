@@ -76,6 +76,13 @@ SETTINGS = {
     "divided by three as they are produced": Setting("no_shard", MixedPrecisionPolicy(), False, num_ranks=3),
     "gradients whole until the step": Setting("optim", MixedPrecisionPolicy(), True),
     "whole and in fp32 until the step": Setting("optim", MixedPrecisionPolicy(torch.bfloat16), False),
+    "bf16, reduced in fp32, wide": Setting(
+        "optim_grads_params", MixedPrecisionPolicy(torch.bfloat16, torch.float32, fuse_weight_gradients="wide"), True
+    ),
+    "whole and in fp32 until the step, wide": Setting(
+        "optim", MixedPrecisionPolicy(torch.bfloat16, fuse_weight_gradients="wide"), True
+    ),
+    "fp32 needs nothing wider": Setting("optim_grads_params", MixedPrecisionPolicy(fuse_weight_gradients="wide"), True),
     "switched off": Setting("optim_grads_params", MixedPrecisionPolicy(fuse_weight_gradients=False), False),
 }
 
