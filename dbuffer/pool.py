@@ -16,7 +16,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from dbuffer.errors import StorageError
 from dbuffer.meter import memory_meter
 
-__all__ = ["Allocate", "SlotPool", "from_communicator", "from_symmetric_memory"]
+__all__ = ["Allocate", "SlotPool", "can_exchange_memory", "from_communicator", "from_symmetric_memory"]
 
 Allocate = Callable[[int], torch.Tensor]
 """Returns that many bytes of memory, as a 1-D uint8 tensor."""
@@ -24,6 +24,11 @@ Allocate = Callable[[int], torch.Tensor]
 # Not in PyTorch 2.11.
 _CAN_EXCHANGE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 SIZINGS = ("by_size", "largest")
+
+
+def can_exchange_memory() -> bool:
+    """Whether this PyTorch's storages can, as slots need."""
+    return _CAN_EXCHANGE
 
 
 class SlotPool:
@@ -41,7 +46,7 @@ class SlotPool:
     def __init__(self, device: torch.device, sizing: str, allocate: Allocate | None = None) -> None:
         if sizing not in SIZINGS:
             raise StorageError(f"SlotPool: sizing={sizing!r}; give one of {', '.join(map(repr, SIZINGS))}")
-        if not _CAN_EXCHANGE:
+        if not can_exchange_memory():
             raise StorageError(
                 f"SlotPool: storages of PyTorch {torch.__version__} cannot exchange their memory; PyTorch 2.13 can. "
                 "Leave the buffers to the allocator."
