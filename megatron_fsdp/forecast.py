@@ -46,12 +46,13 @@ class Issue:
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """What one optimizer step takes; ``kept`` holds the units that wait for their backward with weights gathered,
-    though units like them are released.
+    though units like them are released; ``slot_bytes`` are those of all slots.
     """
 
     peaks: dict[Phase, Peak]
     issues: tuple[Issue, ...]
     kept: frozenset[int] = frozenset()
+    slot_bytes: int = 0
 
 
 def forecast_step(facts: ModelFacts, num_microbatches: int) -> Forecast:
@@ -70,7 +71,7 @@ def forecast_step(facts: ModelFacts, num_microbatches: int) -> Forecast:
         Issue(unit, group, phase, transfer, count) for (unit, group, phase, transfer), count in playback.issued.items()
     )
     peaks = {phase: playback.peaks.get(phase, Peak()) for phase in Phase}
-    return Forecast(peaks, tuple(issues), frozenset(playback.kept))
+    return Forecast(peaks, tuple(issues), frozenset(playback.kept), playback.slot_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,7 @@ class _Playback:
         self._active: list[int] = []
         self._arrived: Counter[int] = Counter()
         self._free: Counter[tuple[int, int]] = Counter()
+        self.slot_bytes = 0
 
     def start_counting(self) -> None:
         """Forget what was counted; what is gathered stays, but the optimizer has changed the weights since."""
@@ -370,6 +372,7 @@ class _Playback:
             self._free[slot] -= 1
         elif num_bytes:
             self._hold(slot[1], unit)
+            self.slot_bytes += slot[1]
 
     def _give_back(self, num_bytes: int, slot: tuple[int, int] | None) -> None:
         if slot is None:

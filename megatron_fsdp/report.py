@@ -92,6 +92,7 @@ def report_of(
         collectives=_collective_totals(units),
         unsharded=facts.unsharded,
         unsharded_bytes=facts.unsharded_bytes,
+        slot_bytes=forecast.slot_bytes,
     )
 
 

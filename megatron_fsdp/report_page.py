@@ -37,7 +37,8 @@ class BufferReport:
     """One flat buffer on one rank.
 
     Attributes:
-        kind: main_weight, remainder, model_weight, main_grad; gathered weights, packed gradients (allocated while in use).
+        kind: main_weight, remainder, model_weight, main_grad; gathered weights, packed gradients (allocated while in
+            use).
         dtype: as PyTorch names it, such as float32. placement: on each mesh axis.
         num_bytes: of this rank's part. shares: the buffer whose memory it is a part of; empty when it has its own.
     """
@@ -157,6 +158,7 @@ class Report:
         optimizer_bytes: what ``torch.optim.AdamW`` will add: two moments, and 4 bytes per parameter for its step count.
         largest_unit, largest_unit_bytes: DESIGN's B: the unit with most bytes of gathered weights in compute dtype.
         forward_peak, backward_peak, step_peak: the most bytes held beyond ``persistent_bytes``, and at which unit.
+        slot_bytes: of these, what is held in all phases once the first step is over: slots (``set_slot_pool``).
         num_roots: units with no unit around them; each has a schedule of its own.
         unsharded_bytes: parameters that belong to no unit, named in ``unsharded``.
         assumptions: what the peaks and the collectives rest on.
@@ -177,6 +179,7 @@ class Report:
     unsharded: tuple[str, ...]
     unsharded_bytes: int
     assumptions: tuple[str, ...] = ASSUMPTIONS
+    slot_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as dictionaries, lists, strings and numbers, ready for ``json.dumps``."""
@@ -267,6 +270,8 @@ def _total_lines(report: Report) -> list[str]:
         ("transient, forward", *peak(report.forward_peak)),
         ("transient, backward", *peak(report.backward_peak)),
         ("transient, optimizer step", *peak(report.step_peak)),
+        *[("of it slots that stay", format_bytes(report.slot_bytes), "weights and gradients take turns in them")]
+        * bool(report.slot_bytes),
         ("total at the highest", format_bytes(highest), "at rest + AdamW + transient, without activations"),
     ]
     return [f"{label:<26}{size:>12}  {note}".rstrip() for label, size, note in rows]

@@ -118,6 +118,12 @@ def slots_of(model: nn.Module) -> tuple[int, int]:
     return counts["weights"], counts["gradients"]
 
 
+def bytes_of_slots(model: nn.Module, use: str = "") -> int:
+    assert isinstance(model, FsdpModule)
+    pools = model._fsdp_unit.schedule.pools._pools
+    return sum(pool.nbytes for key, pool in pools.items() if str(key[0]).startswith(use))
+
+
 @dataclass
 class Run:
     """What one rank saw of a few steps."""
@@ -127,6 +133,7 @@ class Run:
     peaks: list[int] = field(default_factory=list)
     predicted: int = 0
     slots: tuple[int, int] = (0, 0)
+    slot_bytes: tuple[int, int] = (0, 0)
     left: int = 0
 
 
@@ -152,6 +159,8 @@ def train(name: str, sizing: str | None) -> Run:
     report = explain(model, setting.microbatches)
     seen.predicted = max(report.forward_peak.num_bytes, report.backward_peak.num_bytes)
     seen.slots = slots_of(model)
+    seen.slot_bytes = (bytes_of_slots(model), report.slot_bytes)
+    assert ("of it slots that stay" in str(report)) is (sizing is not None)
     del model, optimizer, loss
     seen.left = meter.current_bytes - start
     return seen
@@ -193,6 +202,7 @@ def test_peaks_with_slots_are_predicted_from_above_within_a_percent(runs: Runs) 
         for sizing in ("largest", "by_size"):
             seen = rank[sizing]
             if setting.is_predicted:
+                assert seen.slot_bytes[0] == seen.slot_bytes[1]
                 assert seen.peaks[-1] <= seen.predicted <= 1.01 * seen.peaks[-1]
 
 
@@ -310,9 +320,9 @@ def keep_weights() -> tuple[int, int]:
     model.set_reshard_after_forward(False)
     model.set_slot_pool("largest")
     model(inputs(dist.get_rank(), 0)).square().mean().backward()
-    pools = model._fsdp_unit.schedule.pools._pools
-    weights = sum(pool.nbytes for key, pool in pools.items() if key[0] == "weights")
-    return weights, sum(group.gathered.nbytes for each in model.layers for group in each.parameter_groups)
+    return bytes_of_slots(model, "weights"), sum(
+        group.gathered.nbytes for each in model.layers for group in each.parameter_groups
+    )
 
 
 def test_units_that_keep_their_weights_have_slots_of_their_own_size() -> None:
