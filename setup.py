@@ -12,6 +12,7 @@ INTEGRATIONS = [
     "accelerate>=1.15",
     "megatron-core>=0.16.1",
     "pyyaml>=6",
+    "tensorboard>=2.20",
     "torchtitan>=0.3; python_version >= '3.11'",
     "transformers>=5.20",
 ]

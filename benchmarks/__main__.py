@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, summary in found.items():
         bench = commands.add_parser(name, help=summary, description=summary)
         bench.add_argument("--out", type=Path, help="write the rows to this file, as JSON")
-        bench.add_argument("--results", type=Path, help="write the rows to BENCH.json in this folder")
+        bench.add_argument("--results", type=Path, help="write the rows to a file named after the bench in this folder")
         bench.add_argument("--chart", type=Path, help="draw the ratios among the rows as a PNG")
         # Only the bench that runs is imported: another may need what this machine lacks.
         module = importlib.import_module(f"benchmarks.bench_{name}") if name == chosen else None
@@ -42,11 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.command == "compare":
         print(comparison_text(args.before, args.after))
         return 0
-    rows: list[Row] = importlib.import_module(f"benchmarks.bench_{args.command}").run(args)
+    module = importlib.import_module(f"benchmarks.bench_{args.command}")
+    rows: list[Row] = module.run(args)
     if rows:
-        print(rows_text(rows))
+        # A bench may have a table of its own, and a name for its results that depends on what it ran on.
+        print(getattr(module, "rows_text", rows_text)(rows))
+    name = module.result_name(args) if hasattr(module, "result_name") else args.command
     given = {name: value for name, value in vars(args).items() if name not in ("out", "results", "chart")}
-    for path in (args.out, args.results and args.results / f"{args.command}.json"):
+    for path in (args.out, args.results and args.results / f"{name}.json"):
         if path:
             write_rows(path, rows, given)
             print(f"{len(rows)} rows in {path}")

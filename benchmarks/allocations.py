@@ -1,4 +1,4 @@
-"""What the CPU allocator hands out and takes back, by phase, and the bytes that operators move."""
+"""What the allocators hand out and takes back, by phase, and the bytes that operators move."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-__all__ = ["MovedBytes", "PhaseMemory", "phases_of"]
+__all__ = ["MovedBytes", "PhaseMemory", "cuda_phases_of", "phases_of"]
 
 _MARK = "phase: "
 
@@ -62,6 +62,31 @@ def phases_of(run: Callable[[Callable[[str], None]], object]) -> list[tuple[str,
             phase.peak, phase.end = max(phase.peak, held), held
     del result
     return phases[1:]
+
+
+def cuda_phases_of(run: Callable[[Callable[[str], None]], object]) -> list[tuple[str, PhaseMemory]]:
+    """Return what every phase of ``run`` held on the current CUDA device, as ``phases_of`` does for the CPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    phases: list[tuple[str, PhaseMemory]] = []
+
+    def finish() -> None:
+        torch.cuda.synchronize()
+        if phases:
+            phases[-1][1].peak = torch.cuda.max_memory_allocated() - before
+            phases[-1][1].end = torch.cuda.memory_allocated() - before
+
+    def begin(name: str) -> None:
+        finish()
+        held = torch.cuda.memory_allocated() - before
+        torch.cuda.reset_peak_memory_stats()
+        phases.append((name, PhaseMemory(held, held, held)))
+
+    result = run(begin)
+    finish()
+    del result
+    return phases
 
 
 def _flattened(events: Any) -> Iterator[Any]:

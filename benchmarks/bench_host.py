@@ -97,13 +97,13 @@ def run(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def measure(case: Mapping[str, int], rounds: int) -> list[Row]:
+def measure(case: Mapping[str, int], rounds: int, device: str = "cpu") -> list[Row]:
     """Return the rows of one model in the world that there is."""
-    mesh = world_mesh()
+    mesh = world_mesh(device)
     steps = {}
     for name, shard in ENGINES.items():
-        model = Model(case["layers"], case["parameters"])
-        steps[name] = functools.partial(step, shard(model, list(model.layers), mesh, Precision()))
+        model = Model(case["layers"], case["parameters"]).to(device)
+        steps[name] = functools.partial(step, shard(model, list(model.layers), mesh, Precision()), device)
     # The host's own seconds: what other processes take does not count.
     seconds = interleaved(steps, rounds=rounds, warmup=5, clock=time.process_time)
     added = {name: added_microseconds(seconds[name], seconds["plain"]) for name in steps if name != "plain"}
@@ -115,9 +115,9 @@ def measure(case: Mapping[str, int], rounds: int) -> list[Row]:
     return rows + hook_rows(case, steps["ours"], max(rounds // 2, 1))
 
 
-def step(model: nn.Module) -> None:
+def step(model: nn.Module, device: str = "cpu") -> None:
     """Run the model forward and backward, and drop the gradients."""
-    model(torch.ones(1, WIDTH)).sum().backward()
+    model(torch.ones(1, WIDTH, device=device)).sum().backward()
     model.zero_grad()
 
 

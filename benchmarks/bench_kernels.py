@@ -50,26 +50,31 @@ class Work:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the size and the number of rounds."""
+    """Add the size, the device and the number of rounds."""
     parser.add_argument("--numel", type=int, default=0, help="elements; 0: 2^28 on CUDA, 2^20 on the CPU")
     parser.add_argument("--rounds", type=int, default=11, help="measured calls of each kernel")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
 
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Measure every kernel, interleaved with the copy."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    numel = args.numel or (1 << 28 if device.type == "cuda" else 1 << 20)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return kernel_rows(args.numel or (1 << 28 if device.type == "cuda" else 1 << 20), device, args.rounds)
+
+
+def kernel_rows(numel: int, device: torch.device, rounds: int) -> list[Row]:
+    """Return the rates of all kernels on ``numel`` elements, and each over that of a copy in turn with it."""
     synchronize = torch.cuda.synchronize if device.type == "cuda" else None
     rows = []
     copy = copy_work(numel, device)
     for name, make in makers(numel, device).items():
         # One kernel's buffers at a time: together they would not fit.
         work = make()
-        seconds = interleaved({"copy": copy.call, name: work.call}, rounds=args.rounds, synchronize=synchronize)
+        seconds = interleaved({"copy": copy.call, name: work.call}, rounds=rounds, synchronize=synchronize)
         rates = [work.num_bytes / value for value in seconds[name].values]
         copy_rates = [copy.num_bytes / value for value in seconds["copy"].values]
         ratio = Samples(tuple(rate / other for rate, other in zip(rates, copy_rates, strict=True)))
-        case = {"kernel": name, "numel": numel, "backend": backend(device)}
+        case: dict[str, str | int | float] = {"kernel": name, "numel": numel, "backend": backend(device)}
         rows.append(Row("kernels", case, "rate", "B/s", Samples(tuple(rates)), higher_is_better=True))
         rows.append(Row("kernels", case, "rate over that of a copy", "", ratio, higher_is_better=True))
     return rows

@@ -4,22 +4,27 @@ One process is rank 0 of a world whose collectives do nothing. Peaks are those o
 a GPT on very few tokens, so that next to nothing but weights, gradients and optimizer state is held. Bytes moved are
 those that operators other than matrix products read and write in forward and backward, less what a plain model's do,
 per parameter; collectives are left out.
+
+``--peer-python PATH`` adds the whole step's peak of engines that live in an interpreter of their own.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 import megatron_fsdp
-from benchmarks.allocations import MovedBytes, PhaseMemory, phases_of
+from benchmarks.allocations import MovedBytes, PhaseMemory, cuda_phases_of, phases_of
 from benchmarks.engines import ENGINES, Precision, world_mesh
 from benchmarks.harness import Row, Samples
 from benchmarks.models import Model, Shape
 from benchmarks.null_group import null_world
+from benchmarks.peer_python import Peer, Task, add_peer_argument, ask, peers_of
+from benchmarks.torch_engines import make_model
 
 PRECISIONS = {
     "fp32": Precision(),
@@ -28,6 +33,7 @@ PRECISIONS = {
 }
 PHASES = ("forward", "backward", "step")
 NUM_STEPS = 3
+WHOLE_STEP = "peak of the whole step with what rests"
 Case = Mapping[str, str | int | float]
 
 
@@ -38,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64], help="of the worlds (default: 8 64)")
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=list(PRECISIONS))
+    add_peer_argument(parser)
 
 
 def run(args: argparse.Namespace) -> list[Row]:
@@ -46,24 +53,28 @@ def run(args: argparse.Namespace) -> list[Row]:
     sizes = (args.layers, args.width, args.vocabulary)
     shape = Shape(*sizes, batch=1, length=2, head_width=min(args.width, 64), compute=None)
     rows: list[Row] = []
+    peers = peers_of(args.peer_python)
     torch.set_flush_denormal(True)
     try:
         for num_ranks in args.ranks:
             with null_world(num_ranks):
                 for name in args.precisions:
                     case = {"precision": name, "ranks": num_ranks}
-                    rows += peak_rows(case, shape, PRECISIONS[name])
-                    rows += moved_rows(case, shape, PRECISIONS[name])
+                    found = peak_rows(case, shape, PRECISIONS[name])
+                    found += peer_rows(case, peers, Task("memory", shape, PRECISIONS[name], num_ranks, "null"), found)
+                    rows += found + moved_rows(case, shape, PRECISIONS[name])
     finally:
         torch.set_flush_denormal(False)
     return rows
 
 
-def peak_rows(case: Case, shape: Shape, precision: Precision) -> list[Row]:
+def peak_rows(case: Case, shape: Shape, precision: Precision, device: str = "cpu") -> list[Row]:
     """Return the peaks of ours and of FSDP2's third step, their ratios, and ours over the forecast."""
-    phases, forecast, num_parameters = {}, _forecast(shape, precision), _num_parameters(shape)
+    phases, num_parameters = {}, _num_parameters(shape)
+    forecast = _forecast(shape, precision, device)
+    measure = cuda_phases_of if device == "cuda" else phases_of
     for engine in ("ours", "FSDP2"):
-        phases[engine] = dict(phases_of(lambda begin, engine=engine: _train(engine, shape, precision, begin)))  # type: ignore[misc]
+        phases[engine] = dict(measure(lambda begin, engine=engine: _train(engine, shape, precision, device, begin)))  # type: ignore[misc]
     rows = []
     for engine, found in phases.items():
         rest = found["forward"].start
@@ -78,8 +89,25 @@ def peak_rows(case: Case, shape: Shape, precision: Precision) -> list[Row]:
             rows.append(_row(case, f"peak in {phase} over the forecast", "", mine / forecast[phase]))
     mine, peer = (phases[engine]["forward"].start for engine in ("ours", "FSDP2"))
     rows.append(_row(case, "bytes at rest over FSDP2's", "", mine / peer))
+    for engine, found in phases.items():
+        peak = max(found[phase].peak for phase in PHASES)
+        rows.append(_row({**case, "engine": engine}, WHOLE_STEP, "B", peak))
     mine, peer = (max(found[phase].peak for phase in PHASES) for found in phases.values())
     rows.append(_row(case, "peak of the whole step with what rests over FSDP2's", "", mine / peer))
+    return rows
+
+
+def peer_rows(case: Case, peers: Sequence[Peer], task: Task, ours: Sequence[Row]) -> list[Row]:
+    """Return the peak of each peer's third step in its interpreter, and ours over it."""
+    rows = []
+    mine = next(row for row in ours if row.metric == WHOLE_STEP and row.case["engine"] == "ours").samples.median
+    for peer, answers in ask(peers, task):
+        _, peak, _ = answers[0]["phases"]["whole step"]
+        for about, metric, unit, value in (
+            ({"engine": peer.label}, WHOLE_STEP, "B", peak),
+            ({"peer": peer.label}, f"{WHOLE_STEP} over peer's", "", mine / peak),
+        ):
+            rows.append(replace(_row({**case, **about}, metric, unit, value), notes=peer.notes))
     return rows
 
 
@@ -102,10 +130,9 @@ def _above_rest(phases: Mapping[str, PhaseMemory], phase: str) -> int:
     return phases[phase].peak - phases["forward"].start
 
 
-def _sharded(engine: str, shape: Shape, precision: Precision) -> nn.Module:
-    torch.manual_seed(0)
-    model = Model(shape)
-    return ENGINES[engine](model, list(model.layers), world_mesh(), precision)
+def _sharded(engine: str, shape: Shape, precision: Precision, device: str = "cpu") -> nn.Module:
+    model = make_model(shape, device)
+    return ENGINES[engine](model, list(model.layers), world_mesh(device), precision)
 
 
 def _num_parameters(shape: Shape) -> int:
@@ -113,17 +140,17 @@ def _num_parameters(shape: Shape) -> int:
         return sum(parameter.numel() for parameter in Model(shape).parameters())
 
 
-def _forecast(shape: Shape, precision: Precision) -> dict[str, int]:
-    report = megatron_fsdp.explain(_sharded("ours", shape, precision))
+def _forecast(shape: Shape, precision: Precision, device: str) -> dict[str, int]:
+    report = megatron_fsdp.explain(_sharded("ours", shape, precision, device))
     peaks = (report.forward_peak, report.backward_peak)
     return {phase: peak.num_bytes for phase, peak in zip(PHASES, peaks, strict=False)}
 
 
-def _train(engine: str, shape: Shape, precision: Precision, begin: Callable[[str], None]) -> None:
-    model = _sharded(engine, shape, precision)
+def _train(engine: str, shape: Shape, precision: Precision, device: str, begin: Callable[[str], None]) -> None:
+    model = _sharded(engine, shape, precision, device)
     kind = megatron_fsdp.AdamW if engine == "ours" else torch.optim.AdamW
     optimizer = kind(model.parameters(), lr=1e-4, fused=True)
-    tokens = torch.zeros(shape.batch, shape.length + 1, dtype=torch.long)
+    tokens = torch.zeros(shape.batch, shape.length + 1, dtype=torch.long, device=device)
     for _ in range(NUM_STEPS):
         begin("forward")
         loss = model(tokens)

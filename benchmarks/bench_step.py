@@ -7,23 +7,26 @@ same bytes, and AdamW on this rank's shard.
 
 With ``--device cuda`` a Llama-like model is trained beside FSDP2 on one GPU, as rank 0 of worlds whose collectives
 do nothing.
+
+``--peer-python PATH`` adds engines that live in an interpreter of their own, with FSDP2 beside them there.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
+from benchmarks.allocations import cuda_phases_of, phases_of
 from benchmarks.engines import Precision
-from benchmarks.harness import Row, Samples, ratio, samples_of
+from benchmarks.harness import Row, Samples, interleaved, ratio
 from benchmarks.models import Shape
 from benchmarks.null_group import null_world
+from benchmarks.peer_python import Peer, Task, add_peer_argument, ask, peers_of, times_of
+from benchmarks.torch_engines import Step, Times, train_in_turn
 from benchmarks.trainers import TRAINERS
 from tests.harness import run_ranks
 
@@ -35,8 +38,8 @@ PRECISIONS = {
 # They have no FP32 main weights beside bf16 ones.
 FP32_ONLY = ("DDP", "DDP, ZeroRedundancyOptimizer")
 MODELS = ("2x64", "4x256", "moe")
-# Name to [rank][round] of (wall seconds, processor seconds).
-Times = dict[str, list[tuple[float, float]]]
+LLAMA_LIKE = Shape(24, 2048, 32000, batch=4, length=2048, head_width=128, compute=None)
+_NUM_STEPS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,20 +54,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64], help="with cuda (default: 8 64)")
+    add_peer_argument(parser)
 
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Measure every model in every precision."""
     if args.device == "cuda":
         return gpu_rows(args)
-    rows = []
+    rows, peers = [], peers_of(args.peer_python)
     for name in args.models:
         for precision in args.precisions:
             shape = shape_of(name, args)
             engines = [engine for engine in args.engines if precision == "fp32" or engine not in FP32_ONLY]
             call = (engines, shape, PRECISIONS[precision], args.rounds)
             ranks = run_ranks(args.ranks, train_interleaved, *call, timeout=3000.0)
-            rows += step_rows({"model": name, "precision": precision, "ranks": args.ranks}, ranks)
+            case = {"model": name, "precision": precision, "ranks": args.ranks}
+            found = step_rows(case, ranks)
+            task = Task("step", shape, PRECISIONS[precision], args.ranks, rounds=args.rounds)
+            rows += found + peer_rows(case, peers, task, found)
     return rows
 
 
@@ -80,34 +87,54 @@ def shape_of(name: str, args: argparse.Namespace) -> Shape:
 def train_interleaved(engines: Sequence[str], shape: Shape, precision: Precision, rounds: int) -> Times:
     """Train by all engines in turn, and return what each of their steps took on this rank."""
     steps = {name: TRAINERS[name](shape, precision, "cpu") for name in engines}
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    times: Times = {name: [] for name in engines}
-    for number in range(-2, rounds):
-        tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length + 1), generator=generator)
-        for name in list(engines) if number % 2 else list(engines)[::-1]:
-            dist.barrier()
-            wall, processor = time.perf_counter(), time.process_time()
-            steps[name](tokens)
-            spent = time.perf_counter() - wall, time.process_time() - processor
-            if number >= 0:
-                times[name].append(spent)
-    return times
+    return train_in_turn(steps, shape, rounds)
 
 
-def step_rows(case: Mapping[str, str | int | float], ranks: Sequence[Times]) -> list[Row]:
-    """Return seconds of each engine, the wall time of the slowest rank and all ranks' processor time, and ratios."""
+def both(ranks: Sequence[Times]) -> dict[str, dict[str, Samples]]:
+    """Return by engine the wall time of the slowest rank, and the processor time of all, round by round."""
     wall, processor = {}, {}
     for name in ranks[0]:
         rounds = list(zip(*(times[name] for times in ranks), strict=True))
         wall[name] = Samples(tuple(max(spent[0] for spent in one) for one in rounds))
         processor[name] = Samples(tuple(sum(spent[1] for spent in one) for one in rounds))
+    return {"wall time": wall, "processor time": processor}
+
+
+def step_rows(case: Mapping[str, str | int | float], ranks: Sequence[Times]) -> list[Row]:
+    """Return seconds of each engine, the wall time of the slowest rank and all ranks' processor time, and ratios."""
     rows = []
-    for what, samples in (("wall time", wall), ("processor time", processor)):
+    for what, samples in both(ranks).items():
         for name, values in samples.items():
             rows.append(Row("step", {**case, "engine": name}, what, "s", values))
         for peer in [name for name in samples if name != "ours" and "ours" in samples]:
             values = ratio(samples["ours"], samples[peer])
             rows.append(Row("step", {**case, "peer": peer}, f"{what} over peer's", "", values))
+    return rows
+
+
+def peer_rows(
+    case: Mapping[str, str | int | float], peers: Sequence[Peer], task: Task, ours: Sequence[Row]
+) -> list[Row]:
+    """Return what each peer takes in its interpreter, over FSDP2 beside it there, and ours over the peer by FSDP2.
+
+    Args:
+        ours: the rows of this interpreter, where they have FSDP2's.
+    """
+    rows = []
+    for peer, answers in ask(peers, task):
+        times = [{peer.label: spent[peer.name], "FSDP2": spent["FSDP2"]} for spent in times_of(answers)]
+        for what, seconds in both(times).items():
+            for name, values in seconds.items():
+                engine = name if name == peer.label else f"FSDP2 beside {peer.label}"
+                rows.append(Row("step", {**case, "engine": engine}, what, "s", values, notes=peer.notes))
+            theirs = ratio(seconds[peer.label], seconds["FSDP2"])
+            beside = {**case, "engine": peer.label, "peer": "FSDP2"}
+            rows.append(Row("step", beside, f"{what} over peer's", "", theirs, notes=peer.notes))
+            mine = [row for row in ours if row.metric == f"{what} over peer's" and row.case.get("peer") == "FSDP2"]
+            if mine:
+                value = Samples((mine[0].samples.median / theirs.median,))
+                metric = f"{what} over peer's, by FSDP2 beside each"
+                rows.append(Row("step", {**case, "peer": peer.label}, metric, "", value, notes=peer.notes))
     return rows
 
 
@@ -119,30 +146,62 @@ def gpu_rows(args: argparse.Namespace) -> list[Row]:
     """
     if not torch.cuda.is_available():
         raise SystemExit("--device cuda: there is no CUDA device here; leave the option out to measure on the CPU")
-    shape = Shape(24, 2048, 32000, batch=4, length=2048, head_width=128, compute=None)
-    rows = []
+    rows, peers = [], peers_of(args.peer_python)
     for num_ranks in args.worlds:
-        case = {"model": "llama-like", "precision": "bf16", "ranks": num_ranks}
-        with null_world(num_ranks):
-            samples = {}
-            for name in ("ours", "FSDP2"):
-                samples[name] = _gpu_samples(name, shape, args.rounds)
-                # The model is gone with that call; its cycles and blocks must not count for the next.
-                gc.collect()
-                torch.cuda.empty_cache()
-                rows.append(Row("step", {**case, "engine": name}, "wall time", "s", samples[name][0]))
-                rows.append(Row("step", {**case, "engine": name}, "peak memory", "B", samples[name][1]))
-        for index, what in enumerate(("wall time", "peak memory")):
-            values = ratio(samples["ours"][index], samples["FSDP2"][index])
-            rows.append(Row("step", {**case, "peer": "FSDP2"}, f"{what} over peer's", "", values))
+        found = null_rows(LLAMA_LIKE, num_ranks, "cuda", args.rounds)
+        task = Task("step", LLAMA_LIKE, PRECISIONS["bf16"], num_ranks, "null", "cuda", args.rounds)
+        rows += found + peer_rows(null_case(LLAMA_LIKE, num_ranks), peers, task, found)
     return rows
 
 
-def _gpu_samples(name: str, shape: Shape, rounds: int) -> tuple[Samples, Samples]:
-    step = TRAINERS[name](shape, PRECISIONS["bf16"], "cuda")
-    tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length + 1), device="cuda")
-    step(tokens)
-    torch.cuda.reset_peak_memory_stats()
-    samples = samples_of(lambda: step(tokens), rounds=rounds, synchronize=torch.cuda.synchronize)
-    peak = Samples((float(torch.cuda.max_memory_allocated()),) * rounds)
-    return samples, peak
+def null_rows(shape: Shape, num_ranks: int, device: str, rounds: int) -> list[Row]:
+    """Train in bf16 as rank 0 of a world whose collectives do nothing: time and peak memory, and both over FSDP2's.
+
+    The peak is that of a step of an engine alone; the time that of engines in turn.
+
+    Args:
+        device: "cpu" or "cuda". rounds: measured steps.
+    """
+    case = null_case(shape, num_ranks)
+    engines = ("ours, flat AdamW", "ours", "FSDP2")
+    with null_world(num_ranks):
+        peaks = {name: Samples((float(_peak_of(name, shape, device)),)) for name in engines}
+        steps = {name: TRAINERS[name](shape, PRECISIONS["bf16"], device) for name in engines}
+        tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length + 1), device=device)
+        functions = {name: lambda step=step: step(tokens) for name, step in steps.items()}
+        synchronize = torch.cuda.synchronize if device == "cuda" else None
+        seconds = interleaved(functions, rounds=rounds, synchronize=synchronize)
+        del steps, functions
+    rows = []
+    for what, unit, samples in (("wall time", "s", seconds), ("peak memory", "B", peaks)):
+        rows += [Row("step", {**case, "engine": name}, what, unit, samples[name]) for name in engines]
+        for name in engines[:-1]:
+            values = ratio(samples[name], samples["FSDP2"])
+            rows.append(Row("step", {**case, "engine": name, "peer": "FSDP2"}, f"{what} over peer's", "", values))
+    return rows
+
+
+def null_case(shape: Shape, num_ranks: int) -> dict[str, str | int | float]:
+    """Return what the rows of such a step have in common."""
+    model = f"llama-like, {shape.num_layers} layers of {shape.width}"
+    return {"model": model, "tokens": shape.batch * shape.length, "precision": "bf16", "ranks": num_ranks}
+
+
+def _peak_of(name: str, shape: Shape, device: str) -> int:
+    """Return the most bytes that were held in the last of several steps, with all that rests."""
+    tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length + 1), device=device)
+
+    def run(begin: Callable[[str], None]) -> Step:
+        step = TRAINERS[name](shape, PRECISIONS["bf16"], device)
+        for number in range(_NUM_STEPS):
+            begin(f"step {number}")
+            step(tokens)
+        begin("rest")
+        return step
+
+    phases = dict(cuda_phases_of(run) if device == "cuda" else phases_of(run))
+    # The model is gone with that call; its cycles and blocks must not count for the next.
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return phases[f"step {_NUM_STEPS - 1}"].peak

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks.engines import Precision, ours, world_mesh
 from benchmarks.harness import Row, Samples, ratio
 from benchmarks.models import Shape
-from benchmarks.trainers import make_model
+from benchmarks.torch_engines import make_model
 from megatron_fsdp import Watch
 from tests.harness import run_ranks
 

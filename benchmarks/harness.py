@@ -4,6 +4,8 @@ A bench is a file ``bench_NAME.py`` in this folder with a docstring, whose first
 
     def add_arguments(parser: argparse.ArgumentParser) -> None       # optional
     def run(args: argparse.Namespace) -> list[Row]
+    def rows_text(rows: Sequence[Row]) -> str                        # optional: its own table
+    def result_name(args: argparse.Namespace) -> str                 # optional: its own name for --results
 
 ``python -m benchmarks NAME`` runs it, prints its rows, and with ``--out FILE`` writes them as JSON together with the
 machine, the versions and the commit. ``python -m benchmarks compare BEFORE AFTER`` compares two such files.

@@ -13,29 +13,11 @@ from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
 import megatron_fsdp
-from benchmarks.engines import Precision, fsdp2, ours, world_mesh
-from benchmarks.models import Model, Shape
+from benchmarks.engines import Precision, ours, world_mesh
+from benchmarks.models import Shape
+from benchmarks.torch_engines import LEARNING_RATE, Step, make_model, step_of, train_fsdp2
 
-__all__ = ["TRAINERS", "Step", "bare"]
-
-Step = Callable[[torch.Tensor], None]
-LEARNING_RATE = 1e-4
-
-
-def _step(model: nn.Module, optimizer: Any) -> Step:
-    def step(tokens: torch.Tensor) -> None:
-        model(tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def make_model(shape: Shape, device: str) -> Model:
-    """Make a model whose values are the same on every rank."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        return Model(shape)
+__all__ = ["TRAINERS", "bare"]
 
 
 def train_ours(shape: Shape, precision: Precision, device: str) -> Step:
@@ -43,21 +25,14 @@ def train_ours(shape: Shape, precision: Precision, device: str) -> Step:
     model = make_model(shape, device)
     ours(model, list(model.layers), world_mesh(device), precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    return _step(model, megatron_fsdp.fully_shard_optimizer(optimizer))
+    return step_of(model, megatron_fsdp.fully_shard_optimizer(optimizer))
 
 
 def train_ours_flat(shape: Shape, precision: Precision, device: str) -> Step:
     """Train by this project's fully_shard and its flat AdamW."""
     model = make_model(shape, device)
     ours(model, list(model.layers), world_mesh(device), precision)
-    return _step(model, megatron_fsdp.AdamW(model.parameters(), lr=LEARNING_RATE))
-
-
-def train_fsdp2(shape: Shape, precision: Precision, device: str) -> Step:
-    """Train by torch.distributed.fsdp.fully_shard and torch's fused AdamW."""
-    model = make_model(shape, device)
-    fsdp2(model, list(model.layers), world_mesh(device), precision)
-    return _step(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
+    return step_of(model, megatron_fsdp.AdamW(model.parameters(), lr=LEARNING_RATE))
 
 
 def train_fsdp1(shape: Shape, precision: Precision, device: str) -> Step:
@@ -77,13 +52,13 @@ def train_fsdp1(shape: Shape, precision: Precision, device: str) -> Step:
         wrapped = fsdp.FullyShardedDataParallel(
             model, auto_wrap_policy=wrap, mixed_precision=policy, use_orig_params=False, **options
         )
-    return _step(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=LEARNING_RATE, fused=True))
+    return step_of(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=LEARNING_RATE, fused=True))
 
 
 def train_ddp(shape: Shape, precision: Precision, device: str) -> Step:
     """Train by DistributedDataParallel and torch's fused AdamW: everything is whole on every rank."""
     model = DistributedDataParallel(make_model(shape, device), gradient_as_bucket_view=True)
-    return _step(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
+    return step_of(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
 
 
 def train_zero(shape: Shape, precision: Precision, device: str) -> Step:
@@ -96,7 +71,7 @@ def train_zero(shape: Shape, precision: Precision, device: str) -> Step:
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, fused=True, parameters_as_bucket_view=True
     )
-    return _step(model, optimizer)
+    return step_of(model, optimizer)
 
 
 def bare(shape: Shape, precision: Precision, device: str) -> Step:

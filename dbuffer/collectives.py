@@ -130,6 +130,77 @@ class _SliceWork(dist.Work):
         return True
 
 
+class _ExchangeWork(dist.Work):
+    """A reduce-scatter by exchange: each rank sends every other one its slice, and adds up what it received.
+
+    Half of the bytes of an all-reduce, for a buffer as large as what is received.
+    """
+
+    def __init__(self, full: torch.Tensor, output: torch.Tensor, axis: MeshAxis, op: str) -> None:
+        super().__init__()
+        self._output, self._divisor = output, axis.size if op == "avg" else 1
+        slices = full.view(axis.size, -1)
+        self._mine: torch.Tensor | None = slices[axis.rank]
+        # With one other rank nothing has to go by way of this rank's own slice.
+        is_pair = axis.size == 2
+        sent = slices[1 - axis.rank] if is_pair else full
+        splits = [sent.nbytes * (rank != axis.rank) for rank in range(2)] if is_pair else None
+        self._scratch = _take_scratch(sent.nbytes)
+        received = self._scratch[: sent.nbytes]
+        terms = enumerate(received.view(full.dtype).view(-1, output.numel()))
+        self._terms = [term for rank, term in terms if is_pair or rank != axis.rank]
+        leaving = sent.view(torch.uint8)
+        self._work: dist.Work = dist.all_to_all_single(
+            received, leaving, splits, splits, group=axis.reduce_group, async_op=True
+        )
+
+    def is_completed(self) -> bool:
+        """Whether everything was received."""
+        return self._work.is_completed()
+
+    def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
+        """Wait until the output holds the result.
+
+        Raises:
+            RuntimeError: it failed, or takes longer.
+        """
+        self._work.wait(timeout)
+        mine, self._mine = self._mine, None
+        if mine is not None:
+            output = self._output
+            if not _same_memory(output, mine):
+                output.copy_(mine)
+            for term in self._terms:
+                output.add_(term)
+            if self._divisor > 1:
+                output.div_(self._divisor)
+            self._terms.clear()
+            _give_scratch_back(self._scratch)
+        return True
+
+
+# Ranks decide alike, so by the size alone. Larger buffers are reduced in place.
+_MOST_EXCHANGED_BYTES = 1 << 26
+# Where exchanges that are over had received, for those to come.
+_scratch: list[torch.Tensor] = []
+_MOST_SCRATCH_KEPT = 2
+
+
+def _take_scratch(num_bytes: int) -> torch.Tensor:
+    for position, known in enumerate(_scratch):
+        if known.numel() >= num_bytes:
+            return _scratch.pop(position)
+    with torch.inference_mode(False):
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _give_scratch_back(scratch: torch.Tensor) -> None:
+    _scratch.append(scratch)
+    if len(_scratch) > _MOST_SCRATCH_KEPT:
+        _scratch.sort(key=torch.Tensor.numel)
+        del _scratch[0]
+
+
 _GLOO: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
 
 
@@ -190,6 +261,9 @@ def reduce_scatter(
         _notify("reduce_scatter", axis, full)
     is_asynchronous, group = _is_asynchronous(full, works), axis.reduce_group
     if full.device.type == "cpu" and _is_gloo(group):
+        if full.nbytes <= _MOST_EXCHANGED_BYTES:
+            _finish(_ExchangeWork(full, output, axis, op), works)
+            return
         work: dist.Work = dist.all_reduce(full, op=_reduce_op(op), group=group, async_op=True)
         _finish(_SliceWork(work, full, output, axis.rank), works)
         return

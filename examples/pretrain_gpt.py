@@ -10,59 +10,36 @@ One process without torchrun works too. Without --use-megatron-fsdp the model is
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from dbuffer import DBufferError
-from dbuffer.collectives import wait_for
 from gpt.arguments import parse_arguments
-from gpt.blend import DEFAULT_SPLIT, Samples, TrainingData, load_data
-from gpt.checkpoint import TrainingState, check_tracker, checkpoints_in, differences, resume_folder
+from gpt.blend import Samples
+from gpt.checkpoint import TrainingState, checkpoints_in
 from gpt.data import DataError, rank_samples
-from gpt.launch import Ranks, build_mesh, precision_line, report_error, select_device, start_process_group
+from gpt.job import DEFAULT_FOLDER, Job, started
+from gpt.launch import Ranks, report_error
 from gpt.learning_rate import LearningRate
-from gpt.model import GptModel, Recompute, next_token_loss
-from gpt.model_config import GptConfig
-from gpt.optimizer import build_optimizer, set_learning_rate
-from gpt.parallel import accumulation, clip_gradients, parallelize, unwrapped, watched
+from gpt.loss import MeanLoss, TokenLoss, step_weight, token_loss
+from gpt.optimizer import set_learning_rate
+from gpt.parallel import accumulation, clip_gradients, unwrapped, watched
 from gpt.profiling import StepProfiler
+from gpt.resume import data_flags, resume
 from gpt.sample import Sampling, generate_tokens
 from gpt.signals import StopSignal
-from gpt.tokenizer import Tokenizer, build_tokenizer, tokenizer_flags
-from gpt.train_log import Interval, IntervalMeans, IterationRecord, TrainLog, peak_memory_mib
-from megatron_fsdp import FsdpConfig, FsdpError, NonfiniteGradientError, check_gradients, explain, fully_shard_optimizer
-from megatron_fsdp.checkpoint_background import finish_pending_save
-
-_DEFAULT_FOLDER = Path("runs/gpt")
+from gpt.train_log import Interval, IntervalMeans, IterationRecord, peak_memory_mib
+from megatron_fsdp import FsdpError, NonfiniteGradientError, check_gradients
 
 
 class DivergedError(ArithmeticError):
     """The loss or the gradient norm is no longer a number."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What stays the same from the first step to the last."""
-
-    args: argparse.Namespace
-    ranks: Ranks
-    device: torch.device
-    data: TrainingData
-    tokenizer: Tokenizer
-    config: GptConfig
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    log: TrainLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +65,7 @@ def pretrain(args: argparse.Namespace, ranks: Ranks) -> None:
     with (
         started(args, ranks) as job,
         StopSignal(args.exit_duration_in_mins) as stop,
-        StepProfiler(args, ranks, args.save or _DEFAULT_FOLDER, job.log) as profiler,
+        StepProfiler(args, ranks, args.save or DEFAULT_FOLDER, job.log, job.model) as profiler,
         watched(job.model, args) as watch,
     ):
         state = resume(job)
@@ -137,17 +114,18 @@ def train_step(job: Job, state: TrainingState) -> StepResult:
         DivergedError: NaN or infinity in gradients, unless flags say to skip or not to look.
     """
     job.optimizer.zero_grad()
-    loss = torch.zeros((), device=job.device)
+    mean = MeanLoss(job.args, job.device)
     batches = microbatches(job, job.data.train, state.consumed_samples)
+    weight = step_weight(job.args, batches, job.masked_token)
     for index, text in enumerate(batches, start=1):
         with accumulation(job.model, is_last=index == len(batches)):
-            part = loss_of(job, text) / len(batches)
-            torch.autograd.backward(part)
-        loss += part.detach()
+            torch.autograd.backward(mean.add(loss_of(job, text)) * weight)
     grad_norm = clip_gradients(job.model, job.args.clip_grad)
+    if complaint := job.large_gradients.complaint(state.iteration + 1, grad_norm):
+        job.log.message(complaint)
     learning_rate = LearningRate.from_args(job.args).at(state.iteration + 1)
     set_learning_rate(job.optimizer, learning_rate)
-    loss = mean_over_ranks(loss)
+    loss = mean.over_ranks()
     try:
         is_good = check_gradients(job.model, grad_norm, nonfinite_policy(job.args))
     except NonfiniteGradientError as error:
@@ -175,11 +153,12 @@ def microbatches(job: Job, samples: Samples, first_sample: int) -> list[Tensor]:
     return [samples.batch(part, job.device) for part in numbers]
 
 
-def loss_of(job: Job, text: Tensor) -> Tensor:
+def loss_of(job: Job, text: Tensor) -> TokenLoss:
     """Return the loss of one microbatch; a replicated model has no bf16 weights, so it computes under autocast."""
     is_autocast = job.args.bf16 and not job.args.use_megatron_fsdp
     with torch.autocast(job.device.type, torch.bfloat16, enabled=is_autocast):
-        return next_token_loss(job.model, text, has_experts=job.config.num_experts is not None)
+        has_experts = job.config.num_experts is not None
+        return token_loss(job.model, text, has_experts=has_experts, masked_token=job.masked_token)
 
 
 @torch.no_grad()
@@ -188,13 +167,13 @@ def validate(job: Job, state: TrainingState) -> None:
     num_batches = job.args.eval_iters
     if num_batches == 0:
         return
-    loss = torch.zeros((), device=job.device)
+    mean = MeanLoss(job.args, job.device)
     with job.log.progress("validation", num_batches) as advance:
         for index in range(num_batches):
-            batches = microbatches(job, job.data.valid, index * job.args.global_batch_size)
-            loss += sum(loss_of(job, text) for text in batches) / (len(batches) * num_batches)
+            for text in microbatches(job, job.data.valid, index * job.args.global_batch_size):
+                mean.add(loss_of(job, text))
             advance()
-    job.log.validation(state.iteration, mean_over_ranks(loss).item())
+    job.log.validation(state.iteration, mean.over_ranks().item())
 
 
 def log_iteration(job: Job, state: TrainingState, result: StepResult, means: IntervalMeans) -> None:
@@ -241,13 +220,6 @@ def diverged(job: Job, iteration: int, what: str) -> DivergedError:
     )
 
 
-def mean_over_ranks(value: Tensor) -> Tensor:
-    """Return the mean of a 0-d tensor over all ranks, without waiting for a GPU."""
-    total = value.detach().clone()
-    wait_for(dist.all_reduce(total, async_op=True))
-    return total / dist.get_world_size()
-
-
 def save(job: Job, state: TrainingState, result: StepResult, interval: Interval) -> None:
     """Write a checkpoint into ``--save``, if that is given, and draw the loss curve.
 
@@ -271,36 +243,6 @@ def save(job: Job, state: TrainingState, result: StepResult, interval: Interval)
     job.log.draw()
 
 
-def resume(job: Job) -> TrainingState:
-    """Load the newest whole checkpoint of the run and return where it stands, or a new run's state if there is none."""
-    root = resume_folder(job.args)
-    if root is None:
-        return TrainingState()
-    loaded = checkpoints_in(root).load(unwrapped(job.model), job.optimizer)
-    if loaded is None:
-        check_tracker(checkpoints_in(root))
-        job.log.message(f"no checkpoint in {root}: starting from new weights")
-        return TrainingState()
-    for message in loaded.damaged:
-        job.log.message(f"passed over a checkpoint: {message}")
-    state = TrainingState.from_extra(loaded.extra, job.config, loaded.path)
-    job.log.message(
-        f"resuming from {loaded.path}: {state.iteration} iterations, {state.consumed_samples} samples consumed"
-    )
-    for difference in differences(loaded.extra["data"], data_flags(job)):
-        job.log.message(f"the loss curve will not continue exactly: {difference}")
-    return state
-
-
-def data_flags(job: Job) -> dict[str, Any]:
-    """Return what decides which text a sample number stands for, and how to read it; defaults are left out."""
-    args = job.args
-    flags = {"seed": args.seed, "seq_length": args.seq_length, "data_path": job.data.source}
-    if args.split not in (None, DEFAULT_SPLIT):
-        flags["split"] = args.split
-    return flags | tokenizer_flags(args)
-
-
 def show_sample(job: Job) -> None:
     """Print how the model continues ``--prompt``; all ranks take part."""
     args = job.args
@@ -316,51 +258,6 @@ def show_sample(job: Job) -> None:
             on_token=advance,
         )
     job.log.message(f" sample at temperature {args.temperature}:\n{job.tokenizer.decode(tokens)}")
-
-
-@contextlib.contextmanager
-def started(args: argparse.Namespace, ranks: Ranks) -> Iterator[Job]:
-    """Join the other ranks and yield the job: text, model in units, optimizer and log."""
-    device = select_device(args.distributed_backend, ranks)
-    data = load_data(args)
-    tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
-    if args.num_tokens_to_generate:
-        tokenizer.encode(args.prompt)  # refused now rather than after the last step
-    unit = "byte" if args.tokenizer_type == "ByteTokenizer" else "token"
-    log = TrainLog(args.save or _DEFAULT_FOLDER, is_main=ranks.is_main, train_iters=args.train_iters, unit=unit)
-    if args.tensorboard_dir is not None:
-        log.open_tensorboard(args.tensorboard_dir)
-    start_process_group(args, ranks, device)
-    config = GptConfig.from_args(args)
-    gpt = GptModel(config, recompute=Recompute(args.recompute_granularity or "none"))
-    gpt.init_weights(args.seed)
-    model = parallelize(gpt.to(device), args, build_mesh(args, ranks, device))
-    optimizer = build_optimizer(model, args)
-    if args.use_megatron_fsdp:
-        optimizer = fully_shard_optimizer(optimizer)
-    job = Job(args, ranks, device, data, tokenizer, config, model, optimizer, log)
-    describe(job)
-    try:
-        yield job
-    finally:
-        log.end()
-    # Not after an error: the other ranks may be gone, and both wait for them.
-    finish_pending_save()
-    dist.destroy_process_group()
-
-
-def describe(job: Job) -> None:
-    """Print what is about to be trained, on what, and how it is sharded."""
-    args, log = job.args, job.log
-    num_parameters = sum(parameter.numel() for parameter in job.model.parameters())
-    log.message(
-        f"GPT with {num_parameters:,} parameters on {job.ranks.size} rank(s), {job.device.type}; "
-        f"training text: {job.data.num_tokens:,} {log.unit}s from {job.data.source}"
-    )
-    log.message(precision_line(is_bf16=args.bf16, device=job.device))
-    if args.use_megatron_fsdp:
-        config = FsdpConfig.from_args(args)
-        log.message("\n".join([config.explain(), *config.notices(), str(explain(job.model))]))
 
 
 def main(arguments: Sequence[str]) -> int:

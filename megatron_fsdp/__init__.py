@@ -38,6 +38,7 @@ from megatron_fsdp.quickstart_module import MegatronFSDP
 from megatron_fsdp.report import Report, explain
 from megatron_fsdp.safetensors_model import export_safetensors, import_safetensors
 from megatron_fsdp.strategy import Placements
+from megatron_fsdp.timeline import Timeline
 from megatron_fsdp.watch import Watch
 
 FSDPModule = FsdpModule
@@ -67,6 +68,7 @@ __all__ = [
     "Report",
     "SaveHandle",
     "StateError",
+    "Timeline",
     "UnshardHandle",
     "Watch",
     "add_megatron_fsdp_args",

@@ -15,6 +15,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = (
     ("plan", "megatron_fsdp.plan_command", "plan memory, traffic and time of a training step from shapes alone"),
     ("checkpoint", "megatron_fsdp.checkpoint_command", "inspect, verify, export or import a checkpoint"),
+    ("timeline", "megatron_fsdp.timeline_command", "draw the lanes of a step, and what it waited for, from a trace"),
 )
 
 

@@ -195,8 +195,8 @@ class AdamW(torch.optim.AdamW):
 
     def _bound(self) -> _Binding:
         """Return where the parameters live, found anew when param groups have changed."""
-        parameters = list(parameters_of(self))
-        flags = tuple(bool(group["capturable"]) for group in self.param_groups for _ in group["params"])
+        parameters = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
+        flags = tuple((bool(group["capturable"]), len(group["params"])) for group in self.param_groups)
         if self._binding is None or not self._binding.fits(parameters, flags):
             self._binding = _bind(self.param_groups, self.moments_dtype, self._binding, flags)
         return self._binding
@@ -232,16 +232,16 @@ class _Binding:
     """Where the parameters of an optimizer live.
 
     Attributes:
-        parameters, flags: what was bound: the parameters in order, and whether each is capturable.
+        parameters: what was bound, in order. flags: whether each param group is capturable, and its length.
         groups: the flat state of each sharded group. plain: all other parameters.
     """
 
     parameters: tuple[torch.Tensor, ...]
-    flags: tuple[bool, ...]
+    flags: tuple[tuple[bool, int], ...]
     groups: tuple[GroupMoments, ...]
     plain: tuple[PlainParameter, ...]
 
-    def fits(self, parameters: Sequence[torch.Tensor], flags: tuple[bool, ...]) -> bool:
+    def fits(self, parameters: Sequence[torch.Tensor], flags: tuple[tuple[bool, int], ...]) -> bool:
         """Whether these are the same parameters."""
         if self.flags != flags or len(self.parameters) != len(parameters):
             return False
@@ -252,15 +252,15 @@ def _bind(
     param_groups: Sequence[dict[str, Any]],
     dtype: torch.dtype | None,
     previous: _Binding | None,
-    flags: tuple[bool, ...],
+    flags: tuple[tuple[bool, int], ...],
 ) -> _Binding:
     numbered = [(number, p) for number, group in enumerate(param_groups) for p in group["params"]]
     owners: dict[int, ParameterGroup] = {}
     plain: list[PlainParameter] = []
-    for (number, parameter), flag in zip(numbered, flags, strict=True):
+    for number, parameter in numbered:
         owner = group_of_parameter(parameter)
         if owner is None:
-            plain.append(PlainParameter(parameter, number, flag))
+            plain.append(PlainParameter(parameter, number, flags[number][0]))
         else:
             owners[id(owner)] = owner
     known = {} if previous is None else {id(moments.group): moments for moments in previous.groups}

@@ -26,7 +26,7 @@ from megatron_fsdp.checkpoint_model import (
     restore_extra_state,
     view_model,
 )
-from megatron_fsdp.checkpoint_optimizer import OptimizerMatch, describe_optimizer, match_optimizer
+from megatron_fsdp.checkpoint_optimizer import OptimizerMatch, describe_optimizer, match_optimizer, optimizer_kind
 from megatron_fsdp.checkpoint_random import random_state, restore_random_state
 from megatron_fsdp.checkpoint_ranks import CheckpointRanks, checkpoint_ranks
 from megatron_fsdp.checkpoint_reader import OpenCheckpoint, open_checkpoint, read_entries
@@ -127,7 +127,7 @@ def _collect(
     }
     if optimizer is not None:
         entries["optimizer"] = describe_optimizer(optimizer, view)
-        state["optimizer"] = type(optimizer).__name__
+        state["optimizer"] = optimizer_kind(optimizer)
     return entries, state_bytes(state)
 
 

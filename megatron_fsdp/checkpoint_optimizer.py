@@ -17,7 +17,7 @@ from megatron_fsdp.checkpoint_reader import OpenCheckpoint, read_entries
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.parameter_group import group_of_parameter
 
-__all__ = ["OptimizerMatch", "describe_optimizer", "match_optimizer"]
+__all__ = ["OptimizerMatch", "describe_optimizer", "match_optimizer", "optimizer_kind"]
 
 
 def describe_optimizer(optimizer: Optimizer, view: ModelView) -> dict[str, Any]:
@@ -33,6 +33,11 @@ def describe_optimizer(optimizer: Optimizer, view: ModelView) -> dict[str, Any]:
     names = _names_by_index(optimizer, document, view)
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in document["param_groups"]]
     return {"state": {names[index]: values for index, values in document["state"].items()}, "param_groups": groups}
+
+
+def optimizer_kind(optimizer: Optimizer) -> str:
+    """Return the name of the optimizer's class, or of the one that a ``FlatOptimizer`` stands for."""
+    return str(getattr(optimizer, "kind_name", type(optimizer).__name__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ def match_optimizer(opened: OpenCheckpoint, optimizer: Optimizer, view: ModelVie
     names = _names_by_index(optimizer, document, view)
     aliases = _Aliases(saved_groups, [*view.ties, *opened.state.get("ties", ())])
     saved_names = {index: aliases.saved_name(name) for index, name in names.items()}
-    differences = list(_other_kind(opened, type(optimizer), document, saved_groups, names))
+    differences = list(_other_kind(opened, optimizer_kind(optimizer), document, saved_groups, names))
     differences += [f"{names[index]}: not in the checkpoint" for index, name in saved_names.items() if name is None]
     covered = {name for name in saved_names.values() if name is not None}
     covered |= {other for name in covered for other in siblings(view.ties, name)}
@@ -86,7 +91,7 @@ def match_optimizer(opened: OpenCheckpoint, optimizer: Optimizer, view: ModelVie
         rounds += [{} for _ in range(len(takers) - len(rounds))]
         for targets, index in zip(rounds, takers, strict=False):
             current = _look_up(document["state"].get(index, {}), path[1:])
-            targets[entry] = _target(opened, entry, by_index[index], current)
+            targets[entry] = _target(opened, entry, by_index[index], current, _state_dtype(optimizer, by_index[index]))
     return OptimizerMatch(rounds, places, groups)
 
 
@@ -175,7 +180,7 @@ def _differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
 
 def _other_kind(
     opened: OpenCheckpoint,
-    kind: type[Optimizer],
+    kind: str,
     document: Mapping[str, Any],
     saved_groups: Sequence[Mapping[str, Any]],
     names: Mapping[int, str],
@@ -184,10 +189,10 @@ def _other_kind(
     saved_kind = opened.state.get("optimizer")
     here = set().union(*document["param_groups"]) - {*_NAMED}
     there = set().union(*saved_groups) - {*_NAMED}
-    if saved_kind == kind.__name__ or here <= there or there <= here:
+    if saved_kind == kind or here <= there or there <= here:
         return
     only_there = ", ".join(sorted(there - here))
-    yield f"hyperparameters: {only_there} of {saved_kind or 'another optimizer'}, which {kind.__name__} has not"
+    yield f"hyperparameters: {only_there} of {saved_kind or 'another optimizer'}, which {kind} has not"
     saved_paths = set(opened.names_below("optimizer", "state"))
     for index, values in document["state"].items():
         for key in values:
@@ -195,7 +200,7 @@ def _other_kind(
                 yield f"{names[index]}.{key}: not in the checkpoint"
 
 
-def _target(opened: OpenCheckpoint, entry: str, parameter: torch.Tensor, current: Any) -> Any:
+def _target(opened: OpenCheckpoint, entry: str, parameter: torch.Tensor, current: Any, state_dtype: torch.dtype) -> Any:
     """Return the tensor to read a saved value into, in the layout of its parameter."""
     saved = opened.metadata.state_dict_metadata[entry]
     if not isinstance(saved, TensorStorageMetadata):
@@ -204,7 +209,7 @@ def _target(opened: OpenCheckpoint, entry: str, parameter: torch.Tensor, current
     if isinstance(current, torch.Tensor) and tuple(current.shape) == shape:
         return current
     if shape == tuple(parameter.shape):
-        return torch.zeros_like(parameter.detach(), dtype=_stepped(parameter) if dtype.is_floating_point else dtype)
+        return torch.zeros_like(parameter.detach(), dtype=state_dtype if dtype.is_floating_point else dtype)
     if shape == () or not isinstance(parameter, DTensor):
         return torch.zeros(shape, dtype=dtype, device="cpu" if shape == () else parameter.device)
     raise CheckpointError(
@@ -213,10 +218,11 @@ def _target(opened: OpenCheckpoint, entry: str, parameter: torch.Tensor, current
     )
 
 
-def _stepped(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype of what the optimizer steps, which state that it makes has."""
+def _state_dtype(optimizer: Optimizer, parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of state that the optimizer makes: its own choice, else that of what it steps."""
+    chosen: torch.dtype | None = getattr(optimizer, "moments_dtype", None)
     group = group_of_parameter(parameter)
-    return parameter.dtype if group is None else group.spec.dtypes.stepped
+    return chosen or (parameter.dtype if group is None else group.spec.dtypes.stepped)
 
 
 def _look_up(values: Any, path: EntryPath) -> Any:

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import Partial, Replicate
 from megatron_fsdp.arguments import FLAGS, RULES, Flag, flag_of
+from megatron_fsdp.config_values import (
+    DTYPE_NAMES,
+    DTYPES,
+    check_connections,
+    check_value,
+    nearest,
+    normal_value,
+)
+from megatron_fsdp.config_words import CHOICES, SHARDED
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.hf_config import HfSettings, read_hf_settings
+from megatron_fsdp.module import FsdpModule
+from megatron_fsdp.offload import CPUOffloadPolicy
 from megatron_fsdp.precision import MixedPrecisionPolicy
+from megatron_fsdp.prefetch_depth import prefetch_elements
+from megatron_fsdp.slot_flags import use_slots_of
 from megatron_fsdp.strategy import Placements
 
 __all__ = ["FsdpConfig"]
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Megatron stores FP8 optimizer state as bytes.
-_DTYPE_NAMES = {**{dtype: name for name, dtype in _DTYPES.items()}, torch.uint8: "fp8"}
-_SHARDED = {
-    "no_shard": "nothing is sharded, gradients are all-reduced",
-    "optim": "optimizer state and main weights are sharded (ZeRO-1)",
-    "optim_grads": "optimizer state, main weights and gradients are sharded (ZeRO-2)",
-    "optim_grads_params": "optimizer state, gradients and weights are sharded (ZeRO-3)",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +107,7 @@ class FsdpConfig:
     strict_fsdp_dtensor_load: bool = True
     dist_ckpt_strictness: str = "assume_ok_unexpected"
     async_save: bool = False
+    clip_grad: float = 1.0
     check_for_nan_in_loss_and_grad: bool = True
     check_for_large_grads: bool = False
     dump_param_to_param_group_map: str | None = None
@@ -117,9 +121,9 @@ class FsdpConfig:
 
     def __post_init__(self) -> None:
         for flag in FLAGS:
-            value = _normal(flag, getattr(self, flag.dest))
+            value = normal_value(flag, getattr(self, flag.dest))
             object.__setattr__(self, flag.dest, value)
-            _check_value(flag, value)
+            check_value(flag, value)
         refusals = [rule.refusal(self) for rule in RULES if rule.is_broken(self)]
         if refusals:
             raise ConfigError("; ".join(refusals))
@@ -136,7 +140,7 @@ class FsdpConfig:
         given = vars(args)
         config = cls(**{flag.dest: given[flag.dest] for flag in FLAGS if flag.dest in given})
         if config.use_megatron_fsdp and torch.cuda.is_available() and given.get("distributed_backend") != "gloo":
-            _check_connections()
+            check_connections()
         return config
 
     @classmethod
@@ -169,20 +173,40 @@ class FsdpConfig:
         Args:
             mesh: data-parallel mesh: one axis, or (outer, inner) for hybrid sharding.
         Returns:
-            ``placements``, ``mp_policy`` and ``reshard_after_forward``; ``offload_policy`` where settings offload.
+            ``placements``, ``mp_policy`` and ``reshard_after_forward``; ``offload_policy`` to offload.
         Raises:
             ConfigError: the mesh does not have the axes that the flags ask for, or is of GPUs and
                 CUDA_DEVICE_MAX_CONNECTIONS is 1.
         """
         if mesh.device_type == "cuda":
-            _check_connections()
+            check_connections()
         self._check_mesh(mesh)
         return {
             "placements": self.placements(num_axes=mesh.ndim),
             "mp_policy": self.mixed_precision_policy(),
             "reshard_after_forward": None,
+            **({"offload_policy": CPUOffloadPolicy()} if self.optimizer_cpu_offload else {}),
             **(self.hugging_face.fully_shard_kwargs() if self.hugging_face else {}),
         }
+
+    def apply(self, model: nn.Module) -> None:
+        """Set what the flags ask of a model beyond ``fully_shard``; call it once, when all units are made.
+
+        How far gathers run ahead (``--suggested-communication-unit-size``), whether buffers stay
+        (``--fsdp-double-buffer`` and its like), and that gradients are summed instead of averaged
+        (``--calculate-per-token-loss``), for the caller to divide by the number of tokens.
+
+        Raises:
+            StateError: no module of ``model`` is sharded.
+            StorageError: buffers that stay, and a PyTorch that has none (before 2.13).
+        """
+        use_slots_of(model, self)
+        if self.suggested_communication_unit_size is not None:
+            prefetch_elements(model, self.suggested_communication_unit_size)
+        if self.calculate_per_token_loss:
+            for module in model.modules():
+                if isinstance(module, FsdpModule):
+                    module.set_gradient_divide_factor(1.0)
 
     def placements(self, *, num_axes: int) -> Placements:
         """Return where weights, gradients and optimizer state rest, on a mesh of one axis or of two (outer, inner)."""
@@ -204,9 +228,10 @@ class FsdpConfig:
         return MixedPrecisionPolicy(
             param_dtype=self._compute_dtype(),
             reduce_dtype=self._reduce_dtype() or main_grads,
-            main_params_dtype=_DTYPES.get(self.megatron_fsdp_main_params_dtype, self._compute_dtype()),
+            main_params_dtype=DTYPES.get(self.megatron_fsdp_main_params_dtype, self._compute_dtype()),
             main_grads_dtype=main_grads,
-            fuse_weight_gradients=self.gradient_accumulation_fusion,
+            # As Megatron's kernel does: FP32 gradients of 16-bit weights are sums of products that were never rounded.
+            fuse_weight_gradients="wide" if self.gradient_accumulation_fusion else False,
         )
 
     @property
@@ -225,10 +250,10 @@ class FsdpConfig:
     def _main_grads_dtype(self) -> torch.dtype:
         # Megatron-LM's own rule for "the model's gradient dtype": with --bf16 it switches to FP32 gradients by itself.
         automatic = torch.float16 if self.fp16 else torch.bfloat16 if self._reduces_in_bf16 else torch.float32
-        return _DTYPES.get(self.megatron_fsdp_main_grads_dtype, automatic)
+        return DTYPES.get(self.megatron_fsdp_main_grads_dtype, automatic)
 
     def _reduce_dtype(self) -> torch.dtype | None:
-        return _DTYPES.get(self.megatron_fsdp_grad_comm_dtype, torch.bfloat16 if self._reduces_in_bf16 else None)
+        return DTYPES.get(self.megatron_fsdp_grad_comm_dtype, torch.bfloat16 if self._reduces_in_bf16 else None)
 
     @property
     def _reduces_in_bf16(self) -> bool:
@@ -269,7 +294,7 @@ class FsdpConfig:
         else:
             yield "a script that follows Megatron does not shard the model: no --use-megatron-fsdp"
         strategy = self.data_parallel_sharding_strategy
-        yield f"{_SHARDED[strategy]}: {_spell(self, 'data_parallel_sharding_strategy')}"
+        yield f"{SHARDED[strategy]}: {_spell(self, 'data_parallel_sharding_strategy')}"
         yield self._outer_decision()
         yield from self._dtype_decisions()
         if self.use_megatron_fsdp and self.ckpt_format == "torch_dist":
@@ -277,7 +302,15 @@ class FsdpConfig:
         else:
             yield f"checkpoints are {self.ckpt_format}: {_spell(self, 'ckpt_format')}"
         yield "gathers and reductions overlap with compute: always"
+        yield from self._choices()
         yield from self.hugging_face.decisions() if self.hugging_face else ()
+
+    def _choices(self) -> Iterator[str]:
+        """Yield what flags decide that are seldom given, where they are."""
+        for field, decision in CHOICES.items():
+            flag, value = flag_of(field), getattr(self, field)
+            if value != flag.default and not self._why_without_effect(flag):
+                yield f"{decision.format(value)}: {flag.spell(value)}"
 
     def _outer_decision(self) -> str:
         if self.is_sharded_over_outer_axis:
@@ -327,8 +360,12 @@ class FsdpConfig:
             strategy = _spell(self, "data_parallel_sharding_strategy")
             return f"with {strategy} gradients are reduced as they are, see --megatron-fsdp-main-grads-dtype"
         packed = self._main_grads_dtype() if self._rests_partial else self._reduce_dtype() or self._main_grads_dtype()
-        if flag.dest == "gradient_accumulation_fusion" and policy.param_dtype not in (None, packed):
-            return f"gradients of {_DTYPE_NAMES[policy.param_dtype]} weights are packed as {_DTYPE_NAMES[packed]}"
+        if (
+            flag.dest == "gradient_accumulation_fusion"
+            and policy.param_dtype
+            and packed not in (policy.param_dtype, torch.float32)
+        ):
+            return f"gradients of {DTYPE_NAMES[policy.param_dtype]} weights are packed as {DTYPE_NAMES[packed]}"
         return ""
 
     @property
@@ -338,7 +375,7 @@ class FsdpConfig:
 
 
 def _dtype_decision(what: str, dtype: torch.dtype | None, causes: list[str]) -> str:
-    return f"{what} {_DTYPE_NAMES[dtype] if dtype else 'their own dtype'}: {', '.join(causes)}"
+    return f"{what} {DTYPE_NAMES[dtype] if dtype else 'their own dtype'}: {', '.join(causes)}"
 
 
 def _spell(config: FsdpConfig, field: str) -> str:
@@ -353,42 +390,6 @@ def _check_names(settings: Mapping[str, object]) -> None:
     if unknown:
         raise ConfigError(
             "; ".join(
-                f"unknown setting {name!r}, the nearest valid one is {_nearest(name, valid)!r}" for name in unknown
+                f"unknown setting {name!r}, the nearest valid one is {nearest(name, valid)!r}" for name in unknown
             )
-        )
-
-
-def _nearest(name: str, valid: Sequence[str]) -> str:
-    return difflib.get_close_matches(name, valid, n=1, cutoff=0.0)[0]
-
-
-def _normal(flag: Flag, value: object) -> object:
-    """Return a value as the command line has it: Megatron makes dtypes torch's, and auto None; JSON has lists."""
-    if isinstance(value, torch.dtype):
-        return _DTYPE_NAMES.get(value, str(value))
-    if value is None and "auto" in flag.choices:
-        return "auto"
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _check_value(flag: Flag, value: object) -> None:
-    name = f"{flag.name} ({flag.dest})"
-    if value is None and flag.default is None:
-        return
-    legal_types = (int, float) if flag.kind is float else (flag.kind,)
-    if not isinstance(value, legal_types) or (isinstance(value, bool) and flag.kind is not bool):
-        raise ConfigError(f"{name}: found {value!r}, wanted {flag.kind.__name__}")
-    if flag.choices and value not in flag.choices:
-        choices = [str(choice) for choice in flag.choices]
-        nearest = _nearest(str(value), choices)
-        raise ConfigError(f"{name}: found {value!r}, wanted one of {', '.join(choices)}; the nearest is {nearest}")
-    if flag.kind is int and not flag.choices and isinstance(value, int) and value < 1:
-        raise ConfigError(f"{name}: found {value}, wanted a whole number >= 1")
-
-
-def _check_connections() -> None:
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise ConfigError(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 contradicts --use-megatron-fsdp: with one queue to the GPU gathers and "
-            "reductions wait for compute instead of overlapping with it; unset the variable"
         )

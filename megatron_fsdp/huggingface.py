@@ -75,6 +75,7 @@ def prepare_model(
         chosen = {**options, "reshard_after_forward": False} if unit.keeps_weights else options
         fully_shard(list(unit.modules), mesh, ignored_params=ignored, **chosen)
     fully_shard(model, mesh, ignored_params=ignored, **{**options, "reshard_after_forward": None})
+    config.apply(model)
     if weights is not None:
         weights.scatter(model)
     elif checkpoint is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.errors import ConfigError
@@ -15,18 +18,20 @@ from megatron_fsdp.precision import MixedPrecisionPolicy
 from megatron_fsdp.quickstart import fully_shard_model
 from megatron_fsdp.quickstart_module import MegatronFSDP
 
-__all__ = ["DataParallelMethods", "refuse_configs", "shard_for_megatron"]
+__all__ = [
+    "DataParallelMethods",
+    "hybrid_mesh",
+    "refusals_of",
+    "refuse_arguments",
+    "refuse_configs",
+    "shard_for_megatron",
+]
 
 # Field, what it may be, and what to do where it is something else.
 _MODEL_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("tensor_model_parallel_size", lambda size: size == 1, "this wrapper is data-parallel only: give 1"),
     ("pipeline_model_parallel_size", lambda size: size == 1, "this wrapper is data-parallel only: give 1"),
     ("expert_model_parallel_size", lambda size: size == 1, "experts are sharded like other weights: give 1"),
-    (
-        "gradient_accumulation_fusion",
-        lambda is_on: not is_on,
-        "its kernels write to weight.main_grad, which gathered weights do not have: --no-gradient-accumulation-fusion",
-    ),
     ("fp16", lambda is_on: not is_on, "there is no loss scaler: use bf16"),
     ("fp8", lambda recipe: not recipe, "weights are stored in the dtypes of PyTorch: leave it off"),
     ("fp4", lambda recipe: not recipe, "weights are stored in the dtypes of PyTorch: leave it off"),
@@ -34,8 +39,6 @@ _MODEL_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("enable_cuda_graph", lambda is_on: not is_on, "graphs do not record the gathers: leave it off"),
 )
 _DDP_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("num_distributed_optimizer_instances", lambda number: number == 1, "hybrid sharding is not wired up: give 1"),
-    ("outer_dp_sharding_strategy", lambda name: name == "no_shard", "hybrid sharding is not wired up: 'no_shard'"),
     ("fp8_param_gather", lambda is_on: not is_on, "weights are gathered in the dtype they compute in: leave it off"),
     ("delay_wgrad_compute", lambda is_on: not is_on, "gradients are reduced when backward has them: leave it off"),
 )
@@ -49,12 +52,7 @@ def refuse_configs(config: Any, ddp_config: Any) -> None:
     Raises:
         ConfigError: for all settings that this engine does not do under Megatron, with the cure for each.
     """
-    found = [
-        f"{field}={getattr(owner, field)!r}: {cure}"
-        for owner, rules in ((config, _MODEL_RULES), (ddp_config, _DDP_RULES))
-        for field, is_allowed, cure in rules
-        if hasattr(owner, field) and not is_allowed(getattr(owner, field))
-    ]
+    found = refusals_of(config, ddp_config)
     if config.calculate_per_token_loss and ddp_config.average_in_collective:
         found.append(
             "calculate_per_token_loss=True and average_in_collective=True: gradients are either summed and divided by "
@@ -62,6 +60,48 @@ def refuse_configs(config: Any, ddp_config: Any) -> None:
         )
     if found:
         raise ConfigError("; ".join(found))
+
+
+def refuse_arguments(others: Mapping[str, Any]) -> None:
+    """Check the constructor arguments of Megatron's adapter classes that are not known here.
+
+    Raises:
+        ConfigError: one of them asks for something.
+    """
+    found = [f"{name}={value!r}" for name, value in others.items() if value not in (None, False)]
+    if found:
+        raise ConfigError(f"{', '.join(found)}: this wrapper does not know what they ask for; leave them out")
+
+
+def hybrid_mesh(whole: ProcessGroup, outer: ProcessGroup, inner: ProcessGroup, device_type: str) -> DeviceMesh:
+    """Return the mesh (outer, inner) of Megatron's groups for hybrid sharding.
+
+    Args:
+        whole: all data-parallel ranks of this rank, in order: instance by instance.
+        outer: those at the same place of each optimizer instance. inner: those of this rank's instance.
+    Raises:
+        ConfigError: the groups do not make a grid.
+    """
+    ranks = torch.tensor(dist.get_process_group_ranks(whole)).view(dist.get_world_size(outer), -1)
+    row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    wanted = ranks[:, column].tolist(), ranks[row].tolist()
+    found = dist.get_process_group_ranks(outer), dist.get_process_group_ranks(inner)
+    if found != wanted:
+        raise ConfigError(
+            f"hybrid sharding over ranks {ranks.tolist()} needs the groups {wanted[0]} of instances and {wanted[1]} "
+            f"inside of one, found {found[0]} and {found[1]}; leave Megatron's order of groups as it is"
+        )
+    return DeviceMesh.from_group([outer, inner], device_type, mesh=ranks, mesh_dim_names=("dp_outer", "dp_shard"))
+
+
+def refusals_of(config: Any, ddp_config: Any) -> list[str]:
+    """Return a line with the cure for each field of Megatron's configs, or arguments, that cannot be followed."""
+    return [
+        f"{field}={getattr(owner, field)!r}: {cure}"
+        for owner, rules in ((config, _MODEL_RULES), (ddp_config, _DDP_RULES))
+        for field, is_allowed, cure in rules
+        if hasattr(owner, field) and not is_allowed(getattr(owner, field))
+    ]
 
 
 def shard_for_megatron(
@@ -78,27 +118,55 @@ def shard_for_megatron(
 
     Args:
         config, ddp_config: see ``refuse_configs``.
-        mesh: one axis over the data-parallel ranks.
+        mesh: one axis over the data-parallel ranks, or (outer, inner).
         units: classes of modules that become units.
     """
-    reduce_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else None
+    _unfuse(module)
     return fully_shard_model(
         module,
         list(units) or None,
         ddp_config.data_parallel_sharding_strategy,
+        ddp_config.outer_dp_sharding_strategy,
         device_mesh=mesh,
         init_model_with_meta_device=getattr(config, "init_model_with_meta_device", False),
-        mixed_precision_policy=MixedPrecisionPolicy(
-            reduce_dtype=reduce_dtype,
-            main_params_dtype=torch.float32 if ddp_config.preserve_fp32_weights else None,
-            main_grads_dtype=reduce_dtype,
-            # Float16Module casts what goes into the model; positions and masks are nobody's to cast.
-            cast_forward_inputs=False,
-        ),
+        mixed_precision_policy=_policy(ddp_config),
         # finalize_model_grads says when gradients are final, with or without no_sync around the microbatches before.
         sync_model_each_microbatch=False,
         report_nan_in_param_grad=ddp_config.check_for_nan_in_grad,
         calculate_per_token_loss=config.calculate_per_token_loss,
+    )
+
+
+def _unfuse(module: nn.Module) -> None:
+    """Let Megatron's and TransformerEngine's linear layers hand weight gradients to autograd.
+
+    Their fused kernels add to ``weight.main_grad``, which gathered weights do not have.
+    """
+    switched = 0
+    for part in module.modules():
+        for switch in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):
+            if getattr(part, switch, False) is True:
+                setattr(part, switch, False)
+                switched += 1
+    if switched:
+        logging.getLogger(__name__).info(
+            "gradient_accumulation_fusion is off in %d layers: their kernels add to weight.main_grad, which gathered "
+            "weights do not have",
+            switched,
+        )
+
+
+def _policy(ddp_config: Any) -> MixedPrecisionPolicy:
+    """Return the dtypes that a ``DistributedDataParallelConfig`` asks for, with its older and newer fields."""
+    preserved = torch.float32 if getattr(ddp_config, "preserve_fp32_weights", True) else None
+    whole = torch.float32 if ddp_config.grad_reduce_in_fp32 else None
+    main_grads = getattr(ddp_config, "megatron_fsdp_main_grads_dtype", None) or whole
+    return MixedPrecisionPolicy(
+        reduce_dtype=getattr(ddp_config, "megatron_fsdp_grad_comm_dtype", None) or main_grads,
+        main_params_dtype=getattr(ddp_config, "megatron_fsdp_main_params_dtype", preserved),
+        main_grads_dtype=main_grads,
+        # Float16Module casts what goes into the model; positions and masks are nobody's to cast.
+        cast_forward_inputs=False,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,25 @@ from megatron_fsdp.module import units_below
 from megatron_fsdp.optimizer import clip_grad_norm_, fully_shard_optimizer
 from megatron_fsdp.quickstart_module import MegatronFSDP
 
-__all__ = ["OptimizerMethods", "adopt_optimizer", "refuse_optimizer"]
+__all__ = ["OptimizerMethods", "adopt_optimizer", "optimizer_refusals_of", "refuse_optimizer"]
+
+
+# Field of OptimizerConfig, what it may be, and what to do where it is something else.
+_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("fp16", lambda is_on: not is_on, "there is no loss scaler: use bf16"),
+    ("optimizer", lambda name: name in ("adam", "sgd"), "wanted 'adam' or 'sgd'"),
+    ("optimizer_cpu_offload", lambda is_on: not is_on, "leave it off"),
+    (
+        "use_precision_aware_optimizer",
+        lambda is_on: not is_on,
+        "it needs TransformerEngine's optimizer over whole buffers: leave it off",
+    ),
+    (
+        "overlap_param_gather_with_optimizer_step",
+        lambda is_on: not is_on,
+        "gathers start when the next forward does: leave it off",
+    ),
+)
 
 
 def refuse_optimizer(config: Any) -> None:
@@ -23,24 +42,18 @@ def refuse_optimizer(config: Any) -> None:
     Raises:
         ConfigError: it asks for more than Adam or SGD over FP32 main weights.
     """
-    wanted = {
-        "fp16": (not config.fp16, "there is no loss scaler: use bf16"),
-        "optimizer": (config.optimizer in ("adam", "sgd"), "wanted 'adam' or 'sgd'"),
-        "optimizer_cpu_offload": (not config.optimizer_cpu_offload, "leave it off"),
-        "use_precision_aware_optimizer": (
-            not config.use_precision_aware_optimizer,
-            "it needs TransformerEngine's optimizer over whole buffers: leave it off",
-        ),
-        "overlap_param_gather_with_optimizer_step": (
-            not config.overlap_param_gather_with_optimizer_step,
-            "gathers start when the next forward does: leave it off",
-        ),
-    }
-    found = [
-        f"{field}={getattr(config, field)!r}: {cure}" for field, (is_allowed, cure) in wanted.items() if not is_allowed
-    ]
+    found = optimizer_refusals_of(config)
     if found:
         raise ConfigError("; ".join(found))
+
+
+def optimizer_refusals_of(config: Any) -> list[str]:
+    """Return a line with the cure for each field of an ``OptimizerConfig`` that cannot be followed."""
+    return [
+        f"{field}={getattr(config, field)!r}: {cure}"
+        for field, is_allowed, cure in _RULES
+        if not is_allowed(getattr(config, field))
+    ]
 
 
 def adopt_optimizer(made: Any, model: MegatronFSDP) -> Any:
@@ -60,6 +73,14 @@ def _torch_optimizer(found: Optimizer, config: Any) -> Optimizer:
     adam = AdamW if config.decoupled_weight_decay else Adam
     betas = (config.adam_beta1, config.adam_beta2)
     return adam(found.param_groups, lr=config.lr, betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay)
+
+
+@torch.no_grad()
+def _zero(optimizer: Optimizer) -> None:
+    for values in optimizer.state.values():
+        for value in values.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
 
 
 class OptimizerMethods:
@@ -115,6 +136,11 @@ class OptimizerMethods:
             is_loading: Megatron's; state that is not there yet is made, of zeros, in any case.
         """
         assert self.optimizer is not None
+        if not self.optimizer.state:
+            # PyTorch makes the state by a step, which counts and decays weights into it. Megatron asks before it knows
+            # whether there is a checkpoint, and trains on with what it got where there is none.
+            get_optimizer_state_dict(self._sharded_model, self.optimizer)
+            _zero(self.optimizer)
         return get_optimizer_state_dict(self._sharded_model, self.optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -24,12 +24,14 @@ from megatron_fsdp.gradients import GradState
 from megatron_fsdp.nonfinite import Reading
 from megatron_fsdp.parameter_group import ParameterGroup
 
-__all__ = ["FlatGradient", "GroupMoments", "state_values"]
+__all__ = ["FlatGradient", "GroupMoments", "local_range", "state_values"]
 
 State = MutableMapping[Any, Any]
 KEYS = ("step", "exp_avg", "exp_avg_sq")
 ABSENT = -1
 _IN_ORDER = operator.itemgetter(*KEYS)
+# Past the property of sharded parameters, which is a call of Python for each of them.
+_gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 # Patterns of missing gradients that a group remembers; models whose experts come and go make ever new ones.
 _MAX_PATTERNS = 32
 
@@ -85,11 +87,12 @@ class GroupMoments:
         self._group = weakref.ref(group)
         self._names = tuple(f"unit {group.name!r}: parameter {name!r}" for name in group.parameters)
         self._faces = tuple(group.parameters.values())
-        self._pieces = tuple(_local_range(main, index) for index in range(len(members)))
+        self._pieces = tuple(local_range(main, index) for index in range(len(members)))
         # The dictionary of ``state`` that shows each parameter, an empty one where none does yet.
         self._shown: list[dict[str, Any]] = [{} for _ in members]
         self._views: list[tuple[Any, ...]] = [()] * len(members)
         self._own_gradients: tuple[torch.Tensor | None, ...] = ()
+        self._all_present = (True,) * len(members)
         self._buffers: AdamWBuffers | None = None
         self._patterns: dict[tuple[int, ...], tuple[Segments, torch.Tensor]] = {}
         self.axes: tuple[MeshAxis, ...] = tuple(group.spread_over(main.placements))
@@ -114,21 +117,21 @@ class GroupMoments:
         Raises:
             StateError: a ``.grad`` was assigned that does not have the parameter's rows.
         """
-        # Attributes of a DTensor subclass are looked up through Python otherwise.
         with torch._C.DisableTorchFunctionSubclass():
-            grads = [
-                None if member == ABSENT else face.grad for face, member in zip(self._faces, self.members, strict=True)
-            ]
+            grads = list(map(_gradient_of, self._faces))
         group = self.group
+        gradients = None if group is None else group.gradients
+        is_final = gradients is not None and gradients.state is GradState.FINAL
+        # The objects that lay in the group's buffer once still do: nothing has to be looked at again.
+        if is_final and self._own_gradients and all(map(operator.is_, grads, self._own_gradients)):
+            assert gradients is not None
+            return FlatGradient(gradients.final.local_buffer, self._all_present)
+        grads = [None if member == ABSENT else grad for grad, member in zip(grads, self.members, strict=True)]
         if group is None or all(grad is None for grad in grads):
             return None
         present = tuple(grad is not None for grad in grads)
-        gradients = group.gradients
-        if gradients is None or gradients.state is not GradState.FINAL:
+        if gradients is None or not is_final:
             return FlatGradient(self._packed(group, grads), present)
-        # The objects that lay in the group's buffer once still do: nothing has to be looked at again.
-        if self._own_gradients and all(map(operator.is_, grads, self._own_gradients)):
-            return FlatGradient(gradients.final.local_buffer, present)
         final = gradients.settled()
         assert final is not None
         lies_inside = all(
@@ -253,14 +256,22 @@ class GroupMoments:
         return segments
 
     def _pattern(self, row_of: Callable[[int, int], int], present: Sequence[bool]) -> tuple[int, ...]:
-        members = tuple(
-            member if is_present else ABSENT for member, is_present in zip(self.members, present, strict=True)
-        )
+        members = self.members
+        if present is not self._all_present:
+            members = tuple(
+                member if is_present else ABSENT for member, is_present in zip(members, present, strict=True)
+            )
         if self.is_capturable:
             return tuple(ABSENT if member == ABSENT else index for index, member in enumerate(members))
+        steps = self.steps.tolist()
+        if steps.count(steps[0]) == len(steps):
+            rows = {
+                member: ABSENT if member == ABSENT else row_of(member, int(steps[0]) + 1) for member in set(members)
+            }
+            return tuple(map(rows.__getitem__, members))
         numbers: dict[tuple[int, float], int] = {(ABSENT, 0.0): ABSENT}
         pattern = []
-        for key in zip(members, self.steps.tolist(), strict=True):
+        for key in zip(members, steps, strict=True):
             if key not in numbers:
                 numbers[key] = ABSENT if key[0] == ABSENT else row_of(key[0], int(key[1]) + 1)
             pattern.append(numbers[key])
@@ -314,7 +325,7 @@ class GroupMoments:
             group.weights.remainder.accept()
 
 
-def _local_range(buffer: DBuffer, index: int) -> tuple[int, int]:
+def local_range(buffer: DBuffer, index: int) -> tuple[int, int]:
     """Return where in this rank's part of the buffer its part of one tensor begins and ends."""
     held = buffer.layout.held(index)
     if not held:

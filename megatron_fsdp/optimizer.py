@@ -54,7 +54,10 @@ def fully_shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     return optimizer
 
 
-def _before_step(references: Iterable[weakref.ref[ParameterGroup]], *_: Any) -> None:
+def _before_step(references: Iterable[weakref.ref[ParameterGroup]], optimizer: Optimizer, *_: Any) -> None:
+    if getattr(optimizer, "steps_split_weights", False):
+        # The flat AdamW reads gradients of any dtype, and those of split weights may be wider than the parameters.
+        return
     for reference in references:
         group = reference()
         if group is not None and group.gradients is not None:

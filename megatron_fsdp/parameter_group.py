@@ -316,10 +316,10 @@ class ParameterGroup:
 
     def catch_up(self) -> None:
         """Take notice of an optimizer step or a load: gather what rests whole, leave the rest to its next gather."""
-        self._main_changed()
         if self.refreshes_locally:
             self._is_changed = True
         else:
+            self._main_changed()
             self.refresh()
 
     def is_stale(self) -> bool:

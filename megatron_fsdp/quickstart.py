@@ -22,7 +22,6 @@ from megatron_fsdp.meshes import buffer_device, sharding_target
 from megatron_fsdp.module import FsdpModule, units_below
 from megatron_fsdp.optimizer import fully_shard_optimizer
 from megatron_fsdp.parameter_group import ParameterGroup
-from megatron_fsdp.pools import SlotChoice
 from megatron_fsdp.precision import MixedPrecisionPolicy, as_policy
 from megatron_fsdp.quickstart_module import MegatronFSDP, as_megatron
 from megatron_fsdp.quickstart_notices import notices_for
@@ -103,36 +102,25 @@ def fully_shard_model(
     strategy = _strategy_name("zero_dp_strategy", zero_dp_strategy, _STRATEGIES)
     outer = _strategy_name("outer_dp_sharding_strategy", outer_dp_sharding_strategy, _STRATEGIES[:2])
     _check_outer(mesh, strategy, outer)
-    config = FsdpConfig(data_parallel_sharding_strategy=strategy, outer_dp_sharding_strategy=outer)
+    config = FsdpConfig(
+        data_parallel_sharding_strategy=strategy,
+        outer_dp_sharding_strategy=outer,
+        fsdp_double_buffer=fsdp_double_buffer,
+        megatron_fsdp_max_pool_double_buffer=maxpool_double_buffer,
+        nccl_ub=nccl_ub,
+        disable_symmetric_registration=disable_symmetric_registration,
+    )
     options: dict[str, Any] = {
         "placements": config.placements(num_axes=mesh.ndim),
         "mp_policy": _policy(mixed_precision_policy),
     }
-    experts: set[int] = set()
-    expert_mesh = mesh
-    if expt_device_mesh is not None:
-        expert_mesh = _data_parallel_mesh(expt_device_mesh, dp_shard_dim, dp_outer_dim)
-        experts = {id(expert) for expert in _experts(module)}
     if fsdp_unit_modules is None:
         lines.append("fully_shard_model(fsdp_unit_modules=None): the whole model is one unit, so nothing overlaps")
-    for unit in _units_wanted(module, fsdp_unit_modules or (), experts):
-        if experts and _is_expert(unit):
-            fully_shard(unit, expert_mesh, grad_divisor=mesh.size() / expert_mesh.size(), **options)
-        else:
-            fully_shard(unit, mesh, **options)
-    if not isinstance(module, FsdpModule):
-        fully_shard(module, mesh, **options)
+    expert_mesh = expt_device_mesh and _data_parallel_mesh(expt_device_mesh, dp_shard_dim, dp_outer_dim)
+    _make_units(module, fsdp_unit_modules or (), mesh, expert_mesh, options)
     if init_model_with_meta_device:
         materialize(module)
-    slots = SlotChoice.of_megatron(
-        double_buffer=fsdp_double_buffer,
-        max_pool=maxpool_double_buffer,
-        user_buffers=nccl_ub,
-        is_symmetric=not disable_symmetric_registration,
-        device_type=mesh.device_type,
-    )
-    for each in units_below(module):
-        each.use_slots(slots)
+    config.apply(module)
     _set_reduction(module, is_summed=calculate_per_token_loss, reports_nan=report_nan_in_param_grad)
     model = as_megatron(module)
     model.set_model_auto_sync(sync_model_each_microbatch)
@@ -232,6 +220,23 @@ def _strategy_name(argument: str, value: int | str, names: Sequence[str]) -> str
 
 
 # ---------------------------------------------------------------- the units
+
+
+def _make_units(
+    model: nn.Module,
+    wanted: Sequence[type[nn.Module] | str],
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
+    options: dict[str, Any],
+) -> None:
+    experts = set() if expert_mesh is None else {id(expert) for expert in _experts(model)}
+    for unit in _units_wanted(model, wanted, experts):
+        if expert_mesh is not None and experts and _is_expert(unit):
+            fully_shard(unit, expert_mesh, grad_divisor=mesh.size() / expert_mesh.size(), **options)
+        else:
+            fully_shard(unit, mesh, **options)
+    if not isinstance(model, FsdpModule):
+        fully_shard(model, mesh, **options)
 
 
 def _units_wanted(

@@ -1,5 +1,6 @@
 """What holds for every test: one thread, fixed seeds, reproducible examples, and no process-wide state left behind."""
 
+import gc
 import random
 from collections.abc import Iterator
 
@@ -26,6 +27,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             f"{len(selected)} tests need a CUDA device and torch.cuda.is_available() is False; wanted a machine with a "
             f"GPU and a CUDA build of torch (found {torch.__version__}). Run `make test` for the tests that need none."
         )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector off what was imported and collected, which lives as long as the session."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

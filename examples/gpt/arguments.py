@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,14 @@ from gpt.flags import build_parser
 from gpt.tensorboard import check_tensorboard
 from gpt.tokenizer import vocabulary_size
 from megatron_fsdp import ConfigError, FsdpConfig
+from megatron_fsdp.arguments import FLAGS
 
+# Flags of the table that a replicated model serves as well.
+_OF_THE_SCRIPT = frozenset(
+    "use_megatron_fsdp calculate_per_token_loss bf16 fp16 optimizer ckpt_format strict_fsdp_dtensor_load async_save "
+    "clip_grad check_for_nan_in_loss_and_grad check_for_large_grads dump_param_to_param_group_map "
+    "fake_process_group".split()
+)
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
 
 
@@ -38,6 +46,8 @@ def parse_arguments(arguments: Sequence[str], *, num_ranks: int) -> argparse.Nam
     _check_training(args, num_ranks)
     _check_schedule(args)
     _check_log(args)
+    if args.fake_process_group:
+        _settle_fake_ranks(args)
     if args.use_megatron_fsdp:
         FsdpConfig.from_args(args)
     return args
@@ -169,6 +179,28 @@ def _check_log(args: argparse.Namespace) -> None:
             f"--profile-step-start {args.profile_step_start} is not before --profile-step-end "
             f"{args.profile_step_end}; no step would be recorded"
         )
+
+
+def _settle_fake_ranks(args: argparse.Namespace) -> None:
+    """Leave out what makes no sense without other ranks."""
+    for name in ("save", "load", "tensorboard_dir"):
+        if getattr(args, name) is not None:
+            raise ConfigError(
+                f"--fake-process-group contradicts {_flag(name)} {getattr(args, name)}: weights and losses mean nothing"
+            )
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError("--fake-process-group is for one process: WORLD_SIZE=64 python examples/pretrain_gpt.py ...")
+    args.check_for_nan_in_loss_and_grad = args.skip_nonfinite_steps = False
+    args.num_tokens_to_generate = 0
+
+
+def flags_without_engine(args: argparse.Namespace) -> list[str]:
+    """Return the flags that were given and do nothing without ``--use-megatron-fsdp``."""
+    return [
+        flag.spell(getattr(args, flag.dest))
+        for flag in FLAGS
+        if flag.dest not in _OF_THE_SCRIPT and getattr(args, flag.dest) not in (flag.default, [])
+    ]
 
 
 def _unknown_message(unknown: list[str], parser: argparse.ArgumentParser) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 
 from gpt.model_config import GptConfig
 from megatron_fsdp import ConfigError
+from megatron_fsdp.checkpoint_ranks import checkpoint_ranks
+from megatron_fsdp.checkpoint_reader import open_checkpoint
 from megatron_fsdp.checkpoint_series import CheckpointSeries
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -48,6 +50,11 @@ class TrainingState:
         }
 
     @classmethod
+    def of_another_model(cls, extra: dict[str, Any]) -> TrainingState:
+        """Return the state that ``to_extra`` described, whatever the model was."""
+        return cls(**extra["training"])
+
+    @classmethod
     def from_extra(cls, extra: dict[str, Any], config: GptConfig, path: Path) -> TrainingState:
         """Return the state that ``to_extra`` described.
 
@@ -55,14 +62,32 @@ class TrainingState:
             ConfigError: the checkpoint's model was built with other flags; each that differs is named. It catches what
                 weights of equal shape cannot show, such as another number of attention heads.
         """
-        free = ("init_method_std", "moe_aux_loss_coeff")  # they change training, not the model
-        shape = {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
-        # What did not exist when the checkpoint was saved was as its default is.
-        defaults = {field.name: field.default for field in dataclasses.fields(GptConfig)}
-        differing = differences(defaults | extra["model"], shape)
+        differing = _model_differences(extra, config)
         if differing:
-            raise ConfigError(f"{path} holds another model: {'; '.join(differing)}. Use its flags, or another --load")
+            raise ConfigError(
+                f"{path} holds another model: {'; '.join(differing)}. Use its flags, or another --load; "
+                "--no-strict-fsdp-dtensor-load takes the weights that both have"
+            )
         return cls(**extra["training"])
+
+
+def _model_differences(extra: dict[str, Any], config: GptConfig) -> list[str]:
+    free = ("init_method_std", "moe_aux_loss_coeff")  # they change training, not the model
+    shape = {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
+    # What did not exist when the checkpoint was saved was as its default is.
+    defaults = {field.name: field.default for field in dataclasses.fields(GptConfig)}
+    return differences(defaults | extra["model"], shape)
+
+
+def newest_of_another_model(checkpoints: CheckpointSeries, config: GptConfig) -> Path | None:
+    """Return the newest whole checkpoint if its model was built with other flags; every rank calls it."""
+    ranks = checkpoint_ranks()
+    steps = ranks.agree(f"looking for checkpoints in {checkpoints.folder}", lambda: None, lambda _: checkpoints.steps())
+    if not steps:
+        return None
+    path = checkpoints.path(steps[-1])
+    extra = open_checkpoint(path, ranks, verify=False).state.get("extra", {})
+    return path if "model" in extra and _model_differences(extra, config) else None
 
 
 def differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

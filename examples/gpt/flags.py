@@ -137,6 +137,7 @@ def _add_io_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--split", help="shares of training, validation and test in indexed data, default 969,30,1")
     add_tokenizer_flags(group)
     group.add_argument("--make-vocab-size-divisible-by", type=_positive_int, default=128, help="pads the vocabulary")
+    group.add_argument("--eod-mask-loss", action="store_true", help="what follows the end of a document does not count")
     group.add_argument("--eval-interval", type=_positive_int, default=1000, help="steps between validations")
     group.add_argument("--eval-iters", type=_natural_int, default=100, help="global batches per validation; 0 = none")
     group.add_argument("--save", type=Path, help="folder of checkpoints, log and loss curve")

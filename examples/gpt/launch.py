@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
 import os
 import sys
@@ -62,7 +63,16 @@ def select_device(backend: str | None, ranks: Ranks) -> torch.device:
 
 
 def start_process_group(args: argparse.Namespace, ranks: Ranks, device: torch.device) -> None:
-    """Join the other ranks: NCCL on GPUs, gloo on CPUs. A collective that waits longer than the timeout fails."""
+    """Join the other ranks: NCCL on GPUs, gloo on CPUs. A collective that waits longer than the timeout fails.
+
+    With ``--fake-process-group`` there are no others, and collectives return at once with whatever is in memory.
+    """
+    if args.fake_process_group:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+        dist.init_process_group("fake", store=fake.FakeStore(), rank=ranks.rank, world_size=ranks.size)
+        return
     timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -7,13 +7,14 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from gpt.layers import MixtureOfExperts, Mlp, build_norm, rotated
 from gpt.model_config import GptConfig
 
-__all__ = ["Block", "Embedding", "GptConfig", "GptModel", "Head", "Recompute", "SelfAttention", "next_token_loss"]
+__all__ = ["Block", "Embedding", "GptConfig", "GptModel", "Head", "Recompute", "SelfAttention"]
 
 
 class Recompute(enum.Enum):
@@ -65,19 +66,30 @@ class GptModel(nn.Module):
 
         The layers that write into the residual stream (attention projection, second MLP layer) get
         init_method_std / sqrt(2 * num_layers) (GPT-2 paper, section 2.3); biases are 0, norms 1. Equal seeds give
-        equal weights however many ranks there are, because every rank fills the whole model before it is sharded.
+        equal weights however many ranks there are: every rank draws each weight whole, on the CPU, whether the model
+        is sharded by then or not.
         """
         generator = torch.Generator().manual_seed(seed)
         std = self.config.init_method_std
         residual_std = std / math.sqrt(2 * self.config.num_layers)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
+                value = torch.empty(parameter.shape)
                 if parameter.ndim == 1:
-                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                    value.fill_(0.0 if name.endswith("bias") else 1.0)
                 elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-                    parameter.normal_(0.0, residual_std, generator=generator)
+                    value.normal_(0.0, residual_std, generator=generator)
                 else:
-                    parameter.normal_(0.0, std, generator=generator)
+                    value.normal_(0.0, std, generator=generator)
+                parameter.copy_(like_parameter(value, parameter))
+
+
+def like_parameter(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return a value that every rank holds whole in the form in which a sharded parameter takes it."""
+    if not isinstance(parameter, DTensor):
+        return value
+    mesh = parameter.device_mesh
+    return DTensor.from_local(value.to(parameter.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 class Embedding(nn.Module):
@@ -186,22 +198,6 @@ class Head(nn.Module):
             return logits
         assert tied_weight is not None
         return functional.linear(normed, tied_weight)
-
-
-def next_token_loss(model: nn.Module, text: Tensor, *, has_experts: bool = False) -> Tensor:
-    """Return the mean cross entropy in nats per token, a 0-d fp32 tensor.
-
-    Args:
-        text: (batch, sequence + 1) int64; positions 0..sequence-1 predict positions 1..sequence.
-        has_experts: also balance their load: it adds to the gradient, not to the value, which stays comparable.
-    """
-    if has_experts:
-        logits, balance_loss = model(text[:, :-1], with_balance_loss=True)
-    else:
-        logits, balance_loss = model(text[:, :-1]), None
-    # fp32: a sum of exponentials in bf16 loses the digits that the loss curve shows.
-    loss = functional.cross_entropy(logits.float().flatten(0, 1), text[:, 1:].flatten())
-    return loss if balance_loss is None else loss + (balance_loss - balance_loss.detach())
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from megatron_fsdp import ConfigError
 
 
 def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
@@ -23,6 +27,21 @@ def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.O
     if args.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=args.lr, momentum=args.sgd_momentum)
     return torch.optim.AdamW(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps)
+
+
+def write_parameter_groups(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """Write ``--dump-param-to-param-group-map``: JSON of each trainable parameter's name and its group's index.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    groups = {id(one): index for index, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    names = {name: groups[id(one)] for name, one in model.named_parameters() if id(one) in groups}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--dump-param-to-param-group-map {path}: cannot be written: {error.strerror}") from error
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -12,8 +12,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from gpt.model import GptModel
+from gpt.model import GptModel, Recompute
+from gpt.model_config import GptConfig
 from megatron_fsdp import FsdpConfig, FsdpModule, Watch, clip_grad_norm_, fully_shard, microbatch
+
+
+def build_model(config: GptConfig, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    """Return a new model, ready to train on the mesh: sharded with ``--use-megatron-fsdp``, else replicated.
+
+    With ``--init-model-with-meta-device`` no rank ever holds it whole; its weights are the same.
+    """
+    recompute = Recompute(args.recompute_granularity or "none")
+    if args.use_megatron_fsdp and args.init_model_with_meta_device:
+        with torch.device("meta"):
+            model = GptModel(config, recompute=recompute)
+        sharded = shard(model, FsdpConfig.from_args(args), mesh)
+        sharded.to_empty(device=device)
+        model.init_weights(args.seed)
+        return sharded
+    model = GptModel(config, recompute=recompute)
+    model.init_weights(args.seed)
+    return parallelize(model.to(device), args, mesh)
 
 
 def parallelize(model: GptModel, args: argparse.Namespace, mesh: DeviceMesh) -> nn.Module:
@@ -40,12 +59,13 @@ def shard(model: GptModel, config: FsdpConfig, mesh: DeviceMesh) -> nn.Module:
     if not is_tied:
         fully_shard(model.head, **{**options, "reshard_after_forward": False})
     fully_shard(model, **options)
+    config.apply(model)
     return model
 
 
 def watched(model: nn.Module, args: argparse.Namespace) -> AbstractContextManager[Watch | None]:
     """Return the context in which ranks that differ or stand still raise an error, before the collectives time out."""
-    if not isinstance(model, FsdpModule):
+    if not isinstance(model, FsdpModule) or args.fake_process_group:
         return nullcontext()
     timeout = 0.8 * datetime.timedelta(minutes=args.distributed_timeout_minutes)
     return Watch(model, timeout, interval=args.agreement_interval)

@@ -1,28 +1,44 @@
-"""``--profile``: a Chrome trace of some steps, by torch.profiler, for chrome://tracing or ui.perfetto.dev."""
+"""``--profile``: some steps as a Chrome trace, for chrome://tracing or ui.perfetto.dev, and as a timeline of units."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from types import TracebackType
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from gpt.launch import Ranks
 from gpt.train_log import TrainLog
+from megatron_fsdp import FsdpModule
+from megatron_fsdp.timeline import Timeline
+from megatron_fsdp.timeline_files import add_to_trace
 
 
 class StepProfiler:
-    """Records the steps from ``--profile-step-start`` to before ``--profile-step-end`` on the ranks asked for."""
+    """Records the steps from ``--profile-step-start`` to before ``--profile-step-end`` on the ranks asked for.
 
-    def __init__(self, args: argparse.Namespace, ranks: Ranks, folder: Path, log: TrainLog) -> None:
+    Writes ``trace_rank0_steps10-11.json``, and for a sharded model ``timeline_rank0_steps10-11.html`` and ``.png``,
+    with the share of communication that compute waited for.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, ranks: Ranks, folder: Path, log: TrainLog, model: nn.Module | None = None
+    ) -> None:
         self._log = log
         is_asked = args.profile and ranks.rank in args.profile_ranks
         self._steps = range(args.profile_step_start, args.profile_step_end) if is_asked else range(0)
-        last = args.profile_step_end - 1
-        self._path = folder / f"trace_rank{ranks.rank}_steps{args.profile_step_start}-{last}.json"
+        self._folder = folder
+        self._name = f"rank{ranks.rank}_steps{args.profile_step_start}-{args.profile_step_end - 1}"
+        self._model: nn.Module | None = None
+        if isinstance(model, FsdpModule):
+            self._model = model
         self._profile: profile | None = None
+        self._timeline: Timeline | None = None
+        self._open = contextlib.ExitStack()
 
     def before_step(self, iteration: int) -> None:
         """Start recording, if step ``iteration`` (the first is 1) is to be recorded."""
@@ -30,11 +46,12 @@ class StepProfiler:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
-            self._profile = profile(activities=activities)
-            self._profile.start()
+            self._profile = self._open.enter_context(profile(activities=activities, acc_events=True))
+            if self._model is not None:
+                self._timeline = self._open.enter_context(Timeline(self._model))
 
     def after_step(self, iteration: int) -> None:
-        """Write the trace and say where, if step ``iteration`` is the last to be recorded."""
+        """Write the files and say where, if step ``iteration`` is the last to be recorded."""
         if self._profile is not None and iteration + 1 not in self._steps:
             self._write()
 
@@ -50,7 +67,14 @@ class StepProfiler:
 
     def _write(self) -> None:
         assert self._profile is not None
-        self._profile.stop()
-        self._profile.export_chrome_trace(str(self._path))
+        self._open.close()
+        trace = self._folder / f"trace_{self._name}.json"
+        self._profile.export_chrome_trace(str(trace))
         self._profile = None
-        self._log.message(f" wrote the trace {self._path}")
+        self._log.message(f" wrote the trace {trace}")
+        timeline, self._timeline = self._timeline, None
+        if timeline is not None:
+            add_to_trace(timeline.record, trace)
+            for suffix in (".html", ".png"):
+                timeline.write(self._folder / f"timeline_{self._name}{suffix}")
+            self._log.message(f" wrote the timeline {self._folder / f'timeline_{self._name}.html'}: {timeline.record}")

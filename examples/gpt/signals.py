@@ -27,7 +27,7 @@ class StopSignal:
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self._previous: Any = signal.SIG_DFL
         # A flag on the host must not wait for the GPU, so it has a gloo group of its own.
-        has_others = dist.is_initialized() and dist.get_world_size() > 1
+        has_others = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
         self._group = dist.new_group(backend="gloo", group_desc="stop signal") if has_others else None
 
     @property

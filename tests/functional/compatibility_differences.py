@@ -280,6 +280,20 @@ def keyword_of_buffers(fsdp: Any) -> object:
     return fsdp.fully_shard(nn.Linear(2, 2)).set_reduce_scatter_max_input_buffers(max_input_buffers=2)
 
 
+@difference(
+    "an optimizer over gathered weights", theirs="not trained", ours="StateError: SGD holds the gathered weights of"
+)
+def step_gathered_weights(fsdp: Any) -> object:
+    model = shard(fsdp)
+    layers(model)[0].unshard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    layers(model)[0].reshard()
+    before = whole(layers(model)[0].up.weight, torch.empty(0))
+    model(inputs(0, 0)).square().mean().backward()
+    optimizer.step()
+    return "trained" if not torch.equal(before, whole(layers(model)[0].up.weight, before)) else "not trained"
+
+
 @difference("set_symm_mem_for_comm", theirs="symmetric", ours="StorageError: symmetric memory is memory of GPUs, found")
 def symmetric_memory(fsdp: Any) -> object:
     module = fsdp.fully_shard(nn.Linear(2, 2))

@@ -44,13 +44,14 @@ def gradients(model: nn.Module) -> list[float]:
 @scenario("unshard, reshard")
 def unshard_and_reshard(fsdp: Any) -> Outcome:
     model = shard(fsdp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     layer = layers(model)[0]
     seen = [layer.unshard() is None, shows_dtensors(layer), layer.up.weight.shape, shows_dtensors(layers(model)[1])]
     weight = layer.up.weight.detach().clone()
     layer.reshard()
     seen += [shows_dtensors(layer), torch.equal(weight, whole(layer.up.weight, weight))]
     layer.unshard()
-    return outcome(model, train(model), seen)
+    return outcome(model, train(model, optimizer=optimizer), seen)
 
 
 @scenario("unshard(async_op=True), UnshardHandle.wait")
@@ -210,12 +211,13 @@ def choose_reshard_after_backward(fsdp: Any) -> Outcome:
 @scenario("set_reshard_after_backward(recurse=False)")
 def keep_one_unit_after_backward(fsdp: Any) -> Outcome:
     model = shard(fsdp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     layers(model)[1].set_reshard_after_backward(False, recurse=False)
     model(inputs(dist.get_rank(), 1)).square().mean().backward()
     seen = shows_dtensors(model)
     layers(model)[1].set_reshard_after_backward(True)
     model.zero_grad()
-    return outcome(model, train(model), seen)
+    return outcome(model, train(model, optimizer=optimizer), seen)
 
 
 @scenario("set_unshard_in_backward")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fsdp import load_checkpoint, save_checkpoint
+from megatron_fsdp import MixedPrecisionPolicy, load_checkpoint, save_checkpoint
 from megatron_fsdp.adamw import AdamW
 from tests.functional.checkpoint_cases import (
     LAYOUTS,
@@ -60,3 +60,21 @@ def test_flat_state_of_two_axes_loads_on_one(tmp_path: Path) -> None:
     for found, found_moments, _ in run_ranks(2, load, LAYOUTS["2 ranks, ZeRO-2"], "flat", path, True):
         assert differing(found, weights) == []
         assert differing(found_moments, moments) == []
+
+
+def wide_moments(path: str) -> tuple[list[str], list[str], set[torch.dtype]]:
+    """Save FP32 moments of bf16 weights; load them into a fresh optimizer by both ways."""
+    layout = Layout((2,), policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model = layout.place(make_model(0).to(torch.bfloat16))
+    optimizers = [AdamW(model.parameters(), lr=0.01, moments_dtype=torch.float32) for _ in range(3)]
+    train_alone(model, optimizers[0], range(2))
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    save_checkpoint(model, optimizers[0], path)
+    load_checkpoint(model, optimizers[2], path)
+    wanted, *found = (full_optimizer_state(model, optimizer) for optimizer in optimizers)
+    dtypes = {value.dtype for name, value in wanted.items() if name.endswith("exp_avg")}
+    return differing(found[0], wanted), differing(found[1], wanted), dtypes
+
+
+def test_moments_wider_than_the_weights_lose_nothing_on_the_way(tmp_path: Path) -> None:
+    assert run_ranks(2, wide_moments, str(tmp_path / "step")) == [([], [], {torch.float32})] * 2

@@ -258,7 +258,17 @@ KILLS: dict[str, tuple[int, str, bool, int]] = {
 }
 
 
-@pytest.mark.parametrize("moment", [*KILLS, "between the two renames"])
+# Each starts ranks of its own, for they are killed.
+KILLS_EVERY_TIME = ("before it writes", "with the manifest unwritten", "with the new one named")
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        *(pytest.param(moment, marks=() if moment in KILLS_EVERY_TIME else pytest.mark.slow) for moment in KILLS),
+        "between the two renames",
+    ],
+)
 def test_one_whole_checkpoint_is_there_after_a_rank_was_killed(moment: str, saved: tuple[Path, State]) -> None:
     path, wanted = saved
     step = 1

@@ -222,7 +222,9 @@ def loaded(path: str, way: str, is_sharded: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("way", ["DCP", "save_checkpoint"])
-@pytest.mark.parametrize(("num_ranks", "is_sharded"), [(3, True), (2, True), (4, True), (2, False)])
+@pytest.mark.parametrize(
+    ("num_ranks", "is_sharded"), [(3, True), pytest.param(2, True, marks=pytest.mark.slow), (4, True), (2, False)]
+)
 def test_a_checkpoint_of_experts_cut_between_rows_loads_on(
     num_ranks: int, is_sharded: bool, way: str, tmp_path: Path
 ) -> None:

@@ -172,7 +172,7 @@ HOW = ("in a backward of its own", "in the loss", "before the loss", "on the las
 @pytest.mark.parametrize(
     ("layout", "how"),
     [
-        pytest.param(layout, how, marks=() if how == "in the loss" or layout == "hsdp" else pytest.mark.slow)
+        pytest.param(layout, how, marks=() if how == "in the loss" or layout == "three ranks" else pytest.mark.slow)
         for layout in LAYOUTS
         for how in HOW
         if layout != "one rank"

@@ -1,5 +1,6 @@
 """Slots in training: the same numbers from memory that stays, no allocation after a step, bytes as predicted."""
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from dbuffer import Flat, Partial, Replicate, memory_meter
 from megatron_fsdp import (
+    FsdpConfig,
     FsdpModule,
     MixedPrecisionPolicy,
     Placements,
+    add_megatron_fsdp_args,
     explain,
     fully_shard,
     fully_shard_model,
@@ -345,6 +348,26 @@ def test_megatrons_buffers_are_slots() -> None:
     assert run_ranks(2, megatron_slots) == [[(choice, True) for choice in wanted]] * 2
 
 
+def flag_slots(flags: list[str]) -> list[SlotChoice]:
+    found = []
+    for flag in flags:
+        model = build(Setting())
+        FsdpConfig.from_args(add_megatron_fsdp_args(argparse.ArgumentParser()).parse_args([flag])).apply(model)
+        assert isinstance(model, FsdpModule)
+        found.append(model._fsdp_unit.slots)
+    return found
+
+
+def test_the_flags_choose_the_slots() -> None:
+    wanted = {
+        "--fsdp-double-buffer": SlotChoice("by_size"),
+        "--megatron-fsdp-max-pool-double-buffer": SlotChoice("largest"),
+        "--use-nccl-ub": SlotChoice("by_size"),
+        "--bf16": SlotChoice(),
+    }
+    assert run_ranks(2, flag_slots, list(wanted)) == [list(wanted.values())] * 2
+
+
 @pytest.mark.parametrize(
     ("is_symmetric", "device_type", "source"),
     [(True, "cuda", "NCCL"), (False, "cuda", "communicator"), (True, "cpu", "device")],
@@ -352,6 +375,7 @@ def test_megatrons_buffers_are_slots() -> None:
 def test_user_buffers_are_symmetric_memory_on_gpus_unless_told_otherwise(
     is_symmetric: bool, device_type: str, source: str
 ) -> None:
+    # --disable-symmetric-registration, disable_symmetric_registration
     choice = SlotChoice.of_megatron(
         double_buffer=False, max_pool=False, user_buffers=True, is_symmetric=is_symmetric, device_type=device_type
     )

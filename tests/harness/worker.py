@@ -38,8 +38,7 @@ def main(connection_fd: int, store_port: int, rank: int) -> None:
     complaints = _record_swallowed_exceptions()
     environment = dict(os.environ)
     store = TCPStore("127.0.0.1", store_port, is_master=False)
-    # What the imports made lives as long as the process; frozen, it costs the collection after each call nothing.
-    gc.freeze()
+    num_modules = _freeze_what_was_imported(0)
     with contextlib.suppress(EOFError), Connection(connection_fd) as connection:
         send(connection, Ready())
         while True:
@@ -53,6 +52,7 @@ def main(connection_fd: int, store_port: int, rank: int) -> None:
             release = receive(connection)
             assert isinstance(release, Release)
             _restore(environment)
+            num_modules = _freeze_what_was_imported(num_modules)
             send(connection, Clean(tuple(complaints)))
             complaints.clear()
 
@@ -125,6 +125,19 @@ def _restore(environment: dict[str, str]) -> None:
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
     gc.collect()
+
+
+def _freeze_what_was_imported(num_modules: int) -> int:
+    """Keep the garbage collector off what imports made, if there were any, and return how many modules there are now.
+
+    It lives as long as the process; looked through after each call, it costs more than the calls of most tests.
+
+    Args:
+        num_modules: how many there were before. Garbage is frozen too, so collect it first.
+    """
+    if len(sys.modules) != num_modules:
+        gc.freeze()
+    return len(sys.modules)
 
 
 def _forget_meshes() -> None:

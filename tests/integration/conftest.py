@@ -7,6 +7,7 @@ _NEEDS = {
     "test_accelerate*": "accelerate",
     "test_torchtitan*": "torchtitan",
     "test_megatron*": "megatron",
+    "test_script*": "tensorboard",
 }
 
 collect_ignore_glob = [files for files, package in _NEEDS.items() if importlib.util.find_spec(package) is None]

@@ -45,6 +45,9 @@ def cuda_double() -> Iterator[None]:
     ``torch.cuda.is_available()`` stays False: megatron.core trains without asking, and the library under test must
     not be led to streams and pinned memory that are not there.
     """
+    # The first block of this kind settles which functions such blocks look for: not the stand-ins.
+    with CPU:
+        torch.empty(0)
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     with ExitStack() as stack:
         for patch in (*_patches_of_torch(), *_patches_of_random_numbers(random)):

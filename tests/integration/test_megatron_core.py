@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from tests.integration.megatron_training import (
     MegatronBase,
     batches,
     build,
+    build_model,
     forward_step,
+    layers,
     megatron_processes,
     train,
 )
@@ -77,6 +80,97 @@ def test_megatrons_settings_change_training_as_under_its_ddp(job: Job) -> None:
 def test_bf16_models_train_on_fp32_main_weights_as_under_megatrons_mixed_precision_optimizer() -> None:
     job = Job(None, model={"bf16": True, "params_dtype": torch.bfloat16})
     check(2, job, ("optim_grads_params",), digits=1e-3)
+
+
+def compare_hybrid(job: Job) -> tuple[Figures, Figures]:
+    """Train a job under DistributedDataParallel, then with two replicas of two shards each."""
+    with megatron_processes():
+        wanted = train(*build(replace(job, strategy=None, ddp={})), range(3))
+    with megatron_processes(num_distributed_optimizer_instances=2):
+        return wanted, train(*build(job), range(3))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "outer"),
+    [("optim", "no_shard"), ("optim_grads", "no_shard"), ("optim_grads_params", "no_shard"),
+     ("optim_grads_params", "optim")],
+)  # fmt: skip
+def test_hybrid_sharding_over_megatrons_instances_trains_as_its_ddp(strategy: str, outer: str) -> None:
+    ddp = {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": outer}
+    results = run_ranks(4, compare_hybrid, Job(strategy, ddp=ddp))
+    assert all(result == results[0] for result in results)
+    wanted, found = results[0]
+    for (loss, norm, _), (wanted_loss, wanted_norm, _) in zip(found, wanted, strict=True):
+        assert loss == pytest.approx(wanted_loss, rel=1e-5)
+        assert norm == pytest.approx(wanted_norm, rel=1e-5)
+
+
+def look_at_mesh(outer: str) -> list[tuple[tuple[str, ...], list[list[int]], int]]:
+    """Return the mesh of the sharded weights, and the elements of a 64 x 32 weight that rest on this rank."""
+    with megatron_processes(num_distributed_optimizer_instances=2):
+        ddp = {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": outer}
+        model, _ = build(Job("optim_grads_params", ddp=ddp))
+        unit = next(unit for unit in units_below(model) if unit.groups)
+        mesh = unit.groups[0].main_weight.mesh
+        weight = model.module.embedding.word_embeddings.weight
+        return [(tuple(mesh.mesh_dim_names or ()), mesh.mesh.tolist(), weight.to_local().numel())]
+
+
+@pytest.mark.parametrize(("outer", "elements"), [("no_shard", 64 * 32 // 2), ("optim", 64 * 32 // 4)])
+def test_hybrid_sharding_makes_replicas_of_neighbouring_ranks(outer: str, elements: int) -> None:
+    found = run_ranks(4, look_at_mesh, outer)
+    assert {(names, str(ranks)) for ((names, ranks, _),) in found} == {(("dp_outer", "dp_shard"), "[[0, 1], [2, 3]]")}
+    # The embedding's unit has positions beside the words, so ranks hold about their part.
+    assert sum(number for ((_, _, number),) in found) == elements * 4
+
+
+META = {"init_model_with_meta_device": True}
+
+
+def compare_meta(job: Job) -> tuple[Figures, Figures, int]:
+    """Train from a model with memory, then from one whose norms had none; return how many parameters had none."""
+    with megatron_processes():
+        wanted = train(*build(job), range(2))
+        meta = replace(job, model=META)
+        _, empty = build_model(meta)
+        return wanted, train(*build(meta), range(2)), sum(parameter.is_meta for parameter in empty.parameters())
+
+
+def test_what_megatron_leaves_on_the_meta_device_gets_the_values_that_it_would_have_had() -> None:
+    for wanted, found, number in run_ranks(2, compare_meta, Job("optim_grads_params", positions="rope")):
+        assert number > 0
+        assert found == wanted
+
+
+def draw_positions() -> tuple[float, float, bool]:
+    """Return the spread of positions that were on the meta device, Megatron's, and whether initialisers are back."""
+    with megatron_processes():
+        model, _ = build(Job("optim_grads_params", model={**META, "init_method_std": 0.5}))
+        positions = model.module.embedding.position_embeddings
+        return positions.weight.full_tensor().std().item(), 0.5, "reset_parameters" not in vars(positions)
+
+
+def test_positions_on_the_meta_device_are_drawn_by_megatrons_initialiser() -> None:
+    (found, wanted, is_back), other = run_ranks(2, draw_positions)
+    assert found == pytest.approx(wanted, rel=0.1)
+    assert other == (found, wanted, True)
+    assert is_back
+
+
+def compare_fused() -> tuple[Figures, Figures, list[bool]]:
+    """Train with and without gradient_accumulation_fusion, for which megatron.core wants a package at construction."""
+    with megatron_processes(), mock.patch.object(layers, "_grad_accum_fusion_available", True):
+        wanted = train(*build(Job("optim_grads_params")), range(2))
+        model, optimizer = build(Job("optim_grads_params", model={"gradient_accumulation_fusion": True}))
+        switches = [getattr(part, "gradient_accumulation_fusion", None) for part in model.modules()]
+        return wanted, train(model, optimizer, range(2)), [value for value in switches if value is not None]
+
+
+def test_layers_with_fused_gradient_accumulation_train_as_without_it() -> None:
+    for wanted, found, switches in run_ranks(2, compare_fused):
+        assert found == wanted
+        assert switches
+        assert not any(switches)
 
 
 def count_zeros(strategy: str) -> tuple[float, float, int]:

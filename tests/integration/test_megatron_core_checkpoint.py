@@ -1,5 +1,6 @@
 """Checkpoints of a GPTModel over this engine: DCP through Megatron's methods, and this project's own format."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,23 @@ def test_a_checkpoint_of_two_ranks_loads_on_one(tmp_path: Path) -> None:
     assert any(name.endswith("exp_avg_sq") for name in wanted)
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
+
+
+def ask_early(kind: str) -> tuple[Figures, Figures]:
+    """Train, then train another one whose optimizer was asked for its state, or told of none, before the first step."""
+    with megatron_processes():
+        job = replace(JOB, optimizer={"optimizer": kind})
+        wanted = train(*build(job), range(2))
+        model, optimizer = build(job)
+        state = optimizer.sharded_state_dict(model.sharded_state_dict(), is_loading=True)
+        assert state["state"]
+        return wanted, train(model, optimizer, range(2))
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_a_search_for_a_checkpoint_that_is_not_there_changes_nothing(kind: str) -> None:
+    for wanted, found in run_ranks(2, ask_early, kind):
+        assert found == wanted
 
 
 def refuse() -> None:

@@ -93,7 +93,7 @@ REFUSALS: dict[Callable[[], None], tuple[str, ...]] = {
     other_plan: ("LayoutError", "out= has another plan"),
     other_dtype: ("PlacementError", "torch.bfloat16", "torch.float32"),
     short_local: ("LayoutError", "(3,)", "2 shards"),
-    mixed_dtypes: ("LayoutError", "torch.float32", "torch.int64", "one buffer per dtype"),
+    mixed_dtypes: ("LayoutError", "torch.float32", "torch.int64", "one buffer holds one dtype"),
     whole_as_partial: ("PlacementError", "use Replicate or Flat"),
     coarser_slice: ("PlacementError", "not within its part", "gather first"),
     other_device: ("MeshError", "cuda", "'cpu'", "move the module"),

@@ -125,7 +125,7 @@ LAYOUTS_OF_REGULARIZERS = ["one rank", "three ranks", "hsdp", "hfsdp", "inside s
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(layout, marks=pytest.mark.slow if layout in ("hsdp", "inside slices, hfsdp") else ())
+        pytest.param(layout, marks=() if layout in ("one rank", "three ranks", "inside slices") else pytest.mark.slow)
         for layout in LAYOUTS_OF_REGULARIZERS
     ],
 )

@@ -37,7 +37,6 @@ CHECKED = [
     *(("inside slices, hfsdp", table) for table in ("whole", "random")),
 ]
 
-
 QUICK = {("three ranks", "reductions"), ("three ranks", "random"), ("inside slices", "reductions")}
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CHECKED]
 
@@ -126,7 +125,9 @@ def wrong_mixes(layout: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["three ranks", "hsdp", "hfsdp", "inside slices"])
+@pytest.mark.parametrize(
+    "layout", ["three ranks", pytest.param("hsdp", marks=pytest.mark.slow), "hfsdp", "inside slices"]
+)
 def test_operands_in_other_rows_are_brought_into_these(layout: str) -> None:
     assert run_ranks(num_ranks(layout), wrong_mixes, layout, timeout=120) == [[]] * num_ranks(layout)
 

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer.collectives import wait_for
 from gpt.layers import MixtureOfExperts, Mlp, build_norm, rotated, route
-from gpt.model import GptConfig, GptModel, Recompute, SelfAttention, next_token_loss
+from gpt.loss import next_token_loss
+from gpt.model import GptConfig, GptModel, Recompute, SelfAttention
 from gpt.parallel import shard
 from megatron_fsdp import FsdpConfig
 from tests.harness import run_ranks

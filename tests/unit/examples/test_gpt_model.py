@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from gpt.model import GptConfig, GptModel, Recompute, next_token_loss
+from gpt.loss import next_token_loss
+from gpt.model import GptConfig, GptModel, Recompute
 
 CONFIG = GptConfig(num_layers=3, hidden_size=20, num_attention_heads=5, ffn_hidden_size=36, max_position_embeddings=11)
 

@@ -1,5 +1,6 @@
 """The training loop in one process, on a replicated model: what it logs, when, and how it fails."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -89,7 +90,11 @@ def spoil(monkeypatch: pytest.MonkeyPatch, iterations: tuple[int, ...]) -> None:
         loss_of = pretrain_gpt.loss_of
         with monkeypatch.context() as patch:
             if state.iteration + 1 in iterations:
-                patch.setattr(pretrain_gpt, "loss_of", lambda *args: loss_of(*args) * float("nan"))
+                patch.setattr(
+                    pretrain_gpt,
+                    "loss_of",
+                    lambda *args: dataclasses.replace(loss_of(*args), total=loss_of(*args).total * float("nan")),
+                )
             return step(job, state)
 
     monkeypatch.setattr(pretrain_gpt, "train_step", train_step)

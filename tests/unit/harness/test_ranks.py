@@ -196,8 +196,14 @@ def test_a_worker_that_dies_between_calls_is_replaced() -> None:
     assert replacement != process
 
 
+@pytest.fixture(scope="module")
+def dead() -> RankError:
+    """Two ranks of three have ended, each in its way; the pool starts all of them anew after that."""
+    return failure_of(3, end_process)
+
+
+@pytest.mark.usefixtures("dead")
 def test_survivors_of_a_failed_call_do_not_answer_the_next_one_late() -> None:
-    failure_of(3, end_process)
     assert [rank for rank, _ in run_ranks(3, rank_and_process)] == [0, 1, 2]
 
 
@@ -213,14 +219,12 @@ def test_a_call_that_the_caller_interrupts_does_not_answer_the_next_one(monkeypa
     assert rank == 0
 
 
-def test_the_exit_code_of_each_dead_rank_is_reported() -> None:
-    failures = failure_of(3, end_process).failures
-    assert {failure.rank: failure.exit_code for failure in failures} == {0: 7, 1: -signal.SIGKILL, 2: None}
+def test_the_exit_code_of_each_dead_rank_is_reported(dead: RankError) -> None:
+    assert {failure.rank: failure.exit_code for failure in dead.failures} == {0: 7, 1: -signal.SIGKILL, 2: None}
 
 
-def test_a_dead_rank_is_named_before_the_peer_that_lost_it() -> None:
-    failures = failure_of(3, end_process).failures
-    assert [failure.kind for failure in failures] == [FailureKind.DIED, FailureKind.DIED, FailureKind.RAISED]
+def test_a_dead_rank_is_named_before_the_peer_that_lost_it(dead: RankError) -> None:
+    assert [failure.kind for failure in dead.failures] == [FailureKind.DIED, FailureKind.DIED, FailureKind.RAISED]
 
 
 def test_a_rank_that_hangs_is_ended_and_its_stack_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,7 @@ DEFAULTS = {
     "strict_fsdp_dtensor_load": True,
     "dist_ckpt_strictness": "assume_ok_unexpected",
     "async_save": False,
+    "clip_grad": 1.0,
     "check_for_nan_in_loss_and_grad": True,
     "check_for_large_grads": False,
     "dump_param_to_param_group_map": None,
@@ -109,7 +110,6 @@ OTHER_ATTRIBUTES = {
     "--no-align-param-gather": ("align_param_gather", False),
     "--no-gradient-reduce-div-fusion": ("gradient_reduce_div_fusion", False),
     "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", False),
-    "--no-check-for-nan-in-loss-and-grad": ("check_for_nan_in_loss_and_grad", False),
 }
 
 
@@ -163,6 +163,9 @@ def test_a_flag_sets_its_attribute_and_no_other(flag: Flag, parser: argparse.Arg
 def test_a_default_that_is_on_can_be_asked_for_and_switched_off(parser: argparse.ArgumentParser) -> None:
     assert parser.parse_args(["--strict-fsdp-dtensor-load"]).strict_fsdp_dtensor_load is True
     assert parser.parse_args(["--no-strict-fsdp-dtensor-load"]).strict_fsdp_dtensor_load is False
+    for prefix, value in (("--", True), ("--no-", False)):
+        given = parser.parse_args([f"{prefix}check-for-nan-in-loss-and-grad"])
+        assert given.check_for_nan_in_loss_and_grad is value
 
 
 def test_the_parser_itself_is_returned() -> None:
@@ -206,9 +209,11 @@ def test_the_documentation_is_what_the_table_gives() -> None:
 def test_every_flag_has_one_row_with_its_effect(flag: Flag) -> None:
     rows = [row for row in flags_markdown().splitlines() if row.startswith(f"| `{flag.name}` | ") and flag.here in row]
     assert len(rows) == 1
+    file, _, test = flag.test.partition("::")
     assert [cell.strip() for cell in rows[0].strip("|").split("|")][2:] == [
         flag.meaning,
         f"{flag.effect.value}: {flag.here}",
+        f"`{test}` in {file}",
     ]
 
 
@@ -216,9 +221,8 @@ def test_no_text_of_the_table_breaks_a_markdown_row() -> None:
     assert [flag.name for flag in FLAGS if "|" in flag.meaning + flag.here or "\n" in flag.meaning + flag.here] == []
 
 
-def test_only_acting_flags_and_those_of_the_script_have_an_effect() -> None:
-    effects = {flag.effect for flag in FLAGS if not flag.is_silent}
-    assert effects == {Effect.ACTS, Effect.SCRIPT}
+def test_only_acting_flags_have_an_effect() -> None:
+    assert {flag.effect for flag in FLAGS if not flag.is_silent} == {Effect.ACTS}
 
 
 # ---------------------------------------------------------------------- contradictions
@@ -269,6 +273,11 @@ CONTRADICTIONS = [
         "--init-model-with-meta-device --data-parallel-sharding-strategy no_shard",
         "--init-model-with-meta-device contradicts --data-parallel-sharding-strategy no_shard:",
         "--init-model-with-meta-device --data-parallel-sharding-strategy optim",
+    ),
+    (
+        "--optimizer-cpu-offload --data-parallel-sharding-strategy optim",
+        "--optimizer-cpu-offload needs --data-parallel-sharding-strategy optim_grads_params (found optim):",
+        "--optimizer-cpu-offload",
     ),
     (
         "--megatron-fsdp-version 2 --use-distributed-optimizer",

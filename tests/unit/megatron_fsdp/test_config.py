@@ -163,6 +163,8 @@ def test_an_unknown_name_is_refused_with_the_nearest_valid_one(make: Any, unknow
         ({"optimizer_offload_fraction": "half"}, "found 'half', wanted float"),
         ({"high_priority_stream_groups": "dp"}, "found 'dp', wanted tuple"),
         ({"optimizer": None}, "found None, wanted str"),
+        ({"clip_grad": -1.0}, r"--clip-grad \(clip_grad\): found -1.0, wanted a number >= 0"),
+        ({"clip_grad": float("nan")}, "found nan, wanted a number >= 0"),
         ({"megatron_fsdp_version": 3}, "found 3, wanted one of 1, 2"),
         ({"data_parallel_sharding_strategy": "optim_grad"}, "wanted one of no_shard, .*; the nearest is optim_grads"),
         ({"megatron_fsdp_main_params_dtype": torch.float64}, "found 'torch.float64', wanted one of fp32"),
@@ -258,6 +260,26 @@ def test_the_dtypes_follow_megatron_s_rules(line: str, dtypes: tuple[torch.dtype
     assert (policy.param_dtype, policy.main_params_dtype, policy.main_grads_dtype, policy.reduce_dtype) == dtypes
 
 
+# Of bf16 weights: the dtypes of main weights and of main gradients, and of what travels.
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("line", "dtypes"),
+    [
+        ("", (F32, F32, F32)),
+        ("--megatron-fsdp-main-params-dtype bf16", (BF16, F32, F32)),
+        ("--megatron-fsdp-main-grads-dtype bf16", (F32, BF16, BF16)),
+        ("--megatron-fsdp-grad-comm-dtype bf16", (F32, F32, BF16)),
+        ("--grad-reduce-in-bf16", (F32, BF16, BF16)),
+    ],
+)
+def test_the_dtype_flags_reach_the_buffers(line: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    device_mesh = init_device_mesh("cpu", (1,))
+    model = fully_shard(nn.Linear(5, 3), device_mesh, **config(f"--bf16 {line}").fully_shard_kwargs(device_mesh))
+    model(torch.ones(2, 5)).sum().backward()
+    (group,) = model.parameter_groups
+    assert (group.main_weight.dtype, group.main_grad.dtype, group.spec.dtypes.reduce) == dtypes
+
+
 def test_every_unit_gets_the_policy_and_the_engine_s_choice_of_resharding() -> None:
     given = config("--bf16")
     kwargs = given.fully_shard_kwargs(mesh(4))
@@ -283,111 +305,15 @@ def test_fully_shard_takes_the_arguments_and_computes_in_their_dtypes(strategy: 
     assert parameter.grad.full_tensor().equal(torch.full((3, 5), 2.0))
 
 
-# ---------------------------------------------------------------------- what the user is told
-
-
-def test_each_decision_names_the_flag_that_caused_it() -> None:
-    line = f"--use-megatron-fsdp --bf16 --grad-reduce-in-bf16 {MAIN_GRADS} fp32 --ckpt-format fsdp_dtensor"
-    assert config(f"{line} --num-distributed-optimizer-instances 2").explain().splitlines() == [
-        "this engine shards the model: --use-megatron-fsdp",
-        f"optimizer state, gradients and weights are sharded (ZeRO-3): {STRATEGY} optim_grads_params (default)",
-        "2 outer replicas: --num-distributed-optimizer-instances 2, --outer-dp-sharding-strategy no_shard (default)",
-        "weights compute in bf16: --bf16",
-        "main weights are fp32: --megatron-fsdp-main-params-dtype fp32 (default)",
-        "gradients accumulate in fp32: --megatron-fsdp-main-grads-dtype fp32",
-        "gradients are reduced in bf16: --megatron-fsdp-grad-comm-dtype auto (default), --grad-reduce-in-bf16",
-        "checkpoints are fsdp_dtensor: --ckpt-format fsdp_dtensor",
-        "gathers and reductions overlap with compute: always",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("line", "decision"),
-    [
-        ("", "a script that follows Megatron does not shard the model: no --use-megatron-fsdp"),
-        ("", "one axis, no outer replicas: --num-distributed-optimizer-instances 1 (default)"),
-        ("", "weights compute in their own dtype: neither --bf16 nor --fp16"),
-        ("", "checkpoints are torch_dist: --ckpt-format torch_dist (default)"),
-        ("--fp16", "gradients accumulate in fp16: --megatron-fsdp-main-grads-dtype auto (default), --fp16"),
-        (
-            "--bf16 --megatron-fsdp-main-params-dtype auto",
-            "main weights are bf16: --megatron-fsdp-main-params-dtype auto, --bf16",
-        ),
-        (
-            "--megatron-fsdp-main-grads-dtype bf16",
-            f"gradients are reduced in bf16: {WIRE} auto (default), {MAIN_GRADS} bf16",
-        ),
-        (
-            "--data-parallel-sharding-strategy optim",
-            f"gradients are reduced as they are, in fp32: {STRATEGY} optim, {MAIN_GRADS} auto (default)",
-        ),
-        (
-            "--enable-full-sharding-in-hsdp",
-            "over the outer axis optimizer state and main weights are sharded too: --enable-full-sharding-in-hsdp",
-        ),
-    ],
-)
-def test_the_explanation_holds_the_decision(line: str, decision: str) -> None:
-    assert decision in config(line).explain().splitlines()
-
-
-SAMPLES = {int: 2, float: 0.25, str: "a/b", tuple: ("first", "second")}
-# Beside these a flag is not refused.
-NEEDED = {
-    "--fsdp-manual-registration": {"nccl_ub": True},
-    "--overlap-param-gather": {"overlap_grad_reduce": True},
-    "--use-torch-fsdp2": {"use_megatron_fsdp": False, "gradient_accumulation_fusion": False},
-}
-
-
-def given_alone(flag: Flag) -> tuple[FsdpConfig, FsdpConfig, str]:
-    """Return the config with one flag given, the same without it, and the flag as it was given."""
-    value: Any = not flag.default if flag.kind is bool else SAMPLES.get(flag.kind)
-    if flag.choices:
-        value = next(choice for choice in flag.choices if choice not in (flag.default, "torch"))
-    needed: dict[str, Any] = NEEDED.get(flag.name, {})
-    return FsdpConfig(**{**needed, flag.dest: value}), FsdpConfig(**needed), flag.spell(value)
-
-
-@pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.is_silent], ids=lambda flag: flag.name)
-def test_a_flag_that_does_nothing_here_says_so_once_with_the_reason(flag: Flag) -> None:
-    given, without, spelled = given_alone(flag)
-    (notice,) = set(given.notices()) - set(without.notices())
-    assert notice == f"{spelled} does nothing here; {flag.effect.value}: {flag.here}"
-    assert given.fully_shard_kwargs(mesh(4)) == without.fully_shard_kwargs(mesh(4)), "it does something"
-
-
-def test_without_flags_there_is_nothing_to_notice() -> None:
-    assert FsdpConfig().notices() == config("").notices() == ()
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--use-megatron-fsdp --bf16 --grad-reduce-in-bf16 --ckpt-format fsdp_dtensor --optimizer sgd",
-        "--data-parallel-sharding-strategy optim --bf16 --grad-reduce-in-bf16",
-        "--data-parallel-sharding-strategy optim_grads --megatron-fsdp-grad-comm-dtype bf16",
-        "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
-    ],
-)
-def test_flags_that_are_acted_on_give_no_notice(line: str) -> None:
-    assert config(line).notices() == ()
-
-
-@pytest.mark.parametrize(
-    ("line", "notice"),
-    [
-        ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 does nothing here; it belongs to --bf16;"),
-        (
-            "--data-parallel-sharding-strategy optim --megatron-fsdp-grad-comm-dtype bf16",
-            "--megatron-fsdp-grad-comm-dtype bf16 does nothing here; with --data-parallel-sharding-strategy optim",
-        ),
-        (
-            f"{STRATEGY} no_shard --bf16 --grad-reduce-in-bf16 {MAIN_GRADS} fp32",
-            "--grad-reduce-in-bf16 does nothing here; with --data-parallel-sharding-strategy no_shard",
-        ),
-    ],
-)
-def test_a_flag_that_the_other_flags_leave_without_effect_says_so(line: str, notice: str) -> None:
-    (found,) = config(line).notices()
-    assert found.startswith(notice)
+@pytest.mark.usefixtures("process_group")
+def test_optimizer_cpu_offload_reaches_fully_shard_and_changes_no_result() -> None:
+    device_mesh = init_device_mesh("cpu", (1,))
+    gradients = []
+    for line in ("", "--optimizer-cpu-offload"):
+        torch.manual_seed(2)
+        options = config(line).fully_shard_kwargs(device_mesh)
+        model = fully_shard(nn.Linear(5, 3), device_mesh, **options)
+        model(torch.ones(2, 5)).square().sum().backward()
+        gradients.append(model.weight.grad.full_tensor())
+        assert model.parameter_groups[0].spec.is_offloaded is ("offload_policy" in options) is bool(line)
+    assert torch.equal(*gradients)

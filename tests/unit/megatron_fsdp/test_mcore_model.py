@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import mcore_adapter
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.mcore_model import refuse_configs
+from megatron_fsdp.mcore_model import hybrid_mesh, refuse_arguments, refuse_configs
 from megatron_fsdp.mcore_optimizer import adopt_optimizer, refuse_optimizer
 from megatron_fsdp.quickstart import fully_shard_model
 from tests.harness import run_ranks
@@ -49,7 +50,6 @@ def test_settings_that_this_engine_does_are_accepted() -> None:
         ({"tensor_model_parallel_size": 2}, r"tensor_model_parallel_size=2: .* give 1"),
         ({"pipeline_model_parallel_size": 4}, r"pipeline_model_parallel_size=4: .* give 1"),
         ({"expert_model_parallel_size": 2}, r"expert_model_parallel_size=2: .* give 1"),
-        ({"gradient_accumulation_fusion": True}, r"--no-gradient-accumulation-fusion"),
         ({"fp16": True}, r"fp16=True: there is no loss scaler"),
         ({"fp8": "hybrid"}, r"fp8='hybrid'"),
         ({"cuda_graph_impl": "local"}, r"cuda_graph_impl='local'"),
@@ -64,8 +64,6 @@ def test_settings_of_the_model_that_it_does_not_do_are_refused_with_a_cure(chang
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_distributed_optimizer_instances": 2}, r"num_distributed_optimizer_instances=2: .* give 1"),
-        ({"outer_dp_sharding_strategy": "optim"}, r"outer_dp_sharding_strategy='optim'"),
         ({"fp8_param_gather": True}, r"fp8_param_gather=True"),
         ({"delay_wgrad_compute": True}, r"delay_wgrad_compute=True"),
     ],
@@ -78,6 +76,33 @@ def test_settings_of_data_parallelism_that_it_does_not_do_are_refused(changes: A
 def test_summed_and_averaged_gradients_contradict_each_other() -> None:
     with pytest.raises(ConfigError, match=r"calculate_per_token_loss=True and average_in_collective=True"):
         refuse_configs(model_config(calculate_per_token_loss=True), ddp_config(average_in_collective=True))
+
+
+def test_arguments_of_newer_adapters_are_refused_only_where_they_ask_for_something() -> None:
+    refuse_arguments({"full_param_layout": None, "is_expert": False})
+    with pytest.raises(ConfigError, match=r"^full_param_layout=3: this wrapper does not know"):
+        refuse_arguments({"full_param_layout": 3, "is_expert": False})
+
+
+def mesh_of(instances: int) -> tuple[list[list[int]], str]:
+    """Return Megatron's grid of four ranks as a mesh, and what is said of groups that make none."""
+    ranks = torch.arange(4).view(instances, -1)
+    rows = [dist.new_group(row) for row in ranks.tolist()]
+    columns = [dist.new_group(column) for column in ranks.t().tolist()]
+    row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    assert dist.group.WORLD is not None
+    mesh = hybrid_mesh(dist.group.WORLD, columns[column], rows[row], "cpu")
+    assert mesh.mesh_dim_names == ("dp_outer", "dp_shard")
+    with pytest.raises(ConfigError) as caught:
+        hybrid_mesh(dist.group.WORLD, rows[row], columns[column], "cpu")
+    return mesh.mesh.tolist(), str(caught.value)
+
+
+def test_megatrons_groups_become_a_mesh_of_instances_and_others_are_refused() -> None:
+    for mesh, message in run_ranks(4, mesh_of, 2):
+        assert mesh == [[0, 1], [2, 3]]
+        assert message.startswith("hybrid sharding over ranks [[0, 1], [2, 3]] needs the groups [")
+        assert "leave Megatron's order of groups as it is" in message
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,304 @@
+"""GPU: everything that a single GPU can show, in one run of under eight minutes, with a verdict on each target.
+
+Kernels beside a device copy, the optimizer's step, whole training steps of a Llama-like model beside FSDP2 as rank 0 of
+worlds whose collectives do nothing, weight gradients multiplied into place, memory by phase beside the forecast, and
+host time. One section follows another; what fails in one does not stop the next.
+
+``--device cpu --small`` rehearses all of it with tiny sizes where there is no GPU: its numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import megatron_fsdp
+from benchmarks import bench_host, bench_kernels, bench_memory, bench_step
+from benchmarks.allocations import cuda_phases_of, phases_of
+from benchmarks.engines import Precision, fsdp2, ours, world_mesh
+from benchmarks.harness import Row, Samples, interleaved, ratio, table
+from benchmarks.models import Shape
+from benchmarks.null_group import null_world
+from benchmarks.peer_python import Peer, Task, add_peer_argument, peers_of
+from benchmarks.torch_engines import LEARNING_RATE, make_model
+
+BF16 = Precision(torch.bfloat16, torch.float32)
+LIMIT_S = 450.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What to measure on.
+
+    Attributes:
+        device: "cuda" or "cpu". is_small: take tiny sizes. rounds: measured calls of everything.
+        worlds: numbers of ranks for whole steps. batches: sequences of 2048 tokens on a rank, for the same.
+    """
+
+    device: str
+    is_small: bool
+    rounds: int
+    worlds: tuple[int, ...]
+    batches: tuple[int, ...]
+    peers: tuple[Peer, ...] = ()
+
+    @property
+    def synchronize(self) -> Callable[[], None] | None:
+        """What waits for the device."""
+        return torch.cuda.synchronize if self.device == "cuda" else None
+
+    @property
+    def llama_like(self) -> Shape:
+        """A model of 1.3e9 parameters, or a tiny one."""
+        small = Shape(2, 32, 64, batch=1, length=8, head_width=8, compute=None)
+        return small if self.is_small else bench_step.LLAMA_LIKE
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What rows of a metric should be at most, or at least."""
+
+    bench: str
+    metric: str
+    most: float | None = None
+    least: float | None = None
+
+    def is_about(self, row: Row) -> bool:
+        """Whether the target is set for this row."""
+        return (row.bench, row.metric) == (self.bench, self.metric)
+
+    def is_met_by(self, row: Row) -> bool:
+        """Whether the row's median is within the target."""
+        value = row.samples.median
+        return (self.most is None or value <= self.most) and (self.least is None or value >= self.least)
+
+    def __str__(self) -> str:
+        return f"<= {self.most:g}" if self.most is not None else f">= {self.least:g}"
+
+
+TARGETS = (
+    Target("kernels", "rate over that of a copy", least=0.9),
+    Target("optimizer", "step of the flat AdamW over FSDP2's", most=1.0),
+    Target("step", "wall time over peer's", most=0.95),
+    Target("step", "peak memory over peer's", most=0.9),
+    Target("fused gradients", "forward and backward, fused over unfused", most=1.0),
+    Target("fused gradients", "peak memory, fused over unfused", most=1.0),
+    Target("memory", "peak in forward over the forecast", most=1.1),
+    Target("memory", "peak in backward over the forecast", most=1.1),
+    Target("host", "host time over FSDP2's", most=0.25),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the device, the sizes and what limits the time."""
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to rehearse")
+    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
+    parser.add_argument("--rounds", type=int, default=11, help="measured calls of everything (default: 11)")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64], help="for whole steps (default: 8 64)")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4], help="for whole steps (default: 1 4)")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds after which no section is begun")
+    add_peer_argument(parser)
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Go through the sections.
+
+    Raises:
+        SystemExit: there is no GPU.
+    """
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            f"benchmarks gpu: there is no CUDA device here (torch {torch.__version__}); run it on a machine with one, "
+            f"or rehearse with --device cpu --small"
+        )
+    peers = tuple(peers_of(args.peer_python))
+    setup = Setup(args.device, args.small, args.rounds, tuple(args.worlds), tuple(args.batches), peers)
+    started, rows = time.monotonic(), []
+    if args.device == "cpu":
+        rows.append(_note("all", "rehearsal", "what the CPU's numbers miss or meet says nothing about a GPU"))
+    for name in args.sections:
+        if time.monotonic() - started > args.limit:
+            rows.append(_note(name, "left out", f"{args.limit:g} s were over (--limit)"))
+            continue
+        begun = time.monotonic()
+        try:
+            rows += SECTIONS[name](setup)
+        # A kernel that does not compile on this GPU is a finding, and no reason to leave out the rest.
+        except Exception as error:
+            traceback.print_exc()
+            rows.append(_note(name, "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"))
+        print(f"{name}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+        _forget(setup.device)
+    return rows
+
+
+def result_name(args: argparse.Namespace) -> str:
+    """Return the name of the file of results: ``gpu-`` and the device's."""
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "rehearsal"
+    return f"gpu-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}"
+
+
+def rows_text(rows: Sequence[Row]) -> str:
+    """Return the table of targets: what was wanted, what was measured, and whether it is met."""
+    cells = [["what", "wanted", "measured", "spread", "verdict"]]
+    for row in rows:
+        about = ", ".join(value if isinstance(value, str) else f"{name} {value}" for name, value in row.case.items())
+        for target in (target for target in TARGETS if target.is_about(row)):
+            verdict = "met" if target.is_met_by(row) else "MISSED"
+            spread = f"{row.samples.spread:.0%}" if len(row.samples.values) > 1 else "-"
+            measured = f"{row.samples.median:.3f}"
+            cells.append([f"{row.bench}: {row.metric} ({about})", str(target), measured, spread, verdict])
+        if row.bench == "gpu":
+            cells.append([f"{about}: {row.notes['why']}", "", "", "", row.metric.upper()])
+    verdicts = [line[-1] for line in cells[1:]]
+    counts = ", ".join(f"{verdicts.count(verdict)} {verdict.lower()}" for verdict in dict.fromkeys(verdicts))
+    return f"{table(cells)}\n{counts or 'no section has run'}"
+
+
+# ---------------------------------------------------------------------- sections
+
+
+def kernels(setup: Setup) -> list[Row]:
+    """Compare every kernel with a copy; the smallest operand is 512 MiB, far beyond any cache."""
+    return bench_kernels.kernel_rows(1 << (12 if setup.is_small else 28), torch.device(setup.device), setup.rounds)
+
+
+def optimizer(setup: Setup) -> list[Row]:
+    """Compare steps of the flat AdamW with those of torch's fused AdamW on FSDP2's parameters."""
+    shape = replace(setup.llama_like, batch=1)
+    case: dict[str, str | int | float] = {"precision": "bf16", "ranks": 8}
+    with null_world(8):
+        mine, theirs = (make_model(shape, setup.device) for _ in range(2))
+        ours(mine, list(mine.layers), world_mesh(setup.device), BF16)
+        fsdp2(theirs, list(theirs.layers), world_mesh(setup.device), BF16)
+        flat = megatron_fsdp.AdamW(mine.parameters(), lr=LEARNING_RATE)
+        fused = torch.optim.AdamW(theirs.parameters(), lr=LEARNING_RATE, fused=True)
+        for model in (mine, theirs):
+            model(torch.zeros(1, shape.length + 1, dtype=torch.long, device=setup.device)).backward()
+        steps: dict[str, Callable[[], object]] = {"ours, flat AdamW": flat.step, "FSDP2": fused.step}
+        seconds = interleaved(steps, rounds=setup.rounds, synchronize=setup.synchronize)
+    rows = [Row("optimizer", {**case, "engine": name}, "step", "s", samples) for name, samples in seconds.items()]
+    values = ratio(seconds["ours, flat AdamW"], seconds["FSDP2"])
+    return [*rows, Row("optimizer", case, "step of the flat AdamW over FSDP2's", "", values)]
+
+
+def steps(setup: Setup) -> list[Row]:
+    """Compare whole training steps."""
+    rows = []
+    for batch in setup.batches:
+        shape = replace(setup.llama_like, batch=batch)
+        for num_ranks in setup.worlds:
+            found = bench_step.null_rows(shape, num_ranks, setup.device, setup.rounds)
+            task = Task("step", shape, BF16, num_ranks, "null", setup.device, setup.rounds)
+            rows += found + bench_step.peer_rows(bench_step.null_case(shape, num_ranks), setup.peers, task, found)
+            _forget(setup.device)
+    return rows
+
+
+# Tokens, width of the input, width of the output.
+PRODUCTS = ((2048, 4096, 4096), (8192, 4096, 4096), (2048, 4096, 11008), (2048, 11008, 4096), (8192, 2048, 32000))
+
+
+def fused_gradients(setup: Setup) -> list[Row]:
+    """Compare units of linear layers whose weight gradients are multiplied into place with ones that copy them."""
+    rows = []
+    for tokens, width, out in ((8, 16, 24), (5, 7, 3)) if setup.is_small else PRODUCTS:
+        case = {"tokens": tokens, "width": width, "out": out}
+        with null_world(8):
+            peaks = {name: Samples((float(_peak_of_products(setup, name, case)),)) for name in ("fused", "unfused")}
+            calls = {name: _products(setup, name == "fused", case) for name in ("fused", "unfused")}
+            seconds = interleaved(calls, rounds=setup.rounds, synchronize=setup.synchronize)
+            del calls
+        for what, unit, samples in (("forward and backward", "s", seconds), ("peak memory", "B", peaks)):
+            rows += [Row("fused gradients", {**case, "run": name}, what, unit, samples[name]) for name in samples]
+            values = ratio(samples["fused"], samples["unfused"])
+            rows.append(Row("fused gradients", case, f"{what}, fused over unfused", "", values))
+    return rows
+
+
+def _products(setup: Setup, is_fused: bool, case: Mapping[str, int]) -> Callable[[], None]:
+    """Return forward and backward of four units of one linear layer each, in bf16."""
+    policy = megatron_fsdp.MixedPrecisionPolicy(
+        torch.bfloat16, torch.bfloat16, main_grads_dtype=torch.bfloat16, fuse_weight_gradients=is_fused
+    )
+    place: dict[str, Any] = {"dtype": torch.bfloat16, "device": setup.device}
+    layers = [nn.Linear(case["width"], case["out"], bias=False, **place) for _ in range(4)]
+    mesh = world_mesh(setup.device)
+    for layer in layers:
+        megatron_fsdp.fully_shard(layer, mesh, mp_policy=policy)
+    x = torch.ones(case["tokens"], case["width"], requires_grad=True, **place)
+    gradient = torch.ones(case["tokens"], case["out"], **place)
+
+    def call() -> None:
+        x.grad = None
+        for layer in layers:
+            layer(x).backward(gradient)
+            layer.zero_grad()
+
+    return call
+
+
+def _peak_of_products(setup: Setup, name: str, case: Mapping[str, int]) -> int:
+    def measured(begin: Callable[[str], None]) -> Callable[[], None]:
+        call = _products(setup, name == "fused", case)
+        # The memory that matrix products work in is there from the first call on.
+        call()
+        begin("steady")
+        call()
+        begin("rest")
+        return call
+
+    phases = dict(cuda_phases_of(measured) if setup.device == "cuda" else phases_of(measured))
+    return phases["steady"].peak
+
+
+def memory(setup: Setup) -> list[Row]:
+    """Compare the peaks of forward and backward with what explain() says before the first step."""
+    sizes = (2, 32, 64) if setup.is_small else (12, 2048, 32000)
+    shape = Shape(*sizes, batch=1, length=2, head_width=8 if setup.is_small else 128, compute=None)
+    rows = []
+    for num_ranks in setup.worlds:
+        with null_world(num_ranks):
+            case: dict[str, str | int | float] = {"precision": "bf16", "ranks": num_ranks}
+            rows += bench_memory.peak_rows(case, shape, bench_memory.PRECISIONS["bf16"], setup.device)
+        _forget(setup.device)
+    return rows
+
+
+def host(setup: Setup) -> list[Row]:
+    """Compare what the engines add to a step's host time."""
+    num_layers = 2 if setup.is_small else 24
+    with null_world(8):
+        return bench_host.measure({"layers": num_layers, "parameters": 9, "ranks": 8}, setup.rounds, setup.device)
+
+
+SECTIONS: dict[str, Callable[[Setup], list[Row]]] = {
+    "kernels": kernels,
+    "optimizer": optimizer,
+    "step": steps,
+    "fused gradients": fused_gradients,
+    "memory": memory,
+    "host": host,
+}
+
+
+def _note(section: str, what: str, why: str) -> Row:
+    return Row("gpu", {"section": section}, what, "", Samples((1.0,)), notes={"why": why})
+
+
+def _forget(device: str) -> None:
+    """Give back the memory of a section."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,137 @@
+"""What engines and benches share that needs torch alone: dtypes, meshes, PyTorch's own engine, steps taken in turn.
+
+An interpreter that has another engine in it uses this file too (benchmarks/peer_worker.py), so nothing here may import
+this project's packages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from benchmarks.models import Model, Shape
+
+__all__ = [
+    "LEARNING_RATE",
+    "Precision",
+    "Shard",
+    "Step",
+    "Times",
+    "fsdp2",
+    "make_model",
+    "plain",
+    "step_of",
+    "train_fsdp2",
+    "train_in_turn",
+    "world_mesh",
+]
+
+Step = Callable[[torch.Tensor], None]
+# Name to (wall seconds, processor seconds) of every round, on one rank.
+Times = dict[str, list[tuple[float, float]]]
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Dtypes of a run.
+
+    Attributes:
+        compute: of the gathered weights; None for that of the model (FP32).
+        reduce: of gradients on the wire; None for that of ``compute``.
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+
+Shard = Callable[[nn.Module, Sequence[nn.Module], DeviceMesh, Precision], nn.Module]
+
+
+def world_mesh(device_type: str = "cpu") -> DeviceMesh:
+    """Return the mesh of one axis over all ranks."""
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def make_model(shape: Shape, device: str) -> Model:
+    """Make a model whose values are the same on every rank."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return Model(shape)
+
+
+def step_of(model: nn.Module, optimizer: Any) -> Step:
+    """Return a training step: forward, backward, the optimizer's step, and gradients dropped."""
+
+    def step(tokens: torch.Tensor) -> None:
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def train_in_turn(steps: Mapping[str, Step], shape: Shape, rounds: int, device: str = "cpu") -> Times:
+    """Take each step in turn, first to last and back, and return what each of them took on this rank.
+
+    Args:
+        steps: by name. shape: its tokens are drawn on this rank, the same for all steps of a round.
+        rounds: measured ones; two come before.
+        device: where the tokens go; on "cuda" the clock is read when the device is through.
+    """
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    times: Times = {name: [] for name in steps}
+    for number in range(-2, rounds):
+        tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length + 1), generator=generator).to(device)
+        for name in list(steps) if number % 2 else list(steps)[::-1]:
+            dist.barrier()
+            _finish(device)
+            wall, processor = time.perf_counter(), time.process_time()
+            steps[name](tokens)
+            _finish(device)
+            spent = time.perf_counter() - wall, time.process_time() - processor
+            if number >= 0:
+                times[name].append(spent)
+    return times
+
+
+def _finish(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def plain(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, precision: Precision) -> nn.Module:
+    """Leave the model unsharded, in the compute dtype."""
+    return model if precision.compute is None else model.to(precision.compute)
+
+
+def fsdp2(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, precision: Precision) -> nn.Module:
+    """Shard every unit and the rest by torch.distributed.fsdp, with asynchronous prefetch of a unit ahead."""
+    policy = fsdp.MixedPrecisionPolicy(precision.compute, precision.reduce, cast_forward_inputs=False)
+    for module in (*units, model):
+        fsdp.fully_shard(module, mesh=mesh, mp_policy=policy)
+    sharded: list[Any] = list(units)
+    for before, after in itertools.pairwise(sharded):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
+    if mesh.device_type == "cpu":
+        # Without it a gather is over when it is issued, and nothing overlaps; CUDA has streams for that.
+        root: Any = model
+        root._set_unshard_async_op(True)
+    return model
+
+
+def train_fsdp2(shape: Shape, precision: Precision, device: str) -> Step:
+    """Train by torch.distributed.fsdp.fully_shard and torch's fused AdamW."""
+    model = make_model(shape, device)
+    fsdp2(model, list(model.layers), world_mesh(device), precision)
+    return step_of(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))

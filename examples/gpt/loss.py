@@ -1,0 +1,114 @@
+"""The loss of text: per token, per microbatch, and over all microbatches and ranks of a step."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dbuffer.collectives import wait_for
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """The cross entropy of some tokens in nats.
+
+    Attributes:
+        total: their sum, a 0-d fp32 tensor.
+        num_tokens: how many count, a 0-d int64 tensor.
+    """
+
+    total: Tensor
+    num_tokens: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """Per token; 0 where none counts."""
+        return self.total / self.num_tokens.clamp(min=1)
+
+
+def token_loss(
+    model: nn.Module, text: Tensor, *, has_experts: bool = False, masked_token: int | None = None
+) -> TokenLoss:
+    """Return the loss of one microbatch.
+
+    Args:
+        text: (batch, sequence + 1) int64; positions 0..sequence-1 predict positions 1..sequence.
+        has_experts: also balance their load: it adds to the gradient of the mean, not to the value, which stays
+            comparable.
+        masked_token: what follows it does not count: after the end of a document nothing can be predicted.
+    """
+    if has_experts:
+        logits, balance_loss = model(text[:, :-1], with_balance_loss=True)
+    else:
+        logits, balance_loss = model(text[:, :-1]), None
+    # fp32: a sum of exponentials in bf16 loses the digits that the loss curve shows.
+    losses = functional.cross_entropy(logits.float().flatten(0, 1), text[:, 1:].flatten(), reduction="none")
+    counts = counting_tokens(text, masked_token).flatten()
+    total, num_tokens = (losses * counts).sum(), counts.sum()
+    if balance_loss is not None:
+        total = total + num_tokens * (balance_loss - balance_loss.detach())
+    return TokenLoss(total, num_tokens)
+
+
+def next_token_loss(model: nn.Module, text: Tensor, *, has_experts: bool = False) -> Tensor:
+    """Return the mean cross entropy in nats per token, a 0-d fp32 tensor; see ``token_loss``."""
+    return token_loss(model, text, has_experts=has_experts).mean
+
+
+def counting_tokens(text: Tensor, masked_token: int | None) -> Tensor:
+    """Return which predictions of a microbatch count, (batch, sequence) bool for (batch, sequence + 1)."""
+    inputs = text[:, :-1]
+    return torch.ones_like(inputs, dtype=torch.bool) if masked_token is None else inputs != masked_token
+
+
+class MeanLoss:
+    """The mean loss over microbatches and ranks, or with ``--calculate-per-token-loss`` over all their tokens.
+
+    The two differ where microbatches have different numbers of tokens that count.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self._is_per_token: bool = args.calculate_per_token_loss
+        # FP64: thousands of FP32 losses are summed in a validation.
+        self._total, self._count = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+
+    def add(self, loss: TokenLoss) -> Tensor:
+        """Count one microbatch, and return what to call backward on after multiplying it by ``step_weight``."""
+        total, count = (loss.total, loss.num_tokens) if self._is_per_token else (loss.mean, 1)
+        self._total += total.detach()
+        self._count += count
+        return total
+
+    def over_ranks(self) -> Tensor:
+        """Return the loss of what was added so far, a 0-d fp32 tensor, without waiting for a GPU; all ranks call it."""
+        total, count = _sum_over_ranks(torch.stack([self._total, self._count]))
+        mean: Tensor = total / count.clamp(min=1)
+        return mean.float()
+
+
+def step_weight(args: argparse.Namespace, batches: Sequence[Tensor], masked_token: int | None) -> Tensor | float:
+    """Return what every microbatch's loss is multiplied by before backward, so that gradients are of the step's loss.
+
+    Args:
+        batches: of this rank, (micro batch, sequence + 1) int64 each; at least one.
+    """
+    if not args.calculate_per_token_loss:
+        return 1 / len(batches)
+    counts = torch.stack([counting_tokens(text, masked_token).sum() for text in batches])
+    # The sharding engine sums gradients then (FsdpConfig.apply); DistributedDataParallel averages them still.
+    num_averaged = 1 if args.use_megatron_fsdp else dist.get_world_size()
+    # Known before backward, so that no pass over the gradients is needed, and no sum grows large in bf16.
+    weight: Tensor = num_averaged / _sum_over_ranks(counts.sum()).clamp(min=1)
+    return weight
+
+
+def _sum_over_ranks(value: Tensor) -> Tensor:
+    total = value.detach().clone()
+    wait_for(dist.all_reduce(total, async_op=True))
+    return total

@@ -1,0 +1,69 @@
+"""load_matching: of a checkpoint of another model, take what this one has under the same name and shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megatron_fsdp.checkpoint_background import finish_pending_save
+from megatron_fsdp.checkpoint_metadata import tensors_of
+from megatron_fsdp.checkpoint_model import announce_change, view_model
+from megatron_fsdp.checkpoint_ranks import checkpoint_ranks
+from megatron_fsdp.checkpoint_reader import open_checkpoint, read_entries
+from megatron_fsdp.errors import CheckpointError
+
+__all__ = ["PartialLoad", "load_matching"]
+
+
+@dataclass(frozen=True, slots=True)
+class PartialLoad:
+    """What ``load_matching`` did.
+
+    Attributes:
+        loaded: names of the model's tensors that were loaded.
+        left: one line per difference: what the model has and the checkpoint lacks, the other way round, and shapes
+            that differ.
+        extra: what was saved with it.
+    """
+
+    loaded: tuple[str, ...]
+    left: tuple[str, ...]
+    extra: dict[str, Any]
+
+
+def load_matching(model: nn.Module, path: str | Path, *, verify: bool = True) -> PartialLoad:
+    """Load weights and buffers whose names and shapes agree, and leave the others as they are; every rank calls it.
+
+    Optimizer and random state are not read: they would not belong to the model that results.
+
+    Args:
+        model: sharded or plain. path: of one checkpoint. verify: as in ``load_checkpoint``.
+    Raises:
+        CheckpointError: there is no checkpoint, nothing in it agrees, or it is damaged.
+    """
+    finish_pending_save()
+    ranks = checkpoint_ranks()
+    opened = open_checkpoint(Path(path), ranks, verify=verify)
+    view = view_model(model)
+    saved = tensors_of(opened.metadata)
+    entries = {str(rest[0]): name for rest, name in opened.names_below("model").items() if len(rest) == 1}
+    targets, loaded, left = {}, [], []
+    for name, tensor in view.tensors.items():
+        found = saved.get(entries.get(name, ""))
+        if found is None:
+            if not any(other in entries for other in view.siblings(name)):
+                left.append(f"{name}: not in the checkpoint")
+        elif tuple(found.size) != tuple(tensor.shape):
+            left.append(f"{name}: {tuple(found.size)} in the checkpoint, {tuple(tensor.shape)} here")
+        else:
+            targets[entries[name]] = tensor
+            loaded.append(name)
+    left += [f"{name}: only in the checkpoint" for name in entries if name not in view.tensors]
+    if not loaded:
+        raise CheckpointError(f"{path} has no tensor of this model's names and shapes; nothing was loaded")
+    ranks.check(f"loading {path}", lambda: read_entries(opened, dict(targets)))
+    announce_change(model, view)
+    return PartialLoad(tuple(loaded), tuple(left), dict(opened.state.get("extra", {})))

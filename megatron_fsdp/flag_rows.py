@@ -1,0 +1,189 @@
+"""The rows of the table: Megatron-LM's flags around FSDP."""
+
+from __future__ import annotations
+
+from megatron_fsdp.flag import Effect, Flag
+
+__all__ = ["FLAGS", "SECTIONS", "flag_of"]
+
+_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+_CONFIG, _EFFECTS, _CHECKS = "test_config.py::", "test_gpt_flag_effects.py::", "test_gpt_run_checks.py::"
+_META, _FAKE, _TOKENS = "test_gpt_meta_init.py::", "test_gpt_fake_ranks.py::", "test_gpt_token_loss.py::"
+_AHEAD = "test_prefetch_depth.py::"
+_SLOTS = "test_slots.py::test_the_flags_choose_the_slots"
+_SOURCES = "test_slots.py::test_user_buffers_are_symmetric_memory_on_gpus_unless_told_otherwise"
+_AXES = _CONFIG + "test_on_two_axes_the_strategy_is_the_inner_one_s"
+_DTYPE_RULES = _CONFIG + "test_the_dtypes_follow_megatron_s_rules"
+_BUFFERS = _CONFIG + "test_the_dtype_flags_reach_the_buffers"
+_DTYPES = ("fp32", "bf16", "fp16", "auto")
+_STATE_DTYPES = ("fp32", "fp16", "bf16", "fp8")
+_STRICTNESS = ("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all",
+               "return_unexpected", "return_all", "ignore_all")  # fmt: skip
+
+# Rows stay rows: the formatter would give every field a line of its own.
+# fmt: off
+_FSDP = (
+    Flag("--use-megatron-fsdp", False, Effect.ACTS, "shard the model with Megatron FSDP", "turns this engine on",
+         test=_EFFECTS + "test_use_megatron_fsdp_shards_what_is_replicated_without"),
+    Flag("--megatron-fsdp-version", 1, Effect.NOTHING, "engine version; 2 excludes --use-distributed-optimizer",
+         "this engine serves both", choices=(1, 2), kind=int),
+    Flag("--data-parallel-sharding-strategy", "optim_grads_params", Effect.ACTS, "what is sharded",
+         "optim is ZeRO-1, optim_grads ZeRO-2, optim_grads_params ZeRO-3",
+         test=_CONFIG + "test_a_strategy_on_one_axis_is_its_placements", choices=_STRATEGIES, kind=str),
+    Flag("--outer-dp-sharding-strategy", "no_shard", Effect.ACTS, "what is sharded over the outer axis, too",
+         "optim shards optimizer state and main weights over both axes", test=_AXES, choices=("no_shard", "optim"),
+         kind=str),
+    Flag("--num-distributed-optimizer-instances", 1, Effect.ACTS, "outer replicas; more than 1 is hybrid sharding",
+         "the size of the outer axis of a 2-D mesh", test=_AXES, kind=int),
+    Flag("--enable-full-sharding-in-hsdp", False, Effect.ACTS, "older form of --outer-dp-sharding-strategy optim",
+         "the same", test=_AXES),
+    Flag("--init-model-with-meta-device", False, Effect.ACTS, "build the model without memory, shard, then initialise",
+         "each rank allocates its shards only, and one whole tensor at a time; values are those of one process",
+         test=_META + "test_a_run_of_init_model_with_meta_device_starts_as_one_without"),
+    Flag("--megatron-fsdp-main-params-dtype", "fp32", Effect.ACTS, "dtype of main weights; auto: the model's",
+         "of the weights that the optimizer steps; auto is the compute dtype", test=_BUFFERS, choices=_DTYPES,
+         kind=str),
+    Flag("--megatron-fsdp-main-grads-dtype", "auto", Effect.ACTS, "dtype of accumulated gradients; auto: the model's",
+         "auto is fp16 with --fp16, bf16 with --bf16 --grad-reduce-in-bf16, else fp32", test=_BUFFERS, choices=_DTYPES,
+         kind=str),
+    Flag("--megatron-fsdp-grad-comm-dtype", "auto", Effect.ACTS, "dtype of the reduction; auto: main gradients'",
+         "of the reduce-scatter; an outer axis, and no_shard and optim, reduce in the main gradients' dtype",
+         test=_BUFFERS, choices=_DTYPES, kind=str),
+    Flag("--megatron-fsdp-enable-fine-grained-param-gather", False, Effect.LATER, "gather per submodule",
+         "a unit is gathered as a whole"),
+    Flag("--suggested-communication-unit-size", None, Effect.ACTS, "elements per communication step",
+         "gathers run ahead of compute by units of at least so many elements together; not given: by one unit",
+         test=_AHEAD + "test_suggested_communication_unit_size_gathers_so_many_elements_ahead", kind=int),
+    Flag("--create-all-gather-group", False, Effect.ALWAYS, "a second communicator, so gather and reduction overlap",
+         "gathers and reductions have a communicator each"),
+    Flag("--keep-fp8-transpose-cache", False, Effect.PACKAGE, "keep the transpose of FP8 weights",
+         "FP8 weights need Transformer Engine"),
+    Flag("--fsdp-double-buffer", False, Effect.ACTS, "two reusable buffers for gathered weights",
+         "units of equal size take turns in memory that stays, gradients too; PyTorch 2.13", test=_SLOTS),
+    Flag("--megatron-fsdp-max-pool-double-buffer", False, Effect.ACTS, "buffers as large as the largest unit",
+         "all units take turns in memory that stays; PyTorch 2.13", test=_SLOTS),
+    Flag("--fsdp-db-use-persist-buf-on-alloc-fail", False, Effect.ALWAYS, "keep what does not fit the two buffers",
+         "units that fit no buffer have one of their own"),
+    Flag("--use-nccl-ub", False, Effect.ACTS, "register buffers with NCCL; implies --fsdp-double-buffer",
+         "on GPUs buffers are symmetric memory; not run on a GPU yet", test=_SLOTS, dest="nccl_ub"),
+    Flag("--disable-symmetric-registration", False, Effect.ACTS, "with --use-nccl-ub: no symmetric windows",
+         "buffers come from NCCL's own allocator", test=_SOURCES),
+    Flag("--fsdp-manual-registration", False, Effect.NOTHING, "with --use-nccl-ub: register when a step is over",
+         "each buffer is registered when it is made, in the first step"),
+    Flag("--use-torch-fsdp2", False, Effect.NOTHING, "shard with PyTorch's FSDP2 instead",
+         "PyTorch's engine is not started from here; code written for it runs after changing the import"),
+    Flag("--torch-fsdp2-no-reshard-after-forward", True, Effect.NOTHING, "with --use-torch-fsdp2: keep weights whole",
+         "here that is --data-parallel-sharding-strategy optim_grads", dest="torch_fsdp2_reshard_after_forward"),
+)
+_DDP = (
+    Flag("--overlap-grad-reduce", False, Effect.ALWAYS, "reduce while backward computes", "reductions overlap"),
+    Flag("--overlap-param-gather", False, Effect.ALWAYS, "gather while forward computes", "gathers overlap"),
+    Flag("--overlap-param-gather-with-optimizer-step", False, Effect.LATER, "gather the first bucket during the step",
+         "the first gather starts with the forward"),
+    Flag("--no-align-param-gather", True, Effect.NOTHING, "pipeline stages start their gathers independently",
+         "there are no pipeline stages", dest="align_param_gather"),
+    Flag("--no-gradient-reduce-div-fusion", True, Effect.NOTHING, "divide gradients in a pass of its own",
+         "the division is part of the accumulation and costs no pass", dest="gradient_reduce_div_fusion"),
+    Flag("--ddp-num-buckets", None, Effect.NOTHING, "number of gradient buckets", "units are the buckets", kind=int),
+    Flag("--ddp-bucket-size", None, Effect.NOTHING, "elements in a bucket", "units are the buckets", kind=int),
+    Flag("--ddp-pad-buckets-for-high-nccl-busbw", False, Effect.LATER, "round buckets up to a large power of two",
+         "buffers are padded to rows and 16 bytes"),
+    Flag("--ddp-reduce-scatter-with-fp32-accumulation", False, Effect.LATER, "send low precision, add up in FP32",
+         "--megatron-fsdp-grad-comm-dtype fp32 adds up in FP32, at twice the bytes"),
+    Flag("--ddp-param-name-patterns-for-fp32-local-accumulation", (), Effect.LATER,
+         "parameters whose gradients accumulate in FP32", "--megatron-fsdp-main-grads-dtype holds for all", kind=tuple),
+    Flag("--ddp-average-in-collective", False, Effect.NOTHING, "average in the collective",
+         "sums are reduced, and the division is part of the accumulation"),
+    Flag("--grad-reduce-in-bf16", False, Effect.ACTS, "with --bf16: gradients in bf16, not FP32",
+         "reduced in bf16, and accumulated so unless --megatron-fsdp-main-grads-dtype says otherwise", test=_BUFFERS),
+    Flag("--calculate-per-token-loss", False, Effect.ACTS, "normalise by tokens, not by samples and ranks",
+         "losses and tokens are summed over microbatches and ranks; gradients are divided by all tokens of the step",
+         test=_TOKENS + "test_calculate_per_token_loss_weighs_tokens_alike_where_ranks_have_unequal_counts"),
+    Flag("--no-gradient-accumulation-fusion", True, Effect.ACTS, "add weight gradients after the GEMM, not in it",
+         "without it the GEMMs of linear layers write into the unit's buffer, in its dtype or in FP32",
+         test="test_fused_flag.py::test_the_flag_decides_whether_the_policy_fuses",
+         dest="gradient_accumulation_fusion"),
+    Flag("--use-distributed-optimizer", False, Effect.NOTHING, "shard the optimizer state",
+         "--data-parallel-sharding-strategy says what is sharded"),
+    Flag("--use-sharp", False, Effect.HARDWARE, "reduce inside the network", "it takes switches with SHARP"),
+    Flag("--sharp-enabled-group", None, Effect.HARDWARE, "which groups --use-sharp serves", "see --use-sharp",
+         choices=("dp", "dp_replica"), kind=str),
+    Flag("--high-priority-stream-groups", (), Effect.ALWAYS, "groups whose collectives get high-priority streams",
+         "gathers and reductions run on high-priority streams", kind=tuple),
+)
+_OTHER = (
+    Flag("--bf16", False, Effect.ACTS, "bf16 model weights", "weights are gathered and used in bf16",
+         test=_DTYPE_RULES),
+    Flag("--fp16", False, Effect.ACTS, "fp16 model weights",
+         "weights are gathered and used in fp16; the training script refuses it, for want of loss scaling",
+         test=_DTYPE_RULES),
+    Flag("--optimizer", "adam", Effect.ACTS, "the optimizer; Megatron FSDP takes adam and sgd",
+         "any elementwise optimizer of PyTorch works over the sharded parameters; the flag takes adam and sgd",
+         test=_EFFECTS + "test_optimizer_decides_which_one_steps",
+         choices=("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"), kind=str),
+    Flag("--use-precision-aware-optimizer", False, Effect.PACKAGE, "optimizer state in low precision",
+         "its FusedAdam is Transformer Engine's"),
+    Flag("--main-grads-dtype", "fp32", Effect.NOTHING, "of the precision-aware optimizer",
+         "--megatron-fsdp-main-grads-dtype replaces it", choices=("fp32", "bf16"), kind=str),
+    Flag("--main-params-dtype", "fp32", Effect.NOTHING, "of the precision-aware optimizer",
+         "--megatron-fsdp-main-params-dtype replaces it", choices=("fp32", "fp16"), kind=str),
+    Flag("--exp-avg-dtype", "fp32", Effect.PACKAGE, "of the precision-aware optimizer's first moment",
+         "see --use-precision-aware-optimizer", choices=_STATE_DTYPES, kind=str),
+    Flag("--exp-avg-sq-dtype", "fp32", Effect.PACKAGE, "of the precision-aware optimizer's second moment",
+         "see --use-precision-aware-optimizer", choices=_STATE_DTYPES, kind=str),
+    Flag("--fp8-param-gather", False, Effect.PACKAGE, "gather FP8 weights", "FP8 weights need Transformer Engine"),
+    Flag("--fp4-param-gather", False, Effect.PACKAGE, "gather FP4 weights", "FP4 weights need Transformer Engine"),
+    Flag("--optimizer-cpu-offload", False, Effect.ACTS, "optimizer state and step on the CPU",
+         "weights at rest and gradients go with them; a shard is copied to the device when its unit is gathered",
+         test=_CONFIG + "test_optimizer_cpu_offload_reaches_fully_shard_and_changes_no_result"),
+    Flag("--optimizer-offload-fraction", 1.0, Effect.LATER, "share of it", "all of it, or nothing", kind=float),
+    Flag("--overlap-cpu-optimizer-d2h-h2d", False, Effect.ALWAYS, "overlap its copies",
+         "copies run beside compute, with the collectives that they belong to"),
+    Flag("--optimizer-cuda-graph", False, Effect.LATER, "capture the optimizer step", "nothing is captured"),
+    Flag("--cuda-graph-impl", "none", Effect.LATER, "what CUDA graphs capture", "nothing is captured",
+         choices=("none", "local", "transformer_engine", "full_iteration"), kind=str),
+    Flag("--ckpt-format", "torch_dist", Effect.ACTS, "format of checkpoints; Megatron FSDP takes fsdp_dtensor",
+         "with --use-megatron-fsdp checkpoints are fsdp_dtensor, and torch_dist, the default, counts as not given",
+         test=_CONFIG + "test_megatron_s_default_checkpoint_format_counts_as_not_given",
+         choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"), kind=str),
+    Flag("--strict-fsdp-dtensor-load", True, Effect.ACTS, "refuse checkpoints with other names or shapes",
+         "differences are listed; with --no-strict-fsdp-dtensor-load what matches is loaded, the rest said and left",
+         test=_CHECKS + "test_no_strict_fsdp_dtensor_load_takes_what_matches_and_says_the_rest"),
+    Flag("--dist-ckpt-strictness", "assume_ok_unexpected", Effect.NOTHING, "of torch_dist checkpoints",
+         "a checkpoint of another model is refused", choices=_STRICTNESS, kind=str),
+    Flag("--async-save", False, Effect.ACTS, "write checkpoints while training goes on",
+         "copied to host memory, then written; the next save, SIGTERM and the end of the run wait for it",
+         test=_CHECKS + "test_async_save_writes_while_training_goes_on_and_is_whole_at_the_end"),
+    Flag("--clip-grad", 1.0, Effect.ACTS, "largest global norm of the gradients",
+         "over all ranks and units; 0 only measures",
+         test=_EFFECTS + "test_clip_grad_limits_the_step_of_a_sharded_model", kind=float),
+    Flag("--check-for-nan-in-loss-and-grad", True, Effect.ACTS, "look for NaN; switched off by --no-check-...",
+         "NaN or infinity ends the run with the parameter's name, before any weight changes",
+         test=_EFFECTS + "test_no_check_for_nan_in_loss_and_grad_goes_on_regardless"),
+    Flag("--check-for-large-grads", False, Effect.ACTS, "look for very large gradients",
+         "a norm above 10 times the largest of the steps before is said in the log",
+         test=_CHECKS + "test_check_for_large_grads_says_a_norm_far_above_those_before"),
+    Flag("--dump-param-to-param-group-map", None, Effect.ACTS, "file to write the optimizer's groups to",
+         "JSON: each parameter's name, and the index of its group", kind=str,
+         test=_CHECKS + "test_dump_param_to_param_group_map_names_the_group_of_every_parameter"),
+    Flag("--fake-process-group", False, Effect.ACTS, "one GPU, no communication, to measure memory",
+         "one process stands for WORLD_SIZE ranks; losses mean nothing",
+         test=_FAKE + "test_fake_process_group_shards_for_more_ranks_than_there_are"),
+)
+# fmt: on
+SECTIONS = {
+    "Sharding": _FSDP,
+    "Overlap, reduction and data parallelism": _DDP,
+    "Precision, optimizer, checkpoints and checks": _OTHER,
+}
+FLAGS: tuple[Flag, ...] = (*_FSDP, *_DDP, *_OTHER)
+_BY_NAME = {key: flag for flag in FLAGS for key in (flag.name, flag.dest)}
+
+
+def flag_of(name: str) -> Flag:
+    """Return the flag of a name (``--use-nccl-ub``) or an attribute (``nccl_ub``).
+
+    Raises:
+        KeyError: there is no such flag.
+    """
+    return _BY_NAME[name]

@@ -1,0 +1,146 @@
+"""Run a training script of a Megatron-LM checkout over this engine: ``python -m megatron_fsdp.megatron``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.mcore_adapter import install, uninstall
+from megatron_fsdp.megatron_flags import check_flags, without_version
+
+__all__ = ["Launch", "install", "main", "plan_launch", "run", "uninstall"]
+
+_VARIABLE = "MEGATRON_LM_PATH"
+_DESCRIPTION = """\
+Run a training script of a Megatron-LM checkout, with --use-megatron-fsdp on this engine instead of Megatron's own:
+
+  torchrun --nproc-per-node 8 -m megatron_fsdp.megatron --megatron-path ~/Megatron-LM pretrain_gpt.py \\
+      --use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params ...
+
+No file of the checkout is changed. What follows SCRIPT is the script's own; flags that this engine cannot follow are
+refused before anything starts. docs/megatron.md says more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What to run.
+
+    Attributes:
+        checkout: folder with ``megatron/core`` in it. script: file to run. flags: the script's.
+    """
+
+    checkout: Path
+    script: Path
+    flags: tuple[str, ...]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the script that the arguments (default: those of the process) name.
+
+    Returns:
+        0. What is wrong with the arguments ends the process with status 2 before anything starts; what the script
+        raises passes through.
+    """
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    try:
+        launch = plan_launch(given.script, given.flags, given.megatron_path)
+    except ConfigError as error:
+        parser.error(str(error))
+    run(launch)
+    return 0
+
+
+def plan_launch(script: str, flags: Sequence[str], megatron_path: str | None = None) -> Launch:
+    """Find the checkout and the script, and check the flags; nothing of Megatron is imported.
+
+    Args:
+        script: a file here, or else in the checkout.
+        megatron_path: the checkout. None: the environment's MEGATRON_LM_PATH, or else the folder of ``script``.
+    Raises:
+        ConfigError: no checkout, no script, or flags that this engine cannot follow.
+    """
+    checkout = _checkout(script, megatron_path)
+    candidates = [Path(script), checkout / script]
+    file = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if file is None:
+        raise ConfigError(f"found no script {script!r} here ({Path.cwd()}) or in the checkout ({checkout})")
+    if not {"-h", "--help"} & set(flags):
+        check_flags(flags)
+    knows_version = any("megatron_fsdp_version" in text or "megatron-fsdp-version" in text for text in _texts(checkout))
+    # This engine serves both versions; a Megatron before version 2 does not know the flag.
+    kept = list(flags) if knows_version else without_version(flags)
+    return Launch(checkout, file.resolve(), tuple(kept))
+
+
+def run(launch: Launch) -> None:
+    """Put this engine in place of Megatron's, and run the script in this process as its main program.
+
+    Raises:
+        ConfigError: megatron.core of the checkout cannot be imported, or another one was imported before.
+    """
+    # As Python does for a script, its folder comes first; the checkout's packages come before installed ones.
+    sys.path[:0] = [str(launch.script.parent), str(launch.checkout)]
+    changed = install()
+    _check_origin(launch.checkout)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"megatron_fsdp: {launch.script.name} runs on this engine; changed: {', '.join(changed)}", flush=True)
+    sys.argv = [str(launch.script), *launch.flags]
+    runpy.run_path(str(launch.script), run_name="__main__")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_fsdp.megatron",
+        usage="%(prog)s [--megatron-path PATH] SCRIPT [flags of the script ...]",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--megatron-path",
+        metavar="PATH",
+        help=f"the Megatron-LM checkout; without it, ${_VARIABLE}, or else the folder of SCRIPT",
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="a file here, or else in the checkout: pretrain_gpt.py")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script, --use-megatron-fsdp among them")
+    return parser
+
+
+def _checkout(script: str, megatron_path: str | None) -> Path:
+    named = megatron_path or os.environ.get(_VARIABLE)
+    found = Path(named).expanduser() if named else Path(script).resolve().parent
+    if (found / "megatron" / "core").is_dir():
+        return found.resolve()
+    source = "--megatron-path" if megatron_path else f"${_VARIABLE}" if named else "the folder of the script"
+    raise ConfigError(
+        f"found no Megatron-LM checkout in {source} ({found}): wanted a folder with megatron/core in it; give "
+        f"--megatron-path PATH or set {_VARIABLE}"
+    )
+
+
+def _texts(checkout: Path) -> list[str]:
+    """Return the files that Megatron's flags come from."""
+    folder = checkout / "megatron" / "training"
+    return [file.read_text(encoding="utf-8", errors="replace") for file in sorted(folder.rglob("*.py"))]
+
+
+def _check_origin(checkout: Path) -> None:
+    core = sys.modules["megatron.core"]
+    origin = Path(str(core.__file__)).resolve()
+    wanted = (checkout / "megatron" / "core").resolve()
+    if wanted not in origin.parents:
+        raise ConfigError(
+            f"megatron.core was imported from {origin.parent}, wanted {wanted}; start this launcher before anything "
+            "that imports megatron"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

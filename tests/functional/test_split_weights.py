@@ -1,0 +1,318 @@
+"""FP32 main weights in two halves: the same training to the bit, in 14 bytes per parameter."""
+
+import gc
+from collections import Counter
+from typing import TypeAlias
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dbuffer import CollectiveCall, memory_meter, observe_collectives
+from megatron_fsdp import (
+    AdamW,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    explain,
+    fully_shard,
+    fully_shard_optimizer,
+    materialize,
+)
+from tests.functional.adamw_comparison import groups_of
+from tests.functional.models import (
+    Model,
+    differing,
+    draw_tokens,
+    loss_of,
+    make_mesh,
+    make_model,
+    shard_model,
+    world_mesh,
+)
+from tests.functional.replica import Block, Stack, inputs, shard_layers
+from tests.functional.split_weights import (
+    BF16,
+    FP32,
+    PLAIN,
+    SPLIT,
+    full_weights,
+    make_adamw,
+    one_layer,
+    rounding_ties_away,
+    train_on_two_microbatches,
+)
+from tests.harness import run_ranks
+
+LAYOUTS = [
+    ("optim_grads_params", (1,)),
+    ("optim_grads_params", (3,)),
+    ("optim_grads_params", (4,)),
+    ("optim_grads", (2,)),
+    ("optim", (3,)),
+    ("no_shard", (2,)),
+    ("hsdp", (2, 2)),
+    ("hfsdp", (2, 2)),
+]
+
+
+def run_of(policy: MixedPrecisionPolicy, strategy: str, mesh: tuple[int, ...]) -> tuple[list[float], Model]:
+    model = shard_model(make_model(), make_mesh(mesh), strategy, policy)
+    return train_on_two_microbatches(model, make_adamw(model), range(22), dist.get_rank()), model
+
+
+def differing_run(strategy: str, mesh: tuple[int, ...]) -> list[str]:
+    """Compare losses, norms and FP32 weights of 22 clipped steps with those of ordinary FP32 main weights."""
+    initial = full_weights(shard_model(make_model(), make_mesh(mesh), strategy))
+    seen, model = run_of(SPLIT, strategy, mesh)
+    with rounding_ties_away():
+        wanted, oracle = run_of(PLAIN, strategy, mesh)
+    assert all(p.dtype is BF16 for p in model.parameters() if p.requires_grad)
+    assert all(p.dtype is FP32 for p in oracle.parameters())
+    moved = differing(full_weights(model), initial)
+    assert len(moved) == sum(parameter.requires_grad for parameter in model.parameters())
+    return ["losses and norms"] * (seen != wanted) + differing(full_weights(model), full_weights(oracle))
+
+
+@pytest.mark.parametrize(("strategy", "mesh"), LAYOUTS, ids=str)
+def test_losses_and_weights_equal_those_of_fp32_main_weights_to_the_bit(strategy: str, mesh: tuple[int, ...]) -> None:
+    num_ranks = torch.Size(mesh).numel()
+    assert run_ranks(num_ranks, differing_run, strategy, mesh) == [[]] * num_ranks
+
+
+# ---------------------------------------------------------------------- ties
+
+
+class Weight(nn.Module):
+    """One weight."""
+
+    def __init__(self, bits: list[int]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(FP32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
+
+
+TIES = [0x3F808000, 0x3F818000, 0xBF808000, 0x3F807FFF, 0x3F808001]
+
+
+def halves_of_ties() -> tuple[list[float], list[float]]:
+    split, plain = Weight(TIES), Weight(TIES)
+    fully_shard(split, mp_policy=SPLIT)
+    fully_shard(plain, mp_policy=PLAIN)
+    one = torch.ones(len(TIES))
+    return split(one).float().tolist(), plain(one).float().tolist()
+
+
+def test_only_a_weight_half_way_between_two_bf16_ones_computes_otherwise_and_goes_away_from_zero() -> None:
+    ulp = 2.0**-7
+    ((split, plain),) = run_ranks(1, halves_of_ties)
+    assert split == [1 + ulp, 1 + 2 * ulp, -1 - ulp, 1.0, 1 + ulp]
+    assert plain == [1.0, 1 + 2 * ulp, -1.0, 1.0, 1 + ulp]
+
+
+# ---------------------------------------------------------------------- initial values
+
+
+def initial_values(is_offloaded: bool) -> list[str]:
+    """Shard in FP32, in halves, and in halves on the meta device; compare what the optimizer would step."""
+    offload = CPUOffloadPolicy(pin_memory=False) if is_offloaded else None
+    found = []
+    for policy in (PLAIN, SPLIT):
+        torch.manual_seed(5)
+        model = Stack(Block(), Block(hidden=1))
+        shard_layers(model, mesh=world_mesh(), mp_policy=policy, offload_policy=offload)
+        found.append(full_weights(model))
+    return differing(found[1], found[0])
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True], ids=["on the device", "offloaded"])
+def test_sharding_keeps_every_bit_of_fp32_parameters(is_offloaded: bool) -> None:
+    assert run_ranks(3, initial_values, is_offloaded) == [[]] * 3
+
+
+def materialized_values() -> list[str]:
+    found = []
+    for policy in (PLAIN, SPLIT):
+        with torch.device("meta"):
+            model = Stack(Block(), Block(hidden=1))
+        shard_layers(model, mesh=world_mesh(), mp_policy=policy)
+        torch.manual_seed(7)
+        materialize(model)
+        assert all(p.dtype is (BF16 if policy is SPLIT else FP32) for p in model.parameters())
+        found.append(full_weights(model))
+    return differing(found[1], found[0])
+
+
+def test_materialize_draws_the_values_that_fp32_main_weights_get() -> None:
+    assert run_ranks(3, materialized_values) == [[]] * 3
+
+
+def offloaded_run() -> list[str]:
+    found = []
+    for offload in (None, CPUOffloadPolicy(pin_memory=False)):
+        model = make_model()
+        for part in (*model.blocks, model):
+            fully_shard(part, world_mesh(), mp_policy=SPLIT, offload_policy=offload)
+        train_on_two_microbatches(model, make_adamw(model), range(3), dist.get_rank())
+        found.append(full_weights(model))
+    return differing(found[0], found[1])
+
+
+def test_offloading_changes_no_bit() -> None:
+    assert run_ranks(2, offloaded_run) == [[]] * 2
+
+
+# ---------------------------------------------------------------------- bytes
+
+
+Numbers: TypeAlias = dict[str, object]
+
+
+def bytes_taken(strategy: str, mesh: tuple[int, ...]) -> tuple[Numbers, Numbers, float]:
+    """Return what the second of two steps took, what was predicted, and bytes at rest per element over all ranks."""
+    gc.collect()
+    meter = memory_meter()
+    before = meter.current_bytes
+    model = make_model()
+    model.shift.requires_grad_(True)
+    shard_model(model, make_mesh(mesh), strategy, SPLIT)
+    report = explain(model)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    calls: list[CollectiveCall] = []
+    found: Numbers = {}
+    for step in range(2):
+        calls.clear()
+        resting = meter.current_bytes
+        with observe_collectives(calls.append):
+            tokens = draw_tokens(dist.get_rank(), step)
+            meter.reset_peak()
+            loss = loss_of(model(tokens), tokens)
+            found["forward"] = meter.peak_bytes - resting
+            meter.reset_peak()
+            loss.backward()
+            found["backward"] = meter.peak_bytes - resting
+            optimizer.step()
+        optimizer.zero_grad()
+    sizes, predicted_sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for call in calls:
+        sizes[call.kind, call.axis] += call.num_bytes
+    for total in report.collectives:
+        predicted_sizes[total.kind, total.axis] += total.num_bytes
+    moments = [value for values in optimizer.state.values() for value in values.values()]
+    found["moments"] = sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in moments)
+    # The meter counts the flat moments too, padding included.
+    groups = groups_of(model)
+    flat_moments = sum(8 * group.main_weight.local_buffer.numel() for group in groups)
+    found |= {"resting": meter.current_bytes - before - flat_moments, "traffic": sizes}
+    wanted: Numbers = {
+        "forward": report.forward_peak.num_bytes,
+        "backward": report.backward_peak.num_bytes,
+        "moments": report.optimizer_bytes,
+        "resting": report.persistent_bytes,
+        "traffic": predicted_sizes,
+    }
+    numel = sum(group.plan.numel for group in groups)
+    return found, wanted, (report.persistent_bytes + flat_moments) * torch.Size(mesh).numel() / numel
+
+
+@pytest.mark.parametrize(("strategy", "mesh"), LAYOUTS, ids=str)
+def test_bytes_are_those_that_explain_predicts_and_14_per_parameter_where_all_is_sharded(
+    strategy: str, mesh: tuple[int, ...]
+) -> None:
+    for found, wanted, per_element in run_ranks(torch.Size(mesh).numel(), bytes_taken, strategy, mesh):
+        assert found == wanted
+        if strategy == "optim_grads_params":
+            assert per_element == 14.0
+
+
+# ---------------------------------------------------------------------- what users do to the weights
+
+
+def written(how: str) -> list[str]:
+    """Write to one parameter; return which parameters' FP32 weights changed and which are bf16 numbers now."""
+    model = one_layer()
+    before = full_weights(model)
+    weight = model.layers[0].get_parameter("up.weight")
+    new = torch.randn_like(weight)
+    if how == "copy_":
+        with torch.no_grad():
+            weight.copy_(new)
+    elif how == ".data":
+        weight.data.copy_(new)
+    else:
+        nn.init.normal_(weight)
+    after = full_weights(model)
+    changed = differing(after, before)
+    return [f"changed {name}" for name in changed] + [
+        f"rounded {name}" for name, value in after.items() if torch.equal(value, value.to(BF16).float())
+    ]
+
+
+@pytest.mark.parametrize("how", ["copy_", ".data", "nn.init"])
+def test_a_weight_that_is_written_to_has_no_lower_half_and_the_others_keep_theirs(how: str) -> None:
+    ones = {"layers.0.norm.weight", "layers.0.norm.bias"}
+    for found in run_ranks(3, written, how):
+        assert [entry for entry in found if entry.startswith("changed")] == ["changed layers.0.up.weight"]
+        assert {entry.removeprefix("rounded ") for entry in found[1:]} == ones | {"layers.0.up.weight"}
+
+
+def loaded_and_stepped() -> list[str]:
+    """Load a bf16 state dict into a model in use; its next step is that of FP32 weights with these values."""
+    model, optimizers, oracle = one_layer(), [], one_layer(PLAIN)
+    torch.manual_seed(11)
+    state = {name: torch.randn(value.shape).to(BF16) for name, value in model.state_dict().items()}
+    for each in (model, oracle):
+        optimizers.append(AdamW(each.parameters(), lr=0.01))
+        each.load_state_dict(state if each is model else {name: value.float() for name, value in state.items()})
+        with rounding_ties_away():
+            each(inputs(dist.get_rank(), 0)).square().mean().backward()
+        optimizers[-1].step()
+    return differing(full_weights(model), full_weights(oracle))
+
+
+def test_a_loaded_bf16_state_dict_is_stepped_as_it_is() -> None:
+    assert run_ranks(2, loaded_and_stepped) == [[]] * 2
+
+
+def unseen_change() -> float:
+    """Change a weight behind every version counter; return how far from it, in bf16 ulps, the FP32 weight is."""
+    model = one_layer()
+    group = groups_of(model)[0]
+    weight = group.main_weight.get_local_tensor(list(group.parameters).index("up.weight"))
+    new = torch.randn_like(weight)
+    # NumPy's memory has no version counter.
+    torch.from_numpy(weight.view(torch.int16).numpy()).copy_(new.view(torch.int16))
+    value = group.weights.values().get_local_tensor(list(group.parameters).index("up.weight"))
+    assert torch.equal(weight, new)
+    assert not torch.equal(value, new.float())
+    return float(((value - new.float()).abs() / (new.float().abs() * 2.0**-7)).max())
+
+
+def test_a_change_that_nothing_shows_is_kept_to_half_a_unit_in_the_last_place() -> None:
+    assert max(run_ranks(1, unseen_change)) <= 0.5
+
+
+# ---------------------------------------------------------------------- wider gradients
+
+
+def wide_gradients(is_wrapped: bool) -> list[str]:
+    """Accumulate in FP32, which the bf16 parameters must not narrow; compare with FP32 main weights."""
+    found = []
+    for is_split in (True, False):
+        policy = MixedPrecisionPolicy(BF16, FP32, main_grads_dtype=FP32, split_main_params=is_split)
+        model = shard_model(make_model(), world_mesh(), policy=policy)
+        optimizer = make_adamw(model)
+        if is_wrapped:
+            fully_shard_optimizer(optimizer)
+        with rounding_ties_away():
+            train_on_two_microbatches(model, optimizer, range(4), dist.get_rank())
+        found.append(full_weights(model))
+    return differing(found[0], found[1])
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["as it is", "wrapped"])
+def test_gradients_may_rest_in_fp32(is_wrapped: bool) -> None:
+    assert run_ranks(2, wide_gradients, is_wrapped) == [[]] * 2

@@ -1,0 +1,121 @@
+"""A training script like Megatron-LM's pretrain_gpt.py: megatron.training reads flags, sets up, steps, saves and loads.
+
+The test of a checkout starts it through the launcher, and plain for Megatron's DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel as megatron_FSDP
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training import get_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.checkpointing import save_checkpoint
+from megatron.training.initialize import initialize_megatron
+from megatron.training.training import setup_model_and_optimizer, train_step
+from megatron.training.utils import calc_params_l2_norm
+
+from tests.integration.cuda_double import cuda_double
+from tests.integration.megatron_training import batches, finalize_model_grads, forward_step
+
+
+def add_own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add where the figures go, and how many steps this run takes."""
+    parser.add_argument("--result", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    return parser
+
+
+def model_provider(*, pre_process: bool = True, post_process: bool = True, **_: Any) -> GPTModel:
+    """Return the model that the flags describe."""
+    args = get_args()
+    config = core_transformer_config_from_args(args)
+    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    return GPTModel(
+        config,
+        spec,
+        args.padded_vocab_size,
+        args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+    )
+
+
+def endless(first: int) -> Iterator[torch.Tensor]:
+    """Yield microbatches of the steps from ``first`` on."""
+    step = first
+    while True:
+        yield from batches(step)
+        step += 1
+
+
+def run() -> dict[str, Any]:
+    """Train as ``megatron.training.pretrain`` does; return losses, norms, and what the model is."""
+    args = get_args()
+    model, optimizer, scheduler = setup_model_and_optimizer(ModelType.encoder_or_decoder, model_provider)
+    config: TransformerConfig = get_model_config(model[0])
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if isinstance(model[0], megatron_FSDP) and args.overlap_grad_reduce:
+        config.no_sync_func = model[0].no_sync
+        config.param_sync_func = model[0].start_param_sync
+    data, first = RerunDataIterator(endless(args.iteration)), args.iteration
+    figures = []
+    for iteration in range(first, first + args.steps):
+        losses, _, _, _, _, norm, zeros, *_ = train_step(
+            forward_step, data, model, optimizer, scheduler, config, get_forward_backward_func(), iteration=iteration
+        )
+        loss = losses["loss"].detach().clone().float()
+        dist.all_reduce(loss)
+        figures.append((loss.item() / dist.get_world_size(), norm, zeros))
+    if args.save:
+        save_checkpoint(first + args.steps, model, optimizer, scheduler, 0)
+    return {
+        "figures": figures,
+        "weights": calc_params_l2_norm(model),
+        "classes": [cls.__module__ for cls in type(model[0]).__mro__[1:3]],
+        "inner": type(unwrap_model(model)[0]).__name__,
+        "first": first,
+    }
+
+
+def main() -> None:
+    """Run on CPU tensors and write the figures."""
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+    # No data set is read, so none of their C++ is compiled.
+    with cuda_double(), mock.patch("megatron.core.datasets.utils.compile_helpers"):
+        # Some flags depend on the generation of the GPU.
+        generation = SimpleNamespace(major=9, minor=0)
+        with mock.patch("torch.cuda.get_device_properties", return_value=generation):
+            parse_and_validate_args(extra_args_provider=add_own_flags)
+        initialize_megatron(allow_no_cuda=True)
+        found = run()
+    if dist.get_rank() == 0:
+        with open(get_args().result, "w", encoding="utf-8") as file:
+            json.dump(found, file)
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

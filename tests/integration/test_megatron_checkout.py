@@ -1,0 +1,69 @@
+"""A Megatron-LM checkout trains, saves and resumes on this engine: its own flags, setup, steps and checkpoints."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        "MEGATRON_LM_PATH" not in os.environ, reason="MEGATRON_LM_PATH is unset: no Megatron-LM checkout"
+    ),
+]
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).parent / "megatron_script.py"
+SHAPE = """
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 10 --save-interval 100 --lr 1e-2 --lr-decay-style constant
+    --vocab-size 64 --make-vocab-size-divisible-by 1 --tokenizer-type NullTokenizer --distributed-backend gloo
+    --attention-dropout 0 --hidden-dropout 0 --transformer-impl local --no-gradient-accumulation-fusion
+    --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
+    --no-bias-swiglu-fusion --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --clip-grad 1.0
+""".split()
+OURS = ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--overlap-grad-reduce", "--overlap-param-gather"]
+EXPERTS = ["--bf16", "--num-experts", "4", "--moe-router-topk", "2"]
+
+
+def run(folder: Path, steps: int, flags: list[str], *, is_ours: bool) -> dict[str, Any]:
+    """Run the script on two ranks, through the launcher or plain, and return what it found."""
+    result = folder / "result.json"
+    checkout = os.environ["MEGATRON_LM_PATH"]
+    program = ["-m", "megatron_fsdp.megatron", str(SCRIPT), *OURS] if is_ours else [str(SCRIPT), "--ckpt-format=torch"]
+    paths = [str(ROOT), str(ROOT / "kernels"), *([] if is_ours else [checkout]), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program,
+         "--result", str(result), "--steps", str(steps), *SHAPE, *flags],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": ":".join(paths), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1",
+             "TORCHDYNAMO_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-8000:]
+    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("flags", [[], EXPERTS], ids=["fp32", "bf16-experts"])
+def test_losses_norms_and_weights_are_those_of_its_ddp_and_a_resumed_run_goes_on_as_without_a_break(
+    flags: list[str], tmp_path: Path
+) -> None:
+    wanted = run(tmp_path, 4, flags, is_ours=False)
+    found = run(tmp_path, 4, flags, is_ours=True)
+    assert found["classes"] == ["megatron_fsdp.mcore_model", "megatron.core.distributed.fsdp.mcore_fsdp_adapter"]
+    for (loss, norm, _), (wanted_loss, wanted_norm, _) in zip(found["figures"], wanted["figures"], strict=True):
+        assert loss == pytest.approx(wanted_loss, rel=1e-5)
+        assert norm == pytest.approx(wanted_norm, rel=1e-5)
+    assert found["weights"] == pytest.approx(wanted["weights"], rel=1e-5)
+    # Looking for a checkpoint where there is none yet must not change what follows.
+    first = run(tmp_path, 2, [*flags, "--save", "saved", "--load", "saved"], is_ours=True)
+    second = run(tmp_path, 2, [*flags, "--load", "saved"], is_ours=True)
+    assert (first["first"], second["first"]) == (0, 2)
+    assert [*first["figures"], *second["figures"]] == found["figures"]
+    assert second["weights"] == found["weights"]

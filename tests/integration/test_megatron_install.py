@@ -1,0 +1,171 @@
+"""After ``install()`` megatron.core's own names build this engine, and train as Megatron's DistributedDataParallel."""
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron_fsdp import mcore_adapter
+from megatron_fsdp.mcore_model import DataParallelMethods
+from megatron_fsdp.module import FsdpModule
+from tests.integration.megatron_training import (
+    EXPERTS,
+    DistributedDataParallelConfig,
+    Job,
+    ProcessGroupCollection,
+    build,
+    build_model,
+    megatron_processes,
+    optimizers,
+    train,
+)
+from tests.integration.ranks import run_ranks
+
+ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+Figures = list[tuple[float, float, float]]
+
+
+def adapter_names() -> dict[str, Any]:
+    """Return the class that each name of Megatron's adapter stands for now."""
+    places = (ADAPTER, "megatron.core.distributed.fsdp", "megatron.core.distributed")
+    return {place: sys.modules[place].FullyShardedDataParallel for place in places}
+
+
+def compare(job: Job, strategies: tuple[str, ...]) -> tuple[Figures, list[Figures]]:
+    """Train a job under DistributedDataParallel, then with each strategy through Megatron's names."""
+    with megatron_processes():
+        wanted = train(*build(job), range(4))
+        mcore_adapter.install()
+        jobs = [replace(job, strategy=strategy, is_installed=True) for strategy in strategies]
+        try:
+            return wanted, [train(*build(each), range(4)) for each in jobs]
+        finally:
+            mcore_adapter.uninstall()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "job", "strategies"),
+    [
+        (1, Job(None), STRATEGIES[-1:]),
+        (2, Job(None), STRATEGIES),
+        (2, Job(None, is_tied=True, model=EXPERTS), STRATEGIES[-1:]),
+        (2, Job(None, model={"calculate_per_token_loss": True}), STRATEGIES[-1:]),
+    ],
+    ids=["one", "two", "experts", "per-token"],
+)
+def test_losses_and_logged_norms_through_megatrons_names_are_those_of_its_ddp(
+    num_ranks: int, job: Job, strategies: tuple[str, ...]
+) -> None:
+    results = run_ranks(num_ranks, compare, job, strategies)
+    assert all(result == results[0] for result in results)
+    wanted, found = results[0]
+    for figures in found:
+        for (loss, norm, _), (wanted_loss, wanted_norm, _) in zip(figures, wanted, strict=True):
+            assert loss == pytest.approx(wanted_loss, rel=1e-5)
+            assert norm == pytest.approx(wanted_norm, rel=1e-5)
+
+
+def build_and_look() -> dict[str, bool]:
+    """Return what holds of a model built through Megatron's name, whose class a script imported before."""
+    with megatron_processes():
+        before = adapter_names()
+        changed = mcore_adapter.install()
+        try:
+            again = mcore_adapter.install()
+            model, _ = build(Job("optim_grads_params", is_installed=True))
+            during = adapter_names()
+        finally:
+            mcore_adapter.uninstall()
+        return {
+            "one class before": len(set(before.values())) == 1,
+            "another one during": set(during.values()).isdisjoint(before.values()),
+            "it names what changed": {f"{place}.FullyShardedDataParallel" for place in before} <= set(changed),
+            "a second call changes nothing": not again,
+            "isinstance of Megatron's": isinstance(model, before[ADAPTER]),
+            "isinstance of the name": isinstance(model, during[ADAPTER]),
+            "this engine": isinstance(model, DataParallelMethods) and isinstance(model.module, FsdpModule),
+            "all back": adapter_names() == before,
+        }
+
+
+def test_installed_names_build_this_engine_below_megatrons_class_and_can_be_given_back() -> None:
+    (found,) = run_ranks(1, build_and_look)
+    assert [name for name, holds in found.items() if not holds] == []
+
+
+ANOTHER = """
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+
+
+class AdapterOfVersionTwo(_BaseDataParallel):
+    pass
+"""
+
+
+def replace_another(folder: Path) -> list[bool]:
+    """Put a second adapter beside Megatron's; return whether it was found, replaced, trains on it, and came back."""
+    with megatron_processes():
+        fsdp = sys.modules["megatron.core.distributed.fsdp"]
+        (folder / "version_two.py").write_text(ANOTHER, encoding="utf-8")
+        with mock.patch.object(fsdp, "__path__", [*fsdp.__path__, str(folder)]):
+            found = importlib.import_module("megatron.core.distributed.fsdp.version_two")
+            plain = found.AdapterOfVersionTwo
+            changed = mcore_adapter.install()
+            try:
+                config, model = build_model(Job(None))
+                wrapped = found.AdapterOfVersionTwo(config, DistributedDataParallelConfig(), model)
+            finally:
+                mcore_adapter.uninstall()
+        return [
+            f"{found.__name__}.AdapterOfVersionTwo" in changed,
+            isinstance(wrapped, plain) and isinstance(wrapped.module, FsdpModule),
+            found.AdapterOfVersionTwo is plain,
+        ]
+
+
+def test_another_adapter_class_beside_megatrons_is_replaced_as_well(tmp_path: Path) -> None:
+    assert run_ranks(1, replace_another, tmp_path) == [[True, True, True]]
+
+
+def train_both() -> list[bool]:
+    with megatron_processes():
+        plain = optimizers.get_megatron_optimizer
+        mcore_adapter.install()
+        try:
+            _, optimizer = build(Job(None))
+            _, sharded = build(Job("optim", is_installed=True))
+            is_other = optimizers.get_megatron_optimizer is not plain
+        finally:
+            mcore_adapter.uninstall()
+        is_back = optimizers.get_megatron_optimizer is plain
+        return [is_other, is_back, *("Sharded" in type(each).__name__ for each in (optimizer, sharded))]
+
+
+def test_models_of_megatrons_ddp_get_megatrons_optimizer_after_install() -> None:
+    assert run_ranks(1, train_both) == [[True, True, False, True]]
+
+
+def pass_constructor_arguments() -> str:
+    with megatron_processes():
+        mcore_adapter.install()
+        try:
+            config, model = build_model(Job(None))
+            wrap = adapter_names()[ADAPTER]
+            ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            arguments = {"config": config, "ddp_config": ddp_config, "disable_bucketing": True, "pg_collection": groups}
+            with pytest.raises(ValueError, match=r"of_the_future=3: this wrapper does not know"):
+                wrap(module=model, **arguments, of_the_future=3)
+            wrapped = wrap(module=model, **arguments, of_the_future=None)
+            return type(wrapped).__name__
+        finally:
+            mcore_adapter.uninstall()
+
+
+def test_it_takes_the_arguments_that_megatron_passes_and_refuses_unknown_ones_that_ask_for_something() -> None:
+    assert run_ranks(1, pass_constructor_arguments) == ["FullyShardedDataParallel"]

@@ -1,0 +1,128 @@
+"""``python -m megatron_fsdp.megatron SCRIPT``, on a stand-in for a Megatron-LM checkout: a script and megatron.core."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.megatron_training import Job, build, megatron_processes, train
+from tests.integration.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+# It takes what pretrain_gpt.py and megatron/training/training.py take from megatron.core, by the same names.
+SCRIPT = """
+import argparse
+import json
+import sys
+
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel as megatron_FSDP
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from tests.integration.megatron_training import Job, build_model, megatron_processes, train
+
+parser = argparse.ArgumentParser(allow_abbrev=False)
+parser.add_argument("--use-megatron-fsdp", action="store_true")
+parser.add_argument("--data-parallel-sharding-strategy")
+parser.add_argument("--ckpt-format")
+parser.add_argument("--result")
+args = parser.parse_args()
+assert args.use_megatron_fsdp and args.ckpt_format == "fsdp_dtensor"
+dist.init_process_group("gloo")
+with megatron_processes():
+    config, model = build_model(Job(None))
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, data_parallel_sharding_strategy=args.data_parallel_sharding_strategy
+    )
+    wrapped = megatron_FSDP(config=config, ddp_config=ddp_config, module=model)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2), [wrapped], use_gloo_process_groups=False)
+    figures = train(wrapped, optimizer, range(3))
+    state = {
+        "figures": figures,
+        "engine": [cls.__module__ for cls in type(wrapped).__mro__[1:3]],
+        "name": __name__,
+        "arguments": sys.argv,
+    }
+if dist.get_rank() == 0:
+    with open(args.result, "w") as file:
+        json.dump(state, file)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with megatron/core and a script in it."""
+    found = importlib.util.find_spec("megatron.core")
+    assert found is not None
+    assert found.origin is not None
+    folder = tmp_path / "checkout"
+    (folder / "megatron").mkdir(parents=True)
+    (folder / "megatron" / "core").symlink_to(Path(found.origin).parent)
+    (folder / "pretrain_tiny.py").write_text(SCRIPT, encoding="utf-8")
+    return folder
+
+
+def _without_checkout() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "MEGATRON_LM_PATH"}
+
+
+def figures_of_ddp() -> list[tuple[float, float, float]]:
+    with megatron_processes():
+        return train(*build(Job(None, optimizer={"log_num_zeros_in_grad": False})), range(3))
+
+
+def test_a_script_of_a_checkout_trains_on_this_engine_as_under_megatrons_ddp(checkout: Path, tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    flags = ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--result", str(result),
+             "--data-parallel-sharding-strategy", "optim_grads_params"]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         "-m", "megatron_fsdp.megatron", "pretrain_tiny.py", *flags, "--megatron-fsdp-version", "2"],
+        cwd=tmp_path,
+        env={**os.environ, "MEGATRON_LM_PATH": str(checkout), "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+             "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("megatron_fsdp: pretrain_tiny.py runs on this engine") == 1
+    found = json.loads(result.read_text(encoding="utf-8"))
+    assert found["name"] == "__main__"
+    # A checkout without the flag never sees it.
+    assert found["arguments"] == [str(checkout / "pretrain_tiny.py"), *flags]
+    assert found["engine"] == ["megatron_fsdp.mcore_model", "megatron.core.distributed.fsdp.mcore_fsdp_adapter"]
+    for (loss, norm, _), (wanted_loss, wanted_norm, _) in zip(
+        found["figures"], run_ranks(2, figures_of_ddp)[0], strict=True
+    ):
+        assert loss == pytest.approx(wanted_loss, rel=1e-5)
+        assert norm == pytest.approx(wanted_norm, rel=1e-5)
+
+
+def test_another_megatron_core_than_the_checkouts_is_refused_before_the_script_runs(tmp_path: Path) -> None:
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    script = tmp_path / "pretrain_tiny.py"
+    script.write_text("raise SystemExit('the script runs')", encoding="utf-8")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "megatron_fsdp.megatron",
+            str(script),
+            "--use-megatron-fsdp",
+            "--ckpt-format=fsdp_dtensor",
+        ],
+        env={**_without_checkout(), "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert f"wanted {tmp_path / 'megatron' / 'core'}; start this launcher before anything" in done.stderr
+    assert "the script runs" not in done.stderr

@@ -1,0 +1,83 @@
+"""The one run for a GPU, rehearsed on the CPU; what it says of targets, failures and time that is over."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as commands
+from benchmarks import bench_gpu
+from benchmarks.bench_gpu import SECTIONS, TARGETS, Setup
+from benchmarks.harness import Row, Samples, read_rows
+
+SMALL = "--device cpu --small --rounds 1 --worlds 8 --batches 1".split()
+
+
+def options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench_gpu.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_a_rehearsal_goes_through_all_sections_and_measures_what_every_target_is_about(tmp_path: Path) -> None:
+    assert commands.main(["gpu", *SMALL, "--results", str(tmp_path)]) == 0
+    _, rows = read_rows(tmp_path / "gpu-rehearsal.json")
+    assert [(row.case["section"], row.metric) for row in rows if row.bench == "gpu"] == [("all", "rehearsal")]
+    assert {row.bench for row in rows} == {"gpu", *SECTIONS}
+    assert [target for target in TARGETS if not any(target.is_about(row) for row in rows)] == []
+    assert len({row.key for row in rows}) == len(rows)
+    assert all(row.samples.median > 0 for row in rows if row.metric != "time in hook" and row.bench != "host")
+
+
+def test_without_a_gpu_the_way_to_rehearse_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=r"no CUDA device here.*--device cpu --small"):
+        bench_gpu.run(options())
+
+
+def failing(setup: Setup) -> list[Row]:
+    raise RuntimeError("no kernel image\nis available")
+
+
+def working(setup: Setup) -> list[Row]:
+    return [Row("step", {"peer": "FSDP2"}, "wall time over peer's", "", Samples((0.9,)))]
+
+
+def test_a_section_that_fails_is_told_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SECTIONS, "kernels", failing)
+    monkeypatch.setitem(SECTIONS, "step", working)
+    rows = bench_gpu.run(options(*SMALL, "--sections", "kernels", "step"))
+    lines = bench_gpu.rows_text(rows).splitlines()
+    assert "kernels: RuntimeError: no kernel image is available" in lines[2]
+    assert lines[2].endswith("FAILED")
+    assert lines[3].split()[-4:] == ["0.95", "0.900", "-", "met"]
+    assert lines[-1] == "1 rehearsal, 1 failed, 1 met"
+
+
+def test_a_section_that_would_begin_when_the_time_is_over_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SECTIONS, "step", working)
+    rows = bench_gpu.run(options(*SMALL, "--sections", "step", "--limit", "-1"))
+    assert [(row.bench, row.metric) for row in rows] == [("gpu", "rehearsal"), ("gpu", "left out")]
+    assert "--limit" in bench_gpu.rows_text(rows)
+
+
+@pytest.mark.parametrize(
+    ("bench", "metric", "value", "verdict"),
+    [
+        ("kernels", "rate over that of a copy", 0.9, "met"),
+        ("kernels", "rate over that of a copy", 0.89, "MISSED"),
+        ("step", "wall time over peer's", 0.95, "met"),
+        ("step", "peak memory over peer's", 0.91, "MISSED"),
+    ],
+)
+def test_a_verdict_compares_the_median_with_the_target(bench: str, metric: str, value: float, verdict: str) -> None:
+    text = bench_gpu.rows_text([Row(bench, {"ranks": 8}, metric, "", Samples((0.0, value, 2.0)))])
+    line = text.splitlines()[1]
+    assert line.split()[-1] == verdict
+    assert "ranks 8" in line
+
+
+def test_results_are_named_after_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3 (SXM)")
+    assert bench_gpu.result_name(options()) == "gpu-nvidia-h100-80gb-hbm3-sxm"

@@ -1,0 +1,104 @@
+"""Flags of the sharding table that the training script acts on: each of them changes what it says."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pretrain_gpt
+from gpt.arguments import flags_without_engine, parse_arguments
+from megatron_fsdp import FsdpModule
+from tests.harness import run_ranks
+from tests.unit.examples.jobs import TINY, make_job, train_steps
+
+RUN = f"{TINY} --micro-batch-size 4 --log-interval 1 --eval-iters 0 --num-tokens-to-generate 0 --data-path text"
+SHARDED = "--use-megatron-fsdp"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog; " * 40)
+    return str(path)
+
+
+def rows(flags: str) -> list[dict[str, Any]]:
+    """Run the script, and return the rows of its log."""
+    assert pretrain_gpt.main([*RUN.split(), *flags.split()]) == 0
+    return [json.loads(line) for line in Path("runs/gpt/log.jsonl").read_text().splitlines()]
+
+
+def kinds(flags: str) -> tuple[bool, str, int]:
+    """Return whether the model is sharded, the class of the optimizer, and the elements of this rank's weights."""
+    job = make_job(flags)
+    numbers = [getattr(p, "_local_tensor", p).numel() for p in job.model.parameters()]
+    return isinstance(job.model, FsdpModule), type(job.optimizer).__name__, sum(numbers)
+
+
+def test_use_megatron_fsdp_shards_what_is_replicated_without(text: str) -> None:
+    flags = f"--micro-batch-size 2 --data-path {text}"
+    sharded = run_ranks(2, kinds, f"{flags} --use-megatron-fsdp")
+    whole = run_ranks(2, kinds, flags)
+    assert [is_sharded for is_sharded, _, _ in sharded + whole] == [True, True, False, False]
+    assert sum(number for _, _, number in sharded) == whole[0][2] == whole[1][2]
+
+
+def test_optimizer_decides_which_one_steps(text: str) -> None:
+    flags = f"--micro-batch-size 2 --data-path {text} {SHARDED}"
+    names = [run_ranks(1, kinds, f"{flags} --optimizer {name}")[0][1] for name in ("adam", "sgd")]
+    assert names == ["AdamW", "SGD"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_clip_grad_limits_the_step_of_a_sharded_model(num_ranks: int, text: str) -> None:
+    flags = f"--micro-batch-size 2 --global-batch-size 4 --data-path {text} {SHARDED} --optimizer sgd --lr 1"
+    flags += " --lr-decay-style constant --weight-decay 0"
+    moved = {}
+    for limit in ("0", "0.01"):
+        (start, *_), (end, *_) = (run_ranks(num_ranks, train_steps, f"{flags} --clip-grad {limit}", n) for n in (0, 1))
+        moved[limit] = torch.stack([(end[1][name] - start[1][name]).norm() for name in end[1]]).norm().item()
+        norm = end[0][1]
+    assert norm > 0.5, "the norm that is reported is the one before clipping"
+    # The first step of SGD at a rate of 1 is the gradient itself.
+    assert moved["0.01"] == pytest.approx(0.01, rel=1e-3)
+    assert moved["0"] == pytest.approx(norm, rel=1e-3)
+
+
+@pytest.mark.usefixtures("plain_start")
+def test_no_check_for_nan_in_loss_and_grad_goes_on_regardless(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = pretrain_gpt.clip_gradients
+    monkeypatch.setattr(pretrain_gpt, "clip_gradients", lambda *args: step(*args) * float("nan"))
+    found = rows(f"{SHARDED} --no-check-for-nan-in-loss-and-grad")
+    assert len(found) == 6
+    assert "NaN in losses and gradients ends nothing: --no-check-for-nan-in-loss-and-grad" in capsys.readouterr().out
+    assert pretrain_gpt.main([*RUN.split(), SHARDED]) == 2
+    dist.destroy_process_group()
+    assert "error: iteration 1: lm loss" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("plain_start")
+def test_a_flag_without_effect_is_accepted_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    rows(f"{SHARDED} --use-sharp --keep-fp8-transpose-cache")
+    printed = capsys.readouterr().out
+    assert printed.count("--use-sharp does nothing here; needs hardware that is not used: it takes switches") == 1
+    assert printed.count("--keep-fp8-transpose-cache does nothing here; needs a package that is not used") == 1
+
+
+@pytest.mark.usefixtures("plain_start")
+def test_without_the_engine_its_flags_are_said_to_do_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    rows("--data-parallel-sharding-strategy optim --use-nccl-ub --clip-grad 0.5")
+    printed = capsys.readouterr().out
+    assert (
+        "without --use-megatron-fsdp nothing is sharded, and these do nothing: --data-parallel-sharding-strategy "
+        "optim, --use-nccl-ub\n"
+    ) in printed
+
+
+def test_defaults_are_not_said_to_do_nothing(text: str) -> None:
+    args = parse_arguments(f"{RUN} --data-path {text}".split(), num_ranks=1)
+    assert flags_without_engine(args) == []

@@ -1,0 +1,100 @@
+"""Losses by tokens: which of them count, and that ranks and microbatches with unequal numbers of them make no odds."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt.loss import MeanLoss, TokenLoss, counting_tokens, step_weight, token_loss
+from gpt.model import GptModel
+from gpt.model_config import GptConfig
+from tests.harness import run_ranks
+from tests.unit.examples.jobs import train_steps
+
+CONFIG = GptConfig(num_layers=1, hidden_size=12, num_attention_heads=2, ffn_hidden_size=20, max_position_embeddings=9)
+SHARDED = "--use-megatron-fsdp"
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> str:
+    """Return a text that is full of empty documents in places, so that samples have 0 to 9 tokens that count."""
+    path = tmp_path / "documents"
+    words = b"the quick brown fox jumps over the lazy dog and runs"
+    path.write_bytes(b"".join(words[index % 7 : index % 7 + index % 31] + b"\0" * (index % 13) for index in range(999)))
+    return str(path)
+
+
+def model() -> GptModel:
+    made = GptModel(CONFIG)
+    made.init_weights(3)
+    return made
+
+
+def test_what_follows_the_masked_token_does_not_count() -> None:
+    text = torch.tensor([[5, 0, 6, 7], [0, 0, 8, 0]])
+    assert counting_tokens(text, 0).tolist() == [[True, False, True], [False, False, True]]
+    assert counting_tokens(text, None).all()
+
+
+def test_the_sum_is_of_the_tokens_that_count() -> None:
+    made, text = model(), torch.tensor([[5, 0, 6, 7, 9]])
+    whole, masked = token_loss(made, text), token_loss(made, text, masked_token=0)
+    logits = made(text[:, :-1])
+    assert isinstance(logits, torch.Tensor)
+    each = -logits.log_softmax(-1)[0, range(4), text[0, 1:]]
+    torch.testing.assert_close(masked.total, each[0] + each[2] + each[3])
+    torch.testing.assert_close(whole.total, each.sum())
+    assert (whole.num_tokens.item(), masked.num_tokens.item()) == (4, 3)
+
+
+def test_no_token_at_all_is_a_loss_of_zero_with_gradients_of_zero() -> None:
+    made = model()
+    loss = token_loss(made, torch.zeros(1, 5, dtype=torch.int64), masked_token=0)
+    loss.mean.backward()
+    assert loss.mean.item() == 0
+    assert all(not parameter.grad.any() for parameter in made.parameters() if parameter.grad is not None)
+
+
+def mean_of_unequal(is_per_token: bool) -> tuple[float, float]:
+    """Return the mean loss over two ranks of which one has 1 token of loss 8, the other 3 of loss 2, and a weight."""
+    args = argparse.Namespace(calculate_per_token_loss=is_per_token, use_megatron_fsdp=True)
+    is_first = torch.distributed.get_rank() == 0
+    total, count = (8.0, 1) if is_first else (6.0, 3)
+    mean = MeanLoss(args, torch.device("cpu"))
+    mean.add(TokenLoss(torch.tensor(total), torch.tensor(count)))
+    text = torch.tensor([[5, 0, 0, 7]] if is_first else [[5, 6, 7, 8]])
+    return mean.over_ranks().item(), float(step_weight(args, [text], 0))
+
+
+def test_the_mean_is_over_tokens_or_over_microbatches() -> None:
+    assert run_ranks(2, mean_of_unequal, True) == [(3.5, 0.25)] * 2
+    assert run_ranks(2, mean_of_unequal, False) == [(5.0, 1.0)] * 2
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+def test_calculate_per_token_loss_weighs_tokens_alike_where_ranks_have_unequal_counts(
+    strategy: str, documents: str
+) -> None:
+    flags = f"--calculate-per-token-loss --eod-mask-loss --global-batch-size 8 --clip-grad 0 --data-path {documents}"
+    # Not Adam: it makes a step of any gradient, even of one that is rounding alone.
+    flags += " --optimizer sgd --lr 0.5"
+    ((wanted, weights),) = run_ranks(1, train_steps, f"{flags} --micro-batch-size 8", 2)
+    sharded = f"{SHARDED} --data-parallel-sharding-strategy {strategy}"
+    for found, own_weights in run_ranks(2, train_steps, f"{flags} --micro-batch-size 2 {sharded}", 2):
+        assert found == pytest.approx(wanted, rel=1e-5)
+        assert {name for name in weights if not torch.allclose(weights[name], own_weights[name], atol=1e-6)} == set()
+
+
+def test_calculate_per_token_loss_serves_replicated_models_too(documents: str) -> None:
+    flags = f"--calculate-per-token-loss --eod-mask-loss --global-batch-size 8 --data-path {documents}"
+    ((wanted, _),) = run_ranks(1, train_steps, f"{flags} --micro-batch-size 8", 2)
+    for found, _ in run_ranks(2, train_steps, f"{flags} --micro-batch-size 2", 2):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_without_it_microbatches_weigh_alike_whatever_their_counts(documents: str) -> None:
+    flags = f"--eod-mask-loss --global-batch-size 8 --data-path {documents}"
+    ((by_token, _),) = run_ranks(1, train_steps, f"{flags} --micro-batch-size 1 --calculate-per-token-loss", 1)
+    ((by_sample, _),) = run_ranks(1, train_steps, f"{flags} --micro-batch-size 1", 1)
+    assert abs(by_token[1] - by_sample[1]) > 0.03 * by_token[1]
