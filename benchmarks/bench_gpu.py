@@ -1,8 +1,8 @@
 """GPU: everything that a single GPU can show, in one run of under eight minutes, with a verdict on each target.
 
 Kernels beside a device copy, the optimizer's step, whole training steps of a Llama-like model beside FSDP2 as rank 0 of
-worlds whose collectives do nothing, weight gradients multiplied into place, memory by phase beside the forecast, and
-host time. One section follows another; what fails in one does not stop the next.
+worlds whose collectives do nothing, weight gradients multiplied into place, memory by phase beside the forecast, a step
+held by a CUDA graph, and host time. One section follows another; what fails in one does not stop the next.
 
 ``--device cpu --small`` rehearses all of it with tiny sizes where there is no GPU: its numbers mean nothing.
 """
@@ -25,6 +25,7 @@ from torch import nn
 import megatron_fsdp
 from benchmarks import bench_host, bench_kernels, bench_memory, bench_step
 from benchmarks.allocations import cuda_phases_of, phases_of
+from benchmarks.captured_step import captured_rows
 from benchmarks.engines import Precision, fsdp2, ours, world_mesh
 from benchmarks.harness import Row, Samples, interleaved, ratio, table
 from benchmarks.models import Shape
@@ -95,6 +96,8 @@ TARGETS = (
     Target("fused gradients", "peak memory, fused over unfused", most=1.0),
     Target("memory", "peak in forward over the forecast", most=1.1),
     Target("memory", "peak in backward over the forecast", most=1.1),
+    Target("captured step", "values that differ after replays", most=0.0),
+    Target("captured step", "replay over step", most=1.0),
     Target("host", "host time over FSDP2's", most=0.25),
 )
 
@@ -283,12 +286,18 @@ def host(setup: Setup) -> list[Row]:
         return bench_host.measure({"layers": num_layers, "parameters": 9, "ranks": 8}, setup.rounds, setup.device)
 
 
+def captured_step(setup: Setup) -> list[Row]:
+    """Compare replays of a captured step with steps."""
+    return captured_rows(setup.llama_like, BF16, setup.device, setup.rounds)
+
+
 SECTIONS: dict[str, Callable[[Setup], list[Row]]] = {
     "kernels": kernels,
     "optimizer": optimizer,
     "step": steps,
     "fused gradients": fused_gradients,
     "memory": memory,
+    "captured step": captured_step,
     "host": host,
 }
 

@@ -27,7 +27,8 @@ def test_a_rehearsal_goes_through_all_sections_and_measures_what_every_target_is
     assert {row.bench for row in rows} == {"gpu", *SECTIONS}
     assert [target for target in TARGETS if not any(target.is_about(row) for row in rows)] == []
     assert len({row.key for row in rows}) == len(rows)
-    assert all(row.samples.median > 0 for row in rows if row.metric != "time in hook" and row.bench != "host")
+    may_be_zero = ("time in hook", "values that differ after replays")
+    assert all(row.samples.median > 0 for row in rows if row.metric not in may_be_zero and row.bench != "host")
 
 
 def test_without_a_gpu_the_way_to_rehearse_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
