@@ -261,7 +261,7 @@ def reduce_scatter(
         _notify("reduce_scatter", axis, full)
     is_asynchronous, group = _is_asynchronous(full, works), axis.reduce_group
     if full.device.type == "cpu" and _is_gloo(group):
-        if full.nbytes <= _MOST_EXCHANGED_BYTES:
+        if 0 < full.nbytes <= _MOST_EXCHANGED_BYTES:
             _finish(_ExchangeWork(full, output, axis, op), works)
             return
         work: dist.Work = dist.all_reduce(full, op=_reduce_op(op), group=group, async_op=True)

@@ -79,7 +79,7 @@ class Watch:
         self._poll = datetime.timedelta(seconds=self._poll_s)
         self._interval = interval
         self._journal = Journal()
-        self._prefix = f"megatron_fsdp watch {next(_instances)} of ranks {self._ranks[0]}-{self._ranks[-1]}/"
+        self._prefix = ""
         self._waiting_since: float | None = None
         self._verdict: str | None = None
         self._has_verdict = threading.Event()
@@ -98,6 +98,11 @@ class Watch:
         if len(self._ranks) == 1:
             return self
         self._group = new_group(self._ranks, "megatron_fsdp watch", backend="gloo")
+        # Ranks may have opened different numbers of watches before, over different parts of the job: the first one's
+        # number counts.
+        number = torch.tensor([next(_instances) if dist.get_rank() == self._ranks[0] else -1])
+        start_maximum(number, self._group).wait()
+        self._prefix = f"megatron_fsdp watch {int(number)} of ranks {self._ranks[0]}-{self._ranks[-1]}/"
         # A clone has a connection of its own: the thread must not keep others from the store.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = store.clone()

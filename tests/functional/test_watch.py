@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp import AgreementError, ConfigError, Watch
+from megatron_fsdp import AgreementError, ConfigError, Watch, watch
 from tests.functional import test_uneven_use
 from tests.functional.models import (
     Model,
@@ -94,6 +94,13 @@ def run_with(fault: str) -> tuple[str, float]:
     return "no error", time.monotonic() - start
 
 
+def run_after_other_watches(fault: str) -> tuple[str, float]:
+    """Each rank has opened another number of watches before, as over parts of the job."""
+    for _ in range(dist.get_rank()):
+        next(watch._instances)
+    return run_with(fault)
+
+
 WANTED = {
     "stall_in_forward": r"waited for 2 s.*ranks 0, 2: waiting in use 'blocks.0'.*rank 1: standing at "
     r"test_watch.py:\d+ in <lambda>, after use 'blocks.1'.*the others went on with gather 'blocks.0'",
@@ -114,6 +121,11 @@ def test_every_rank_raises_an_error_that_says_which_rank_does_what_in_which_unit
         assert error.startswith("AgreementError"), (rank, error)
         assert re.search(WANTED[fault], error, re.DOTALL), error
         assert seconds < (STALL_S if rank != 1 else STALL_S + 3)
+
+
+def test_ranks_that_opened_different_numbers_of_watches_before_understand_each_other() -> None:
+    for error, _ in run_ranks(3, run_after_other_watches, "skip_block"):
+        assert re.search(WANTED["skip_block"], error, re.DOTALL), error
 
 
 def compare_afterwards() -> list[str]:
