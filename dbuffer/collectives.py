@@ -239,8 +239,22 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works:
         return
     if _observers:
         _notify("all_gather", axis, output)
+    if axis.size == 2 and output.nbytes and output.device.type == "cpu" and _is_gloo(axis.gather_group):
+        _finish(_swap(output, shard, axis), works)
+        return
     is_asynchronous = _is_asynchronous(output, works)
     _finish(_all_gather_flat(output, shard, group=axis.gather_group, async_op=is_asynchronous), works)
+
+
+def _swap(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis) -> dist.Work:
+    """Gather from the one other rank by an exchange of shards, which spares gloo's copies of the whole output."""
+    slices = output.view(2, -1)
+    if not _same_memory(slices[axis.rank], shard):
+        slices[axis.rank].copy_(shard)
+    splits = [shard.nbytes * (rank != axis.rank) for rank in range(2)]
+    arriving, leaving = slices[1 - axis.rank].view(torch.uint8), shard.view(torch.uint8)
+    work: dist.Work = dist.all_to_all_single(arriving, leaving, splits, splits, group=axis.gather_group, async_op=True)
+    return work
 
 
 def reduce_scatter(
