@@ -30,6 +30,9 @@ PRECISIONS = {
     "fp32": Precision(),
     "bf16": Precision(torch.bfloat16, torch.bfloat16),
     "bf16, reduced in fp32": Precision(torch.bfloat16, torch.float32),
+    "bf16, not fused": Precision(torch.bfloat16, torch.bfloat16, fuses=False),
+    "bf16, bf16 gradients": Precision(torch.bfloat16, torch.bfloat16, main_grads=torch.bfloat16),
+    "bf16, split main weights": Precision(torch.bfloat16, torch.bfloat16, is_split=True),
 }
 PHASES = ("forward", "backward", "step")
 NUM_STEPS = 3

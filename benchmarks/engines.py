@@ -15,7 +15,14 @@ __all__ = ["ENGINES", "Precision", "fsdp2", "ours", "plain", "world_mesh"]
 
 def ours(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, precision: Precision) -> nn.Module:
     """Shard every unit and the rest by this project, which prefetches by itself."""
-    policy = megatron_fsdp.MixedPrecisionPolicy(precision.compute, precision.reduce, cast_forward_inputs=False)
+    policy = megatron_fsdp.MixedPrecisionPolicy(
+        precision.compute,
+        precision.reduce,
+        cast_forward_inputs=False,
+        main_grads_dtype=precision.main_grads,
+        split_main_params=precision.is_split,
+        fuse_weight_gradients=precision.fuses,
+    )
     for module in (*units, model):
         megatron_fsdp.fully_shard(module, mesh, mp_policy=policy)
     return model

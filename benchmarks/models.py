@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["Experts", "Linear", "Model", "Norm", "Shape"]
+__all__ = ["Experts", "Linear", "Model", "Norm", "Shape", "linear_layer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,15 @@ class Linear(nn.Module):
         return functional.linear(x, self.weight.to(x.dtype))
 
 
+def linear_layer(shape: Shape, width: int, out: int) -> nn.Module:
+    """Return a linear layer without bias: PyTorch's own where it computes in the weights' dtype."""
+    if shape.compute is not None:
+        return Linear(width, out)
+    layer = nn.Linear(width, out, bias=False)
+    nn.init.normal_(layer.weight, std=width**-0.5)
+    return layer
+
+
 class Norm(nn.Module):
     """A layer norm that computes in its input's dtype."""
 
@@ -72,7 +81,7 @@ class Experts(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.router = Linear(shape.width, shape.num_experts)
+        self.router = linear_layer(shape, shape.width, shape.num_experts)
         self.up = nn.Parameter(torch.randn(shape.num_experts, shape.width, shape.hidden) * shape.width**-0.5)
         self.down = nn.Parameter(torch.randn(shape.num_experts, shape.hidden, shape.width) * shape.hidden**-0.5)
 
@@ -97,10 +106,10 @@ class Layer(nn.Module):
         super().__init__()
         self.num_heads = max(shape.width // shape.head_width, 1)
         self.norms = nn.ModuleList(Norm(shape.width) for _ in range(2))
-        self.qkv = Linear(shape.width, 3 * shape.width)
-        self.project = Linear(shape.width, shape.width)
+        self.qkv = linear_layer(shape, shape.width, 3 * shape.width)
+        self.project = linear_layer(shape, shape.width, shape.width)
         self.feed: nn.Module = Experts(shape) if shape.num_experts else nn.Sequential(
-            Linear(shape.width, shape.hidden), nn.GELU(), Linear(shape.hidden, shape.width)
+            linear_layer(shape, shape.width, shape.hidden), nn.GELU(), linear_layer(shape, shape.hidden, shape.width)
         )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -122,7 +131,7 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
         self.norm = Norm(shape.width)
-        self.head = Linear(shape.width, shape.vocabulary)
+        self.head = linear_layer(shape, shape.width, shape.vocabulary)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the loss, 0-d, of (batch, length + 1) tokens."""

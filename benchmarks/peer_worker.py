@@ -131,8 +131,9 @@ def main(path: Path) -> int:
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     if request["what"] == "list":
         return {"versions": {name: metadata.version(name) for name in PEERS if _is_installed(name)}}
-    dtypes = [request["precision"][name] for name in ("compute", "reduce")]
-    precision = Precision(*(None if name is None else getattr(torch, name) for name in dtypes))
+    dtypes = request["precision"]
+    compute, reduce = (None if dtypes[name] is None else getattr(torch, dtypes[name]) for name in ("compute", "reduce"))
+    precision = Precision(compute, reduce)
     sizes = dict(request["shape"])
     sizes["compute"] = None if sizes["compute"] is None else getattr(torch, sizes["compute"])
     shape, peer = Shape(**sizes), PEERS[request["peer"]]

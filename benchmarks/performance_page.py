@@ -17,6 +17,7 @@ from benchmarks.harness import Row, read_rows
 
 __all__ = ["TABLES", "Claim", "page", "table_of"]
 
+_OVER_TORCH = "host time over torch's"
 RESULTS = Path(__file__).parent / "results"
 DOCUMENT = Path(__file__).parents[1] / "docs" / "performance.md"
 
@@ -85,6 +86,11 @@ def _redistribute(peer: str) -> list[Claim]:
     return claims
 
 
+def _bytes(metric: str, words: str, precision: str, most: float | None = None) -> list[Claim]:
+    case: dict[str, str | int | float] = {"precision": precision, "ranks": 64, "engine": "ours"}
+    return [Claim(f"{words}, {precision.removesuffix(', not fused')}, 64 ranks", "memory", metric, case, most)]
+
+
 TABLES: Mapping[str, Sequence[Claim]] = {
     "host": [*_host(9, 0.25), *_host(36, 0.2)],
     "step": [
@@ -110,11 +116,21 @@ TABLES: Mapping[str, Sequence[Claim]] = {
         *_memory("bytes at rest over FSDP2's", "at rest over FSDP2"),
         *_memory("peak of the whole step with what rests over FSDP2's", "whole step over FSDP2"),
         *_memory("bytes moved over FSDP2's", "bytes moved over FSDP2"),
+        *_bytes("bytes moved per parameter beyond plain", "bytes moved per parameter, fused", "bf16", 0.5),
+        *_bytes(
+            "bytes moved per parameter beyond plain", "bytes moved per parameter, not fused", "bf16, not fused", 4.0
+        ),
+        *_bytes("bytes at rest per parameter, all ranks", "bytes at rest per parameter", "bf16, bf16 gradients"),
+        *_bytes("bytes at rest per parameter, all ranks", "bytes at rest per parameter", "bf16, split main weights"),
     ],
     "watch": [
         Claim(f"{what}, watched over plain, width {width}", "watch", f"{what}, watched over plain", {"width": width})
         for width in (64, 256)
         for what in ("wall time", "processor time")
+    ],
+    "optimizer": [
+        Claim("step of the flat AdamW over foreach on DTensors", "optimizer", _OVER_TORCH, {"step": "flat"}, 0.15),
+        Claim("the same, launches left out", "optimizer", _OVER_TORCH, {"step": "flat, launches left out"}),
     ],
     "link": [*_link("ours", 1.2), *_link("FSDP2")],
     "redistribute": [*_redistribute("DTensor"), *_redistribute("bare")],

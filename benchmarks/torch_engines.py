@@ -48,10 +48,16 @@ class Precision:
     Attributes:
         compute: of the gathered weights; None for that of the model (FP32).
         reduce: of gradients on the wire; None for that of ``compute``.
+        main_grads: in which gradients rest; None for that of the main weights. Engines without such a choice ignore it.
+        is_split: keep main weights as compute weights and remainders. Likewise.
+        fuses: multiply weight gradients into place. Likewise.
     """
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    main_grads: torch.dtype | None = None
+    is_split: bool = False
+    fuses: bool = True
 
 
 Shard = Callable[[nn.Module, Sequence[nn.Module], DeviceMesh, Precision], nn.Module]
