@@ -224,6 +224,7 @@ class AdamWBuffers:
         model_weight: the compute copy, written with the new weight rounded to nearest even; None where there is none.
         remainder: int16, updated; with ``weight`` it is the fp32 weight, as in ``split_weight``. None otherwise.
         compute_dtype: what the arithmetic runs in: fp64 when a buffer is fp64, else fp32.
+        is_uniform: whether gradient, weight and moments all have that dtype.
     Raises:
         ValueError: a tensor of another shape, device or dtype than these.
     """
@@ -235,6 +236,7 @@ class AdamWBuffers:
     model_weight: Tensor | None = None
     remainder: Tensor | None = None
     compute_dtype: torch.dtype = field(init=False)
+    is_uniform: bool = field(init=False)
 
     def __post_init__(self) -> None:
         shape, device = (self.weight.numel(),), self.weight.device
@@ -250,6 +252,8 @@ class AdamWBuffers:
         self._check_remainder()
         is_double = any(tensor.dtype is torch.float64 for tensor in self.named().values())
         object.__setattr__(self, "compute_dtype", torch.float64 if is_double else torch.float32)
+        dtypes = {tensor.dtype for tensor in (self.gradient, self.weight, self.exp_avg, self.exp_avg_sq)}
+        object.__setattr__(self, "is_uniform", dtypes == {self.compute_dtype})
 
     def _check_remainder(self) -> None:
         if self.remainder is None:
@@ -283,7 +287,11 @@ def adamw(buffers: AdamWBuffers, segments: Sequence[Segment], rows: Tensor, *, c
     values = rows.tolist()
     numel = buffers.weight.numel()
     if len(segments) == 1 and segments[0].stop - segments[0].start == numel <= CHUNK_NUMEL:
-        _adamw_batch(buffers, (slice(None),), values[segments[0].row], clip)
+        row = values[segments[0].row]
+        if buffers.is_uniform:
+            _adamw_whole(buffers, row, clip)
+        else:
+            _adamw_batch(buffers, (slice(None),), row, clip)
         return
     for row in {segment.row for segment in segments}:
         for batch in _batches(segment for segment in segments if segment.row == row):
@@ -306,6 +314,23 @@ def _batches(segments: Iterable[Segment]) -> Iterator[list[slice]]:
                 batch, room = [], CHUNK_NUMEL
     if batch:
         yield batch
+
+
+def _adamw_whole(buffers: AdamWBuffers, row: Sequence[float], clip: Tensor | None) -> None:
+    """Do what ``_adamw_batch`` does to whole buffers of the compute dtype, without lists: the same operators."""
+    sign, decay, towards, beta2, rest2, minus_step_size, root_correction, eps = row
+    weight, exp_avg, exp_avg_sq, gradient = buffers.weight, buffers.exp_avg, buffers.exp_avg_sq, buffers.gradient
+    if clip is not None:
+        gradient = gradient * (clip.to(gradient.dtype) * sign)
+    elif sign != 1.0:
+        gradient = gradient * sign
+    weight.mul_(decay)
+    exp_avg.lerp_(gradient, towards)
+    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=rest2)
+    denominator = exp_avg_sq.sqrt().div_(root_correction).add_(eps)
+    weight.addcdiv_(exp_avg, denominator, value=minus_step_size)
+    if buffers.model_weight is not None:
+        buffers.model_weight.copy_(weight)
 
 
 def _adamw_batch(buffers: AdamWBuffers, parts: Sequence[slice], row: Sequence[float], clip: Tensor | None) -> None:
