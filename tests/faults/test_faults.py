@@ -65,6 +65,7 @@ def assert_found(outcome: Outcome, undisturbed: Outcome, fault: Fault) -> None:
     assert "blocks." in outcome.output
 
 
+@pytest.mark.slow
 def test_a_rank_that_stalls_is_named_with_its_place_and_the_run_goes_on_from_the_checkpoint(
     undisturbed: Outcome, tmp_path: Path
 ) -> None:

@@ -173,7 +173,12 @@ def train_each_way(name: str) -> dict[str | None, Run]:
     return {sizing: train(name, sizing) for sizing in (None, "largest", "by_size")}
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+# Three ranks of unequal units, recomputation, nested units and replicas show the most; the others run nightly.
+NIGHTLY = ("microbatches", "bf16 reduced in fp32", "another order each time", "sharded gradients")
+PARAMS = [pytest.param(name, marks=pytest.mark.slow) if name in NIGHTLY else name for name in SETTINGS]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def runs(request: pytest.FixtureRequest) -> tuple[Setting, list[dict[str | None, Run]]]:
     setting = SETTINGS[request.param]
     return setting, run_ranks(setting.ranks, train_each_way, request.param)

@@ -46,11 +46,11 @@ from tests.functional.split_weights import (
 from tests.harness import run_ranks
 
 LAYOUTS = [
-    ("optim_grads_params", (1,)),
+    pytest.param("optim_grads_params", (1,), marks=pytest.mark.slow),
     ("optim_grads_params", (3,)),
-    ("optim_grads_params", (4,)),
+    pytest.param("optim_grads_params", (4,), marks=pytest.mark.slow),
     ("optim_grads", (2,)),
-    ("optim", (3,)),
+    pytest.param("optim", (3,), marks=pytest.mark.slow),
     ("no_shard", (2,)),
     ("hsdp", (2, 2)),
     ("hfsdp", (2, 2)),
