@@ -98,85 +98,88 @@ def _finish(work: dist.Work | None, works: list[dist.Work] | None) -> None:
         works.append(work)
 
 
-class _SliceWork(dist.Work):
-    """A reduce-scatter by all-reduce, which is what gloo does, but in place and with a handle that can be polled.
+class _WorkThen(dist.Work):
+    """A collective and what the waiting thread does, once, when it is over; it can be polled as the collective can."""
+
+    def __init__(self, work: dist.Work, then: Callable[[], None]) -> None:
+        super().__init__()
+        self._work = work
+        self._then: Callable[[], None] | None = then
+
+    def is_completed(self) -> bool:
+        """Whether the ranks are done with the collective."""
+        return self._work.is_completed()
+
+    def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
+        """Wait until the output holds the result.
+
+        Raises:
+            RuntimeError: it failed, or takes longer.
+        """
+        self._work.wait(timeout)
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+        return True
+
+
+def _reduce_in_place(full: torch.Tensor, output: torch.Tensor, axis: MeshAxis, op: str) -> dist.Work:
+    """Reduce-scatter by all-reduce, which is what gloo does, but in place and with a handle that can be polled.
 
     Gloo's own copies the whole input first, and its handle ignores timeouts.
     """
+    work: dist.Work = dist.all_reduce(full, op=_reduce_op(op), group=axis.reduce_group, async_op=True)
 
-    def __init__(self, work: dist.Work, full: torch.Tensor, output: torch.Tensor, rank: int) -> None:
-        super().__init__()
-        self._work = work
-        self._pending: tuple[torch.Tensor, torch.Tensor] | None = (full, output)
-        self._rank = rank
+    def keep_mine() -> None:
+        mine = full[axis.rank * output.numel() :][: output.numel()]
+        if not _same_memory(output, mine):
+            output.copy_(mine)
 
-    def is_completed(self) -> bool:
-        """Whether the ranks are done with it."""
-        return self._work.is_completed()
-
-    def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
-        """Wait until the output holds the result.
-
-        Raises:
-            RuntimeError: it failed, or takes longer.
-        """
-        self._work.wait(timeout)
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            full, output = pending
-            part = full.view(-1)[self._rank * output.numel() :][: output.numel()]
-            if not _same_memory(output, part):
-                output.copy_(part)
-        return True
+    return _WorkThen(work, keep_mine)
 
 
-class _ExchangeWork(dist.Work):
-    """A reduce-scatter by exchange: each rank sends every other one its slice, and adds up what it received.
+def _reduce_by_exchange(full: torch.Tensor, output: torch.Tensor, axis: MeshAxis, op: str) -> dist.Work:
+    """Reduce-scatter by all-to-all: each rank sends every other one its slice, and adds up what it received.
 
     Half of the bytes of an all-reduce, for a buffer as large as what is received.
     """
+    slices = full.view(axis.size, -1)
+    # With one other rank nothing has to go by way of this rank's own slice.
+    is_pair = axis.size == 2
+    sent = slices[1 - axis.rank] if is_pair else full
+    scratch = _take_scratch(sent.nbytes)
+    received = scratch[: sent.nbytes]
+    work = _exchange(received, sent, axis, axis.reduce_group)
 
-    def __init__(self, full: torch.Tensor, output: torch.Tensor, axis: MeshAxis, op: str) -> None:
-        super().__init__()
-        self._output, self._divisor = output, axis.size if op == "avg" else 1
-        slices = full.view(axis.size, -1)
-        self._mine: torch.Tensor | None = slices[axis.rank]
-        # With one other rank nothing has to go by way of this rank's own slice.
-        is_pair = axis.size == 2
-        sent = slices[1 - axis.rank] if is_pair else full
-        splits = [sent.nbytes * (rank != axis.rank) for rank in range(2)] if is_pair else None
-        self._scratch = _take_scratch(sent.nbytes)
-        received = self._scratch[: sent.nbytes]
-        terms = enumerate(received.view(full.dtype).view(-1, output.numel()))
-        self._terms = [term for rank, term in terms if is_pair or rank != axis.rank]
-        leaving = sent.view(torch.uint8)
-        self._work: dist.Work = dist.all_to_all_single(
-            received, leaving, splits, splits, group=axis.reduce_group, async_op=True
-        )
-
-    def is_completed(self) -> bool:
-        """Whether everything was received."""
-        return self._work.is_completed()
-
-    def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
-        """Wait until the output holds the result.
-
-        Raises:
-            RuntimeError: it failed, or takes longer.
-        """
-        self._work.wait(timeout)
-        mine, self._mine = self._mine, None
-        if mine is not None:
-            output = self._output
-            if not _same_memory(output, mine):
-                output.copy_(mine)
-            for term in self._terms:
+    def add_up() -> None:
+        mine = slices[axis.rank]
+        if not _same_memory(output, mine):
+            output.copy_(mine)
+        for rank, term in enumerate(received.view(full.dtype).view(-1, output.numel())):
+            if is_pair or rank != axis.rank:
                 output.add_(term)
-            if self._divisor > 1:
-                output.div_(self._divisor)
-            self._terms.clear()
-            _give_scratch_back(self._scratch)
-        return True
+        if op == "avg":
+            output.div_(axis.size)
+        _give_scratch_back(scratch)
+
+    return _WorkThen(work, add_up)
+
+
+def _gather_from_other(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis) -> dist.Work:
+    """Gather from the one other rank by an exchange of shards, which spares gloo's copies of the whole output."""
+    slices = output.view(2, -1)
+    if not _same_memory(slices[axis.rank], shard):
+        slices[axis.rank].copy_(shard)
+    return _exchange(slices[1 - axis.rank], shard, axis, axis.gather_group)
+
+
+def _exchange(arriving: torch.Tensor, leaving: torch.Tensor, axis: MeshAxis, group: dist.ProcessGroup) -> dist.Work:
+    """Send equal parts of ``leaving`` to all ranks; all of it to the other one where there are two. As bytes."""
+    splits = [leaving.nbytes * (rank != axis.rank) for rank in range(2)] if axis.size == 2 else None
+    work: dist.Work = dist.all_to_all_single(
+        arriving.view(torch.uint8), leaving.view(torch.uint8), splits, splits, group=group, async_op=True
+    )
+    return work
 
 
 # Ranks decide alike, so by the size alone. Larger buffers are reduced in place.
@@ -240,21 +243,10 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works:
     if _observers:
         _notify("all_gather", axis, output)
     if axis.size == 2 and output.nbytes and output.device.type == "cpu" and _is_gloo(axis.gather_group):
-        _finish(_swap(output, shard, axis), works)
+        _finish(_gather_from_other(output, shard, axis), works)
         return
     is_asynchronous = _is_asynchronous(output, works)
     _finish(_all_gather_flat(output, shard, group=axis.gather_group, async_op=is_asynchronous), works)
-
-
-def _swap(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis) -> dist.Work:
-    """Gather from the one other rank by an exchange of shards, which spares gloo's copies of the whole output."""
-    slices = output.view(2, -1)
-    if not _same_memory(slices[axis.rank], shard):
-        slices[axis.rank].copy_(shard)
-    splits = [shard.nbytes * (rank != axis.rank) for rank in range(2)]
-    arriving, leaving = slices[1 - axis.rank].view(torch.uint8), shard.view(torch.uint8)
-    work: dist.Work = dist.all_to_all_single(arriving, leaving, splits, splits, group=axis.gather_group, async_op=True)
-    return work
 
 
 def reduce_scatter(
@@ -275,11 +267,8 @@ def reduce_scatter(
         _notify("reduce_scatter", axis, full)
     is_asynchronous, group = _is_asynchronous(full, works), axis.reduce_group
     if full.device.type == "cpu" and _is_gloo(group):
-        if 0 < full.nbytes <= _MOST_EXCHANGED_BYTES:
-            _finish(_ExchangeWork(full, output, axis, op), works)
-            return
-        work: dist.Work = dist.all_reduce(full, op=_reduce_op(op), group=group, async_op=True)
-        _finish(_SliceWork(work, full, output, axis.rank), works)
+        is_small = 0 < full.nbytes <= _MOST_EXCHANGED_BYTES
+        _finish((_reduce_by_exchange if is_small else _reduce_in_place)(full, output, axis, op), works)
         return
     _finish(_reduce_scatter_flat(output, full, op=_reduce_op(op), group=group, async_op=is_asynchronous), works)
 

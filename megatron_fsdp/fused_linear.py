@@ -248,7 +248,7 @@ def expert_matmul(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     factor = _as_factor(input, weight)
     if factor is None:
         return torch.bmm(input, weight)
-    output: torch.Tensor = _ExpertsIntoBuffer.apply(factor, weight, target)  # type: ignore[no-untyped-call]
+    output: torch.Tensor = _ExpertsIntoBuffer.apply(factor, weight, target)  # type: ignore[no-untyped-call]  # of torch
     return output
 
 

@@ -156,7 +156,7 @@ class Report:
         persistent_bytes: what the buffers take at rest, as ``dbuffer.memory_meter`` counts it. padding_bytes: the part
             of it that holds no parameter.
         optimizer_bytes: what ``torch.optim.AdamW`` will add: two moments, and 4 bytes per parameter for its step count.
-        largest_unit, largest_unit_bytes: DESIGN's B: the unit with most bytes of gathered weights in compute dtype.
+        largest_unit, largest_unit_bytes: the unit B with most bytes of gathered weights in compute dtype.
         forward_peak, backward_peak, step_peak: the most bytes held beyond ``persistent_bytes``, and at which unit.
         slot_bytes: of these, what is held in all phases once the first step is over: slots (``set_slot_pool``).
         num_roots: units with no unit around them; each has a schedule of its own.

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from dbuffer import SlotPool, StorageError, guard_released_storage, memory_meter
-from dbuffer.pool import from_communicator, from_symmetric_memory
+from dbuffer.pool import can_exchange_memory, from_communicator, from_symmetric_memory
 from dbuffer.storage import FlatStorage
 
 CPU = torch.device("cpu")
+needs_exchange = pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")
 
 
 def storage(pool: SlotPool | None, numel: int = 6, dtype: torch.dtype = torch.float32) -> FlatStorage:
@@ -20,6 +21,7 @@ def storage(pool: SlotPool | None, numel: int = 6, dtype: torch.dtype = torch.fl
     return made
 
 
+@needs_exchange
 def test_two_storages_that_take_turns_share_one_slot() -> None:
     pool = SlotPool(CPU, "largest")
     one, other = storage(pool), storage(pool)
@@ -32,6 +34,7 @@ def test_two_storages_that_take_turns_share_one_slot() -> None:
     assert (pool.num_slots, len(addresses)) == (1, 1)
 
 
+@needs_exchange
 def test_storages_held_at_once_have_slots_of_their_own() -> None:
     pool = SlotPool(CPU, "largest")
     one, other = storage(pool), storage(pool)
@@ -42,6 +45,7 @@ def test_storages_held_at_once_have_slots_of_their_own() -> None:
     assert (one.tensor.sum().item(), other.tensor.sum().item(), pool.num_slots) == (6.0, 12.0, 2)
 
 
+@needs_exchange
 def test_views_made_before_show_the_slot() -> None:
     made = FlatStorage(6, torch.float32, CPU, name="weights")
     view = made.tensor[1:5].view(2, 2)
@@ -52,6 +56,7 @@ def test_views_made_before_show_the_slot() -> None:
     assert view.tolist() == [[1.0, 2.0], [3.0, 4.0]]
 
 
+@needs_exchange
 def test_a_slot_holds_the_largest_storage_served() -> None:
     pool = SlotPool(CPU, "largest")
     small, _ = storage(pool, 3), storage(pool, 100, torch.float64)
@@ -59,6 +64,7 @@ def test_a_slot_holds_the_largest_storage_served() -> None:
     assert small.tensor.untyped_storage().nbytes() == pool.nbytes == 800
 
 
+@needs_exchange
 def test_slots_by_size_are_shared_by_equal_storages_alone() -> None:
     pool = SlotPool(CPU, "by_size")
     for numel in (3, 100, 3):
@@ -68,6 +74,7 @@ def test_slots_by_size_are_shared_by_equal_storages_alone() -> None:
     assert (pool.num_slots, pool.nbytes) == (2, 412)
 
 
+@needs_exchange
 def test_slots_too_small_for_a_storage_served_later_are_dropped() -> None:
     pool = SlotPool(CPU, "largest")
     early, held = storage(pool, 3), storage(pool, 3)
@@ -81,6 +88,7 @@ def test_slots_too_small_for_a_storage_served_later_are_dropped() -> None:
     assert (pool.num_slots, pool.nbytes) == (1, 40)
 
 
+@needs_exchange
 def test_a_released_slot_is_an_error_like_any_released_storage() -> None:
     made = FlatStorage(6, torch.float32, CPU, name="weights of a unit")
     view = made.tensor[1:5]
@@ -94,6 +102,7 @@ def test_a_released_slot_is_an_error_like_any_released_storage() -> None:
         view.sum()
 
 
+@needs_exchange
 def test_the_meter_counts_a_slot_once_from_its_first_use_to_the_end_of_the_pool() -> None:
     meter = memory_meter()
     gc.collect()
@@ -110,6 +119,7 @@ def test_the_meter_counts_a_slot_once_from_its_first_use_to_the_end_of_the_pool(
     assert meter.current_bytes == before
 
 
+@needs_exchange
 def test_a_slot_goes_with_a_storage_that_is_deleted_while_it_has_it() -> None:
     before = memory_meter().current_bytes
     pool = SlotPool(CPU, "largest")
@@ -124,6 +134,7 @@ def test_a_slot_goes_with_a_storage_that_is_deleted_while_it_has_it() -> None:
     assert view.tolist() == [3.0] * 4
 
 
+@needs_exchange
 def test_memory_comes_from_the_allocator_again_once_the_pool_is_left() -> None:
     pool = SlotPool(CPU, "largest")
     made = storage(pool)
@@ -137,6 +148,7 @@ def test_memory_comes_from_the_allocator_again_once_the_pool_is_left() -> None:
     assert (pool.num_slots, before - memory_meter().current_bytes) == (1, 24)
 
 
+@needs_exchange
 def test_slots_come_from_the_given_allocator() -> None:
     asked: list[int] = []
 
