@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import weakref
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer.errors import MeshError
 
-__all__ = ["MeshAxis", "axis_index", "flattened_mesh", "mesh_axes", "neighbours", "new_group"]
+__all__ = [
+    "MeshAxis",
+    "axis_index",
+    "flattened_mesh",
+    "is_alive",
+    "job_timeout",
+    "make_reduce_groups",
+    "mesh_axes",
+    "neighbours",
+    "new_group",
+]
 
 _AXES: dict[int, tuple[MeshAxis, ...]] = {}
 # By gather group, not by mesh: meshes over the same ranks (slices of one, or made twice) share it.
 _REDUCE_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _FLATTENED: dict[int, DeviceMesh] = {}
 _NEIGHBOURS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, MeshAxis]] = weakref.WeakKeyDictionary()
+# How many groups ``new_group`` has made of each list of ranks, by the job's group.
+_NUM_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(slots=True, eq=False)
@@ -53,21 +70,86 @@ class MeshAxis:
         return known
 
 
+def make_reduce_groups(axes: Iterable[MeshAxis]) -> None:
+    """Make the communicators for reductions now, where all ranks are known to be here."""
+    for axis in axes:
+        if axis.size > 1:
+            # The property makes it.
+            _ = axis.reduce_group
+
+
 def new_group(ranks: list[int], description: str, *, backend: str | None = None) -> dist.ProcessGroup:
     """Make a communicator over some ranks, all of which call it; it gives up when the job's own group would.
 
-    ``dist.new_group`` would take the backend's default timeout instead, 30 minutes for gloo.
+    Ranks outside of it need not call, so the name under which its ranks find each other must come from what they all
+    know: which ranks they are, and how many groups of just these ranks were made before. ``dist.new_group`` counts all
+    groups that a process is a member of (or all that were ever made, without ``use_local_synchronization``), which
+    differs between ranks as soon as there is a group of some of them: then each waits for a name of its own.
     """
-    group: dist.ProcessGroup = dist.new_group(
-        ranks, timeout=_job_timeout(), backend=backend, use_local_synchronization=True, group_desc=description
-    )
+    world: Any = dist.group.WORLD
+    timeout = job_timeout()
+    if callable(getattr(world, "new_group", None)):
+        # A Python class of process groups makes groups its own way.
+        made: dist.ProcessGroup = dist.new_group(
+            ranks, timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=description
+        )
+        return made
+    c10d: Any = dist.distributed_c10d
+    kind, store = c10d._world.pg_map[world]
+    backend = dist.Backend(backend or kind)
+    group: dist.ProcessGroup
+    with _WithoutSplitting(world, len(ranks)) as device:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            backend,
+            store,
+            _unique_name(world, ranks),
+            timeout=timeout or c10d._get_default_timeout(backend),
+            device_id=device,
+            group_desc=description,
+        )
+    c10d._world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
     return group
 
 
-def _job_timeout() -> datetime.timedelta | None:
-    group = dist.group.WORLD
-    if group is None:
-        return None
+def _unique_name(world: dist.ProcessGroup, ranks: list[int]) -> str:
+    made = _NUM_MADE.setdefault(world, Counter())
+    made[tuple(ranks)] += 1
+    # A list of thousands of ranks would be part of every key in the job's store.
+    listed = hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
+    return f"dbuffer {listed} {made[tuple(ranks)]}"
+
+
+class _WithoutSplitting:
+    """Make PyTorch connect the ranks of a new group by themselves where they are only some of the job's.
+
+    A default group that is bound to a device (``init_process_group(device_id=...)``) is split for each new group, in
+    which all ranks of the job have to take part, also those that never heard of the new group.
+    """
+
+    def __init__(self, world: Any, num_ranks: int) -> None:
+        self._world = world
+        self._device: torch.device | None = world.bound_device_id
+        self._hides_device = self._device is not None and num_ranks < world.size()
+
+    def __enter__(self) -> torch.device | None:
+        if self._hides_device:
+            self._world.bound_device_id = None
+        return self._device
+
+    def __exit__(self, *_: object) -> None:
+        if self._hides_device:
+            self._world.bound_device_id = self._device
+
+
+def job_timeout() -> datetime.timedelta | None:
+    """Return after how long the collectives of the job's own group give up; None where nobody knows."""
+    return None if dist.group.WORLD is None else _timeout_of(dist.group.WORLD)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
     for device in group._device_types:
         # PyTorch has no public name for it, and the fake backend has none at all.
         options = getattr(group._get_backend(device), "options", None)
@@ -78,22 +160,70 @@ def _job_timeout() -> datetime.timedelta | None:
 
 
 def mesh_axes(mesh: DeviceMesh) -> tuple[MeshAxis, ...]:
-    """Return the axes of a mesh, one object per mesh and axis for the mesh's life.
+    """Return the axes of a mesh, one object per mesh and axis for as long as its process groups live.
 
     Raises:
-        MeshError: this rank is not part of the mesh.
+        MeshError: this rank is not part of the mesh, the mesh counts ranks in another order than its process groups do,
+            or these were destroyed.
     """
     key = id(mesh)
+    known = _AXES.get(key)
+    if known is not None and all(is_alive(axis.gather_group) for axis in known):
+        return known
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise MeshError(f"rank {dist.get_rank()} is not part of {mesh}; call this only on the ranks of the mesh")
+    names = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
+    axes = tuple(
+        MeshAxis(names[axis], mesh.size(axis), coordinate[axis], _group_of(mesh, axis)) for axis in range(mesh.ndim)
+    )
+    for axis in axes:
+        _check_order(axis, mesh)
     if key not in _AXES:
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            raise MeshError(f"rank {dist.get_rank()} is not part of {mesh}; call this only on the ranks of the mesh")
-        names = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
-        _AXES[key] = tuple(
-            MeshAxis(names[axis], mesh.size(axis), coordinate[axis], mesh.get_group(axis)) for axis in range(mesh.ndim)
-        )
         weakref.finalize(mesh, _AXES.pop, key, None)
-    return _AXES[key]
+    _AXES[key] = axes
+    return axes
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether a process group was not destroyed since it was made."""
+    world: Any = dist.distributed_c10d._world
+    return group in world.pg_map
+
+
+def _group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
+    try:
+        group = mesh.get_group(axis)
+    except (KeyError, RuntimeError) as error:
+        raise MeshError(
+            f"{mesh}: its process groups were destroyed ({error}). Make the mesh anew after init_process_group, and "
+            "shard the model over that one"
+        ) from error
+    _inherit_timeout(group)
+    return group
+
+
+def _inherit_timeout(group: dist.ProcessGroup) -> None:
+    """Let a group that ``init_device_mesh`` made give up when the job would.
+
+    It made the group with the backend's default, half an hour for gloo, whatever ``init_process_group`` was told.
+    """
+    wanted, found = job_timeout(), _timeout_of(group)
+    if wanted is None or found == wanted or not group.group_desc.startswith("mesh_"):
+        return
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        if found == dist.distributed_c10d._get_default_timeout(backend.name()):
+            backend._set_default_timeout(wanted)
+
+
+def _check_order(axis: MeshAxis, mesh: DeviceMesh) -> None:
+    ranks = dist.get_process_group_ranks(axis.gather_group)
+    if len(ranks) == axis.size and ranks[axis.rank] != dist.get_rank():
+        raise MeshError(
+            f"{mesh}: along axis {axis.name!r} this rank, {dist.get_rank()}, has place {axis.rank}, but its process "
+            f"group counts {ranks}, so shards would be mixed up. List the ranks of the mesh in ascending order"
+        )
 
 
 def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -105,15 +235,17 @@ def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.ndim == 1:
         return mesh
     key = id(mesh)
-    if key not in _FLATTENED:
+    known = _FLATTENED.get(key)
+    if known is None or not is_alive(known.get_group()):
         ranks: list[int] = mesh.mesh.flatten().tolist()
         if ranks != sorted(ranks):
             raise MeshError(
                 f"{mesh}: sharding one buffer over several axes needs ranks in ascending order, found {ranks}"
             )
         group = new_group(ranks, "flattened mesh")
+        if known is None:
+            weakref.finalize(mesh, _FLATTENED.pop, key, None)
         _FLATTENED[key] = DeviceMesh.from_group(group, mesh.device_type)
-        weakref.finalize(mesh, _FLATTENED.pop, key, None)
     return _FLATTENED[key]
 
 

@@ -1,54 +1,118 @@
-"""Agreement: every rank of a mesh has to lay a unit out alike, or gathers would mix up tensors in silence."""
+"""Agreement: every rank of a mesh has to make the same units, or gathers would mix up tensors in silence."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from dbuffer import MeshError
-from dbuffer.collectives import all_reduce
+from megatron_fsdp.meeting import Statement, excuse, meet
 from megatron_fsdp.parameter_group import ParameterGroup
+from megatron_fsdp.unit import Unit, alive
 
-__all__ = ["check_agreement"]
+__all__ = ["Wrapping", "agree_on_units", "mesh_ranks"]
+
+_LAYOUT_ADVICE = (
+    "Look for names, shapes, dtypes, requires_grad, placements or granularity that depend on the rank. Nothing was "
+    "sharded by this call"
+)
+_UNITS_ADVICE = "Look for settings of units that depend on the rank"
 
 
-def check_agreement(unit: str, groups: Sequence[ParameterGroup]) -> None:
-    """Compare the layouts of a unit over the ranks of its mesh: two integers per axis.
+class Wrapping:
+    """One ``fully_shard`` call on all ranks of a mesh: either all of them get through it or none.
 
-    Args:
-        unit: its name, for the message. groups: its groups, in order.
+    As a context it tells the other ranks of an exception that is raised inside; they would wait for this one otherwise.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        self._ranks = None if mesh is None else mesh_ranks(mesh)
+        self._action = "calls fully_shard"
+        self._is_meeting = False
+
+    def __enter__(self) -> Wrapping:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        # Whoever is told of an exception, or differs from the others, has nothing to tell them.
+        if error is None or self._is_meeting:
+            return
+        if self._ranks is None:
+            self._ranks = tuple(range(dist.get_world_size())) if dist.is_initialized() else ()
+        excuse(self._ranks, self._action, error)
+
+    def begin(self, unit: str, mesh: DeviceMesh) -> None:
+        """Say what is wrapped, and over which ranks."""
+        self._action, self._ranks = f"calls fully_shard on unit {unit!r}", mesh_ranks(mesh)
+
+    def agree(self, unit: str, groups: Sequence[ParameterGroup], reshard_after_forward: object) -> None:
+        """Wait until all ranks are here with the same layout.
+
+        Raises:
+            MeshError: on every rank, when any two of them differ.
+            AgreementError: another rank raised, or did not come.
+        """
+        assert self._ranks is not None
+        lines = [*_layout(groups), f"reshard_after_forward={reshard_after_forward}"]
+        complaint = f"unit {unit!r}: the ranks of its mesh lay it out differently"
+        self._is_meeting = True
+        meet(self._ranks, Statement(self._action, tuple(lines), complaint, _LAYOUT_ADVICE))
+        self._is_meeting = False
+
+
+def agree_on_units(root: Unit | None, units: Iterable[Unit]) -> None:
+    """Wait until all ranks are about to run a model for the first time, with the same units and settings.
+
     Raises:
         MeshError: on every rank, when any two of them differ.
+        AgreementError: another rank did not come.
     """
+    units = list(units)
+    meshes = {mesh_ranks(group.spec.mesh) for unit in units for group in unit.groups}
+    name = (units[0] if root is None else root).name
+    # Sorted, so that ranks which are in several of them do not wait for each other in a circle.
+    for ranks in sorted(meshes):
+        lines = [line for unit in units for line in _settings(unit, ranks)]
+        complaint = f"model {name!r}: the ranks of a mesh have other units, or units with other settings"
+        meet(ranks, Statement(f"runs the model {name!r}", tuple(lines), complaint, _UNITS_ADVICE))
+
+
+def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the ranks of a mesh in ascending order."""
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+def _layout(groups: Sequence[ParameterGroup]) -> Iterator[str]:
+    for group in groups:
+        use = "trained" if group.requires_grad else "frozen"
+        for name, face in group.parameters.items():
+            yield f"{name!r} {tuple(face.shape)} of {face.dtype}, {use}"
+    for group in groups:
+        yield f"the plan {group.plan.fingerprint()} with {group.spec.placements} in {group.spec.dtypes}"
+
+
+def _settings(unit: Unit, ranks: tuple[int, ...]) -> Iterator[str]:
+    groups = [group for group in unit.groups if mesh_ranks(group.spec.mesh) == ranks]
     if not groups:
         return
-    group = groups[0]
-    digest = _digest(groups)
-    # The largest of x and of -x are the same number but for the sign only where all ranks have one x.
-    extremes = torch.tensor([digest, -digest], device=group.spec.device)
-    for axis in group.main_weight.axes:
-        all_reduce(extremes, axis, "max")
-    highest, lowest = extremes.tolist()
-    if highest != -lowest:
-        shapes = {name: tuple(face.shape) for one in groups for name, face in one.parameters.items()}
-        raise MeshError(
-            f"unit {unit!r}: the ranks of its mesh lay it out differently. This rank has {len(shapes)} parameters in "
-            f"{len(groups)} groups: {shapes}. Look for names, shapes, dtypes, requires_grad, placements or granularity "
-            "that depend on the rank."
-        )
+    plans = [(group.plan.fingerprint(), group.requires_grad, _kept_size(group)) for group in groups]
+    settings = {
+        "reshard_after_forward": unit.reshard_after_forward,
+        "reshard_after_backward": unit.reshard_after_backward,
+        "unshard_in_backward": unit.unshards_in_backward,
+        "forward prefetch": _names(unit.forward_prefetch),
+        "backward prefetch": _names(unit.backward_prefetch),
+    }
+    yield f"unit {unit.name!r} ({plans}, {', '.join(f'{name} {value}' for name, value in settings.items())})"
 
 
-def _digest(groups: Sequence[ParameterGroup]) -> int:
-    described = [
-        (
-            list(group.parameters),
-            group.plan.fingerprint(),
-            group.spec.placements,
-            group.spec.dtypes,
-            group.requires_grad,
-        )
-        for group in groups
-    ]
-    return int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:8], "big") >> 2
+def _names(units: Sequence[weakref.ref[Unit]]) -> list[str]:
+    return [unit.name for unit in alive(units)]
+
+
+def _kept_size(group: ParameterGroup) -> int:
+    part = group.weights.post_forward
+    return 0 if part is None else part.axis.size

@@ -12,14 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from dbuffer import Partial, PlacementError, Replicate
-from megatron_fsdp.agreement import check_agreement
+from dbuffer.mesh import make_reduce_groups, mesh_axes
+from megatron_fsdp.agreement import Wrapping
 from megatron_fsdp.building import GranularityChoice, GroupBuilder
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.exclusion import is_no_shard
 from megatron_fsdp.meshes import buffer_device, sharding_target
-from megatron_fsdp.module import FsdpModule, convert, unit_of, units_below
+from megatron_fsdp.module import FsdpModule, check_conversion, convert, unit_of, units_below
 from megatron_fsdp.offload import offload_of
 from megatron_fsdp.optimizer_steps import mark_replaced
+from megatron_fsdp.originals import Originals
 from megatron_fsdp.ownership import OwnedParameter, collect_parameters, group_parameters, mark_owned
 from megatron_fsdp.precision import as_policy
 from megatron_fsdp.schedule import Schedule
@@ -50,6 +52,8 @@ def fully_shard(
     Call it bottom-up: on every block, then on the whole model. Each call makes a unit of the parameters that no
     nested unit owns; the unit's
     weights are gathered before its forward and backward and released after. The module's class becomes ``FSDP<Class>``.
+    Every rank of the mesh makes the same calls, in the same order. A call that raises leaves the module as it was, and
+    raises on all ranks.
 
     Args:
         module: a module, or a list of modules that run one after the other and form one unit (a final norm and the
@@ -79,26 +83,35 @@ def fully_shard(
         PlacementError, LayoutError, MeshError: from the buffers.
     """
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
-    _check_modules(modules)
-    if modules and all(is_no_shard(each) for each in modules):
-        return module
-    target = sharding_target(mesh, placements, dp_mesh_dims)
-    policy = as_policy(mp_policy)
-    owned = collect_parameters(modules, _is_unit, ignored_params or (), target)
-    _check_shard_placement(owned, shard_placement_fn)
-    name = type(modules[0]).__name__
-    _move_to(modules, buffer_device(target.mesh), owned)
-    build = GroupBuilder(target, policy, offload_of(offload_policy, target.placements), grad_divisor, granularity)
-    groups = [group for like in group_parameters(owned) for group in build(like, name)]
+    with Wrapping(mesh) as wrapping:
+        _check_modules(modules)
+        if modules and all(is_no_shard(each) for each in modules):
+            return module
+        name = type(modules[0]).__name__
+        target = sharding_target(mesh, placements, dp_mesh_dims)
+        wrapping.begin(name, target.mesh)
+        axes = mesh_axes(target.mesh)
+        policy = as_policy(mp_policy)
+        owned = collect_parameters(modules, _is_unit, ignored_params or (), target)
+        _check_shard_placement(owned, shard_placement_fn)
+        build = GroupBuilder(target, policy, offload_of(offload_policy, target.placements), grad_divisor, granularity)
+        # Until all ranks are through, everything can be put back.
+        with Originals(modules):
+            _move_to(modules, buffer_device(target.mesh), owned)
+            groups = [group for like in group_parameters(owned) for group in build(like, name)]
+            unit = Unit(name, modules, groups, policy)
+            unit.check_reshard(reshard_after_forward)
+            check_conversion(modules)
+            wrapping.agree(name, groups, reshard_after_forward)
+            if groups:
+                make_reduce_groups(axes)
+            unit.reshard_to(reshard_after_forward)
+            convert(modules, unit)
     for parameter in owned:
         mark_owned(parameter.parameter, name, parameter.name)
         mark_replaced(parameter.parameter, parameter.name)
     for group in groups:
         group.forget_originals()
-    check_agreement(name, groups)
-    unit = Unit(name, modules, groups, policy)
-    unit.reshard_to(reshard_after_forward)
-    convert(modules, unit)
     _adopt_units(modules, unit)
     return module
 

@@ -20,6 +20,7 @@ from megatron_fsdp.unit import Unit
 __all__ = [
     "FsdpModule",
     "UnshardHandle",
+    "check_conversion",
     "convert",
     "register_fsdp_forward_method",
     "unit_of",
@@ -289,6 +290,24 @@ def units_below(module: object) -> Iterator[Unit]:
 @functools.cache
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"FSDP{cls.__name__}", (FsdpModule, cls), {"__module__": cls.__module__})
+
+
+def check_conversion(modules: Iterable[nn.Module]) -> None:
+    """Raise where a module's class can't be changed, as of a ``ScriptModule``.
+
+    Raises:
+        ConfigError: it names the module.
+    """
+    for module in modules:
+        cls = type(module)
+        try:
+            module.__class__ = _sharded_class(cls)  # type: ignore[arg-type]  # classes are hashable
+            module.__class__ = cls
+        except TypeError as error:
+            raise ConfigError(
+                f"{cls.__name__} cannot become an FsdpModule: {error}. Call fully_shard on the module around it, or on "
+                "the nn.Module that it was made from"
+            ) from error
 
 
 def convert(modules: Iterable[nn.Module], unit: Unit) -> None:

@@ -288,10 +288,16 @@ class ParameterGroup:
         Raises:
             ConfigError: ``size`` does not divide the axis over which weights are sharded.
         """
+        axis = self.check_reshard(size)
         self.weights.post_forward = None
-        if size and not self.rests_whole:
-            axis = check_post_forward_size(size, self.model_weight.axes, self.model_weight.placements)
-            self.weights.post_forward = PostForwardShard(self.gathered, axis, size) if size < axis.size else None
+        if axis is not None and size < axis.size:
+            self.weights.post_forward = PostForwardShard(self.gathered, axis, size)
+
+    def check_reshard(self, size: int) -> MeshAxis | None:
+        """Return the axis that ``reshard_to`` would cut into groups of ``size``; None for none. It raises as that."""
+        if not size or self.rests_whole:
+            return None
+        return check_post_forward_size(size, self.model_weight.axes, self.model_weight.placements)
 
     # ------------------------------------------------------------------ main weight to model weight
 

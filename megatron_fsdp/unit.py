@@ -138,15 +138,22 @@ class Unit:
         Raises:
             ConfigError: an int that does not divide the axis over which weights are sharded.
         """
-        if choice is not None and not isinstance(choice, int):
-            raise ConfigError(f"reshard_after_forward={choice!r}; give None, True, False or a number of ranks")
-        size = 0 if choice is None or isinstance(choice, bool) else choice
+        size = self.check_reshard(choice)
         for group in self.groups:
             group.reshard_to(size)
         # Groups of one rank hold the weights whole.
         self.reshard_after_forward = choice if choice is None or isinstance(choice, bool) else size != 1
         if self.slots.sizing is not None:
             self._place_in_slots()
+
+    def check_reshard(self, choice: bool | int | None) -> int:
+        """Return on how many ranks ``reshard_to`` would keep the weights, 0 for none; it raises as that does."""
+        if choice is not None and not isinstance(choice, int):
+            raise ConfigError(f"reshard_after_forward={choice!r}; give None, True, False or a number of ranks")
+        size = 0 if choice is None or isinstance(choice, bool) else choice
+        for group in self.groups:
+            group.check_reshard(size)
+        return size
 
     def use_slots(self, choice: SlotChoice) -> None:
         """Take memory from slots from now on, or from the allocator again."""
