@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from megatron_fsdp.meeting import Statement, excuse, meet
 from megatron_fsdp.parameter_group import ParameterGroup
 from megatron_fsdp.unit import Unit, alive
 
-__all__ = ["Wrapping", "agree_on_units", "mesh_ranks"]
+__all__ = ["FirstUse", "Wrapping", "mesh_ranks"]
 
 _LAYOUT_ADVICE = (
     "Look for names, shapes, dtypes, requires_grad, placements or granularity that depend on the rank. Nothing was "
@@ -63,21 +63,43 @@ class Wrapping:
         self._is_meeting = False
 
 
-def agree_on_units(root: Unit | None, units: Iterable[Unit]) -> None:
-    """Wait until all ranks are about to run a model for the first time, with the same units and settings.
+class FirstUse:
+    """The moment before the first collective of a root's units, when the ranks agree on what these are.
 
-    Raises:
-        MeshError: on every rank, when any two of them differ.
-        AgreementError: another rank did not come.
+    Not the first forward: where weights rest whole, one rank may run the model alone.
     """
-    units = list(units)
-    meshes = {mesh_ranks(group.spec.mesh) for unit in units for group in unit.groups}
-    name = (units[0] if root is None else root).name
-    # Sorted, so that ranks which are in several of them do not wait for each other in a circle.
-    for ranks in sorted(meshes):
-        lines = [line for unit in units for line in _settings(unit, ranks)]
-        complaint = f"model {name!r}: the ranks of a mesh have other units, or units with other settings"
-        meet(ranks, Statement(f"runs the model {name!r}", tuple(lines), complaint, _UNITS_ADVICE))
+
+    def __init__(self, subject: Callable[[], tuple[Unit | None, Iterable[Unit]]]) -> None:
+        self._subject = subject
+        self._is_over = False
+
+    def before_gather(self, unit: Unit) -> None:
+        """A unit is about to be gathered; raises as ``agree`` does."""
+        if not self._is_over and not all(group.rests_whole for group in unit.groups):
+            self.agree()
+
+    def before_reduction(self, unit: Unit) -> None:
+        """Gradients of a unit are about to be reduced, or kept; raises as ``agree`` does."""
+        if not self._is_over and unit.requires_gradient_sync:
+            self.agree()
+
+    def agree(self) -> None:
+        """Wait until all ranks are about to use the same units, with the same settings.
+
+        Raises:
+            MeshError: on every rank, when any two of them differ.
+            AgreementError: another rank did not come.
+        """
+        root, units = self._subject()
+        units = list(units)
+        name = (units[0] if root is None else root).name
+        meshes = {mesh_ranks(group.spec.mesh) for unit in units for group in unit.groups}
+        # Sorted, so that ranks which are in several of them do not wait for each other in a circle.
+        for ranks in sorted(meshes):
+            lines = [line for unit in units for line in _settings(unit, ranks)]
+            complaint = f"model {name!r}: the ranks of a mesh have other units, or units with other settings"
+            meet(ranks, Statement(f"runs the model {name!r}", tuple(lines), complaint, _UNITS_ADVICE))
+        self._is_over = True
 
 
 def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:

@@ -18,10 +18,10 @@ from megatron_fsdp.building import GranularityChoice, GroupBuilder
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.exclusion import is_no_shard
 from megatron_fsdp.meshes import buffer_device, sharding_target
-from megatron_fsdp.module import FsdpModule, check_conversion, convert, unit_of, units_below
+from megatron_fsdp.module import FsdpModule, convert, unit_of, units_below
 from megatron_fsdp.offload import offload_of
 from megatron_fsdp.optimizer_steps import mark_replaced
-from megatron_fsdp.originals import Originals
+from megatron_fsdp.originals import Originals, check_conversion
 from megatron_fsdp.ownership import OwnedParameter, collect_parameters, group_parameters, mark_owned
 from megatron_fsdp.precision import as_policy
 from megatron_fsdp.schedule import Schedule

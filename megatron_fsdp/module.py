@@ -20,9 +20,9 @@ from megatron_fsdp.unit import Unit
 __all__ = [
     "FsdpModule",
     "UnshardHandle",
-    "check_conversion",
     "convert",
     "register_fsdp_forward_method",
+    "sharded_class",
     "unit_of",
     "units_below",
 ]
@@ -288,32 +288,15 @@ def units_below(module: object) -> Iterator[Unit]:
 
 
 @functools.cache
-def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class ``FSDP<Class>`` of a module class, the same one each time."""
     return type(f"FSDP{cls.__name__}", (FsdpModule, cls), {"__module__": cls.__module__})
-
-
-def check_conversion(modules: Iterable[nn.Module]) -> None:
-    """Raise where a module's class can't be changed, as of a ``ScriptModule``.
-
-    Raises:
-        ConfigError: it names the module.
-    """
-    for module in modules:
-        cls = type(module)
-        try:
-            module.__class__ = _sharded_class(cls)  # type: ignore[arg-type]  # classes are hashable
-            module.__class__ = cls
-        except TypeError as error:
-            raise ConfigError(
-                f"{cls.__name__} cannot become an FsdpModule: {error}. Call fully_shard on the module around it, or on "
-                "the nn.Module that it was made from"
-            ) from error
 
 
 def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
     """Make the modules ``FsdpModule``s of ``unit`` and install the hooks."""
     for module in modules:
-        module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
+        module.__class__ = sharded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
         module._fsdp_unit = unit  # type: ignore[assignment]  # not a submodule or tensor: lands in the instance dictionary
         module.register_forward_pre_hook(functools.partial(_before_forward, unit), prepend=True, with_kwargs=True)
         # Also called, with None for the output, when forward raised: parameters must not stay gathered then.

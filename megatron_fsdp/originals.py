@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Originals"]
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.module import sharded_class
+
+__all__ = ["Originals", "check_conversion"]
 
 
 class Originals:
@@ -45,3 +48,21 @@ def _put_back(module: nn.Module, registry: Any, originals: dict[str, Any]) -> No
             # Modules with their own __setattr__ (recurrent ones) keep further references to their weights.
             setattr(module, name, original)
         registry[name] = original
+
+
+def check_conversion(modules: Iterable[nn.Module]) -> None:
+    """Raise where a module's class can't be changed, as of a ``ScriptModule``.
+
+    Raises:
+        ConfigError: it names the module.
+    """
+    for module in modules:
+        cls = type(module)
+        try:
+            module.__class__ = sharded_class(cls)  # type: ignore[arg-type]  # classes are hashable
+            module.__class__ = cls
+        except TypeError as error:
+            raise ConfigError(
+                f"{cls.__name__} cannot become an FsdpModule: {error}. Call fully_shard on the module around it, or on "
+                "the nn.Module that it was made from"
+            ) from error

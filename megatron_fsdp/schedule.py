@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.agreement import agree_on_units
+from megatron_fsdp.agreement import FirstUse
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.lanes import trace, wait_for_event
 from megatron_fsdp.order import ForwardOrder
@@ -62,8 +62,7 @@ class Schedule:
         self._deferred: list[weakref.ref[Unit]] = []
         self._reducing = InFlight()
         self._ahead: weakref.ref[Unit] | None = None
-        # No collective of these units was issued yet: before the first one the ranks agree on what they are.
-        self._is_new = True
+        self._first_use = FirstUse(lambda: (self.root, self.units()))
 
     def adopt(self, root: Unit, units: Iterable[Unit]) -> None:
         """Serve ``units``, of which ``root`` is the outermost."""
@@ -319,13 +318,8 @@ class Schedule:
         for earlier in (*alive(deferred), unit):
             self._reduce(earlier)
 
-    def _agree(self) -> None:
-        agree_on_units(self.root, self.units())
-        self._is_new = False
-
     def _reduce(self, unit: Unit) -> None:
-        if self._is_new and unit.requires_gradient_sync:
-            self._agree()
+        self._first_use.before_reduction(unit)
         for buffer in unit.gradients:
             buffer.close(reduce=unit.requires_gradient_sync)
         if any(buffer.is_reducing for buffer in unit.gradients):
@@ -380,8 +374,7 @@ class Schedule:
     def _start_gather(self, unit: Unit | None, *, check: bool) -> None:
         if unit is None or not unit.has_state(WeightState.SHARDED):
             return
-        if self._is_new and not all(group.rests_whole for group in unit.groups):
-            self._agree()
+        self._first_use.before_gather(unit)
         trace("gather", unit.name)
         for group in unit.groups:
             # No counter shows a change through .data or by a foreach operator (clipped or averaged weights), so before
