@@ -108,6 +108,8 @@ def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def _layout(groups: Sequence[ParameterGroup]) -> Iterator[str]:
+    if not groups:
+        yield "no parameters of its own"
     for group in groups:
         use = "trained" if group.requires_grad else "frozen"
         for name, face in group.parameters.items():

@@ -60,8 +60,8 @@ def fully_shard(
             head).
         mesh: data-parallel device mesh; two axes mean (outer replicas, inner shards). None: one axis over all ranks,
             on CUDA where there is
-            one, else on CPU; without an initialised process group, a group of this process alone, unless a launcher
-            set one up.
+            one, else on CPU; without an initialised process group, the job that torchrun, srun or mpirun started
+            (docs/launch.md), or a group of this process alone where none did.
         placements: the sharding strategy. None: ZeRO-3 on the (inner) axis.
         reshard_after_forward: release weights between forward and backward. None: yes, but not of the root, nor of the
             unit that forward uses last. An int: keep a part, such that groups of that many neighbours hold the

@@ -145,13 +145,14 @@ def _mesh(mesh: DeviceMesh | None, settings: HfSettings) -> DeviceMesh:
     if mesh is None and not settings.is_hybrid:
         return sharding_target(None, None, None).mesh
     if mesh is None:
+        # Joins the job where the script has not.
+        device_type = sharding_target(None, None, None).mesh.device_type
         world, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
         if not local or world % local:
             raise ConfigError(
                 f"sharding_strategy {settings.sharding_strategy} shards inside each host, found {world} ranks and "
                 f"LOCAL_WORLD_SIZE {local or 'unset'}; start with torchrun, or pass a mesh of two axes (outer, inner)"
             )
-        device_type = sharding_target(None, None, None).mesh.device_type
         return init_device_mesh(device_type, (world // local, local), mesh_dim_names=("replicate", "shard"))
     if settings.is_hybrid and mesh.ndim != 2:
         raise ConfigError(

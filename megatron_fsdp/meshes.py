@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.launch import join_job
 from megatron_fsdp.strategy import Placements
 
 __all__ = ["DataParallelMeshDims", "ShardingTarget", "buffer_device", "sharding_target"]
@@ -111,22 +112,19 @@ def _choose(mesh: DeviceMesh, parts: tuple[tuple[str, ...], ...]) -> DeviceMesh:
 
 
 _CHOSEN: dict[tuple[int, tuple[tuple[str, ...], ...]], tuple[DeviceMesh, DeviceMesh]] = {}
-_DEFAULT_MESH: list[Any] = []
+# By the job's group: another one comes with another mesh.
+_DEFAULT_MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
 
 
 def _default_mesh() -> DeviceMesh:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    if not dist.is_initialized() and not dist.is_torchelastic_launched():
-        backend = "nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    elif not dist.is_initialized():
-        dist.init_process_group()
+    if not dist.is_initialized():
+        join_job(device_type)
     # One mesh for all units without one: meshes made anew would each bring communicators of their own.
-    world = dist.group.WORLD
-    if not _DEFAULT_MESH or _DEFAULT_MESH[0] is not world:
-        _DEFAULT_MESH[:] = [world, init_device_mesh(device_type, (dist.get_world_size(),))]
-    mesh: DeviceMesh = _DEFAULT_MESH[1]
-    return mesh
+    world: Any = dist.group.WORLD
+    if world not in _DEFAULT_MESHES:
+        _DEFAULT_MESHES[world] = init_device_mesh(device_type, (dist.get_world_size(),))
+    return _DEFAULT_MESHES[world]
 
 
 def _default_placements(mesh: DeviceMesh, dp_mesh_dims: Any) -> Placements:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
-import itertools
 import logging
 import os
 import sys
@@ -30,6 +29,7 @@ from dbuffer.mesh import new_group
 from megatron_fsdp.errors import AgreementError, ConfigError
 from megatron_fsdp.journal import Journal, RankState
 from megatron_fsdp.lanes import latest_submission, record_into
+from megatron_fsdp.meeting import Statement, meet
 from megatron_fsdp.module import units_below
 from megatron_fsdp.verdict import verdict
 
@@ -39,7 +39,6 @@ _LOG = logging.getLogger(__name__)
 _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(module.__file__ or "")) + os.sep for module in (torch, dbuffer, threading)
 )
-_instances = itertools.count()
 
 
 class Watch:
@@ -97,12 +96,9 @@ class Watch:
     def __enter__(self) -> Watch:
         if len(self._ranks) == 1:
             return self
+        token = meet(self._ranks, Statement("enters a Watch"))
         self._group = new_group(self._ranks, "megatron_fsdp watch", backend="gloo")
-        # Ranks may have opened different numbers of watches before, over different parts of the job: the first one's
-        # number counts.
-        number = torch.tensor([next(_instances) if dist.get_rank() == self._ranks[0] else -1])
-        start_maximum(number, self._group).wait()
-        self._prefix = f"megatron_fsdp watch {int(number)} of ranks {self._ranks[0]}-{self._ranks[-1]}/"
+        self._prefix = f"megatron_fsdp watch {token}/"
         # A clone has a connection of its own: the thread must not keep others from the store.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = store.clone()
