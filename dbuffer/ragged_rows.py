@@ -37,7 +37,8 @@ def run_by_rows(operator: Operator, args: Arguments, options: Options) -> Any:
 
 def wrapped(result: Any, template: PlacedTensor) -> Any:
     """Return tensors in a result as tensors with the rows of ``template``."""
-    if type(result) is torch.Tensor:
+    # A compiler puts tensors of its own in the place of plain ones.
+    if type(result) is torch.Tensor or (isinstance(result, torch.Tensor) and not isinstance(result, DTensor)):
         return template.with_whole(result) if template.is_whole else template.with_rows(result)
     if isinstance(result, (tuple, list)):
         return map_tensors(result, lambda tensor: wrapped(tensor, template))
