@@ -18,7 +18,7 @@ from dbuffer.errors import LayoutError, PlacementError
 from dbuffer.layout import Layout, cuts_inside_slices, first_dimension_granularity
 from dbuffer.mesh import flattened_mesh, mesh_axes
 from dbuffer.placements import flat_axes
-from dbuffer.ragged_distribution import contiguous_stride
+from dbuffer.ragged_distribution import Distribution, contiguous_stride
 from dbuffer.ragged_shard import FlatRows, ragged_shard
 
 __all__ = ["buffer_dtensor"]
@@ -69,6 +69,10 @@ def buffer_dtensor(local: torch.Tensor, layout: Layout, index: int, mesh: Device
 
 
 def _wrap(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> FlatDTensor:
+    distribution = Distribution(mesh, placements)
+    if not shape.numel() and not distribution.is_whole:
+        # A buffer cannot tell on which rank rows without elements are; the placement says it.
+        local = local.new_empty((len(distribution.rows), *local.shape[1:]))
     return FlatDTensor(_standalone(local), _spec_of(mesh, placements, shape, local.dtype), requires_grad=False)
 
 

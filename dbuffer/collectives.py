@@ -229,6 +229,16 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr()
 
 
+def _is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a compiler looks on: it has to see a collective as a function, not as something that happens to memory."""
+    return type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter)
+
+
+def _traced(tensor: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
+    return result
+
+
 def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works: list[dist.Work] | None = None) -> None:
     """Fill ``output`` (1-D, ``axis.size * shard.numel()`` elements) with every rank's shard, in rank order.
 
@@ -239,6 +249,10 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works:
     if axis.size == 1:
         if not _same_memory(output, shard):
             output.copy_(shard)
+        return
+    if _is_traced(shard):
+        whole = torch.ops._c10d_functional.all_gather_into_tensor(shard, axis.size, axis.gather_group.group_name)
+        output.copy_(_traced(whole))
         return
     if _observers:
         _notify("all_gather", axis, output)
@@ -276,6 +290,9 @@ def reduce_scatter(
 def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.Work] | None = None) -> None:
     """Reduce ``tensor`` over the ranks of the axis, in place on all of them. ``op`` is "sum", "avg" or "max"."""
     if axis.size == 1:
+        return
+    if _is_traced(tensor):
+        tensor.copy_(_traced(torch.ops._c10d_functional.all_reduce(tensor, op, axis.reduce_group.group_name)))
         return
     if _observers:
         _notify("all_reduce", axis, tensor)

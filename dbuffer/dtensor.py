@@ -18,6 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 from dbuffer.errors import PlacementError
+from dbuffer.mesh import mesh_axes
 from dbuffer.ragged_autograd import (
     convert_gradients_of,
     enter_local,
@@ -111,6 +112,21 @@ class FlatDTensor(PlacedTensor):
             return enter_local(self)
         local = self._local_tensor if self.window is None else self.whole()
         return local.view_as(local) if torch.is_grad_enabled() else local
+
+    # What torch.compile asks of a tensor: DTensor's own methods make plain DTensors.
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> FlatDTensor:
+        """Return the tensor over other inner tensors; see ``DTensor``."""
+        # A compiler's sizes may be plain tuples.
+        size, stride = torch.Size(outer_size), tuple(outer_stride)
+        made = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, size, stride)
+        return FlatDTensor(made._local_tensor, made._spec, requires_grad=made.requires_grad)
+
+    def _stable_hash_for_caching(self) -> str:
+        """Return what distinguishes it in caches on disk that all ranks share: compiled functions know their rows."""
+        ranks = [axis.rank for axis in mesh_axes(self._spec.mesh)]
+        return f"{super()._stable_hash_for_caching()} {ranks}"
 
     # What torch.distributed.checkpoint asks of a tensor: rows of flattened dimensions are no single box.
 

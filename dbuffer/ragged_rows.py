@@ -27,6 +27,8 @@ def run_by_rows(operator: Operator, args: Arguments, options: Options) -> Any:
         name: operand(item, reference) if isinstance(item, torch.Tensor) else item for name, item in options.items()
     }
     result = operator.function(*located, **named)
+    if named and result is named.get("out"):
+        return options["out"]
     if located and result is located[0] and getattr(args[0], "window", None) is None:
         return args[0]
     template = reference if isinstance(reference, PlacedTensor) else _first_placed(args, options)
@@ -35,7 +37,8 @@ def run_by_rows(operator: Operator, args: Arguments, options: Options) -> Any:
 
 def wrapped(result: Any, template: PlacedTensor) -> Any:
     """Return tensors in a result as tensors with the rows of ``template``."""
-    if type(result) is torch.Tensor:
+    # A compiler puts tensors of its own in the place of plain ones.
+    if type(result) is torch.Tensor or (isinstance(result, torch.Tensor) and not isinstance(result, DTensor)):
         return template.with_whole(result) if template.is_whole else template.with_rows(result)
     if isinstance(result, (tuple, list)):
         return map_tensors(result, lambda tensor: wrapped(tensor, template))
@@ -48,9 +51,9 @@ def _first_placed(args: Sequence[Any], options: Options) -> PlacedTensor:
 
 def find_reference(operator: Operator, args: Arguments, options: Options) -> DTensor | None:
     """Return the operand whose rows the result has; None where the result has no operand's rows."""
-    if options.get("out") is not None:
-        return None
     operands = [item for item in args if isinstance(item, torch.Tensor)]
+    if options.get("out") is not None:
+        return _reference_out(options["out"], operands)
     if options:
         operands += [item for item in options.values() if isinstance(item, torch.Tensor)]
     first = operands[0]
@@ -71,6 +74,14 @@ def find_reference(operator: Operator, args: Arguments, options: Options) -> DTe
         item.numel() == 1 for item in operands if not isinstance(item, PlacedTensor)
     )
     return placed[0] if are_whole else None
+
+
+def _reference_out(out: Any, operands: Sequence[torch.Tensor]) -> DTensor | None:
+    """Return the tensor that a function is to write into, where every rank can write its own rows."""
+    if not isinstance(out, PlacedTensor) or out.window is not None or not operands:
+        return None
+    is_alike = torch.broadcast_shapes(*(operand.shape for operand in operands)) == out.shape
+    return out if is_alike and _fits(out, out.shape, operands) else None
 
 
 def _has_rows_of(tensor: torch.Tensor, shape: torch.Size) -> bool:

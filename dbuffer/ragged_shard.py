@@ -43,12 +43,12 @@ class FlatRows:
         return FlatRows(self.tensor_offset + first * self.row_numel, self.shard_numel, self.row_numel, num_rows)
 
     def of_shard(self, shard: int) -> range:
-        """Return the rows in one shard, empty where there are none."""
+        """Return the rows in one shard, empty where there are none; rows without elements are in the first."""
+        if self.row_numel == 0:
+            return range(self.num_rows) if shard == 0 else range(self.num_rows, self.num_rows)
         return range(self._first_row_at(shard * self.shard_numel), self._first_row_at((shard + 1) * self.shard_numel))
 
     def _first_row_at(self, position: int) -> int:
-        if self.row_numel == 0:
-            return self.num_rows if position > self.tensor_offset else 0
         return min(max(-(-(position - self.tensor_offset) // self.row_numel), 0), self.num_rows)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.moments import ABSENT, KEYS, GroupMoments, state_values
-from megatron_fsdp.nonfinite import Reading, check_policy, may_step
+from megatron_fsdp.nonfinite import Reading, check_policy, clip_factor, may_step
 from megatron_fsdp.optimizer_state import lay_out_loaded_state, parameters_of
 from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
 from megatron_fsdp.update import PlainParameter, Rows, global_norm, group_update, plain_update
@@ -43,7 +43,8 @@ class AdamW(torch.optim.AdamW):
         max_norm: what ``step`` clips to when it is not told otherwise; None does not clip.
         nonfinite: "skip": a step whose gradient norm is NaN or infinite changes nothing on any rank, logs a warning
             that names the first parameter concerned and adds to ``num_skipped``; "raise": it raises
-            ``NonfiniteGradientError`` instead. Both read the norm on the host in every step. "ignore": nobody looks.
+            ``NonfiniteGradientError`` instead. Both read the norm on the host in every step. "ignore": nobody looks, and
+            gradients of such a norm are stepped as they are, not clipped.
     Raises:
         ConfigError: another ``nonfinite``, ``amsgrad`` or ``differentiable``, or a dtype that is no floating-point one.
     """
@@ -154,8 +155,7 @@ class AdamW(torch.optim.AdamW):
                 self.grad_norm = global_norm(gradients.flat())
             return None
         self.grad_norm = global_norm(gradients.flat())
-        # The factor of torch.nn.utils.clip_grad_norm_: just below max_norm / norm, never above 1.
-        return torch.clamp(max_norm / (self.grad_norm + 1e-6), max=1.0)
+        return clip_factor(self.grad_norm, max_norm)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class, or of ``torch.optim.AdamW`` over the same parameters, sharded or whole.

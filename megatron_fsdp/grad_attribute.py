@@ -6,12 +6,16 @@ An attribute of a DTensor costs a Python call, a copy of a few elements a launch
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-__all__ = ["SmallGradients", "assign_grads", "clear_grads", "grads_of"]
+from dbuffer import DBuffer
+
+__all__ = ["SmallGradients", "assign_grads", "clear_grads", "grads_of", "outside"]
 
 _GRAD: Any = torch._C.TensorBase.grad
 _get, _set = _GRAD.__get__, _GRAD.__set__
@@ -46,6 +50,25 @@ def assign_grads(
                 if hooks:
                     calls += (functools.partial(hook, parameter) for hook in hooks.values())
     return calls
+
+
+def outside(
+    gradients: Sequence[torch.Tensor | None], faces: Sequence[torch.Tensor], buffer: DBuffer
+) -> list[torch.Tensor]:
+    """Return this rank's parts of those gradients that are tensors of their own, not the buffer's.
+
+    Args:
+        gradients: DTensors, in the order of the buffer's tensors; None for none.
+        faces: known to be the buffer's, in the same order; none where they were not made yet.
+    """
+    if faces and all(map(operator.is_, gradients, faces)):
+        return []
+    found = []
+    for index, gradient in enumerate(gradients):
+        local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+        if local is not None and local.numel() and local.data_ptr() != buffer.get_local_tensor(index).data_ptr():
+            found.append(local)
+    return found
 
 
 class SmallGradients:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, Partial
@@ -21,7 +22,7 @@ from dbuffer.placements import BufferPlacement
 from dbuffer_kernels import accumulate
 from megatron_fsdp.faces import Faces
 from megatron_fsdp.fused_linear import add_product, offer_products
-from megatron_fsdp.grad_attribute import SmallGradients, assign_grads, clear_grads, grads_of
+from megatron_fsdp.grad_attribute import SmallGradients, assign_grads, clear_grads, grads_of, outside
 from megatron_fsdp.gradient_spec import GradientObserver, GradientSpec, GradState
 from megatron_fsdp.lanes import Ticket
 from megatron_fsdp.reduction import Reduction
@@ -80,6 +81,7 @@ class GradientBuffer:
         if not self.rests_partial:
             self._packed.release_storage()
         self._faces: list[DTensor] = []
+        self._matched: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._tickets: list[Ticket] = []
         if spec.fuses_weight_gradients:
             is_wide = spec.fuses_weight_gradients == "wide"
@@ -351,8 +353,11 @@ class GradientBuffer:
                 )
 
     def settled(self) -> DBuffer | None:
-        """Return the final gradients, with what the user did to ``.grad`` taken over; None where there are none."""
-        if self.state is not GradState.FINAL:
+        """Return the final gradients, with what the user did to ``.grad`` taken over; None where there are none.
+
+        ``.grad`` may be the user's own although no backward made any.
+        """
+        if self.state is GradState.PARTIAL:
             return None
         shown = self._shown()
         if all(gradient is None for gradient in shown):
@@ -360,20 +365,32 @@ class GradientBuffer:
         self._adopt_user_gradients(shown)
         return self._final
 
+    def scale(self, factor: torch.Tensor | float) -> None:
+        """Multiply the gradients that ``settled`` returned, and the user's own tensors where they are not those."""
+        for tensor in (self._final.local_buffer, *outside(self._shown(), self._faces, self._final)):
+            tensor.mul_(factor.to(tensor) if isinstance(factor, torch.Tensor) else factor)
+
     def match_parameter_dtype(self) -> None:
         """Show gradients in the parameters' dtype, which PyTorch's optimizers need; ``restore_dtype`` undoes it."""
-        if self._final.dtype is self._template.dtype or self.settled() is None:
+        dtype = self._template.dtype
+        if self._final.dtype is dtype or self.state is not GradState.FINAL:
             return
-        cast = self._final.cast(self._template.dtype)
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None:
+        cast: DBuffer | None = None
+        for index, (parameter, shown, face) in enumerate(
+            zip(self._parameters, self._shown(), self._faces, strict=True)
+        ):
+            if shown is face:
+                cast = cast or self._final.cast(dtype)
                 parameter.grad = self._owner_faces.wrap(index, cast.get_dtensor(index))
+            elif shown is not None and shown.dtype is not dtype:
+                parameter.grad = shown.to(dtype)
+            self._matched.append((parameter, shown))
 
     def restore_dtype(self) -> None:
         """Show the gradients themselves again after ``match_parameter_dtype``."""
-        if self._final.dtype is not self._template.dtype and self.state is GradState.FINAL:
-            for parameter, face in zip(self._parameters, self._faces, strict=True):
-                parameter.grad = face if parameter.grad is not None else None
+        matched, self._matched = self._matched, []
+        for parameter, shown in matched:
+            parameter.grad = shown if parameter.grad is not None else None
 
     def show(self) -> None:
         """Set ``.grad`` of every sharded parameter to its part of the final gradients."""

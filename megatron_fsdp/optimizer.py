@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dbuffer import DBuffer
 from dbuffer.collectives import all_reduce
 from dbuffer.mesh import MeshAxis
-from megatron_fsdp.errors import ConfigError
+from dbuffer.placements import BufferPlacement
+from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.grad_attribute import grads_of
 from megatron_fsdp.module import units_below
+from megatron_fsdp.nonfinite import clip_factor, may_step, readings_of
 from megatron_fsdp.optimizer_state import lay_out_loaded_state, parameters_of, refuse_split_weights
 from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
 
@@ -73,70 +78,119 @@ def _after_step(references: Iterable[weakref.ref[ParameterGroup]], *_: Any) -> N
             group.catch_up()
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: float = 2.0) -> torch.Tensor:
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
     """Scale the gradients of a sharded model so that their global norm is at most ``max_norm``.
 
     One pass over each flat gradient shard and one all-reduce of a scalar per distinct mesh, whatever the number of
-    parameters. Parameters that are not sharded (ignored ones) are taken in as they are on this rank.
+    parameters. Gradients that the user put in ``.grad`` count and are scaled as those that backward made. Parameters that
+    are not sharded (ignored ones) are taken in as they are on this rank.
 
     Args:
         model: a module with sharded modules in it, after the last microbatch's backward.
         max_norm: ``float("inf")`` only measures. Gradients whose norm is NaN or infinite are left as they are, for
-            ``check_gradients`` to say which are concerned.
-        norm_type: 2.0 or ``float("inf")``.
+            ``check_gradients`` to say which are concerned; ``AdamW(max_norm=)`` does the same.
+        norm_type: above 0, ``float("inf")`` among them.
+        error_if_nonfinite: raise where the norm is NaN or infinite; it is read on the host then.
     Returns:
         The norm before clipping, a 0-d FP32 tensor, equal on all ranks.
     Raises:
-        ConfigError: another ``norm_type``.
+        ConfigError: another ``norm_type``. StateError: gradients are not final: the last backward did not synchronize.
+        NonfiniteGradientError: on every rank, for ``error_if_nonfinite``; names the first parameter.
     """
-    if norm_type not in (2.0, float("inf")):
-        raise ConfigError(f"clip_grad_norm_: norm_type={norm_type}; supported are 2.0 and inf")
-    settled = [
-        (group, buffer)
-        for unit in units_below(model)
-        for group in unit.groups
-        if group.gradients is not None and (buffer := group.gradients.settled()) is not None
-    ]
-    gradients = [buffer for _, buffer in settled]
+    order = float(norm_type)
+    if not order > 0:
+        raise ConfigError(f"clip_grad_norm_: norm_type={norm_type}; supported are numbers above 0, and inf")
+    settled = [held for unit in units_below(model) for group in unit.groups for held in _held_by(group)]
     plain = [p.grad for p in model.parameters() if p.grad is not None and group_of_parameter(p) is None]
-    device = next((group.spec.device for group, _ in settled), plain[0].device if plain else torch.device("cpu"))
-    total = _combine([_partial_norm(tensor, norm_type) for tensor in plain], norm_type, device)
+    device = next((held.group.spec.device for held in settled), plain[0].device if plain else torch.device("cpu"))
+    total = _combine([_partial_norm(tensor, order) for tensor in plain], order, device)
     for axes, same_axes in _by_axes(settled):
-        subtotal = _combine([_partial_norm(buffer.local_buffer, norm_type) for buffer in same_axes], norm_type, device)
+        subtotal = _combine([_partial_norm(held.flat, order) for held in same_axes], order, device)
         for axis in axes:
-            all_reduce(subtotal, axis, "sum" if norm_type == 2.0 else "max")
-        total = _combine([total, subtotal], norm_type, device)
-    norm: torch.Tensor = total.sqrt() if norm_type == 2.0 else total
-    if max_norm != float("inf"):
-        # The factor of torch.nn.utils.clip_grad_norm_: just below max_norm / norm, never above 1. But NaN times every
-        # gradient would hide where it came from.
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).where(norm.isfinite(), 1.0)
-        for tensor in [*(buffer.local_buffer for buffer in gradients), *plain]:
-            tensor.mul_(factor.to(device=tensor.device, dtype=tensor.dtype))
+            all_reduce(subtotal, axis, "max" if order == math.inf else "sum")
+        total = _combine([total, subtotal], order, device)
+    norm: torch.Tensor = total
+    if order != math.inf:
+        norm = total.sqrt() if order == 2.0 else total.pow(1.0 / order)
+    if error_if_nonfinite:
+        may_step(norm, "raise", lambda: readings_of(model))
+    if max_norm != math.inf:
+        factor = clip_factor(norm, max_norm)
+        for held in settled:
+            held.scale(factor)
+        for tensor in plain:
+            tensor.mul_(factor.to(tensor))
     return norm
 
 
-def _partial_norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the sum of squares (or the maximum) of one tensor, as a 0-d FP32 tensor (FP64 for FP64 gradients)."""
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Gradients of one group on this rank.
+
+    Attributes:
+        flat: their elements. placements: of the buffer that they lie in. scale: multiplies them, wherever they lie.
+    """
+
+    group: ParameterGroup
+    flat: torch.Tensor
+    placements: Sequence[BufferPlacement]
+    scale: Callable[[torch.Tensor], None]
+
+
+def _held_by(group: ParameterGroup) -> Iterator[_Held]:
+    """Yield the gradients of a group.
+
+    Raises:
+        StateError: they are not final.
+    """
+    gradients = group.gradients
+    if gradients is not None:
+        if gradients.is_partial or gradients.is_filled:
+            raise StateError(
+                f"{gradients.name}: clip_grad_norm_ before gradients are final; run the last microbatch's backward with "
+                "synchronization (outside of no_sync, or after set_requires_gradient_sync(True))"
+            )
+        final = gradients.settled()
+        if final is not None:
+            yield _Held(group, final.local_buffer, final.placements, gradients.scale)
+        return
+    # A frozen group has no buffer for what the user puts in .grad.
+    for index, gradient in enumerate(grads_of(group.faces.sharded)):
+        if gradient is not None:
+            rows = group.faces.own_rows(index, gradient)
+            yield _Held(group, rows.reshape(-1), group.main_weight.placements, functools.partial(_scale, gradient))
+
+
+def _scale(tensor: torch.Tensor, factor: torch.Tensor) -> None:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local.mul_(factor.to(local))
+
+
+def _partial_norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
+    """Return the sum of powers (or the maximum) of one tensor, as a 0-d FP32 tensor (FP64 for FP64 gradients)."""
     if not gradient.numel():
         return torch.zeros((), dtype=torch.float32, device=gradient.device)
     dtype = torch.float64 if gradient.dtype is torch.float64 else torch.float32
-    norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
-    return norm.square() if norm_type == 2.0 else norm
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, order, dtype=dtype)
+    if order == math.inf:
+        return norm
+    return norm.square() if order == 2.0 else norm.pow(order)
 
 
-def _combine(parts: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+def _combine(parts: list[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
     if not parts:
         return torch.zeros((), dtype=torch.float32, device=device)
     widest = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
     stacked = torch.stack([part.to(device=device, dtype=widest) for part in parts])
-    return stacked.sum() if norm_type == 2.0 else stacked.amax()
+    return stacked.amax() if order == math.inf else stacked.sum()
 
 
-def _by_axes(settled: Iterable[tuple[ParameterGroup, DBuffer]]) -> Iterable[tuple[list[MeshAxis], list[DBuffer]]]:
+def _by_axes(settled: Iterable[_Held]) -> Iterable[tuple[list[MeshAxis], list[_Held]]]:
     """Split gradients by the axes over whose ranks their elements are spread."""
-    split: dict[tuple[int, ...], tuple[list[MeshAxis], list[DBuffer]]] = {}
-    for group, buffer in settled:
-        axes = group.spread_over(buffer.placements)
-        split.setdefault(tuple(id(axis.gather_group) for axis in axes), (axes, []))[1].append(buffer)
+    split: dict[tuple[int, ...], tuple[list[MeshAxis], list[_Held]]] = {}
+    for held in settled:
+        axes = held.group.spread_over(held.placements)
+        split.setdefault(tuple(id(axis.gather_group) for axis in axes), (axes, []))[1].append(held)
     return split.values()

@@ -39,8 +39,9 @@ def _check_parameters(optimizer: Optimizer, *_: object) -> None:
     _CHECKED[optimizer] = len(parameters)
 
 
-register_optimizer_step_post_hook(_count_step)
-register_optimizer_step_pre_hook(_check_parameters)
+# A compiled step calls them as they are: traced, the count would be a constant of the compiled code.
+register_optimizer_step_post_hook(torch._disable_dynamo(_count_step))
+register_optimizer_step_pre_hook(torch._disable_dynamo(_check_parameters))
 
 
 def mark_gathered(parameter: torch.Tensor, name: str) -> None:

@@ -97,9 +97,8 @@ class MegatronFSDP(FsdpModule, nn.Module):
                     f"{buffer.name}: scale_gradients before gradients are final; call finish_grad_sync() first, or run "
                     "the last microbatch outside of no_sync()"
                 )
-            final = buffer.settled()
-            if final is not None:
-                final.local_buffer.mul_(scaling_factor)
+            if buffer.settled() is not None:
+                buffer.scale(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
         """Drop all gradients, those of microbatches that are not final yet among them."""

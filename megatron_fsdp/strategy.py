@@ -21,7 +21,9 @@ class Placements:
     Args:
         dp_axes: the axes of the mesh, by name or number, outermost first.
         parameter: of the compute weights between uses: ``Replicate`` or ``Flat``.
-        gradient: of the gradients between microbatches: ``Partial`` or ``Flat``.
+        gradient: of the gradients between microbatches: ``Partial`` or ``Flat``. ``Partial("avg")`` is taken as
+            ``Partial()``: sums are reduced, and divided by the number of ranks unless ``set_gradient_divide_factor``
+            says otherwise.
         optimizer: of main weights, final gradients and optimizer state: ``Replicate`` or ``Flat``.
     Raises:
         PlacementError: a triple that has no meaning, naming the axis and the legal choices.
@@ -37,6 +39,9 @@ class Placements:
             value = getattr(self, name)
             as_tuple = tuple(value) if isinstance(value, (tuple, list)) else (value,)
             object.__setattr__(self, name, as_tuple)
+        # Megatron-FSDP v2 writes the mean, which is what becomes of sums here in any case.
+        summed = tuple(Partial() if placement == Partial("avg") else placement for placement in self.gradient)
+        object.__setattr__(self, "gradient", summed)
         lengths = {len(self.dp_axes), len(self.parameter), len(self.gradient), len(self.optimizer)}
         if len(lengths) != 1 or not self.dp_axes:
             raise PlacementError(f"{self}: give one parameter, gradient and optimizer placement for each of dp_axes")
@@ -53,6 +58,11 @@ class Placements:
             if not isinstance(found, legal):
                 names = " or ".join(choice.__name__ for choice in legal)
                 raise PlacementError(f"axis {axis!r}: the {kind} placement is {found!r}; legal is {names}")
+        if isinstance(gradient, Partial) and gradient.reduce_op != "sum":
+            raise PlacementError(
+                f"axis {axis!r}: the gradient placement is {gradient!r}; gradients are summed and divided, so legal are "
+                "Partial() and Partial('avg')"
+            )
         if isinstance(optimizer, Replicate) and (isinstance(parameter, Flat) or isinstance(gradient, Flat)):
             raise PlacementError(
                 f"axis {axis!r}: parameter {parameter} and gradient {gradient} with optimizer Replicate(): what the "
