@@ -17,6 +17,7 @@ from megatron_fsdp.api import fully_shard
 from megatron_fsdp.config import FsdpConfig
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.hf_config import HfSettings
+from megatron_fsdp.huggingface_prepared import announce
 from megatron_fsdp.huggingface_recompute import recompute_in_backward, refuse_own_checkpointing
 from megatron_fsdp.huggingface_units import PlannedUnit, ignored_parameters, plan_units
 from megatron_fsdp.huggingface_weights import FirstRankWeights, allocate_for_import, load_pretrained, take_weights
@@ -82,7 +83,7 @@ def prepare_model(
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             allocate_for_import(model)
         import_safetensors(model, checkpoint, name_map=name_map)
-    _announce(model, mesh)
+    announce(model, mesh)
     return model
 
 
@@ -193,16 +194,3 @@ def _first_rank_weights(
             "its own; leave one of them out"
         )
     return take_weights(model, mesh, load_pretrained(model, checkpoint, mesh))
-
-
-def _announce(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Leave what transformers looks at: to not wrap the model again, to gather before it saves, to generate in step."""
-    model._is_fsdp_managed_module = True  # type: ignore[assignment]  # lands in the instance dictionary
-    if not hasattr(model, "_is_distributed_loading_by_transformers") or not hasattr(model, "config"):
-        return
-    model._is_distributed_loading_by_transformers = True  # type: ignore[assignment]
-    configuration = importlib.import_module("transformers.distributed.configuration_utils")
-    # Replicas count as shards: how gradients are reduced over them is the engine's affair. And one rank counts as two,
-    # because transformers gathers nothing before it saves on one rank, where parameters are DTensors all the same.
-    shards = configuration.DistributedConfig(fsdp_size=max(2, mesh.size()))
-    model.config.distributed_config = shards  # type: ignore[union-attr]
