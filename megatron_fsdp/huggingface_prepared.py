@@ -61,15 +61,6 @@ class PreparedModel(nn.Module):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute 'hf_device_map'")
         return found
 
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        # DistributedDataParallel asks for it first.
-        raise ConfigError(
-            f"{type(self).__name__} reduces its gradients itself, and DistributedDataParallel would be around it: use "
-            "the model as prepare_model returned it, and hand optimizer and data loader, without the model, to "
-            "Accelerator.prepare; or leave the model whole and call prepare inside of accelerate_fsdp2()"
-        )
-
 
 class PreparedPeftModel(PreparedModel):
     """The same, for a model with adapters."""
