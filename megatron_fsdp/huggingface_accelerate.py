@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron_fsdp.api import fully_shard
 from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.huggingface_prepared import keep_in_step
 from megatron_fsdp.module import FsdpModule, register_fsdp_forward_method
 
 __all__ = ["accelerate_fsdp2"]
@@ -47,7 +48,7 @@ def accelerate_fsdp2() -> Iterator[None]:
         _check_path(self)
         prepared = prepare(self, *args, **options)
         for each in prepared if isinstance(prepared, tuple) else (prepared,):
-            _gather_to_generate(each)
+            _serve_generate(each)
         return prepared
 
     lent = {"fully_shard": fully_shard, "FSDPModule": FsdpModule}
@@ -70,8 +71,8 @@ def _check_path(accelerator: Any) -> None:
     kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
     found = f"distributed_type {kind}" + (f", fsdp_version {version}" if version is not None else "")
     cure = (
-        "Give Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)), TrainingArguments(fsdp=True), or "
-        "`accelerate launch` a file with distributed_type FSDP and fsdp_version 2. accelerate has that path on GPUs "
+        "Give TrainingArguments(fsdp=True), Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)) or "
+        "a file of `accelerate launch` with distributed_type FSDP and fsdp_version 2. accelerate has that path on GPUs "
         "only; on CPUs, and without accelerate's settings, call prepare_model"
     )
     if accelerator.num_processes > 1:
@@ -86,7 +87,8 @@ def _check_path(accelerator: Any) -> None:
     )
 
 
-def _gather_to_generate(prepared: Any) -> None:
-    """Let ``generate`` of a sharded model gather what belongs to the model itself, as it runs the parts by itself."""
+def _serve_generate(prepared: Any) -> None:
+    """Let ``generate`` of a sharded model gather what belongs to the model around its units, and keep ranks in step."""
     if isinstance(prepared, nn.Module) and isinstance(prepared, FsdpModule) and hasattr(prepared, "generate"):
+        keep_in_step(prepared)
         register_fsdp_forward_method(prepared, "generate")

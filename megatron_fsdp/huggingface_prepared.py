@@ -19,7 +19,7 @@ from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.huggingface_units import inner_model
 from megatron_fsdp.module import register_fsdp_forward_method, units_below
 
-__all__ = ["announce"]
+__all__ = ["announce", "keep_in_step"]
 
 # An attribute of the classes of transformers: whether their model is sharded, so that nobody wraps it again.
 _IS_SHARDED = "_is_distributed_loading_by_transformers"
@@ -27,9 +27,9 @@ _IS_SHARDED = "_is_distributed_loading_by_transformers"
 
 def announce(model: nn.Module, mesh: DeviceMesh) -> None:
     """Leave what others look at: to not wrap the model again, to gather before they save, to generate in step."""
+    keep_in_step(model)
     for module in model.modules():
         if module is model or hasattr(type(module), _IS_SHARDED):
-            module._is_fsdp_managed_module = True  # type: ignore[assignment]  # lands in the instance dictionary
             setattr(module, _IS_SHARDED, True)
     core: Any = inner_model(model)
     if hasattr(type(core), _IS_SHARDED) and hasattr(core, "config"):
@@ -41,6 +41,12 @@ def announce(model: nn.Module, mesh: DeviceMesh) -> None:
     model.__class__ = _prepared_class(type(model), _is_peft(model))  # type: ignore[arg-type]  # classes are hashable
     if core is not model and hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")
+
+
+def keep_in_step(model: nn.Module) -> None:
+    """Let ranks run as many forwards as each other where transformers asks: when they generate, and drop layers."""
+    for module in model.modules():
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]  # lands in the instance dictionary
 
 
 class PreparedModel(nn.Module):
@@ -120,13 +126,13 @@ def _gathered_adapters(model: Any, arguments: Mapping[str, Any]) -> dict[str, An
     adapters = arguments.get("selected_adapters") or list(model.peft_config)
     embeddings = arguments.get("save_embedding_layers", "auto")
     chosen = [
-        id(value)
+        (id(value), adapter)
         for adapter in adapters
         for value in choose(model, state, adapter_name=adapter, save_embedding_layers=embeddings).values()
     ]
-    # What peft computes instead of choosing needs whole tensors to compute with.
-    is_choice = all(key in names_of for key in chosen)
-    names = {names_of[key] for key in chosen} if is_choice else set(state)
+    # What peft computes of the state dict needs whole tensors; prompts it computes by their module.
+    is_choice = all(key in names_of or model.peft_config[adapter].is_prompt_learning for key, adapter in chosen)
+    names = {names_of[key] for key, _ in chosen if key in names_of} if is_choice else set(state)
     return {name: _whole(value) for name, value in state.items() if name in names}
 
 

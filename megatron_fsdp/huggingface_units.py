@@ -39,10 +39,10 @@ def plan_units(model: nn.Module, settings: HfSettings) -> list[PlannedUnit]:
     Raises:
         ConfigError: a class that no module has, or no classes where the model does not name its own.
     """
+    if settings.auto_wrap_policy == "NO_WRAP":
+        return _prompts(model)
     core = inner_model(model)
     around = [] if core is model else [PlannedUnit((core,), keeps_weights=True), *_prompts(model)]
-    if settings.auto_wrap_policy == "NO_WRAP":
-        return around
     ends = _ends(core)
     taken = {id(below) for unit in ends for module in unit.modules for below in module.modules()}
     if settings.auto_wrap_policy == "SIZE_BASED_WRAP":
