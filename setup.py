@@ -11,6 +11,7 @@ HUGGING_FACE = ["safetensors>=0.5"]
 INTEGRATIONS = [
     "accelerate>=1.15",
     "megatron-core>=0.16.1",
+    "peft>=0.19",
     "pyyaml>=6",
     "tensorboard>=2.20",
     "torchtitan>=0.3; python_version >= '3.11'",

@@ -1,5 +1,8 @@
 """Megatron-style FSDP on flat distributed buffers."""
 
+# Before anything else of this package is imported: NVIDIA's distribution installs a file of this name over it.
+__distribution__ = "megatron-fsdp-dbuffer"
+
 from megatron_fsdp.adamw import AdamW
 from megatron_fsdp.api import fully_shard, microbatch, no_sync, replicate, share_comm_ctx
 from megatron_fsdp.arguments import add_megatron_fsdp_args
@@ -24,6 +27,7 @@ from megatron_fsdp.flat_optimizer import FlatOptimizer
 from megatron_fsdp.flat_parameters import flat_parameters
 from megatron_fsdp.fused_linear import expert_matmul
 from megatron_fsdp.huggingface import prepare_model
+from megatron_fsdp.installation import check_neighbour
 from megatron_fsdp.lanes import record_transcript
 from megatron_fsdp.materialize import materialize
 from megatron_fsdp.meshes import DataParallelMeshDims
@@ -42,6 +46,8 @@ from megatron_fsdp.timeline import Timeline
 from megatron_fsdp.watch import Watch
 
 FSDPModule = FsdpModule
+
+check_neighbour(__file__)
 
 __all__ = [
     "AdamW",

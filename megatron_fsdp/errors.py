@@ -1,5 +1,7 @@
 """Errors of the runtime. All are the caller's to mend, so all are ``ValueError``s that say how."""
 
+from megatron_fsdp.installation import check_initialiser
+
 __all__ = [
     "AgreementError",
     "CheckpointError",
@@ -9,6 +11,9 @@ __all__ = [
     "OwnershipError",
     "StateError",
 ]
+
+# Here because nearly every file of the package imports this one, also where its __init__.py is another project's.
+check_initialiser()
 
 
 class FsdpError(ValueError):

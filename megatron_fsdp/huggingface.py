@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +15,8 @@ from megatron_fsdp.api import fully_shard
 from megatron_fsdp.config import FsdpConfig
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.hf_config import HfSettings
+from megatron_fsdp.huggingface_accelerate import accelerate_fsdp2
+from megatron_fsdp.huggingface_prepared import announce
 from megatron_fsdp.huggingface_recompute import recompute_in_backward, refuse_own_checkpointing
 from megatron_fsdp.huggingface_units import PlannedUnit, ignored_parameters, plan_units
 from megatron_fsdp.huggingface_weights import FirstRankWeights, allocate_for_import, load_pretrained, take_weights
@@ -82,35 +82,8 @@ def prepare_model(
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             allocate_for_import(model)
         import_safetensors(model, checkpoint, name_map=name_map)
-    _announce(model, mesh)
+    announce(model, mesh)
     return model
-
-
-@contextmanager
-def accelerate_fsdp2() -> Iterator[None]:
-    """Make ``Accelerator.prepare`` shard with this engine inside of the block, on its FSDP2 path.
-
-    accelerate takes the function and the class from ``torch.distributed.fsdp`` when ``prepare`` runs. They are put
-    back afterwards. What was prepared stays as it is: ``backward``, ``clip_grad_norm_``, ``accumulate``,
-    ``save_state`` and ``get_state_dict`` work on it outside of the block.
-
-    Raises:
-        ConfigError: accelerate is not installed, or does not have that path.
-    """
-    try:
-        importlib.import_module("accelerate.utils.fsdp_utils").fsdp2_prepare_model  # noqa: B018  (looked up, not used)
-    except (ImportError, AttributeError):
-        raise ConfigError(
-            "accelerate_fsdp2 needs accelerate with its FSDP2 path: pip install 'accelerate>=1.15'"
-        ) from None
-    fsdp: Any = importlib.import_module("torch.distributed.fsdp")
-    lent = {"fully_shard": fully_shard, "FSDPModule": FsdpModule}
-    own = {name: getattr(fsdp, name) for name in lent}
-    vars(fsdp).update(lent)
-    try:
-        yield
-    finally:
-        vars(fsdp).update(own)
 
 
 # ---------------------------------------------------------------- steps of prepare_model
@@ -194,16 +167,3 @@ def _first_rank_weights(
             "its own; leave one of them out"
         )
     return take_weights(model, mesh, load_pretrained(model, checkpoint, mesh))
-
-
-def _announce(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Leave what transformers looks at: to not wrap the model again, to gather before it saves, to generate in step."""
-    model._is_fsdp_managed_module = True  # type: ignore[assignment]  # lands in the instance dictionary
-    if not hasattr(model, "_is_distributed_loading_by_transformers") or not hasattr(model, "config"):
-        return
-    model._is_distributed_loading_by_transformers = True  # type: ignore[assignment]
-    configuration = importlib.import_module("transformers.distributed.configuration_utils")
-    # Replicas count as shards: how gradients are reduced over them is the engine's affair. And one rank counts as two,
-    # because transformers gathers nothing before it saves on one rank, where parameters are DTensors all the same.
-    shards = configuration.DistributedConfig(fsdp_size=max(2, mesh.size()))
-    model.config.distributed_config = shards  # type: ignore[union-attr]

@@ -11,7 +11,7 @@ from torch import nn
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.hf_config import HfSettings
 
-__all__ = ["PlannedUnit", "ignored_parameters", "plan_units"]
+__all__ = ["PlannedUnit", "ignored_parameters", "inner_model", "plan_units"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +33,38 @@ def plan_units(model: nn.Module, settings: HfSettings) -> list[PlannedUnit]:
     """Return the units below ``model``, inner ones first; what is left belongs to the model itself.
 
     Each layer is a unit, the input embedding is one, and the last norm and the head are one together, which keeps its
-    weights after forward. An embedding whose weight is the head's joins them.
+    weights after forward. An embedding whose weight is the head's joins them. Inside of a wrapper (peft's), the model
+    that it wraps is a unit too, since ``generate`` calls that one.
 
     Raises:
         ConfigError: a class that no module has, or no classes where the model does not name its own.
     """
     if settings.auto_wrap_policy == "NO_WRAP":
-        return []
-    ends = _ends(model)
+        return _prompts(model)
+    core = inner_model(model)
+    around = [] if core is model else [PlannedUnit((core,), keeps_weights=True), *_prompts(model)]
+    ends = _ends(core)
     taken = {id(below) for unit in ends for module in unit.modules for below in module.modules()}
     if settings.auto_wrap_policy == "SIZE_BASED_WRAP":
-        layers = _large_modules(model, settings.min_num_params, taken)
+        layers = _large_modules(core, settings.min_num_params, taken)
     else:
-        classes = settings.transformer_layer_cls_to_wrap or _own_classes(model)
+        classes = settings.transformer_layer_cls_to_wrap or _own_classes(core)
         layers = [module for module in _instances(model, classes) if id(module) not in taken]
-    return [*ends, *(PlannedUnit((layer,), is_layer=True) for layer in layers)]
+    return [*ends, *(PlannedUnit((layer,), is_layer=True) for layer in layers), *around]
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """Return the model that a wrapper such as peft's is around: the outermost one that knows its embedding itself.
+
+    Wrappers hand on the attributes of what they wrap, so only classes tell. Without any such module it is ``model``.
+    """
+    return next((module for module in model.modules() if hasattr(type(module), "get_input_embeddings")), model)
+
+
+def _prompts(model: nn.Module) -> list[PlannedUnit]:
+    """Return peft's encoders of learned prompts, which it calls before the model and when it saves."""
+    encoders = getattr(model, "prompt_encoder", None)
+    return [PlannedUnit((encoder,)) for encoder in encoders.values()] if isinstance(encoders, nn.ModuleDict) else []
 
 
 def ignored_parameters(model: nn.Module, ignored: str | Iterable[str | nn.Module]) -> list[nn.Parameter]:

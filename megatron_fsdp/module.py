@@ -15,6 +15,7 @@ from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter, is_laid_out_like
 from megatron_fsdp.pools import SlotChoice, communicator_has_memory
 from megatron_fsdp.precision import caster
+from megatron_fsdp.rewrapping import refuse_ddp
 from megatron_fsdp.unit import Unit
 
 __all__ = [
@@ -48,6 +49,8 @@ class FsdpModule:
     """Mixed into the class of every module given to ``fully_shard``: ``FSDP<Class>`` is a subclass of both."""
 
     _fsdp_unit: Unit
+    # DDP asks for it before it broadcasts the first rank's parameters over everybody's shards.
+    _ddp_params_and_buffers_to_ignore = property(refuse_ddp)
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Make a plain module of the original class: what ``sequential[:2]`` calls its own class for is no unit."""

@@ -5,6 +5,7 @@ import importlib.util
 _NEEDS = {
     "test_transformers*": "transformers",
     "test_accelerate*": "accelerate",
+    "test_peft*": "peft",
     "test_torchtitan*": "torchtitan",
     "test_megatron*": "megatron",
     "test_script*": "tensorboard",

@@ -1,0 +1,53 @@
+"""Whether the files of this package lie among another's: NVIDIA's megatron-fsdp on PyPI has the same import name."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+__all__ = ["check_initialiser", "check_neighbour"]
+
+_PACKAGE = "megatron_fsdp"
+_CURE = (
+    "Give each an environment of its own (docs/compatibility.md, Installation): pip uninstall megatron-fsdp "
+    "megatron-fsdp-dbuffer, then pip install megatron-fsdp-dbuffer"
+)
+
+
+def check_neighbour(initialiser: str | Path) -> None:
+    """Warn if NVIDIA's megatron-fsdp is installed into the folder that this package is imported from.
+
+    pip says nothing of it. Here this package came last; removing the other one will remove its ``__init__.py`` too.
+
+    Args:
+        initialiser: ``megatron_fsdp/__init__.py``.
+    """
+    site = Path(initialiser).parent.parent
+    found = next((path for kind in ("dist-info", "egg-info") for path in site.glob(f"{_PACKAGE}-*.{kind}")), None)
+    if found is not None:
+        warnings.warn(
+            f"{site} holds NVIDIA's {found.stem} beside this package, megatron-fsdp-dbuffer, and both install "
+            f"{_PACKAGE}/__init__.py: this one is in place, NVIDIA's is gone, and uninstalling either breaks the "
+            f"other. {_CURE}",
+            stacklevel=3,
+        )
+
+
+def check_initialiser() -> None:
+    """Refuse to go on where a file of this package is imported, and ``megatron_fsdp/__init__.py`` is not its own.
+
+    Raises:
+        ImportError: it is another project's, or is gone, as after the other project was removed.
+    """
+    package = sys.modules[_PACKAGE]
+    if getattr(package, "__distribution__", None) == "megatron-fsdp-dbuffer":
+        return
+    file = getattr(package, "__file__", None)
+    found = f"{file} is not this package's" if file else f"{next(iter(package.__path__))} has no __init__.py"
+    raise ImportError(
+        f"{found}: NVIDIA's megatron-fsdp, which has the same import name, was installed over megatron-fsdp-dbuffer, "
+        f"or removed after it. {_CURE}",
+        name=_PACKAGE,
+        path=file,
+    )
