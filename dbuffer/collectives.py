@@ -8,6 +8,7 @@ communicator must be the same on every rank; callers own that (docs/design/order
 from __future__ import annotations
 
 import datetime
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dbuffer.clerk import issue
 from dbuffer.mesh import MeshAxis
 
 __all__ = [
@@ -85,8 +87,21 @@ def wait_with(waiter: Waiter) -> Iterator[None]:
         _waiter[:] = [other for other in _waiter if other is not waiter]
 
 
-def _is_asynchronous(tensor: torch.Tensor, works: list[dist.Work] | None) -> bool:
-    return works is not None or (bool(_waiter) and tensor.device.type == "cpu")
+def _start(
+    collective: Callable[..., Any], *tensors: torch.Tensor, group: dist.ProcessGroup, waits: bool, **options: Any
+) -> dist.Work | None:
+    """Issue a collective; on gloo by the clerk, and always asynchronously.
+
+    Args:
+        waits: whether the caller wants it complete; then where nothing else is asked for the call itself waits.
+    """
+    on_cpu = tensors[0].device.type == "cpu"
+    if on_cpu and _is_gloo(group):
+        work: dist.Work | None = issue(functools.partial(collective, *tensors, group=group, async_op=True, **options))
+        return work
+    is_asynchronous = not waits or (bool(_waiter) and on_cpu)
+    work = collective(*tensors, group=group, async_op=is_asynchronous, **options)
+    return work
 
 
 def _finish(work: dist.Work | None, works: list[dist.Work] | None) -> None:
@@ -128,7 +143,8 @@ def _reduce_in_place(full: torch.Tensor, output: torch.Tensor, axis: MeshAxis, o
 
     Gloo's own copies the whole input first, and its handle ignores timeouts.
     """
-    work: dist.Work = dist.all_reduce(full, op=_reduce_op(op), group=axis.reduce_group, async_op=True)
+    work = _start(dist.all_reduce, full, op=_reduce_op(op), group=axis.reduce_group, waits=False)
+    assert work is not None
 
     def keep_mine() -> None:
         mine = full[axis.rank * output.numel() :][: output.numel()]
@@ -176,9 +192,10 @@ def _gather_from_other(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis
 def _exchange(arriving: torch.Tensor, leaving: torch.Tensor, axis: MeshAxis, group: dist.ProcessGroup) -> dist.Work:
     """Send equal parts of ``leaving`` to all ranks; all of it to the other one where there are two. As bytes."""
     splits = [leaving.nbytes * (rank != axis.rank) for rank in range(2)] if axis.size == 2 else None
-    work: dist.Work = dist.all_to_all_single(
-        arriving.view(torch.uint8), leaving.view(torch.uint8), splits, splits, group=group, async_op=True
-    )
+    both = {"output_split_sizes": splits, "input_split_sizes": splits}
+    parts = arriving.view(torch.uint8), leaving.view(torch.uint8)
+    work = _start(dist.all_to_all_single, *parts, group=group, waits=False, **both)
+    assert work is not None
     return work
 
 
@@ -259,8 +276,7 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works:
     if axis.size == 2 and output.nbytes and output.device.type == "cpu" and _is_gloo(axis.gather_group):
         _finish(_gather_from_other(output, shard, axis), works)
         return
-    is_asynchronous = _is_asynchronous(output, works)
-    _finish(_all_gather_flat(output, shard, group=axis.gather_group, async_op=is_asynchronous), works)
+    _finish(_start(_all_gather_flat, output, shard, group=axis.gather_group, waits=works is None), works)
 
 
 def reduce_scatter(
@@ -279,12 +295,12 @@ def reduce_scatter(
         return
     if _observers:
         _notify("reduce_scatter", axis, full)
-    is_asynchronous, group = _is_asynchronous(full, works), axis.reduce_group
+    group = axis.reduce_group
     if full.device.type == "cpu" and _is_gloo(group):
         is_small = 0 < full.nbytes <= _MOST_EXCHANGED_BYTES
         _finish((_reduce_by_exchange if is_small else _reduce_in_place)(full, output, axis, op), works)
         return
-    _finish(_reduce_scatter_flat(output, full, op=_reduce_op(op), group=group, async_op=is_asynchronous), works)
+    _finish(_start(_reduce_scatter_flat, output, full, op=_reduce_op(op), group=group, waits=works is None), works)
 
 
 def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.Work] | None = None) -> None:
@@ -297,13 +313,13 @@ def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.W
     if _observers:
         _notify("all_reduce", axis, tensor)
     reduce_op = dist.ReduceOp.MAX if op == "max" else _reduce_op(op)
-    is_asynchronous = _is_asynchronous(tensor, works)
-    _finish(dist.all_reduce(tensor, op=reduce_op, group=axis.reduce_group, async_op=is_asynchronous), works)
+    _finish(_start(dist.all_reduce, tensor, op=reduce_op, group=axis.reduce_group, waits=works is None), works)
 
 
 def start_maximum(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start the element-wise maximum over the ranks of a group, in place, and return its handle."""
-    work: dist.Work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    work = _start(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=group, waits=False)
+    assert work is not None
     return work
 
 
@@ -319,5 +335,4 @@ def broadcast(tensor: torch.Tensor, axis: MeshAxis, source: int = 0) -> None:
         return
     if _observers:
         _notify("broadcast", axis, tensor)
-    is_asynchronous = _is_asynchronous(tensor, None)
-    _finish(dist.broadcast(tensor, group=axis.gather_group, group_src=source, async_op=is_asynchronous), None)
+    _finish(_start(dist.broadcast, tensor, group=axis.gather_group, group_src=source, waits=True), None)

@@ -28,13 +28,14 @@ from gpt.job import DEFAULT_FOLDER, Job, started
 from gpt.launch import Ranks, report_error
 from gpt.learning_rate import LearningRate
 from gpt.loss import MeanLoss, TokenLoss, step_weight, token_loss
+from gpt.memory import memory_use
 from gpt.optimizer import set_learning_rate
 from gpt.parallel import accumulation, clip_gradients, unwrapped, watched
 from gpt.profiling import StepProfiler
 from gpt.resume import data_flags, resume
 from gpt.sample import Sampling, generate_tokens
 from gpt.signals import StopSignal
-from gpt.train_log import Interval, IntervalMeans, IterationRecord, peak_memory_mib
+from gpt.train_log import Interval, IntervalMeans, IterationRecord
 from megatron_fsdp import FsdpError, NonfiniteGradientError, check_gradients
 
 
@@ -195,7 +196,7 @@ def log_iteration(job: Job, state: TrainingState, result: StepResult, means: Int
             global_batch_size=args.global_batch_size,
             lm_loss=means.loss,
             grad_norm=grad_norm,
-            peak_memory_mib=peak_memory_mib(job.device),
+            memory=memory_use(job.device),
         )
     )
 

@@ -14,7 +14,10 @@ _NAMES = {
     "grad_norm": "grad-norm",
     "elapsed_ms": "iteration-time",
     "tokens_per_second": "tokens-per-second",
-    "peak_memory_mib": "peak-memory-mib",
+    "allocated_memory_mib": "allocated-memory-mib",
+    "peak_allocated_memory_mib": "peak-allocated-memory-mib",
+    "resident_memory_mib": "resident-memory-mib",
+    "peak_resident_memory_mib": "peak-resident-memory-mib",
     "validation_loss": "lm loss validation",
 }
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import resource
 import shutil
 import sys
 import time
@@ -20,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gpt.loss_curve import draw_loss_curve
+from gpt.memory import MemoryUse
 from gpt.tensorboard import TensorboardLog
 from megatron_fsdp import ConfigError
 
@@ -33,7 +33,7 @@ class IterationRecord:
         tokens_per_second: of all ranks together.
         lm_loss: nats per token, the mean over the iterations since the last line and all ranks, as Megatron prints it.
         grad_norm: global norm before clipping, of this very iteration.
-        peak_memory_mib: of rank 0: allocated GPU memory, or resident host memory on a CPU.
+        memory: of rank 0.
     """
 
     iteration: int
@@ -45,7 +45,7 @@ class IterationRecord:
     global_batch_size: int
     lm_loss: float
     grad_norm: float
-    peak_memory_mib: float
+    memory: MemoryUse
 
     def line(self) -> str:
         """Return the line in the shape of Megatron's training log."""
@@ -54,12 +54,14 @@ class IterationRecord:
             f" elapsed time per iteration (ms): {self.elapsed_ms:.1f} | tokens/s: {self.tokens_per_second:.0f} |"
             f" learning rate: {self.learning_rate:.6E} | global batch size: {self.global_batch_size:5d} |"
             f" lm loss: {self.lm_loss:.6E} | grad norm: {self.grad_norm:.3f} |"
-            f" peak memory (MiB): {self.peak_memory_mib:.1f}"
+            f" {self.memory}"
         )
 
     def row(self) -> dict[str, Any]:
         """Return the record's entry in the JSONL file."""
-        return {name: getattr(self, name) for name in self.__slots__ if name != "train_iters"}
+        memory = self.memory
+        numbers = {name: getattr(self, name) for name in self.__slots__ if name not in ("train_iters", "memory")}
+        return {**numbers, f"{memory.kind}_memory_mib": memory.now, f"peak_{memory.kind}_memory_mib": memory.peak}
 
 
 class TrainLog:
@@ -227,14 +229,6 @@ class Interval:
         self._loss_count = self._num_timed = 0
         self._start, self._excluded = now, 0.0
         return means
-
-
-def peak_memory_mib(device: torch.device) -> float:
-    """Return the peak so far: memory allocated on a GPU, resident memory of this process on a CPU; MiB."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # macOS counts bytes, Linux KiB
 
 
 def _make_writable(folder: Path) -> None:

@@ -1,0 +1,78 @@
+"""Clerk: a thread that issues collectives on CPU tensors, so that what c10d keeps of each lies in a heap of its own.
+
+PyTorch's flight recorder keeps small blocks of the last 2,000 collectives. Made by the thread that trains, they lie
+between its activations, no two of which can become one free block again, and the process grows by megabytes a step
+(docs/design/storage.md, "Memory on CPU"). glibc gives each thread an arena; elsewhere the clerk does no harm.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["issue"]
+
+
+@dataclass(slots=True)
+class _Order:
+    """A call to make, and what became of it."""
+
+    call: Callable[[], Any]
+    in_inference_mode: bool
+    result: Any = None
+    error: BaseException | None = None
+    # A queue of its own: an exception that interrupts the wait leaves nothing behind for the next order.
+    done: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
+
+
+_clerks: list[queue.SimpleQueue[_Order]] = []
+_hiring = threading.Lock()
+# Threads do not survive a fork.
+os.register_at_fork(after_in_child=_clerks.clear)
+
+
+def issue(call: Callable[[], Any]) -> Any:
+    """Let the clerk make a call that does not block, and return what it returns or raise what it raises.
+
+    Under a dispatch mode or a profiler, which see the thread alone that they were entered on, the call is made here.
+    """
+    if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled():
+        return call()
+    order = _Order(call, torch.is_inference_mode_enabled())
+    _orders().put(order)
+    order.done.get()
+    if order.error is not None:
+        raise order.error
+    return order.result
+
+
+def _orders() -> queue.SimpleQueue[_Order]:
+    if not _clerks:
+        with _hiring:
+            if not _clerks:
+                orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
+                threading.Thread(target=_serve, args=(orders,), name="dbuffer clerk", daemon=True).start()
+                _clerks.append(orders)
+    return _clerks[0]
+
+
+def _serve(orders: queue.SimpleQueue[_Order]) -> None:
+    # No graph begins here, and modes are a thread's own.
+    torch.set_grad_enabled(False)
+    while True:
+        _fill(orders.get())
+
+
+def _fill(order: _Order) -> None:
+    try:
+        with torch.inference_mode(order.in_inference_mode):
+            order.result = order.call()
+    except BaseException as error:
+        order.error = error
+    order.done.put(None)
