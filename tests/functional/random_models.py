@@ -5,7 +5,7 @@ A description is plain data: it travels to the ranks, is built there, and its ``
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -299,32 +299,44 @@ COMPOSITES: Mapping[str, type[Composite]] = {
 }
 
 
-def build(part: Part, ties: tuple[tuple[str, str], ...] = ()) -> nn.Module:
+Maker = Callable[[Part, list[nn.Module]], nn.Module]
+
+
+def build(
+    part: Part, ties: tuple[tuple[str, str], ...] = (), composites: Mapping[str, Maker] = COMPOSITES
+) -> nn.Module:
     """Build the module with everything below it; of two paths in ``ties`` the second takes the first's "up"."""
     made: list[nn.Module] = []
-    model = _build(part, made)
+    model = _build(part, made, composites)
     for first, second in ties:
         model.get_submodule(second).up = model.get_submodule(first).up
     return model
 
 
-def _build(part: Part, made: list[nn.Module]) -> nn.Module:
+def _build(part: Part, made: list[nn.Module], composites: Mapping[str, Maker]) -> nn.Module:
     if part.kind == "again":
         return made[part.size % len(made)] if made else Composite(part, [])
     if part.kind in SHAPES:
         module: nn.Module = Leaf(part)
     else:
-        module = COMPOSITES[part.kind](part, [_build(below, made) for below in part.parts])
+        module = composites[part.kind](part, [_build(below, made, composites) for below in part.parts])
     made.append(module)
     return module
 
 
-def parts_with_paths(part: Part, path: str = "") -> Iterator[tuple[str, Part]]:
-    """Yield a part and all below it with the paths of their modules, parents first."""
+def parts_with_paths(
+    part: Part, path: str = "", enclosing: Container[str] = ("pick",)
+) -> Iterator[tuple[str, Part]]:
+    """Yield a part and all below it with the paths of their modules, parents first.
+
+    Args:
+        enclosing: kinds that hold what is below them in a module ``both``.
+    """
     yield path, part
-    inner = ["both"] if part.kind == "pick" else []
+    inner = ["both"] if part.kind in enclosing else []
     for number, below in enumerate(part.parts):
-        yield from parts_with_paths(below, ".".join([*filter(None, [path]), *inner, "parts", str(number)]))
+        below_path = ".".join([*filter(None, [path]), *inner, "parts", str(number)])
+        yield from parts_with_paths(below, below_path, enclosing)
 
 
 # ---------------------------------------------------------------- sharding
