@@ -20,7 +20,7 @@ PLAIN_COMPOSITES = tuple(kind for kind in COMPOSITES if kind not in ("by turn", 
 ODDITIES: tuple[str, ...] = (
     "side", "side", "side", "bomb", "fuse", "drop", "two forwards", "zero_grad", "accumulate", "freeze", "live freeze",
     "replace", "late tie", "add", "clamped", "renormed", "borrowing", "weight", "load", "unshard", "poke", "grad",
-    "functional", "hook", "posthook", "stash", "penalty", "autograd", "copy", "groups", "evaluate", "state",
+    "functional", "hook", "posthook", "stash", "penalty", "autograd", "copy", "groups", "evaluate", "state", "look",
 )  # fmt: skip
 
 
@@ -197,6 +197,7 @@ class _Draw:
             "copy": lambda: ("copy", ""),
             "evaluate": lambda: (f"evaluate {self.source.choice(('no_grad', 'inference', 'eval', 'train'))}", ""),
             "state": lambda: ("state", ""),
+            "look": lambda: ("look", ""),
         }
         if oddity in simple:
             yield simple[oddity]()

@@ -100,17 +100,23 @@ def side_loss(model: nn.Module) -> torch.Tensor:
     return loss
 
 
+class Linear(nn.Linear):
+    """Computes in its weight's dtype, which a policy may have chosen, and returns its input's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
 class Mlp(Composite):
-    """Two layers of ``nn.Linear``; the second one is used through its parent's hands where ``size`` is even."""
+    """Two layers of PyTorch's own, the second one now and then without a bias."""
 
     def __init__(self, part: Part, parts: list[nn.Module]) -> None:
         super().__init__(part, parts)
-        self.up = nn.Linear(WIDTH, part.size)
-        self.down = nn.Linear(part.size, WIDTH, bias=part.size % 2 == 0)
+        self.up = Linear(WIDTH, part.size)
+        self.down = Linear(part.size, WIDTH, bias=part.size % 2 == 0)
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
-        inner = torch.tanh(self.up(x.to(self.up.weight.dtype)))
-        return super().forward(x + torch.tanh(self.down(inner)).to(x.dtype) / 2, tokens, turn)
+        return super().forward(x + torch.tanh(self.down(torch.tanh(self.up(x)))) / 2, tokens, turn)
 
 
 class Clamped(Composite):

@@ -93,7 +93,8 @@ class Trainee:
     """One of the two models, and what happened to it.
 
     Attributes:
-        ranks: whose data it sees. kept: its parameters by name, as an optimizer holds them from the start.
+        ranks: whose data it sees. kept: its parameters by name, as an optimizer holds them from the start. late: those
+            that somebody registered later.
         counter: of forwards. pending: losses that await a backward, one list per forward with one loss per rank.
         is_synced: whether gradients are complete. is_doubtful: whether a backward broke off that nobody cleared up.
         seen: what the action just done gave, to be compared.
@@ -112,6 +113,7 @@ class Trainee:
     stash: list[torch.Tensor] | None = None
     seen: list[tuple[str, Any]] = field(default_factory=list)
     kept: dict[str, nn.Parameter] = field(default_factory=dict)
+    late: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Take the parameters and make an optimizer of them."""
@@ -156,7 +158,7 @@ class Trainee:
 
     def _forget_graphs(self) -> None:
         # Weights change now, so a backward of earlier forwards would be an error or nonsense for a plain model too.
-        self.pending = []
+        self.pending, self.fuses = [], []
 
     # ------------------------------------------------------------------ forward and backward
 
@@ -213,19 +215,20 @@ class Trainee:
         return module.register_forward_hook(plant if how == "fuse" else explode)
 
     def _do_drop(self) -> None:
-        self.pending = []
+        self.pending, self.fuses = [], []
 
     def _do_backward(self, how: str = "") -> None:
         pending, self.pending = self.pending, []
         fuses, self.fuses = self.fuses, []
+        if not any(loss.requires_grad for losses in pending for loss in losses):
+            return
+        self.is_synced = False
         with self._announced(how):
             if fuses and not self.is_sharded:
                 self._backward_by_rank(pending)
             else:
                 losses = [loss for losses in pending for loss in losses if loss.requires_grad]
-                if losses:
-                    self.is_synced = False
-                    (sum(losses, torch.zeros(())) / len(self.ranks)).backward()
+                (sum(losses, torch.zeros(())) / len(self.ranks)).backward()
         self.is_synced = how in ("", "last")
 
     def _backward_by_rank(self, pending: list[list[torch.Tensor]]) -> None:
@@ -353,8 +356,9 @@ class Trainee:
             self._register_late(name, module, attribute, then)
 
     def _register_late(self, name: str, module: nn.Module, attribute: str, then: str) -> None:
+        self.late[name] = getattr(module, attribute)
         if then == "remake":
-            self.kept[name] = getattr(module, attribute)
+            self.kept[name] = self.late[name]
             self._remake()
 
     def _do_tie(self, which: str, then: str) -> None:
@@ -370,7 +374,8 @@ class Trainee:
         first, *others = alike[int(which) % len(alike)]
         other = others[int(which) % len(others)]
         (source, attribute), (target, replaced) = self._holder(first), self._holder(other)
-        setattr(target, replaced, getattr(source, attribute))
+        self.late[other] = getattr(source, attribute)
+        setattr(target, replaced, self.late[other])
         if then == "remake":
             self.kept.pop(other)
             self._remake()
@@ -415,6 +420,10 @@ class Trainee:
         self._do_reshard(which)
 
     # ------------------------------------------------------------------ the rest
+
+    def _do_look(self) -> None:
+        """Read the weights that the model shows, gathered or not."""
+        self.seen += [(f"shown {name}", value) for name, value in self.model.named_parameters(remove_duplicate=False)]
 
     def _do_stash(self, which: str) -> None:
         """Keep what a module gives, for the loss."""
@@ -470,8 +479,8 @@ def _halve(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _halve_grad(parameter: torch.Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.mul_(0.5)
+    if parameter.grad is not None:
+        parameter.grad.mul_(0.5)
 
 
 def _keep(kept: list[torch.Tensor], module: nn.Module, arguments: Any, output: Any) -> None:

@@ -203,13 +203,13 @@ class _Run:
         """Yield every weight and every gradient of both sides that can be compared now."""
         shown = dict(self.sharded.model.named_parameters(remove_duplicate=False))
         for name, wanted in self.plain.model.named_parameters(remove_duplicate=False):
-            mine = shown.get(name)
-            yield f"weight of {name}", mine, wanted
-            if not self.plain.is_synced or self.plain.is_doubtful or mine is None:
+            mine, kept = shown.get(name), self.sharded.kept.get(name)
+            # While weights are gathered the model shows other tensors, which "look" looks at.
+            is_gathered = isinstance(kept, DTensor) and not isinstance(mine, DTensor)
+            holder = kept if is_gathered and mine is not self.sharded.late.get(name) else mine
+            yield f"weight of {name}", holder, wanted
+            if not self.plain.is_synced or self.plain.is_doubtful or holder is None:
                 continue
-            # While weights are gathered the model shows tensors whose gradients are nobody's business.
-            kept = self.sharded.kept.get(name)
-            holder = kept if isinstance(kept, DTensor) and not isinstance(mine, DTensor) else mine
             if holder.grad is not None or wanted.grad is not None:
                 is_zero = holder.grad is None or (wanted.grad is None and wanted.requires_grad)
                 yield f"gradient of {name}", holder.grad, torch.zeros_like(wanted) if wanted.grad is None and is_zero else wanted.grad
@@ -257,8 +257,8 @@ def _apart(name: str, mine: Any, theirs: Any) -> Iterator[str]:
 
 def _shard(trainee: Trainee) -> None:
     if trainee.is_sharded:
-        for number, ranks in enumerate(trainee.program.groups):
-            dist.new_group(list(ranks), use_local_synchronization=number % 2 == 1)
+        for ranks in trainee.program.groups:
+            dist.new_group(list(ranks))
         _fully_shard(trainee.program, trainee.model)
     trainee.begin()
 
