@@ -49,8 +49,12 @@ class Description:
     """Shows only what differs from the defaults."""
 
     def __repr__(self) -> str:
-        fields = [field for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]  # type: ignore[arg-type]  # each subclass is a dataclass
-        return f"{type(self).__name__}({', '.join(f'{field.name}={getattr(self, field.name)!r}' for field in fields)})"
+        shown = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # each subclass is a dataclass
+            value, is_wanted = getattr(self, field.name), field.default is dataclasses.MISSING
+            if is_wanted or value != field.default:
+                shown.append(repr(value) if is_wanted else f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -324,14 +328,8 @@ def _build(part: Part, made: list[nn.Module], composites: Mapping[str, Maker]) -
     return module
 
 
-def parts_with_paths(
-    part: Part, path: str = "", enclosing: Container[str] = ("pick",)
-) -> Iterator[tuple[str, Part]]:
-    """Yield a part and all below it with the paths of their modules, parents first.
-
-    Args:
-        enclosing: kinds that hold what is below them in a module ``both``.
-    """
+def parts_with_paths(part: Part, path: str = "", enclosing: Container[str] = ("pick",)) -> Iterator[tuple[str, Part]]:
+    """Yield a part and all below it with their modules' paths, parents first; ``enclosing`` kinds have a ``both``."""
     yield path, part
     inner = ["both"] if part.kind in enclosing else []
     for number, below in enumerate(part.parts):

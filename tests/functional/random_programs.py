@@ -21,6 +21,7 @@ ODDITIES: tuple[str, ...] = (
     "side", "side", "side", "bomb", "fuse", "drop", "two forwards", "zero_grad", "accumulate", "freeze", "live freeze",
     "replace", "late tie", "add", "clamped", "renormed", "borrowing", "weight", "load", "unshard", "poke", "grad",
     "functional", "hook", "posthook", "stash", "penalty", "autograd", "copy", "groups", "evaluate", "state", "look",
+    "choose", "backward twice",
 )  # fmt: skip
 
 
@@ -140,7 +141,7 @@ class _Draw:
     def number(self) -> str:
         return str(self.source.randint(0, 9))
 
-    def actions(self) -> tuple[str, ...]:
+    def actions(self) -> str:
         actions: list[str] = [f"stash {self.number()}"] if "stash" in self.odd else []
         zero = self.source.choice(("none", "none", "zero", "model"))
         clip = self.source.choice(("", "", "", "ours", "torch"))
@@ -152,7 +153,7 @@ class _Draw:
             for _ in range(self.source.randint(1, 2)):
                 for action, place in self.oddity(oddity):
                     self.insert(actions, action, place)
-        return tuple(actions)
+        return ", ".join(actions)
 
     def microbatches(self) -> Iterator[str]:
         count = self.source.choice((1, 1, 2, 3)) if "accumulate" in self.odd else self.source.choice((1, 1, 1, 2))
@@ -162,11 +163,14 @@ class _Draw:
             yield f"forward penalty {self.face()}" if "penalty" in self.odd and self.chance(0.5) else "forward"
             if "two forwards" in self.odd and self.chance(0.5):
                 yield "forward"
-            yield f"backward {how}".strip() if not is_last else "backward"
+            last = "backward twice" if "backward twice" in self.odd and self.chance(0.5) else "backward"
+            yield last if is_last else f"backward {how}".strip()
 
     def insert(self, actions: list[str], action: str, place: str) -> None:
         """Put an action anywhere, or right behind one that begins with ``place``."""
-        spots = [spot for spot, one in enumerate(actions) if one.startswith(place)] if place else list(range(len(actions)))
+        spots = (
+            [spot for spot, one in enumerate(actions) if one.startswith(place)] if place else list(range(len(actions)))
+        )
         spot = self.source.choice(spots) + 1 if spots else len(actions)
         actions.insert(0 if not place and self.chance(0.1) else spot, action)
 
@@ -181,7 +185,10 @@ class _Draw:
             "drop": lambda: ("drop", "forward"),
             "zero_grad": lambda: (f"zero_grad {self.source.choice(('none', 'zero', 'model'))}", ""),
             "freeze": lambda: (f"{self.source.choice(('freeze', 'thaw'))} {self.which()} {self.face()}", "zero_grad"),
-            "live freeze": lambda: (f"{self.source.choice(('freeze', 'thaw'))} {self.which()} {self.face()}", "forward"),
+            "live freeze": lambda: (
+                f"{self.source.choice(('freeze', 'thaw'))} {self.which()} {self.face()}",
+                "forward",
+            ),
             "replace": lambda: (f"replace {self.number()} {self.source.choice(('like', 'whole'))} {then}", ""),
             "late tie": lambda: (f"tie {self.number()} {then}", ""),
             "add": lambda: (f"add {self.number()} {then}", ""),
@@ -197,7 +204,7 @@ class _Draw:
             "copy": lambda: ("copy", ""),
             "evaluate": lambda: (f"evaluate {self.source.choice(('no_grad', 'inference', 'eval', 'train'))}", ""),
             "state": lambda: ("state", ""),
-            "look": lambda: ("look", ""),
+            "look": lambda: ("look", "choose", "backward twice", ""),
         }
         if oddity in simple:
             yield simple[oddity]()
@@ -247,11 +254,11 @@ def smaller(program: Program, fails: Callable[[Program], bool], max_runs: int) -
 
 def _candidates(program: Program) -> Iterator[Program]:
     """Yield programs with a little less, those with much less first."""
-    actions = program.actions
+    actions = program.steps
     length = len(actions) // 2
     while length:
         for start in range(len(actions) - length, -1, -length):
-            yield replace(program, actions=actions[:start] + actions[start + length :])
+            yield replace(program, actions=", ".join(actions[:start] + actions[start + length :]))
         length //= 2
     for position in range(len(program.wraps)):
         rest = program.wraps[:position] + program.wraps[position + 1 :]

@@ -15,7 +15,7 @@ from tests.harness.failures import FailureKind, RankError
 
 __all__ = ["outcome"]
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 15.0
 OUTCOMES = {
     FailureKind.DIED: "died",
     FailureKind.STUCK: "hang",

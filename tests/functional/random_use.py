@@ -1,27 +1,26 @@
 """A way to use a model, described by plain data: a model, how it is sharded, and a list of actions.
 
-An action is a few words, ``"forward"``, ``"backward no_sync"``, ``"freeze 2 kept"``; each is done to the sharded model on
-this rank's data and to the plain one on the data of all ranks (``Trainee``). An action that makes no sense where it
-stands does nothing on either side, so that any part of a list is a list.
+An action is a few words: "forward", "backward no_sync", "freeze 2 kept" (the third parameter, as an optimizer holds it;
+"shown" is what the model has there now). Each is done to the sharded model on this rank's data and to the plain one on
+the data of all ranks (``Trainee``). One that makes no sense where it stands does nothing on either side, so that any
+part of a list is a list.
 """
 
-import copy
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp import AdamW, FlatOptimizer, FsdpModule, clip_grad_norm_, fully_shard_optimizer, microbatch, no_sync
-from tests.functional.random_models import BATCH, WIDTH, Description, Leaf, Part, Wrap
+from tests.functional.random_meddling import Meddling
+from tests.functional.random_models import BATCH, WIDTH, Description, Part, Wrap
 from tests.functional.random_side_parts import side_loss
 
-__all__ = ["Bomb", "Interrupt", "Program", "Trainee", "whole"]
+__all__ = ["Bomb", "Interrupt", "Program", "Trainee"]
 
 MAX_NORM = 0.3
 
@@ -31,7 +30,8 @@ class Program(Description):
     """A model, how it is sharded, and what is done with it.
 
     Attributes:
-        wraps: calls of ``fully_shard``, in order. ties: pairs of linear leaves that share a weight.
+        actions: separated by commas. wraps: calls of ``fully_shard``, in order.
+        ties: pairs of linear leaves that share a weight.
         mesh: outer and inner size, of the strategies on two axes; the others use one axis of all ranks.
         groups: ranks of process groups that somebody made before.
         is_adapted: ``fully_shard_optimizer`` is called. is_guarded: use of released storage is looked for.
@@ -39,7 +39,7 @@ class Program(Description):
     """
 
     part: Part
-    actions: tuple[str, ...]
+    actions: str
     wraps: tuple[Wrap, ...] = (Wrap(("",)),)
     ties: tuple[tuple[str, str], ...] = ()
     mesh: tuple[int, int] = (1, 2)
@@ -48,6 +48,11 @@ class Program(Description):
     is_adapted: bool = False
     is_guarded: bool = True
     keeps_weights: bool = False
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The actions one by one."""
+        return tuple(filter(None, self.actions.split(", ")))
 
     @property
     def num_ranks(self) -> int:
@@ -66,13 +71,6 @@ class Interrupt(KeyboardInterrupt):
 RAISED = {"error": Bomb, "interrupt": Interrupt}
 
 
-def whole(value: Any) -> Any:
-    """Return a whole copy of a tensor that may be sharded."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-
-
 def _optimizer(kind: str, parameters: list[nn.Parameter], is_sharded: bool) -> torch.optim.Optimizer:
     # With the usual epsilon a gradient that is zero but for rounding would move its weight as far as any other.
     adam: dict[str, Any] = {"lr": 0.05, "eps": 0.1}
@@ -89,7 +87,7 @@ def _optimizer(kind: str, parameters: list[nn.Parameter], is_sharded: bool) -> t
 
 
 @dataclass
-class Trainee:
+class Trainee(Meddling):
     """One of the two models, and what happened to it.
 
     Attributes:
@@ -228,8 +226,11 @@ class Trainee:
                 self._backward_by_rank(pending)
             else:
                 losses = [loss for losses in pending for loss in losses if loss.requires_grad]
-                (sum(losses, torch.zeros(())) / len(self.ranks)).backward()
-        self.is_synced = how in ("", "last")
+                loss = sum(losses, torch.zeros(())) / len(self.ranks)
+                if how == "twice":
+                    loss.backward(retain_graph=True)
+                loss.backward()
+        self.is_synced = how in ("", "last", "twice")
 
     def _backward_by_rank(self, pending: list[list[torch.Tensor]]) -> None:
         """Let every rank's backward get as far as it gets, and add up what parameters have then."""
@@ -245,7 +246,7 @@ class Trainee:
             raise raised
 
     def _announced(self, how: str) -> AbstractContextManager[None]:
-        if not self.is_sharded or not how:
+        if not self.is_sharded or how in ("", "twice"):
             return nullcontext()
         if how == "no_sync":
             return no_sync(self.model)
@@ -257,6 +258,8 @@ class Trainee:
         self._do_forward()
         named = {name: one for name, one in self._named("all", face).items() if one.requires_grad}
         loss = sum(self.pending.pop(), torch.zeros(())) / len(self.ranks)
+        if not loss.requires_grad:
+            return
         found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         for (name, parameter), gradient in zip(named.items(), found, strict=True):
             self.seen.append((f"gradient of {name}", torch.zeros(parameter.shape) if gradient is None else gradient))
@@ -303,189 +306,6 @@ class Trainee:
             elif parameter.grad is not None and how == "zero":
                 parameter.grad.zero_()
 
-    def _do_hook(self, which: str, face: str) -> None:
-        for parameter in self._named(which, face).values():
-            if parameter.requires_grad:
-                parameter.register_hook(_halve)
-
-    def _do_posthook(self, which: str, face: str) -> None:
-        for parameter in self._named(which, face).values():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_halve_grad)
-
-    # ------------------------------------------------------------------ weights
-
-    def _do_weight(self, how: str, which: str, face: str) -> None:
-        self._forget_graphs()
-        parameters = [one for one in self._named(which, face).values() if one.is_floating_point()]
-        if how == "foreach":
-            with torch.no_grad():
-                torch._foreach_mul_(parameters, 0.8)
-        for parameter in parameters:
-            if how == "mul":
-                parameter.data.mul_(0.8)
-            elif how == "copy":
-                parameter.data.copy_(parameter.data * 0.8)
-            elif how == "assign":
-                parameter.data = parameter.data * 0.8
-            elif how == "inplace":
-                with torch.no_grad():
-                    parameter.mul_(0.8)
-
-    def _do_freeze(self, which: str, face: str) -> None:
-        for parameter in self._named(which, face).values():
-            parameter.requires_grad_(False)
-
-    def _do_thaw(self, which: str, face: str) -> None:
-        for parameter in self._named(which, face).values():
-            if parameter.is_floating_point():
-                parameter.requires_grad_(True)
-
-    def _do_replace(self, which: str, how: str, then: str) -> None:
-        self._forget_graphs()
-        for name, parameter in self._named(which, "kept").items():
-            module, attribute = self._holder(name)
-            if not parameter.is_floating_point():
-                continue
-            if how == "like":
-                value = parameter.detach() * 0.8
-            else:
-                generator = torch.Generator().manual_seed(7)
-                value = torch.randn(parameter.shape, generator=generator).to(parameter.dtype) / 3
-            setattr(module, attribute, nn.Parameter(value, requires_grad=parameter.requires_grad))
-            self._register_late(name, module, attribute, then)
-
-    def _register_late(self, name: str, module: nn.Module, attribute: str, then: str) -> None:
-        self.late[name] = getattr(module, attribute)
-        if then == "remake":
-            self.kept[name] = self.late[name]
-            self._remake()
-
-    def _do_tie(self, which: str, then: str) -> None:
-        """Register one parameter in the place of another one of its shape."""
-        self._forget_graphs()
-        by_kind: dict[Any, list[str]] = {}
-        for name, parameter in sorted(self.kept.items()):
-            if parameter.is_floating_point() and parameter.ndim == 2:
-                by_kind.setdefault((parameter.shape, parameter.dtype), []).append(name)
-        alike = [names for names in by_kind.values() if len(names) > 1]
-        if not alike:
-            return
-        first, *others = alike[int(which) % len(alike)]
-        other = others[int(which) % len(others)]
-        (source, attribute), (target, replaced) = self._holder(first), self._holder(other)
-        self.late[other] = getattr(source, attribute)
-        setattr(target, replaced, self.late[other])
-        if then == "remake":
-            self.kept.pop(other)
-            self._remake()
-
-    def _do_add(self, which: str, then: str) -> None:
-        """Add a module that the model calls."""
-        self._forget_graphs()
-        places = [path for path, module in self.model.named_modules() if isinstance(module, nn.ModuleList)]
-        path = places[int(which) % len(places)]
-        modules = self.model.get_submodule(path)
-        assert isinstance(modules, nn.ModuleList)
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            modules.append(Leaf(Part("linear", size=3)))
-        name = f"{path}.{len(modules) - 1}"
-        for attribute in ("up", "bias", "down"):
-            self.kept[f"{name}.{attribute}"] = getattr(modules[-1], attribute)
-        if then == "remake":
-            self._remake()
-
-    def _do_unshard(self, which: str) -> None:
-        for module in self._units(which):
-            if isinstance(module, FsdpModule):
-                module.unshard()
-
-    def _do_reshard(self, which: str) -> None:
-        for module in self._units(which):
-            if isinstance(module, FsdpModule):
-                module.reshard()
-
-    def _do_poke(self, which: str) -> None:
-        """Change weights while they are gathered."""
-        self._forget_graphs()
-        self._do_unshard(which)
-        inner = {path for wrap in self.program.wraps for path in wrap.paths}
-        with torch.no_grad():
-            for path in self.program.wraps[int(which) % len(self.program.wraps)].paths:
-                for name, parameter in self.model.get_submodule(path).named_parameters(prefix=path):
-                    owners = [one for one in inner if not one or name.startswith(f"{one}.")]
-                    if parameter.is_floating_point() and max(owners, key=len) == path:
-                        parameter.mul_(0.8)
-        self._do_reshard(which)
-
-    # ------------------------------------------------------------------ the rest
-
-    def _do_look(self) -> None:
-        """Read the weights that the model shows, gathered or not."""
-        self.seen += [(f"shown {name}", value) for name, value in self.model.named_parameters(remove_duplicate=False)]
-
-    def _do_stash(self, which: str) -> None:
-        """Keep what a module gives, for the loss."""
-        kept = self.stash = [] if self.stash is None else self.stash
-        self._module(which).register_forward_hook(functools.partial(_keep, kept))
-
-    def _do_evaluate(self, how: str) -> None:
-        self.counter += 1
-        guard: Callable[[], Any] = {
-            "no_grad": torch.no_grad,
-            "inference": torch.inference_mode,
-            "eval": nullcontext,
-            "train": nullcontext,
-        }[how]
-        self.model.train(how != "eval")
-        with guard():
-            output = self.model(*self.data(self.own_rank, self.counter))
-        self.model.train()
-        self.seen.append(("output", output.detach().clone()))
-
-    def _do_state(self) -> None:
-        self.seen += [(f"state {name}", value) for name, value in self.model.state_dict().items()]
-
-    def _do_load(self, how: str) -> None:
-        self._forget_graphs()
-        state = self.model.state_dict()
-        values = {name: whole(value) if how == "whole" else value.detach() for name, value in state.items()}
-        values = {name: value * 0.8 if value.is_floating_point() else value for name, value in values.items()}
-        self.model.load_state_dict(values, assign=how == "assign")
-        if how == "assign":
-            shown = dict(self.model.named_parameters())
-            self.kept = {name: shown[name] for name in self.kept if name in shown}
-            self._remake()
-
-    def _do_functional(self, how: str) -> None:
-        self.counter += 1
-        values: dict[str, torch.Tensor] = {}
-        for name, parameter in self._named("all", "kept").items():
-            value = parameter.detach() if how == "sharded" else whole(parameter)
-            values[name] = value * 0.8 if value.is_floating_point() else value
-        with torch.no_grad():
-            arguments = self.data(self.own_rank, self.counter)
-            output = torch.func.functional_call(self.model, values, arguments)
-        self.seen.append(("output", output.detach().clone()))
-
-    def _do_copy(self) -> None:
-        copied = copy.deepcopy(self.model)
-        self.seen += [(f"copied {name}", value) for name, value in copied.state_dict().items()]
-
-
-def _halve(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient * 0.5
-
-
-def _halve_grad(parameter: torch.Tensor) -> None:
-    if parameter.grad is not None:
-        parameter.grad.mul_(0.5)
-
-
-def _keep(kept: list[torch.Tensor], module: nn.Module, arguments: Any, output: Any) -> None:
-    kept += [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-
 
 class _Flag(AbstractContextManager[None]):
     """``set_requires_gradient_sync(False)`` and, afterwards, True again."""
@@ -502,5 +322,3 @@ class _Flag(AbstractContextManager[None]):
     def _set(self, value: bool) -> None:
         for module in self._modules:
             module.set_requires_gradient_sync(value, recurse=False)
-
-

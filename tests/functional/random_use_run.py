@@ -19,15 +19,16 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import guard_released_storage
 from megatron_fsdp import CPUOffloadPolicy, Placements, fsdp_no_shard, fully_shard
+from tests.functional.random_meddling import whole
 from tests.functional.random_models import GRANULARITIES, POLICIES, build, parts_with_paths
 from tests.functional.random_side_parts import ENCLOSING, KINDS
-from tests.functional.random_use import Bomb, Interrupt, Program, Trainee, whole
+from tests.functional.random_use import Bomb, Interrupt, Program, Trainee
 
 __all__ = ["Refusal", "Verdict", "run"]
 
 # fp32 rounding of values near 1, summed over ranks, calls and microbatches in another order.
 TOLERANCE = 1e-5
-PATIENCE = datetime.timedelta(seconds=10)
+PATIENCE = datetime.timedelta(seconds=8)
 # After these a refusal is no reason to stop: nothing has changed.
 HARMLESS = ("functional", "copy", "autograd", "state", "hook", "posthook")
 
@@ -108,7 +109,7 @@ class _Run:
 
     def verdict(self) -> Verdict:
         """Run it all."""
-        for position, action in enumerate(("shard", *self.program.actions)):
+        for position, action in enumerate(("shard", *self.program.steps)):
             self.done.append(action)
             found = self._step(action)
             if found is not None:
@@ -122,11 +123,16 @@ class _Run:
         mine = self._try(self.sharded, action)
         errors = self._exchange(mine)
         if any((one is None) != (mine is None) or (one and mine and one[0] != mine[0]) for one in errors):
-            texts = [f"rank {rank}: {one[0]}: {one[1]}" if one else f"rank {rank}: no error" for rank, one in enumerate(errors)]
+            texts = [
+                f"rank {rank}: {one[0]}: {one[1]}" if one else f"rank {rank}: no error"
+                for rank, one in enumerate(errors)
+            ]
             return "ranks disagree", "\n".join(texts)
         if mine is not None and mine[0] not in ("Bomb", "Interrupt"):
             if not all(self._is_listed(one) for one in errors):
-                return "wrong error", f"{mine[0]}: {mine[1]}"
+                theirs = self._try(self.plain, action)
+                is_shared = theirs is not None and theirs[0] == mine[0]
+                return "plain raises too" if is_shared else "wrong error", f"{mine[0]}: {mine[1]}"
             self.refused.append(f"{action.split()[0]}: {mine[0]}")
             if action.split()[0] not in HARMLESS:
                 return "refused", f"{mine[0]}: {mine[1].splitlines()[-1]}"
@@ -212,7 +218,11 @@ class _Run:
                 continue
             if holder.grad is not None or wanted.grad is not None:
                 is_zero = holder.grad is None or (wanted.grad is None and wanted.requires_grad)
-                yield f"gradient of {name}", holder.grad, torch.zeros_like(wanted) if wanted.grad is None and is_zero else wanted.grad
+                yield (
+                    f"gradient of {name}",
+                    holder.grad,
+                    torch.zeros_like(wanted) if wanted.grad is None and is_zero else wanted.grad,
+                )
 
     def _exchange(self, mine: Any) -> list[Any]:
         """Return what every rank says, by way of the store: collectives of the engine may be under way."""
