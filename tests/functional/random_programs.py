@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -236,16 +237,15 @@ def _modules(part: Part, path: str = "") -> Iterator[tuple[str, Part]]:
 # ---------------------------------------------------------------------- making it smaller
 
 
-def smaller(program: Program, fails: Callable[[Program], bool], max_runs: int) -> Program:
-    """Return a program that still fails, with as little in it as ``max_runs`` tries find."""
-    num_runs = 0
+def smaller(program: Program, fails: Callable[[Program], bool], seconds: float) -> Program:
+    """Return a program that still fails, with as little in it as is found in so many seconds."""
+    deadline = time.monotonic() + seconds
     is_shrinking = True
     while is_shrinking:
         is_shrinking = False
         for candidate in _candidates(program):
-            if num_runs == max_runs:
+            if time.monotonic() > deadline:
                 return program
-            num_runs += 1
             if fails(candidate):
                 program, is_shrinking = candidate, True
                 break

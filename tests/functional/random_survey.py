@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("first", type=int)
     parser.add_argument("count", type=int)
-    parser.add_argument("--shrink", type=int, default=0, help="tries to make each failure smaller")
+    parser.add_argument("--shrink", type=float, default=0, help="seconds to make each failure smaller")
     parser.add_argument("--out", type=Path, help="a file of one JSON line per seed")
     options = parser.parse_args()
     counts: Counter[str] = Counter()

@@ -231,6 +231,7 @@ class Trainee(Meddling):
                     loss.backward(retain_graph=True)
                 loss.backward()
         self.is_synced = how in ("", "last", "twice")
+        self.is_doubtful = self.is_doubtful and not self.is_synced
 
     def _backward_by_rank(self, pending: list[list[torch.Tensor]]) -> None:
         """Let every rank's backward get as far as it gets, and add up what parameters have then."""

@@ -26,8 +26,9 @@ from tests.functional.random_use import Bomb, Interrupt, Program, Trainee
 
 __all__ = ["Refusal", "Verdict", "run"]
 
-# fp32 rounding of values near 1, summed over ranks, calls and microbatches in another order.
-TOLERANCE = 1e-5
+# fp32 rounding of values near 1, summed over ranks and calls in another order, and what a few steps on badly
+# conditioned models make of it.
+TOLERANCE = 1e-4
 PATIENCE = datetime.timedelta(seconds=8)
 # After these a refusal is no reason to stop: nothing has changed.
 HARMLESS = ("functional", "copy", "autograd", "state", "hook", "posthook")

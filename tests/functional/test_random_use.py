@@ -13,9 +13,10 @@ import pytest
 from tests.functional.random_programs import draw, smaller
 from tests.functional.random_survey import outcome
 from tests.functional.random_use import Program
+from tests.functional.random_use_cases import CASES
 
 NUM_USUAL = 40
-MAX_SHRINK_RUNS = 60
+SHRINK_S = 30.0
 
 
 def seeds() -> range:
@@ -32,7 +33,7 @@ def check(program: Program, shrinks: bool = False) -> None:
         return
     found = verdict
     if shrinks:
-        program = smaller(program, lambda one: outcome(one).outcome == verdict.outcome, MAX_SHRINK_RUNS)
+        program = smaller(program, lambda one: outcome(one).outcome == verdict.outcome, SHRINK_S)
         found = outcome(program)
         found = verdict if found.is_in_order else found
     pytest.fail(f"{found.outcome} at action {found.action}\n{found.text}\ncheck({program!r})", pytrace=False)
@@ -41,3 +42,8 @@ def check(program: Program, shrinks: bool = False) -> None:
 @pytest.mark.parametrize("seed", seeds())
 def test_a_random_use_is_that_of_the_plain_model_or_refused_by_name(seed: int) -> None:
     check(draw(seed), shrinks=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_use_that_went_wrong_once_is_that_of_the_plain_model_or_refused_by_name(name: str) -> None:
+    check(CASES[name])
