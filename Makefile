@@ -54,9 +54,10 @@ train: $(STAMP) ## Train a small GPT with sharded parameters, gradients and opti
 test: $(STAMP) ## Run the unit and functional tests that need no GPU, and the short fault tests.
 	$(BIN) -m pytest $(TESTS) -m "not gpu and not slow" --durations=15 $(TEST_ARGS)
 
-test-nightly: $(STAMP) ## Run what is too long for `make test`, and many more random models than it draws.
+test-nightly: $(STAMP) ## Run what is too long for `make test`, and many more random models and uses than it draws.
 	HYPOTHESIS_PROFILE=nightly $(BIN) -m pytest tests/functional/test_random_models.py --durations=15 $(TEST_ARGS)
 	$(BIN) -m pytest tests/unit tests/functional -m "slow and not gpu" --durations=15 $(TEST_ARGS)
+	RANDOM_USE=2000 $(BIN) -m pytest tests/functional/test_random_use.py --durations=15 $(TEST_ARGS)
 
 test-integrations: $(STAMP) ## Run the tests with Hugging Face, torchtitan and megatron-core, which it installs (pinned).
 	$(BIN) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) $(addprefix --constraint ,$(CONSTRAINTS) constraints/integrations.txt) --editable '.[integrations]'

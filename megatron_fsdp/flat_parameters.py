@@ -118,7 +118,8 @@ class FlatParameter(nn.Parameter):
         pieces = [local_range(main, index) for index in indices]
         held = [piece for piece in pieces if piece[0] < piece[1]]
         start, stop = (held[0][0], held[-1][1]) if held else (0, 0)
-        made = super().__new__(cls, main.local_buffer[start:stop], requires_grad=True)
+        # Codes and masks among the parameters are integers, which nobody trains.
+        made = super().__new__(cls, main.local_buffer[start:stop], requires_grad=main.dtype.is_floating_point)
         named = tuple(group.parameters.items())
         members = []
         for index, (begin, end) in zip(indices, pieces, strict=True):

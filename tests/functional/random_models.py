@@ -5,7 +5,7 @@ A description is plain data: it travels to the ranks, is built there, and its ``
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +49,12 @@ class Description:
     """Shows only what differs from the defaults."""
 
     def __repr__(self) -> str:
-        fields = [field for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]  # type: ignore[arg-type]  # each subclass is a dataclass
-        return f"{type(self).__name__}({', '.join(f'{field.name}={getattr(self, field.name)!r}' for field in fields)})"
+        shown = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # each subclass is a dataclass
+            value, is_wanted = getattr(self, field.name), field.default is dataclasses.MISSING
+            if is_wanted or value != field.default:
+                shown.append(repr(value) if is_wanted else f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -299,32 +303,38 @@ COMPOSITES: Mapping[str, type[Composite]] = {
 }
 
 
-def build(part: Part, ties: tuple[tuple[str, str], ...] = ()) -> nn.Module:
+Maker = Callable[[Part, list[nn.Module]], nn.Module]
+
+
+def build(
+    part: Part, ties: tuple[tuple[str, str], ...] = (), composites: Mapping[str, Maker] = COMPOSITES
+) -> nn.Module:
     """Build the module with everything below it; of two paths in ``ties`` the second takes the first's "up"."""
     made: list[nn.Module] = []
-    model = _build(part, made)
+    model = _build(part, made, composites)
     for first, second in ties:
         model.get_submodule(second).up = model.get_submodule(first).up
     return model
 
 
-def _build(part: Part, made: list[nn.Module]) -> nn.Module:
+def _build(part: Part, made: list[nn.Module], composites: Mapping[str, Maker]) -> nn.Module:
     if part.kind == "again":
         return made[part.size % len(made)] if made else Composite(part, [])
     if part.kind in SHAPES:
         module: nn.Module = Leaf(part)
     else:
-        module = COMPOSITES[part.kind](part, [_build(below, made) for below in part.parts])
+        module = composites[part.kind](part, [_build(below, made, composites) for below in part.parts])
     made.append(module)
     return module
 
 
-def parts_with_paths(part: Part, path: str = "") -> Iterator[tuple[str, Part]]:
-    """Yield a part and all below it with the paths of their modules, parents first."""
+def parts_with_paths(part: Part, path: str = "", enclosing: Container[str] = ("pick",)) -> Iterator[tuple[str, Part]]:
+    """Yield a part and all below it with their modules' paths, parents first; ``enclosing`` kinds have a ``both``."""
     yield path, part
-    inner = ["both"] if part.kind == "pick" else []
+    inner = ["both"] if part.kind in enclosing else []
     for number, below in enumerate(part.parts):
-        yield from parts_with_paths(below, ".".join([*filter(None, [path]), *inner, "parts", str(number)]))
+        below_path = ".".join([*filter(None, [path]), *inner, "parts", str(number)])
+        yield from parts_with_paths(below, below_path, enclosing)
 
 
 # ---------------------------------------------------------------- sharding

@@ -1,0 +1,294 @@
+"""Runs a program on the sharded and on the plain model, action by action, and says how it ended."""
+
+import copy
+import datetime
+import functools
+import pickle
+import re
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from dbuffer import guard_released_storage
+from megatron_fsdp import CPUOffloadPolicy, Placements, fsdp_no_shard, fully_shard
+from tests.functional.random_meddling import whole
+from tests.functional.random_models import GRANULARITIES, POLICIES, build, parts_with_paths
+from tests.functional.random_side_parts import ENCLOSING, KINDS
+from tests.functional.random_use import Bomb, Interrupt, Program, Trainee
+
+__all__ = ["Refusal", "Verdict", "run"]
+
+# fp32 rounding of values near 1, summed over ranks and calls in another order, and what a few steps on badly
+# conditioned models make of it.
+TOLERANCE = 1e-4
+PATIENCE = datetime.timedelta(seconds=8)
+# After these a refusal is no reason to stop: nothing has changed.
+HARMLESS = ("functional", "copy", "autograd", "state", "hook", "posthook")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An error that may be raised instead of doing what a plain model does.
+
+    Attributes:
+        kind: its class's name. pattern: a regular expression that its message contains.
+        causes: what a program must have done for it to be in order; one of them. See ``causes``.
+    """
+
+    kind: str
+    pattern: str
+    causes: tuple[str, ...]
+
+    def allows(self, kind: str, message: str, found: set[str]) -> bool:
+        """Whether an error in a program with these causes so far is this refusal."""
+        return self.kind == kind and bool(re.search(self.pattern, message)) and not found.isdisjoint(self.causes)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a program ended.
+
+    Attributes:
+        outcome: "same", "refused" and "plain raises too" are in order; "differs", "wrong error", "no error" and "ranks
+            disagree" are not.
+        refused: actions that were refused, with the error's class. action: the one it ended with.
+        text: what differs, or the error.
+    """
+
+    outcome: str
+    action: str = ""
+    text: str = ""
+    refused: tuple[str, ...] = ()
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the program did what a plain model does, or was refused by name."""
+        return self.outcome in ("same", "refused", "plain raises too")
+
+
+class Diverged(Exception):
+    """Another rank did not come to where this one stands."""
+
+
+def causes(program: Program, done: Sequence[str]) -> set[str]:
+    """Return the words by which refusals name what a program did: kinds of parts, and the first words of actions."""
+    found = {part.kind for _, part in parts_with_paths(program.part, enclosing=ENCLOSING)}
+    found |= {"tie"} if program.ties else set()
+    for action in done:
+        words = action.split()
+        found |= {" ".join(words[:count]) for count in (1, 2)}
+        found |= {f"{words[0]} {word}" for word in words[2:]}
+    return found
+
+
+def run(program: Program, refusals: Sequence[Refusal]) -> Verdict:
+    """Run a program on this rank, and return how it ended; every rank calls it."""
+    return _Run(program, refusals).verdict()
+
+
+class _Run:
+    def __init__(self, program: Program, refusals: Sequence[Refusal]) -> None:
+        self.program, self.refusals = program, refusals
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.num_exchanges = 0
+        self.refused: list[str] = []
+        self.had_gradient: list[str] = []
+        self.done: list[str] = []
+        torch.manual_seed(0)
+        oracle = build(program.part, program.ties, KINDS)
+        model = copy.deepcopy(oracle)
+        self.plain = Trainee(program, oracle, range(self.num_ranks), self.rank, is_sharded=False)
+        self.sharded = Trainee(program, model, [self.rank], self.rank, is_sharded=True)
+
+    def verdict(self) -> Verdict:
+        """Run it all."""
+        for position, action in enumerate(("shard", *self.program.steps)):
+            self.done.append(action)
+            found = self._step(action)
+            if found is not None:
+                outcome, text = found
+                return Verdict(outcome, f"{position}: {action}", text, tuple(self.refused))
+        return Verdict("same", refused=tuple(self.refused))
+
+    def _step(self, action: str) -> tuple[str, str] | None:
+        """Do one action on both; return the outcome and text of a verdict if that is the end."""
+        self.had_gradient = [name for name, one in self.sharded.kept.items() if one.grad is not None]
+        mine = self._try(self.sharded, action)
+        errors = self._exchange(mine)
+        if any((one is None) != (mine is None) or (one and mine and one[0] != mine[0]) for one in errors):
+            texts = [
+                f"rank {rank}: {one[0]}: {one[1]}" if one else f"rank {rank}: no error"
+                for rank, one in enumerate(errors)
+            ]
+            return "ranks disagree", "\n".join(texts)
+        if mine is not None and mine[0] not in ("Bomb", "Interrupt"):
+            if not all(self._is_listed(one) for one in errors):
+                theirs = self._try(self.plain, action)
+                is_shared = theirs is not None and theirs[0] == mine[0]
+                return "plain raises too" if is_shared else "wrong error", f"{mine[0]}: {mine[1]}"
+            self.refused.append(f"{action.split()[0]}: {mine[0]}")
+            if action.split()[0] not in HARMLESS:
+                return "refused", f"{mine[0]}: {mine[1].splitlines()[-1]}"
+            return self._compared([])
+        if action == "step":
+            self._take_zeros()
+        theirs = self._try(self.plain, action)
+        if theirs is not None and theirs[0] not in ("Bomb", "Interrupt"):
+            return "plain raises too", f"{theirs[0]}: {theirs[1]}"
+        if (mine and mine[0]) != (theirs and theirs[0]):
+            return "no error", f"the sharded model raised {mine}, the plain one {theirs}"
+        if theirs is not None and action.startswith("backward"):
+            self.plain.is_doubtful = True
+        return self._compared(list(self._seen()))
+
+    def _try(self, trainee: Trainee, action: str) -> tuple[str, str] | None:
+        is_compute = action.startswith(("forward", "backward", "evaluate", "autograd"))
+        guarded = trainee.is_sharded and self.program.is_guarded and is_compute
+        guard: AbstractContextManager[None] = guard_released_storage() if guarded else nullcontext()
+        try:
+            with guard:
+                if action == "shard":
+                    _shard(trainee)
+                else:
+                    trainee.do(action)
+        except (Bomb, Interrupt) as error:
+            return type(error).__name__, ""
+        except Exception as error:
+            where = "".join(traceback.format_tb(error.__traceback__)[-3:])
+            return type(error).__name__, f"{where}{error}"
+        return None
+
+    def _is_listed(self, error: tuple[str, str] | None) -> bool:
+        assert error is not None
+        found = causes(self.program, self.done)
+        return any(refusal.allows(error[0], error[1], found) for refusal in self.refusals)
+
+    # ------------------------------------------------------------------ comparison
+
+    def _compared(self, differences: list[str]) -> tuple[str, str] | None:
+        """Compare weights and gradients; return a verdict if they or what is known already differ on any rank."""
+        pairs = list(self._pairs())
+        shapes = [(name, type(mine).__name__, theirs is None) for name, mine, theirs in pairs]
+        if any(other != shapes for other in self._exchange(shapes)):
+            return "ranks disagree", f"what there is to compare differs; here {shapes}"
+        for name, mine, theirs in pairs:
+            differences += _apart(name, mine, theirs)
+        found = self._exchange(differences[:4])
+        if any(found):
+            texts = [f"rank {rank}: {'; '.join(one)}" for rank, one in enumerate(found) if one]
+            return "differs", "\n".join(texts)
+        return None
+
+    def _take_zeros(self) -> None:
+        """Give the plain model zeros where the sharded one has them for want of a gradient.
+
+        A parameter that got none takes part with zeros, since other ranks may have one; see
+        ``FsdpModule.set_reduce_scatter_unused_params``. An optimizer with momentum tells zeros from none.
+        """
+        for name in self.had_gradient:
+            theirs = self.plain.kept.get(name)
+            if theirs is not None and theirs.grad is None and theirs.requires_grad:
+                theirs.grad = torch.zeros_like(theirs)
+
+    def _seen(self) -> Iterator[str]:
+        mine, theirs = dict(self.sharded.seen), dict(self.plain.seen)
+        if mine.keys() != theirs.keys():
+            yield f"found {sorted(mine)}, wanted {sorted(theirs)}"
+            return
+        for name, value in mine.items():
+            yield from _apart(name, value, theirs[name])
+
+    def _pairs(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield every weight and every gradient of both sides that can be compared now."""
+        shown = dict(self.sharded.model.named_parameters(remove_duplicate=False))
+        for name, wanted in self.plain.model.named_parameters(remove_duplicate=False):
+            mine, kept = shown.get(name), self.sharded.kept.get(name)
+            # While weights are gathered the model shows other tensors, which "look" looks at.
+            is_gathered = isinstance(kept, DTensor) and not isinstance(mine, DTensor)
+            holder = kept if is_gathered and mine is not self.sharded.late.get(name) else mine
+            yield f"weight of {name}", holder, wanted
+            if not self.plain.is_synced or self.plain.is_doubtful or holder is None:
+                continue
+            if holder.grad is not None or wanted.grad is not None:
+                is_zero = holder.grad is None or (wanted.grad is None and wanted.requires_grad)
+                yield (
+                    f"gradient of {name}",
+                    holder.grad,
+                    torch.zeros_like(wanted) if wanted.grad is None and is_zero else wanted.grad,
+                )
+
+    def _exchange(self, mine: Any) -> list[Any]:
+        """Return what every rank says, by way of the store: collectives of the engine may be under way."""
+        store = dist.distributed_c10d._get_default_store()
+        self.num_exchanges += 1
+        store.set(f"use-{self.num_exchanges}-{self.rank}", pickle.dumps(mine))
+        result = []
+        for rank in range(self.num_ranks):
+            key = f"use-{self.num_exchanges}-{rank}"
+            try:
+                store.wait([key], PATIENCE)
+            except dist.DistStoreError as error:
+                raise Diverged(
+                    f"rank {rank} did not come to the end of {self.done[-1]!r} (action {len(self.done) - 1}), which "
+                    f"ended here with {mine}"
+                ) from error
+            result.append(pickle.loads(store.get(key)))
+        return result
+
+
+def _apart(name: str, mine: Any, theirs: Any) -> Iterator[str]:
+    if (mine is None) != (theirs is None):
+        # A missing gradient counts as zeros.
+        if mine is None and not theirs.count_nonzero():
+            return
+        yield f"{name} is {'missing' if mine is None else 'there'}, wanted the contrary"
+        return
+    if mine is None:
+        return
+    mine, theirs = whole(mine), whole(theirs)
+    if mine.shape != theirs.shape:
+        yield f"{name} is {tuple(mine.shape)}, wanted {tuple(theirs.shape)}"
+    elif mine.numel():
+        worst = float((mine.double() - theirs.double()).abs().max())
+        most = float(theirs.double().abs().max())
+        if not worst <= TOLERANCE * max(1.0, most):
+            yield f"{name} is off by {worst:.3g} of {most:.3g}"
+
+
+# ---------------------------------------------------------------------- sharding
+
+
+def _shard(trainee: Trainee) -> None:
+    if trainee.is_sharded:
+        for ranks in trainee.program.groups:
+            dist.new_group(list(ranks))
+        _fully_shard(trainee.program, trainee.model)
+    trainee.begin()
+
+
+def _fully_shard(program: Program, model: nn.Module) -> None:
+    for path, below in parts_with_paths(program.part, enclosing=ENCLOSING):
+        if below.is_replicated and below.kind != "again":
+            fsdp_no_shard(model.get_submodule(path))
+    one_axis = functools.cache(lambda: init_device_mesh("cpu", (program.num_ranks,), mesh_dim_names=("all",)))
+    two_axes = functools.cache(lambda: init_device_mesh("cpu", program.mesh, mesh_dim_names=("outer", "inner")))
+    for wrap in program.wraps:
+        modules = [model.get_submodule(path) for path in wrap.paths]
+        mesh = two_axes() if wrap.strategy in ("hsdp", "hfsdp") else one_axis()
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh,
+            getattr(Placements, wrap.strategy)(*range(mesh.ndim)),
+            reshard_after_forward=wrap.reshard,
+            mp_policy=POLICIES[wrap.policy],
+            offload_policy=CPUOffloadPolicy(pin_memory=False) if wrap.is_offloaded else None,
+            granularity=GRANULARITIES[wrap.granularity],
+        )
