@@ -36,7 +36,7 @@ from dbuffer.ragged_shard import FlatRows, RaggedShard
 from dbuffer.ragged_tensor import PlacedTensor, aligned_local
 from dbuffer.ragged_whole import Arguments, Options, run_on_whole, run_random_like, run_view
 
-__all__ = ["FlatDTensor", "FlatRows", "RaggedShard"]
+__all__ = ["FlatDTensor", "FlatRows", "RaggedShard", "rebind"]
 
 
 _GRAD: Any = torch.Tensor.grad
@@ -315,12 +315,16 @@ def _reshape(operator: Operator, args: Arguments, options: Options) -> Any:
     is_replaceable = isinstance(target, PlacedTensor) and (target.is_whole or target.is_unshared)
     if not is_replaceable or target.window is not None:
         return _refuse(operator, args, options)
-    reshaped = target.with_whole(operator.function(target.whole(), *args[1:], **options))
-    target._spec, target._local_tensor = reshaped._spec, reshaped._local_tensor
+    rebind(target, target.with_whole(operator.function(target.whole(), *args[1:], **options)))
+    return target
+
+
+def rebind(target: PlacedTensor, source: PlacedTensor) -> None:
+    """Make one tensor what another is, in shape, dtype, rows and memory; it stays the same object for its users."""
+    target._spec, target._local_tensor = source._spec, source._local_tensor
     with torch._C.DisableTorchFunctionSubclass():
         # What PyTorch itself knows of the shape.
-        target.data = reshaped
-    return target
+        target.data = source
 
 
 def _refuse(operator: Operator, args: Arguments, options: Options) -> Any:

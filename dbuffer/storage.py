@@ -136,11 +136,16 @@ class FlatStorage:
 _HARMLESS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
+def _has_plain_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is no wrapper around others."""
+    return bool(type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__)
+
+
 class _ReleasedStorageGuard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func not in _HARMLESS:
             for leaf in tree_iter((args, kwargs or {})):
-                if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.numel():
+                if isinstance(leaf, torch.Tensor) and _has_plain_storage(leaf) and leaf.numel():
                     owner = _RELEASED.get(leaf.untyped_storage()._cdata)
                     if owner is not None:
                         raise StorageError(

@@ -16,10 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, RaggedShard
-from dbuffer.dtensor import FlatDTensor
+from dbuffer.dtensor import FlatDTensor, rebind
 from dbuffer.ragged_boxes import own_rows
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.optimizer_steps import STALE, mark_gathered
+from megatron_fsdp.gathered_weight import GatheredWeight, Place, let_read, refuse_reads, refuse_uncounted, versions_of
+from megatron_fsdp.optimizer_steps import STALE, mark_gathered, mark_replaced
 from megatron_fsdp.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.sites import Sites
 
@@ -65,10 +66,12 @@ class Faces:
         self._main_weight = main_weight
         self.has_splits = any(parameter.split is not None for parameter in owned)
         self.sharded = [self._sharded_face(index) for index in range(len(owned))]
+        self._receiver = weakref.ref(receiver)
         self.gathered = [self._gathered_face(index, gathered) for index in range(len(owned))]
+        self._guarded = [face for face in self.gathered if isinstance(face, GatheredWeight)]
+        self._versions = versions_of(self.gathered)
         self._follow_locals()
         self._listening = bytearray(len(owned))
-        self._receiver = weakref.ref(receiver)
         for index, parameter in enumerate(owned):
             self.set_requires_grad(index, parameter.parameter.requires_grad)
         self.sites = Sites(owned, self.sharded, self.gathered)
@@ -98,7 +101,11 @@ class Faces:
         # .data gives the view a version counter of its own. Gathering again must not look to autograd like a change of
         # the tensors it saved: the values are the same.
         view = gathered.get_local_tensor(index).data
-        face = nn.Parameter(view if owned.split is None else owned.split.gathered(view), requires_grad=False)
+        if owned.split is None:
+            face = GatheredWeight(view, requires_grad=False)
+            face._fsdp_place = Place(self._receiver, owned.name)
+        else:
+            face = nn.Parameter(owned.split.gathered(view), requires_grad=False)
         _copy_attributes(owned.parameter, face)
         mark_gathered(face, owned.name)
         return face
@@ -111,11 +118,37 @@ class Faces:
             face = nn.Parameter(self.wrap(index, values.get_dtensor(index)), self.sharded[index].requires_grad)
             _copy_attributes(owned.parameter, face)
             faces.append(face)
-        Sites(self._owned, faces, self.gathered).show_sharded()
+        Sites(self._owned, faces, self.gathered).register()
         try:
             yield
         finally:
-            self.sites.show_sharded()
+            self.sites.register()
+
+    # ------------------------------------------------------------------ memory of the gathered ones
+
+    def released(self) -> None:
+        """Refuse reads of the gathered weights: their memory is gone."""
+        refuse_reads(self._guarded)
+
+    def brought_back(self) -> None:
+        """Allow reads of the gathered weights again."""
+        let_read(self._guarded)
+
+    def check_unchanged(self) -> None:
+        """Look for changes in place of gathered weights since the last look.
+
+        Raises:
+            StateError: there was one, by an operator that PyTorch counts.
+        """
+        versions = versions_of(self.gathered)
+        if versions == self._versions:
+            return
+        index = next(i for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)) if new != old)
+        refuse_uncounted(self.gathered[index], Place(self._receiver, self._owned[index].name))
+
+    def accept_versions(self) -> None:
+        """Forget of changes in place: the values will be written again."""
+        self._versions = versions_of(self.gathered)
 
     # ------------------------------------------------------------------ requires_grad
 
@@ -175,13 +208,15 @@ class Faces:
         is_changed = False
         for index, face in enumerate(self.sharded):
             current = self.sites.registered(index)
+            if current is None:
+                continue
             local = current.to_local() if isinstance(current, DTensor) else current.data
             wanted = self._main_weight.get_local_tensor(index)
             if current is face and local.data_ptr() == wanted.data_ptr():
                 continue
             self._adopt(index, current, unit)
             is_changed = True
-        self.sites.show_sharded()
+        self.sites.register()
         return is_changed
 
     def _adopt(self, index: int, current: torch.Tensor, unit: str) -> None:
@@ -201,6 +236,22 @@ class Faces:
                 buffer.write_tensor(index, whole if owned.split is None else owned.split.local_part(whole))
             face.data = self._resting(index)
             self._follow_locals()
+
+    def adopt(self, index: int, value: FlatDTensor) -> None:
+        """Let a sharded tensor that a user registered be parameter ``index``, over this group's memory."""
+        old, resting = self.sharded[index], self._resting(index)
+        assert isinstance(old, FlatDTensor)
+        assert isinstance(resting, FlatDTensor)
+        with torch.no_grad():
+            values = value.detach() if is_laid_out_like(value, old) else self.laid_out(old, value.detach())
+            # Who kept the old parameter keeps its values.
+            rebind(old, old.with_local(old._local_tensor.clone()))
+            resting._local_tensor.copy_(values._local_tensor)
+            rebind(value, resting)
+        mark_replaced(old, self._owned[index].name)
+        self.sharded[index] = value  # type: ignore[call-overload]  # a DTensor that says that it is a parameter
+        self._follow_locals()
+        self.sites = Sites(self._owned, self.sharded, self.gathered)
 
     def _follow_locals(self) -> None:
         # Every in-place operator on a sharded parameter changes the version of the rows below it.

@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
+from megatron_fsdp.gathered_weight import KINDS
 from megatron_fsdp.ownership import OwnedParameter
 
 __all__ = ["FusedLinear", "ProductReceiver", "add_product", "expert_matmul", "fuse_linear_layers", "offer_products"]
@@ -84,6 +85,7 @@ class FusedLinear(nn.Linear):
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_WEIGHTS = (*_PLAIN, *KINDS)
 
 
 def _is_recorded_plainly() -> bool:
@@ -200,7 +202,7 @@ def offer_products(
         is_wide: also into FP32 views of 16-bit weights.
     """
     for index, (weight, view) in enumerate(zip(weights, views, strict=True)):
-        is_plain = type(weight) in _PLAIN and weight.ndim in (2, 3) and weight.is_floating_point()
+        is_plain = type(weight) in _WEIGHTS and weight.ndim in (2, 3) and weight.is_floating_point()
         fits = weight.dtype is view.dtype or (is_wide and weight.itemsize == 2 and view.dtype is torch.float32)
         if is_plain and fits and weight.device == view.device:
             setattr(weight, _ATTRIBUTE, _Target(receiver, index))

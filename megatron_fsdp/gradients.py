@@ -117,6 +117,10 @@ class GradientBuffer:
         if not trained:
             self._parameters[index].grad = None
 
+    def replace(self, index: int, parameter: torch.Tensor) -> None:
+        """Show gradients of parameter ``index`` on another object."""
+        self._parameters = (*self._parameters[:index], parameter, *self._parameters[index + 1 :])
+
     @property
     def num_arrived(self) -> int:
         """How many parameters got a gradient since ``close``."""

@@ -18,7 +18,7 @@ from megatron_fsdp.exclusion import is_no_shard
 from megatron_fsdp.meshes import ShardingTarget
 from megatron_fsdp.tensor_parallel import TensorParallel, tensor_parallel_of
 
-__all__ = ["OwnedParameter", "ParameterSite", "collect_parameters", "group_parameters", "mark_owned"]
+__all__ = ["OwnedParameter", "ParameterSite", "collect_parameters", "group_parameters", "mark_owned", "owner_words"]
 
 # Parameters, sharded ones and the originals, that some unit has taken over, with the name of that unit and of the
 # parameter in it. A tied weight that is still registered elsewhere is found here.
@@ -149,6 +149,14 @@ def _check_parameter(name: str, parameter: nn.Parameter, root: nn.Module) -> Non
 def mark_owned(parameter: nn.Parameter, unit: str, name: str) -> None:
     """Remember that ``parameter`` belongs to a unit, under a name."""
     _TAKEN[parameter] = (unit, name)
+
+
+def owner_words(tensor: torch.Tensor) -> str | None:
+    """Return what a sharded parameter is called, for messages; None for any other tensor."""
+    if not isinstance(tensor, DTensor) or tensor not in _TAKEN:
+        return None
+    unit, name = _TAKEN[tensor]
+    return f"parameter {name!r} of unit {unit!r}"
 
 
 def group_parameters(owned: Sequence[OwnedParameter]) -> list[list[OwnedParameter]]:

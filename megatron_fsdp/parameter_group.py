@@ -17,14 +17,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dbuffer import BufferPlacement, DBuffer, Flat, Plan, SlotPool
+from dbuffer import BufferPlacement, DBuffer, Flat, FlatDTensor, Plan, SlotPool
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.faces import Faces, is_laid_out_like
 from megatron_fsdp.gradients import GradientBuffer, GradientSpec
 from megatron_fsdp.lanes import Ticket, lane
 from megatron_fsdp.optimizer_steps import num_optimizer_steps, refreshes_itself
-from megatron_fsdp.ownership import OwnedParameter
+from megatron_fsdp.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.partial_reshard import PostForwardShard, check_post_forward_size
 from megatron_fsdp.pools import BufferPools, SlotChoice
 from megatron_fsdp.reduction import ReduceFunction
@@ -87,11 +87,11 @@ class ParameterGroup:
         if self.weights.remainder is not None:
             self.weights.remainder.watch(self.faces.sharded)
         self.faces.adopt_names(self.name)
-        self.weights.release()
+        self._release_weights()
         self.gradients: GradientBuffer | None = None
         if any(face.requires_grad for face in self.faces.sharded):
             self._make_gradients()
-        self.faces.sites.show_sharded()
+        self.faces.sites.register()
 
     def _make_gradients(self) -> None:
         spec, dtypes = self.spec, self.spec.dtypes
@@ -265,7 +265,34 @@ class ParameterGroup:
             self._gather_ticket = None
         self.weights.gathered_is_used()
         self.weight_state = WeightState.UNSHARDED
+        if not self.rests_whole:
+            self.faces.brought_back()
         self.faces.sites.show_unsharded()
+
+    def reveal(self) -> None:
+        """Show gathered weights that ``conceal`` took away."""
+        if self.weight_state is WeightState.UNSHARDED and not self.faces.sites.shows_gathered:
+            self.faces.sites.show_unsharded()
+
+    def conceal(self) -> None:
+        """Show the sharded parameters, while gathered weights stay for the backward that follows."""
+        self.faces.sites.show_sharded()
+
+    def end_call(self) -> None:
+        """Compute has used the weights in a forward call: take back what was lent to it.
+
+        Raises:
+            StateError: somebody changed gathered weights in place.
+        """
+        self.faces.sites.take_back()
+        try:
+            self.faces.check_unchanged()
+        except StateError:
+            self._is_suspect = True
+            if self.weights.can_restore_gathered:
+                self.faces.accept_versions()
+                self._generation += 1
+            raise
 
     def reshard(self, *, keep_part: bool = False) -> None:
         """Show the sharded parameters and release the gathered weights.
@@ -278,7 +305,12 @@ class ParameterGroup:
         self.finish_gather()
         self.faces.sites.show_sharded()
         self.weight_state = WeightState.SHARDED
-        self.weights.release(keep_generation=self._gathered_generation if keep_part else None)
+        self._release_weights(self._gathered_generation if keep_part else None)
+
+    def _release_weights(self, keep_generation: int | None = None) -> None:
+        self.weights.release(keep_generation=keep_generation)
+        if not self.rests_whole:
+            self.faces.released()
 
     def reshard_to(self, size: int) -> None:
         """Keep, from forward to backward, a part of the weights such that ``size`` neighbours hold them together.
@@ -373,7 +405,7 @@ class ParameterGroup:
 
     def show(self) -> None:
         """Register the sharded parameters again."""
-        self.faces.sites.show_sharded()
+        self.faces.sites.unhide()
 
     def rename(self, name: str) -> None:
         """Take another unit name, for messages."""
@@ -390,6 +422,39 @@ class ParameterGroup:
         """
         if self.faces.readopt(self.name):
             self._is_changed = True
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether its weights were never used: nothing was gathered, nothing was trained."""
+        return self._generation == 0 and self.weight_state is WeightState.SHARDED
+
+    def is_split(self, index: int) -> bool:
+        """Whether a parameter is sharded over axes that are not data-parallel."""
+        return self._owned[index].split is not None
+
+    def can_adopt(self, index: int, value: FlatDTensor) -> bool:
+        """Whether a sharded tensor may take the place of parameter ``index`` for good."""
+        main, owned = self.main_weight, self._owned[index]
+        return (
+            owned.split is None
+            and len(owned.sites) == 1
+            and self.weights.remainder is None
+            and (value.shape, value.dtype) == (self.faces.sharded[index].shape, main.dtype)
+            and value.device_mesh == self.faces.sharded[index].device_mesh
+            and not value.is_meta
+        )
+
+    def adopt(self, index: int, value: FlatDTensor) -> None:
+        """Make a sharded tensor parameter ``index``: its values, and the object itself, whose memory is this group's."""
+        self.faces.adopt(index, value)
+        face = self.faces.sharded[index]
+        self.parameters = self.faces.by_name()
+        self._owned[index].parameter = face
+        _GROUPS[face] = weakref.ref(self)
+        mark_owned(face, self.name, self._owned[index].name)
+        if self.gradients is not None:
+            self.gradients.replace(index, face)
+        self._is_changed = True
 
     def laid_out(self, face: torch.Tensor, value: torch.Tensor) -> DTensor:
         """Return ``value``, whole or a DTensor, laid out like one of the parameters; see ``Faces.laid_out``."""

@@ -106,6 +106,7 @@ class Schedule:
         if unit is self.root and not unit.awaits(module):
             self._start_pass()
         if self._open_call(unit, module):
+            unit.meet_strangers()
             self._release_lingering(unit)
             unit.follow_requires_grad()
             self._unshard_fresh(unit)
@@ -146,6 +147,7 @@ class Schedule:
 
     def _close_call(self, unit: Unit, call: Call) -> None:
         self._end_call(unit, call)
+        unit.end_call()
         if unit.calls and unit.calls[-1]() is call:
             call.trail, call.position = self._trail, len(self._trail)
             self._trail.append(weakref.ref(unit))
@@ -195,6 +197,9 @@ class Schedule:
             unit.open_call = None
             if unit is not awaited and not unit.is_sharded and self.reshards_after_forward(unit):
                 self._reshard(unit, keep_part=torch.is_grad_enabled())
+        if awaited is not None:
+            # Whoever asks for parameters between forward and backward gets those that can be trained and changed.
+            awaited.conceal()
 
     def _watch(self, call: Call, output: Any) -> None:
         for tensor in iterate_tensors(output):
@@ -286,6 +291,7 @@ class Schedule:
         self._open_backward()
         if unit.open_call is not None or not any(unit.outstanding_calls()):
             self._open_call(unit, module)
+            unit.meet_strangers()
         self._active[id(unit)] = unit.reference
         self._unshard(unit, check=False)
 
@@ -396,6 +402,8 @@ class Schedule:
             trace("use", unit.name)
             for group in unit.groups:
                 group.finish_gather()
+        for group in unit.groups:
+            group.reveal()
 
     def _reshard(self, unit: Unit, *, keep_part: bool = False) -> None:
         if not unit.is_sharded:

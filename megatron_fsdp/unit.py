@@ -17,6 +17,7 @@ from megatron_fsdp.lanes import trace
 from megatron_fsdp.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.pools import BufferPools, SlotChoice
 from megatron_fsdp.precision import MixedPrecisionPolicy
+from megatron_fsdp.strangers import admit
 
 __all__ = ["Call", "Driver", "InFlight", "Unit", "alive", "is_in_backward", "watchers"]
 
@@ -185,6 +186,27 @@ class Unit:
         changed = [group.follow_requires_grad() for group in self.groups]
         if any(changed):
             self.follow_gradients()
+
+    def meet_strangers(self) -> None:
+        """Decide what becomes of what somebody else registered in the places of the unit's parameters.
+
+        Raises:
+            StateError: it cannot be used for what follows.
+        """
+        for group in self.groups:
+            strangers = group.faces.sites.strangers()
+            if strangers:
+                admit(group, strangers)
+
+    def end_call(self) -> None:
+        """Take notice that a forward call has used the weights."""
+        for group in self.groups:
+            group.end_call()
+
+    def conceal(self) -> None:
+        """Show the sharded parameters, while gathered weights stay for the backward that follows."""
+        for group in self.groups:
+            group.conceal()
 
     def materialize(self) -> None:
         """Allocate the buffers of parameters that were on the meta device."""

@@ -138,6 +138,11 @@ class WeightBuffers:
         """Whether weights at rest follow main weights by a cast of this rank's shard, without communication."""
         return self.main.placements == self.model.placements
 
+    @property
+    def can_restore_gathered(self) -> bool:
+        """Whether a refresh and a gather write all of the gathered weights again."""
+        return self.gathered is not self.model or self.main.dtype is not self.model.dtype
+
     def choose_source(self, generation: int) -> None:
         """Let the next ``gather`` take the part kept after forward if that is of this generation."""
         self._is_from_part = self.post_forward is not None and self.post_forward.holds(generation)

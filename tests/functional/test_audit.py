@@ -131,7 +131,7 @@ class Borrowed(nn.Module):
         super().__init__()
         self.model = model
         self.kept: list[torch.Tensor] = []
-        model.blocks[0].register_forward_pre_hook(lambda block, _: self.kept.append(block.project.weight) and None)
+        model.blocks[0].register_forward_pre_hook(lambda block, _: self.kept.append(block.project.weight.detach()))
 
     def use(self) -> None:
         functional.linear(torch.ones(15), self.kept[-1])

@@ -213,7 +213,9 @@ def touch_released_weights() -> dict[str, str]:
 @pytest.mark.parametrize("way", ["buffer", "tensor", "weight", "view", "write", "transpose", "linear"])
 def test_weights_raise_after_reshard_when_reached_through_a(way: str) -> None:
     for errors in run_ranks(2, touch_released_weights):
-        assert errors[way].startswith("StorageError: unit 'layers.0': gathered weights")
+        is_parameter = way in ("weight", "write", "transpose", "linear")
+        what = "parameter 'up.weight'" if is_parameter else "gathered weights"
+        assert errors[way].startswith(f"StorageError: unit 'layers.0': {what}")
 
 
 def use_captured_weight_after_regather() -> bool:

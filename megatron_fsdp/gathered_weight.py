@@ -1,0 +1,198 @@
+"""GatheredWeight: the parameter that compute uses while a unit is gathered, which nobody may change or keep.
+
+It is a copy that every rank has and that goes when the unit reshards, so a change of it would be lost, or differ from
+rank to rank (docs/design/freshness.md). Reading it costs what reading an ``nn.Parameter`` costs. While its memory is
+released it refuses to be read at all: PyTorch would end the process (docs/design/storage.md).
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from dbuffer import StorageError
+from megatron_fsdp.errors import StateError
+
+__all__ = ["KINDS", "GatheredWeight", "Place", "let_read", "refuse_change", "refuse_reads", "refuse_uncounted", "versions_of"]
+
+_VERSION: Any = torch._C.TensorBase._version
+_version = _VERSION.__get__
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a gathered weight is called, for messages; it keeps nothing alive."""
+
+    owner: weakref.ref[Any]
+    parameter: str
+
+    @property
+    def words(self) -> str:
+        """The unit and the parameter."""
+        owner = self.owner()
+        return f"unit {'(deleted)' if owner is None else owner.name!r}: parameter {self.parameter!r}"
+
+
+def refuse_change(place: Place, how: str) -> NoReturn:
+    """Refuse a change of gathered weights.
+
+    Raises:
+        StateError: always.
+    """
+    raise StateError(
+        f"{place.words} was changed in place while it was gathered ({how}). Each rank would change a copy of its own, "
+        "which the unit drops when it reshards. Change the sharded parameter instead, outside of forward and backward: "
+        "after optimizer.step(), under torch.no_grad(); weights that a forward has to change belong into a buffer."
+    )
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
+        refuse_change(self._fsdp_place, name)
+
+    refuse.__name__ = name
+    return refuse
+
+
+# In place, and yet no change of the values.
+_HARMLESS = frozenset({"requires_grad_", "detach_", "rename_"})
+_IN_PLACE = tuple(
+    name
+    for name in dir(torch.Tensor)
+    if (name.endswith("_") and not name.startswith("_") and name not in _HARMLESS)
+    or name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__")
+    or name in ("__idiv__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__")
+)
+
+
+class GatheredWeight(nn.Parameter):
+    """A plain parameter over gathered weights."""
+
+    _fsdp_place: Place
+    _fsdp_taken_at: str = ""
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # of torch
+        return f"Parameter containing:\n{self.detach()!r}"
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values without history."""
+        caller = sys._getframe(1)
+        self._fsdp_taken_at = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        # Unlike PyTorch's own .data this shares the version counter, so that changes are seen.
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        refuse_change(self._fsdp_place, ".data = ...")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a copy that is an ordinary parameter."""
+        copied = memo.get(id(self))
+        if copied is None:
+            copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied  # type: ignore[no-any-return]  # the memo is untyped
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a copy, not the memory of the whole unit around it."""
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+_SHAPE = frozenset(
+    """size dim ndimension numel nelement stride element_size is_contiguous is_floating_point is_complex storage_offset
+    requires_grad_ register_hook register_post_accumulate_grad_hook untyped_storage data_ptr __hash__ get_device
+    __len__ is_shared""".split()
+)
+_VALUES = frozenset({"data", "real", "imag", "T", "mT", "H", "mH"})
+
+
+class _ReleasedWeight(GatheredWeight):
+    """What a ``GatheredWeight`` is between ``reshard`` and the next ``unshard``: a shape and a name."""
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]  # the base switches it off
+        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+            is_harmless = name not in _VALUES
+        else:
+            is_harmless = name in _SHAPE
+        if not is_harmless:
+            raise _released(args, kwargs or {}, name)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @property
+    def data(self) -> torch.Tensor:
+        raise _released((self,), {}, "data")
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise _released((self,), {}, "data")
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # of torch
+        return f"GatheredWeight({self._fsdp_place.words}, released, size={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise _released((self,), {}, "deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _released((self,), {}, "pickle")
+
+
+for _name in _IN_PLACE:
+    setattr(GatheredWeight, _name, _refusing(_name))
+
+KINDS: tuple[type[GatheredWeight], ...] = (GatheredWeight, _ReleasedWeight)
+"""The exact types of gathered weights, while their memory is there and while it is not."""
+
+
+def _released(args: Iterable[Any], kwargs: dict[str, Any], name: str) -> StorageError:
+    operands = [*args, *kwargs.values()]
+    nested = [item for operand in operands if isinstance(operand, (list, tuple)) for item in operand]
+    weight = next(item for item in (*operands, *nested) if isinstance(item, _ReleasedWeight))
+    return StorageError(
+        f"{weight._fsdp_place.words}: {name} of its gathered weight, which was released when the unit resharded. Read "
+        "the parameter that the module shows now (a DTensor; full_tensor() gathers it), or use weights inside their "
+        "unit's forward only; model.unshard() brings them back."
+    )
+
+
+def refuse_reads(weights: Iterable[torch.Tensor]) -> None:
+    """Note that the memory of gathered weights was released."""
+    for weight in weights:
+        weight.__class__ = _ReleasedWeight  # type: ignore[assignment]
+
+
+def let_read(weights: Iterable[torch.Tensor]) -> None:
+    """Note that the memory of gathered weights is there again."""
+    for weight in weights:
+        weight.__class__ = GatheredWeight  # type: ignore[assignment]
+
+
+def refuse_uncounted(weight: torch.Tensor, place: Place) -> NoReturn:
+    """Refuse a change that was found afterwards.
+
+    Raises:
+        StateError: always.
+    """
+    taken_at = getattr(weight, "_fsdp_taken_at", "")
+    how = f"its .data was taken at {taken_at}" if taken_at else "by an operator such as max_norm's, a view or out="
+    refuse_change(place, how)
+
+
+def versions_of(weights: Iterable[torch.Tensor]) -> list[int]:
+    """Return how often each weight was changed in place, by operators that PyTorch counts."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(_version, weights))
