@@ -12,18 +12,20 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from megatron_fsdp.checkpoint_manifest import (
     MANIFEST,
     DamagedCheckpointError,
     FileEntry,
+    damage_of,
     find_damage,
     read_manifest,
 )
 from megatron_fsdp.checkpoint_metadata import METADATA, EntryPath, paths_of, read_metadata, tensors_by_file
 from megatron_fsdp.checkpoint_ranks import CheckpointRanks
-from megatron_fsdp.checkpoint_writer import STATE_FILE, bring_back
+from megatron_fsdp.checkpoint_scratch import resting_place
+from megatron_fsdp.checkpoint_writer import STATE_FILE, place_of
 from megatron_fsdp.errors import CheckpointError
 
 __all__ = ["OpenCheckpoint", "open_checkpoint", "read_entries", "verify_folder"]
@@ -53,7 +55,7 @@ class OpenCheckpoint:
 
 
 def open_checkpoint(folder: Path, ranks: CheckpointRanks, *, verify: bool) -> OpenCheckpoint:
-    """Find a checkpoint and check it; every rank calls it.
+    """Find a checkpoint and check it, without changing anything on the disk; every rank calls it.
 
     Args:
         verify: hash all files, a share on each rank; False compares sizes only.
@@ -62,7 +64,9 @@ def open_checkpoint(folder: Path, ranks: CheckpointRanks, *, verify: bool) -> Op
         DamagedCheckpointError: a file is missing or changed; the message names it and the parameters in it.
     """
     step = f"opening {folder}"
-    ranks.agree(step, lambda: None, lambda _: bring_back(folder))
+    path = place_of(folder)
+    # A save that was killed while it replaced the checkpoint has moved that away; rank 0 says where all of them read.
+    folder = Path(ranks.agree(step, lambda: None, lambda _: str(resting_place(path))))
     files: dict[str, FileEntry] = {}
     ranks.check(step, lambda: files.update(_expected_files(folder)))
     _verify(folder, files, ranks, verify)
@@ -90,6 +94,8 @@ def read_entries(opened: OpenCheckpoint, targets: MutableMapping[str, Any]) -> N
 
     Args:
         targets: by entry name; any placeholder stands for what is no tensor.
+    Raises:
+        DamagedCheckpointError: a value cannot be decoded; the message names it, its file and its first byte there.
     """
     reader = FileSystemReader(opened.folder)
     reader.set_up_storage_reader(opened.metadata, is_coordinator=True)
@@ -97,8 +103,25 @@ def read_entries(opened: OpenCheckpoint, targets: MutableMapping[str, Any]) -> N
     planner = _TensorsOnlyPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(wanted, opened.metadata, is_coordinator=True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    reader.read_data(plan, planner).wait()
+    try:
+        reader.read_data(plan, planner).wait()
+    except Exception as error:
+        # Once more, one by one, to say which it was.
+        for item in plan.items:
+            try:
+                reader.read_data(LoadPlan([item]), planner).wait()
+            except Exception as found:
+                raise DamagedCheckpointError(_damage_at(opened, item, found)) from None
+        raise CheckpointError(f"{opened.folder}: {type(error).__name__}: {error}") from error
     targets.update(wanted)
+
+
+def _damage_at(opened: OpenCheckpoint, item: ReadItem, error: Exception) -> str:
+    stored = opened.metadata.storage_data.get(item.storage_index)
+    if stored is None:
+        return f"{opened.folder / METADATA} is damaged: it does not say where {item.storage_index.fqn} lies"
+    line = damage_of(opened.folder / stored.relative_path, error, stored.offset)
+    return f"{line}, where {item.storage_index.fqn} lies"
 
 
 class _TensorsOnlyPlanner(DefaultLoadPlanner):
@@ -106,12 +129,14 @@ class _TensorsOnlyPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take over one value that is no tensor: numbers, strings, and collections of these."""
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 
 
 def _expected_files(folder: Path) -> dict[str, FileEntry]:
     if not (folder / METADATA).exists() and not (folder / MANIFEST).exists():
-        raise CheckpointError(f"{folder} holds no complete checkpoint (looked for {METADATA} and {MANIFEST})")
+        old = folder.with_name(f"{folder.name}.old")
+        hint = f"; there is one at {old}: rename it if it is the one wanted" if (old / MANIFEST).exists() else ""
+        raise CheckpointError(f"{folder} holds no complete checkpoint (looked for {METADATA} and {MANIFEST}){hint}")
     if (folder / MANIFEST).exists() or (folder / STATE_FILE).exists():
         return read_manifest(folder)
     return {}
@@ -162,5 +187,10 @@ def _read_frame(folder: Path, *, has_state: bool) -> OpenCheckpoint:
     metadata = read_metadata(folder)
     state: Mapping[str, Any] = {}
     if has_state:
-        state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise DamagedCheckpointError(damage_of(folder / STATE_FILE, error)) from None
+        if not isinstance(state, dict):
+            raise DamagedCheckpointError(f"{folder / STATE_FILE} is damaged: it holds a {type(state).__name__}")
     return OpenCheckpoint(folder, metadata, state)

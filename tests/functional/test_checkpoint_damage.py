@@ -232,7 +232,7 @@ def save_and_die_between_the_renames(path: str) -> None:
 
     def rename_and_die(old: Path, new: Path) -> None:
         rename(old, new)
-        if new.name.endswith(".old"):
+        if new.name == "replaced":
             die()
 
     mock.patch.object(Path, "rename", rename_and_die).start()
