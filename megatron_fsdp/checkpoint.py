@@ -29,6 +29,7 @@ from megatron_fsdp.checkpoint_model import (
 )
 from megatron_fsdp.checkpoint_optimizer import OptimizerMatch, describe_optimizer, match_optimizer, optimizer_kind
 from megatron_fsdp.checkpoint_random import check_random_state, random_state, restore_random_state
+from megatron_fsdp.checkpoint_rank_values import find_rank_values, part_rank_values
 from megatron_fsdp.checkpoint_ranks import CheckpointRanks, checkpoint_ranks
 from megatron_fsdp.checkpoint_reader import OpenCheckpoint, open_checkpoint, read_entries
 from megatron_fsdp.checkpoint_writer import place_of, plan_save, write_draft
@@ -76,7 +77,10 @@ def start_save(
     finish_pending_save()
     ranks = checkpoint_ranks()
     path = place_of(path)
-    draft = plan_save(path, lambda: _collect(model, optimizer, extra, ranks), ranks)
+    views: list[ModelView] = []
+    ranks.check(f"planning to save {path}", lambda: views.append(view_model(model)))
+    owners = find_rank_values(views[0], ranks)
+    draft = plan_save(path, lambda: _collect(views.pop(), owners, optimizer, extra, ranks), ranks)
     if asynchronous:
         try:
             ranks.check(f"copying what to save in {path} to host memory", draft.planner.hold)
@@ -119,10 +123,13 @@ def load_checkpoint(
 
 
 def _collect(
-    model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, ranks: CheckpointRanks
+    view: ModelView,
+    owners: Mapping[str, int],
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    ranks: CheckpointRanks,
 ) -> tuple[dict[str, Any], bytes]:
     """Return the nested entries that this rank knows, and the bytes of the state file."""
-    view = view_model(model)
     entries: dict[str, Any] = {"model": view.tensors, "random_state": {f"rank_{ranks.rank}": random_state()}}
     state: dict[str, Any] = {
         "extra": dict(extra or {}),
@@ -134,6 +141,7 @@ def _collect(
     if optimizer is not None:
         entries["optimizer"] = describe_optimizer(optimizer, view)
         state["optimizer"] = optimizer_kind(optimizer)
+    part_rank_values(entries, owners, ranks.rank)
     return entries, state_bytes(state)
 
 

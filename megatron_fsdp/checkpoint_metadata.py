@@ -17,9 +17,11 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from megatron_fsdp.checkpoint_manifest import DamagedCheckpointError, damage_of
 from megatron_fsdp.errors import CheckpointError
 
-__all__ = ["METADATA", "EntryPath", "paths_of", "read_metadata", "tensors_by_file", "tensors_of"]
+__all__ = ["METADATA", "RANK_VALUES", "EntryPath", "paths_of", "read_metadata", "tensors_by_file", "tensors_of"]
 
 METADATA = ".metadata"
+# First part of the path of what ranks hold under one name and not alike, before "rank_3" and the rest of the path.
+RANK_VALUES = "rank_values"
 EntryPath = tuple[str | int, ...]
 
 _ALLOWED = {
@@ -106,6 +108,7 @@ def tensors_by_file(metadata: Metadata) -> dict[str, list[str]]:
     found: dict[str, set[str]] = {}
     for index, stored in metadata.storage_data.items():
         path = paths.get(index.fqn, (index.fqn,))
+        path = path[2:] if path[0] == RANK_VALUES else path
         names = found.setdefault(stored.relative_path, set())
         if path[0] == "model":
             names.add(str(path[-1]))

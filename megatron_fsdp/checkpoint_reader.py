@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +23,15 @@ from megatron_fsdp.checkpoint_manifest import (
     find_damage,
     read_manifest,
 )
-from megatron_fsdp.checkpoint_metadata import METADATA, EntryPath, paths_of, read_metadata, tensors_by_file
+from megatron_fsdp.checkpoint_metadata import METADATA, RANK_VALUES, EntryPath, paths_of, read_metadata, tensors_by_file
 from megatron_fsdp.checkpoint_ranks import CheckpointRanks
 from megatron_fsdp.checkpoint_scratch import resting_place
 from megatron_fsdp.checkpoint_writer import STATE_FILE, place_of
 from megatron_fsdp.errors import CheckpointError
 
 __all__ = ["OpenCheckpoint", "open_checkpoint", "read_entries", "verify_folder"]
+
+_log = logging.getLogger(__name__)
 
 _MAX_LISTED = 20
 
@@ -41,17 +44,21 @@ class OpenCheckpoint:
         folder: where it lies. metadata: what it holds.
         state: what is not under a name of the model: ``extra``, ties, number of ranks; empty for a folder that
             PyTorch's own tools wrote.
+        rank: this rank, whose own values count where ranks saved different ones; None where another number of ranks
+            saved, and the first rank's count for all.
     """
 
     folder: Path
     metadata: Metadata
     state: Mapping[str, Any]
+    rank: int | None
 
     def names_below(self, *start: str) -> dict[EntryPath, str]:
         """Return the entries whose path begins like this, by the rest of their path."""
-        return {
-            path[len(start) :]: name for name, path in paths_of(self.metadata).items() if path[: len(start)] == start
-        }
+        paths = paths_of(self.metadata)
+        found = {path[len(start) :]: name for name, path in paths.items() if path[: len(start)] == start}
+        own = (RANK_VALUES, f"rank_{self.rank}", *start)
+        return found | {path[len(own) :]: name for name, path in paths.items() if path[: len(own)] == own}
 
 
 def open_checkpoint(folder: Path, ranks: CheckpointRanks, *, verify: bool) -> OpenCheckpoint:
@@ -71,7 +78,7 @@ def open_checkpoint(folder: Path, ranks: CheckpointRanks, *, verify: bool) -> Op
     ranks.check(step, lambda: files.update(_expected_files(folder)))
     _verify(folder, files, ranks, verify)
     opened: list[OpenCheckpoint] = []
-    ranks.check(step, lambda: opened.append(_read_frame(folder, has_state=STATE_FILE in files)))
+    ranks.check(step, lambda: opened.append(_read_frame(folder, ranks, has_state=STATE_FILE in files)))
     return opened[0]
 
 
@@ -183,7 +190,7 @@ _WITHOUT_PARAMETERS = {
 }
 
 
-def _read_frame(folder: Path, *, has_state: bool) -> OpenCheckpoint:
+def _read_frame(folder: Path, ranks: CheckpointRanks, *, has_state: bool) -> OpenCheckpoint:
     metadata = read_metadata(folder)
     state: Mapping[str, Any] = {}
     if has_state:
@@ -193,4 +200,20 @@ def _read_frame(folder: Path, *, has_state: bool) -> OpenCheckpoint:
             raise DamagedCheckpointError(damage_of(folder / STATE_FILE, error)) from None
         if not isinstance(state, dict):
             raise DamagedCheckpointError(f"{folder / STATE_FILE} is damaged: it holds a {type(state).__name__}")
-    return OpenCheckpoint(folder, metadata, state)
+    is_as_saved = state.get("num_ranks") == ranks.size
+    _warn_of_rank_values(folder, metadata, ranks, is_as_saved=is_as_saved)
+    return OpenCheckpoint(folder, metadata, state, ranks.rank if is_as_saved else None)
+
+
+def _warn_of_rank_values(folder: Path, metadata: Metadata, ranks: CheckpointRanks, *, is_as_saved: bool) -> None:
+    paths = paths_of(metadata).values()
+    names = sorted({str(path[3]) for path in paths if path[0] == RANK_VALUES and path[2] == "model"})
+    if names and not is_as_saved and ranks.rank == 0:
+        more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+        _log.warning(
+            "%s was saved by another number of ranks, which did not hold the same in %s%s: the first rank's values are "
+            "taken on all ranks",
+            folder,
+            ", ".join(names[:_MAX_LISTED]),
+            more,
+        )

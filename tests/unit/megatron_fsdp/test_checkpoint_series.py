@@ -1,6 +1,7 @@
 """A run's folder of checkpoints: which are whole, which is the latest, which are kept; one process, no group."""
 
 import os
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -58,8 +59,13 @@ def test_a_folder_without_checkpoints_has_no_latest_and_loads_nothing(tmp_path: 
 
 
 def test_a_pointer_without_a_step_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "latest").write_text("release\n")
-    with pytest.raises(ConfigError, match="holds 'release'; wanted the number of a step"):
+    for content, said in ((b"release\n", "release"), (b"\xff", re.escape(r"\\xff")), ("²".encode(), "²")):
+        (tmp_path / "latest").write_bytes(content)
+        with pytest.raises(ConfigError, match=f"holds '{said}'; wanted the number of a step"):
+            CheckpointSeries(tmp_path).latest()
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(ConfigError, match="cannot be read .*; wanted a file with a step in it"):
         CheckpointSeries(tmp_path).latest()
 
 
