@@ -15,7 +15,8 @@ from megatron_fsdp.checkpoint_metadata import EntryPath
 from megatron_fsdp.checkpoint_model import ModelView, refuse_differences, siblings
 from megatron_fsdp.checkpoint_reader import OpenCheckpoint, read_entries
 from megatron_fsdp.errors import CheckpointError
-from megatron_fsdp.parameter_group import group_of_parameter
+from megatron_fsdp.optimizer_fresh_state import without_fresh_state
+from megatron_fsdp.optimizer_state import state_dtype
 
 __all__ = ["OptimizerMatch", "describe_optimizer", "match_optimizer", "optimizer_kind"]
 
@@ -27,11 +28,17 @@ def describe_optimizer(optimizer: Optimizer, view: ModelView) -> dict[str, Any]:
     that has taken no step yet has no state: PyTorch's function would take one, with gradients of zero.
 
     Raises:
-        CheckpointError: the optimizer has a parameter that the model has not.
+        CheckpointError: the optimizer has a parameter that the model has not, or state that is of no parameter.
     """
-    document = optimizer.state_dict()
+    document = without_fresh_state(optimizer, optimizer.state_dict())
     names = _names_by_index(optimizer, document, view)
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in document["param_groups"]]
+    foreign = [key for key in document["state"] if key not in names]
+    if foreign:
+        raise CheckpointError(
+            f"{optimizer_kind(optimizer)} has state under {foreign[0]!r}, which is none of its parameters; a "
+            "checkpoint holds state of parameters. Save it as extra={...}"
+        )
     return {"state": {names[index]: values for index, values in document["state"].items()}, "param_groups": groups}
 
 
@@ -71,7 +78,7 @@ def match_optimizer(opened: OpenCheckpoint, optimizer: Optimizer, view: ModelVie
         CheckpointError: the checkpoint has no optimizer, or one of another kind or over other parameters.
     """
     saved_groups = _read_groups(opened)
-    document = optimizer.state_dict()
+    document = without_fresh_state(optimizer, optimizer.state_dict())
     names = _names_by_index(optimizer, document, view)
     aliases = _Aliases(saved_groups, [*view.ties, *opened.state.get("ties", ())])
     saved_names = {index: aliases.saved_name(name) for index, name in names.items()}
@@ -91,7 +98,7 @@ def match_optimizer(opened: OpenCheckpoint, optimizer: Optimizer, view: ModelVie
         rounds += [{} for _ in range(len(takers) - len(rounds))]
         for targets, index in zip(rounds, takers, strict=False):
             current = _look_up(document["state"].get(index, {}), path[1:])
-            targets[entry] = _target(opened, entry, by_index[index], current, _state_dtype(optimizer, by_index[index]))
+            targets[entry] = _target(opened, entry, by_index[index], current, state_dtype(optimizer, by_index[index]))
     return OptimizerMatch(rounds, places, groups)
 
 
@@ -216,13 +223,6 @@ def _target(opened: OpenCheckpoint, entry: str, parameter: torch.Tensor, current
         f"{opened.folder}: {entry} has shape {shape}, its parameter {tuple(parameter.shape)}, and this optimizer "
         "has not made such state yet, which would show how it is laid out; take one step before loading"
     )
-
-
-def _state_dtype(optimizer: Optimizer, parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype of state that the optimizer makes: its own choice, else that of what it steps."""
-    chosen: torch.dtype | None = getattr(optimizer, "moments_dtype", None)
-    group = group_of_parameter(parameter)
-    return chosen or (parameter.dtype if group is None else group.spec.dtypes.stepped)
 
 
 def _look_up(values: Any, path: EntryPath) -> Any:

@@ -65,7 +65,7 @@ def test_a_pointer_without_a_step_is_an_error(tmp_path: Path) -> None:
             CheckpointSeries(tmp_path).latest()
     (tmp_path / "latest").unlink()
     (tmp_path / "latest").mkdir()
-    with pytest.raises(ConfigError, match="cannot be read .*; wanted a file with a step in it"):
+    with pytest.raises(ConfigError, match=r"cannot be read .*; wanted a file with a step in it"):
         CheckpointSeries(tmp_path).latest()
 
 
