@@ -20,6 +20,7 @@ from megatron_fsdp.checkpoint_background import SaveHandle, finish_pending_save,
 from megatron_fsdp.checkpoint_manifest import DamagedCheckpointError
 from megatron_fsdp.checkpoint_metadata import tensors_of
 from megatron_fsdp.checkpoint_model import (
+    ModelMatch,
     ModelView,
     announce_change,
     check_ties,
@@ -117,7 +118,7 @@ def load_checkpoint(
     ranks.check(step, lambda: plans.append(_plan_load(opened, model, optimizer, ranks)))
     (plan,) = plans
     ranks.check(step, lambda: plan.read(opened))
-    _apply(plan, opened, model, optimizer)
+    _apply(plan, model, optimizer)
     extra: dict[str, Any] = opened.state.get("extra", {})
     return extra
 
@@ -168,11 +169,12 @@ def state_bytes(state: Mapping[str, Any]) -> bytes:
 class _LoadPlan:
     """Everything that is to be read, each entry into its target; random state is read already."""
 
-    def __init__(self, view: ModelView, model: dict[str, torch.Tensor], optimizer: OptimizerMatch | None) -> None:
+    def __init__(self, view: ModelView, model: ModelMatch, optimizer: OptimizerMatch | None) -> None:
         self.view = view
         self.optimizer = optimizer
         self.random: dict[str, torch.Tensor] = {}
-        self.targets: dict[str, Any] = dict(model)
+        self.targets: dict[str, Any] = dict(model.targets)
+        self.extra_state = model.extra_state
 
     def read(self, opened: OpenCheckpoint) -> None:
         """Read everything; from here on the model changes."""
@@ -191,9 +193,9 @@ def _plan_load(
     opened: OpenCheckpoint, model: nn.Module, optimizer: Optimizer | None, ranks: CheckpointRanks
 ) -> _LoadPlan:
     view = view_model(model)
-    tensors = match_model(opened, view)
-    check_ties(opened, view)
-    plan = _LoadPlan(view, tensors, None if optimizer is None else match_optimizer(opened, optimizer, view))
+    found = match_model(opened, view)
+    check_ties(opened, view, found.saved)
+    plan = _LoadPlan(view, found, None if optimizer is None else match_optimizer(opened, optimizer, view))
     num_savers = opened.state.get("num_ranks", 0)
     if num_savers == ranks.size:
         plan.random = _read_random_state(opened, ranks.rank)
@@ -227,9 +229,9 @@ def _is_random_state_common(opened: OpenCheckpoint, num_savers: int) -> bool:
     return all(state_of(rank) == first for rank in range(1, num_savers))
 
 
-def _apply(plan: _LoadPlan, opened: OpenCheckpoint, model: nn.Module, optimizer: Optimizer | None) -> None:
+def _apply(plan: _LoadPlan, model: nn.Module, optimizer: Optimizer | None) -> None:
     if optimizer is not None and plan.optimizer is not None:
         plan.optimizer.apply(optimizer)
-    restore_extra_state(model, opened.state.get("extra_state", {}))
+    restore_extra_state(model, plan.extra_state)
     announce_change(model, plan.view)
     restore_random_state(plan.random)
