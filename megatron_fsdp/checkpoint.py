@@ -17,8 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megatron_fsdp.checkpoint_background import SaveHandle, finish_pending_save, run_save
+from megatron_fsdp.checkpoint_manifest import DamagedCheckpointError
 from megatron_fsdp.checkpoint_metadata import tensors_of
 from megatron_fsdp.checkpoint_model import (
+    ModelMatch,
     ModelView,
     announce_change,
     check_ties,
@@ -27,10 +29,11 @@ from megatron_fsdp.checkpoint_model import (
     view_model,
 )
 from megatron_fsdp.checkpoint_optimizer import OptimizerMatch, describe_optimizer, match_optimizer, optimizer_kind
-from megatron_fsdp.checkpoint_random import random_state, restore_random_state
+from megatron_fsdp.checkpoint_random import check_random_state, random_state, restore_random_state
+from megatron_fsdp.checkpoint_rank_values import find_rank_values, part_rank_values
 from megatron_fsdp.checkpoint_ranks import CheckpointRanks, checkpoint_ranks
 from megatron_fsdp.checkpoint_reader import OpenCheckpoint, open_checkpoint, read_entries
-from megatron_fsdp.checkpoint_writer import plan_save, write_draft
+from megatron_fsdp.checkpoint_writer import place_of, plan_save, write_draft
 from megatron_fsdp.errors import CheckpointError
 
 __all__ = ["load_checkpoint", "save_checkpoint", "start_save", "state_bytes"]
@@ -74,9 +77,17 @@ def start_save(
     """Save as ``save_checkpoint`` does, and call ``afterwards`` on rank 0 when the folder has its name."""
     finish_pending_save()
     ranks = checkpoint_ranks()
-    draft = plan_save(path, lambda: _collect(model, optimizer, extra, ranks), ranks)
+    path = place_of(path)
+    views: list[ModelView] = []
+    ranks.check(f"planning to save {path}", lambda: views.append(view_model(model)))
+    owners = find_rank_values(views[0], ranks)
+    draft = plan_save(path, lambda: _collect(views.pop(), owners, optimizer, extra, ranks), ranks)
     if asynchronous:
-        ranks.check(f"copying what to save in {path} to host memory", draft.planner.hold)
+        try:
+            ranks.check(f"copying what to save in {path} to host memory", draft.planner.hold)
+        except CheckpointError:
+            draft.discard()
+            raise
     return run_save(path, lambda: write_draft(draft, ranks, afterwards), in_background=asynchronous)
 
 
@@ -107,16 +118,19 @@ def load_checkpoint(
     ranks.check(step, lambda: plans.append(_plan_load(opened, model, optimizer, ranks)))
     (plan,) = plans
     ranks.check(step, lambda: plan.read(opened))
-    _apply(plan, opened, model, optimizer)
+    _apply(plan, model, optimizer)
     extra: dict[str, Any] = opened.state.get("extra", {})
     return extra
 
 
 def _collect(
-    model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, ranks: CheckpointRanks
+    view: ModelView,
+    owners: Mapping[str, int],
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    ranks: CheckpointRanks,
 ) -> tuple[dict[str, Any], bytes]:
     """Return the nested entries that this rank knows, and the bytes of the state file."""
-    view = view_model(model)
     entries: dict[str, Any] = {"model": view.tensors, "random_state": {f"rank_{ranks.rank}": random_state()}}
     state: dict[str, Any] = {
         "extra": dict(extra or {}),
@@ -128,6 +142,7 @@ def _collect(
     if optimizer is not None:
         entries["optimizer"] = describe_optimizer(optimizer, view)
         state["optimizer"] = optimizer_kind(optimizer)
+    part_rank_values(entries, owners, ranks.rank)
     return entries, state_bytes(state)
 
 
@@ -152,39 +167,48 @@ def state_bytes(state: Mapping[str, Any]) -> bytes:
 
 
 class _LoadPlan:
-    """Everything that is to be read, each entry into its target."""
+    """Everything that is to be read, each entry into its target; random state is read already."""
 
-    def __init__(self, view: ModelView, model: dict[str, torch.Tensor], optimizer: OptimizerMatch | None) -> None:
+    def __init__(self, view: ModelView, model: ModelMatch, optimizer: OptimizerMatch | None) -> None:
         self.view = view
         self.optimizer = optimizer
         self.random: dict[str, torch.Tensor] = {}
-        self.targets: dict[str, Any] = dict(model)
+        self.targets: dict[str, Any] = dict(model.targets)
+        self.extra_state = model.extra_state
 
     def read(self, opened: OpenCheckpoint) -> None:
         """Read everything; from here on the model changes."""
-        read_entries(opened, self.targets)
-        for targets in () if self.optimizer is None else self.optimizer.rounds:
-            read_entries(opened, targets)
-
-    def add_random_state(self, targets: Mapping[str, tuple[str, torch.Tensor]]) -> None:
-        """Read the state of generators, each an entry and its target by the generator's name."""
-        for generator, (entry, target) in targets.items():
-            self.random[generator] = self.targets[entry] = target
+        try:
+            read_entries(opened, self.targets)
+            for targets in () if self.optimizer is None else self.optimizer.rounds:
+                read_entries(opened, targets)
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(
+                f"{error}. Checksums were not compared (verify=False), so part of it was loaded before this was found: "
+                "load another checkpoint"
+            ) from None
 
 
 def _plan_load(
     opened: OpenCheckpoint, model: nn.Module, optimizer: Optimizer | None, ranks: CheckpointRanks
 ) -> _LoadPlan:
     view = view_model(model)
-    tensors = match_model(opened, view)
-    check_ties(opened, view)
-    plan = _LoadPlan(view, tensors, None if optimizer is None else match_optimizer(opened, optimizer, view))
+    found = match_model(opened, view)
+    check_ties(opened, view, found.saved)
+    plan = _LoadPlan(view, found, None if optimizer is None else match_optimizer(opened, optimizer, view))
     num_savers = opened.state.get("num_ranks", 0)
     if num_savers == ranks.size:
-        plan.add_random_state(_random_targets(opened, ranks.rank))
+        plan.random = _read_random_state(opened, ranks.rank)
     elif num_savers and _is_random_state_common(opened, num_savers):
-        plan.add_random_state({name: t for name, t in _random_targets(opened, 0).items() if name != "cuda"})
+        plan.random = {name: state for name, state in _read_random_state(opened, 0).items() if name != "cuda"}
+    check_random_state(plan.random)
     return plan
+
+
+def _read_random_state(opened: OpenCheckpoint, rank: int) -> dict[str, torch.Tensor]:
+    targets = _random_targets(opened, rank)
+    read_entries(opened, dict(targets.values()))
+    return {generator: target for generator, (_, target) in targets.items()}
 
 
 def _random_targets(opened: OpenCheckpoint, rank: int) -> dict[str, tuple[str, torch.Tensor]]:
@@ -205,9 +229,9 @@ def _is_random_state_common(opened: OpenCheckpoint, num_savers: int) -> bool:
     return all(state_of(rank) == first for rank in range(1, num_savers))
 
 
-def _apply(plan: _LoadPlan, opened: OpenCheckpoint, model: nn.Module, optimizer: Optimizer | None) -> None:
+def _apply(plan: _LoadPlan, model: nn.Module, optimizer: Optimizer | None) -> None:
     if optimizer is not None and plan.optimizer is not None:
         plan.optimizer.apply(optimizer)
-    restore_extra_state(model, opened.state.get("extra_state", {}))
+    restore_extra_state(model, plan.extra_state)
     announce_change(model, plan.view)
     restore_random_state(plan.random)

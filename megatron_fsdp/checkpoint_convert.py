@@ -14,7 +14,7 @@ from megatron_fsdp.checkpoint_metadata import tensors_of
 from megatron_fsdp.checkpoint_names import NameMap
 from megatron_fsdp.checkpoint_ranks import CheckpointRanks
 from megatron_fsdp.checkpoint_reader import open_checkpoint, read_entries
-from megatron_fsdp.checkpoint_writer import HoldingPlanner, plan_save, write_draft
+from megatron_fsdp.checkpoint_writer import HoldingPlanner, place_of, plan_save, write_draft
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.safetensors_folder import DEFAULT_FILE_BYTES, FolderReader, write_folder
 from megatron_fsdp.safetensors_model import names_once, stored_info
@@ -85,7 +85,9 @@ def import_checkpoint(folder: Path, path: Path, *, name_map: NameMap | None = No
             shape = reader.infos[there].shape
             return reader.read(there, (0,) * len(shape), shape)
 
-        draft = plan_save(path, lambda: ({"model": model}, state_bytes({"extra": {}})), ranks, _LatePlanner(read))
+        draft = plan_save(
+            place_of(path), lambda: ({"model": model}, state_bytes({"extra": {}})), ranks, _LatePlanner(read)
+        )
         write_draft(draft, ranks)
     return len(names)
 

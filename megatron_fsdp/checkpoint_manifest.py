@@ -16,6 +16,7 @@ __all__ = [
     "MANIFEST",
     "DamagedCheckpointError",
     "FileEntry",
+    "damage_of",
     "find_damage",
     "hash_file",
     "is_whole",
@@ -87,13 +88,28 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
         files = {name: FileEntry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in content.items()}
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{path} is missing; without it nothing in {folder} can be trusted") from None
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise DamagedCheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from None
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, OSError) as error:
+        raise DamagedCheckpointError(damage_of(path, error)) from None
     if version != _FORMAT:
         raise CheckpointError(f"{path} is of format {version!r}, this version reads {_FORMAT}; use a newer version")
     if digest != _digest_of(content) or any(Path(name).name != name for name in files):
         raise DamagedCheckpointError(f"{path} is damaged: its content does not match its own checksum")
     return files
+
+
+def damage_of(path: Path, error: Exception, offset: int | None = None) -> str:
+    """Return a line that names a file that cannot be decoded, the byte at which that failed, and the reason.
+
+    Args:
+        offset: of that byte, where the error does not tell it by itself.
+    """
+    if isinstance(error, json.JSONDecodeError):
+        offset = len(error.doc[: error.pos].encode())
+    elif isinstance(error, UnicodeDecodeError):
+        offset = error.start
+    place = "" if offset is None else f" at byte {offset:,}"
+    reason = next(iter(str(error).splitlines()), "")
+    return f"{path} is damaged{place} ({type(error).__name__}{': ' if reason else ''}{reason})"
 
 
 def find_damage(folder: Path, name: str, entry: FileEntry, *, is_thorough: bool = True) -> str | None:

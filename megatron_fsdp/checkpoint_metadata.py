@@ -14,12 +14,14 @@ from typing import IO, Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from megatron_fsdp.checkpoint_manifest import DamagedCheckpointError
+from megatron_fsdp.checkpoint_manifest import DamagedCheckpointError, damage_of
 from megatron_fsdp.errors import CheckpointError
 
-__all__ = ["METADATA", "EntryPath", "paths_of", "read_metadata", "tensors_by_file", "tensors_of"]
+__all__ = ["METADATA", "RANK_VALUES", "EntryPath", "paths_of", "read_metadata", "tensors_by_file", "tensors_of"]
 
 METADATA = ".metadata"
+# First part of the path of what ranks hold under one name and not alike, before "rank_3" and the rest of the path.
+RANK_VALUES = "rank_values"
 EntryPath = tuple[str | int, ...]
 
 _ALLOWED = {
@@ -61,15 +63,19 @@ def read_metadata(folder: Path) -> Metadata:
         DamagedCheckpointError: the file cannot be decoded.
     """
     path = folder / METADATA
+    offset = 0
     try:
         with path.open("rb") as file:
-            metadata = _unpickle(file)
+            try:
+                metadata = _unpickle(file)
+            finally:
+                offset = file.tell()
     except FileNotFoundError:
         raise CheckpointError(f"{folder} holds no complete checkpoint: {METADATA} is missing") from None
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     except Exception as error:
-        raise DamagedCheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from None
+        raise DamagedCheckpointError(damage_of(path, error, offset)) from None
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise DamagedCheckpointError(f"{path} is damaged: it is no metadata of a checkpoint")
     for stored in metadata.storage_data.values():
@@ -102,6 +108,7 @@ def tensors_by_file(metadata: Metadata) -> dict[str, list[str]]:
     found: dict[str, set[str]] = {}
     for index, stored in metadata.storage_data.items():
         path = paths.get(index.fqn, (index.fqn,))
+        path = path[2:] if path[0] == RANK_VALUES else path
         names = found.setdefault(stored.relative_path, set())
         if path[0] == "model":
             names.add(str(path[-1]))

@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dbuffer import DBuffer
-from megatron_fsdp.checkpoint_metadata import tensors_of
+from megatron_fsdp.checkpoint_foreign import Saved, read_model, read_values
 from megatron_fsdp.checkpoint_reader import OpenCheckpoint, read_entries
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.module import units_below
 from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter
 
 __all__ = [
+    "ModelMatch",
     "ModelView",
     "announce_change",
     "check_ties",
@@ -109,52 +109,65 @@ def siblings(ties: Sequence[Sequence[str]], name: str) -> tuple[str, ...]:
     return tuple(other for group in ties if name in group for other in group if other != name)
 
 
-def match_model(opened: OpenCheckpoint, view: ModelView) -> dict[str, torch.Tensor]:
-    """Return the model's tensors by the names of the checkpoint's entries.
+@dataclass(frozen=True, slots=True)
+class ModelMatch:
+    """Saved values and the places where they go.
+
+    Attributes:
+        targets: what to read each entry into. saved: the values, by the model's names.
+        extra_state: of modules, by name.
+    """
+
+    targets: dict[str, torch.Tensor]
+    saved: Mapping[str, Saved]
+    extra_state: Mapping[str, Any]
+
+
+def match_model(opened: OpenCheckpoint, view: ModelView) -> ModelMatch:
+    """Find the place of every saved value of the model; extra state alone is read yet.
 
     A name that the checkpoint lacks may be covered by another name of the same, tied, parameter.
 
     Raises:
         CheckpointError: names or shapes differ; they are listed.
     """
-    entries = {str(path[0]): name for path, name in opened.names_below("model").items() if len(path) == 1}
-    if not entries:
-        kinds = sorted({str(path[0]) for path in opened.names_below() if path})
-        raise CheckpointError(f"{opened.folder} holds no entries under 'model'; it has {', '.join(kinds) or 'none'}")
-    saved = tensors_of(opened.metadata)
-    differences, targets = [], {}
+    found = read_model(opened, [*view.tensors, *view.extra_state])
+    differences: list[str | None] = []
+    targets: dict[str, torch.Tensor] = {}
     for name, tensor in view.tensors.items():
-        if name in entries:
-            difference = _difference(name, tensor, saved.get(entries[name]))
-            targets[entries[name]] = tensor
-        else:
-            is_covered = any(other in entries for other in view.siblings(name))
-            difference = None if is_covered else f"{name}: not in the checkpoint"
-        if difference is not None:
-            differences.append(difference)
-    differences += [f"{name}: only in the checkpoint" for name in entries if name not in view.tensors]
-    saved_extra = opened.state.get("extra_state", {}).keys()
-    differences += [f"{name}: only in the checkpoint" for name in saved_extra - view.extra_state.keys()]
-    refuse_differences(opened.folder, "model", differences)
-    return targets
+        if name in found.tensors:
+            differences.append(_difference(name, tensor, found.tensors[name]))
+            if differences[-1] is None:
+                targets |= found.tensors[name].targets(tensor)
+        elif not any(other in found.tensors for other in view.siblings(name)):
+            differences.append(f"{name}: not in the checkpoint")
+    differences += [f"{name}: only in the checkpoint" for name in found.tensors if name not in view.tensors]
+    extra = dict(opened.state.get("extra_state", {}))
+    extra |= dict(zip(found.extra_state, read_values(opened, found.extra_state.values()), strict=True))
+    differences += [
+        f"{name}: only in the checkpoint"
+        for name, value in extra.items()
+        if name not in view.extra_state and (value is not None or name not in found.extra_state)
+    ]
+    refuse_differences(opened.folder, "model", [line for line in differences if line is not None])
+    return ModelMatch(targets, found.tensors, extra)
 
 
-def check_ties(opened: OpenCheckpoint, view: ModelView) -> None:
+def check_ties(opened: OpenCheckpoint, view: ModelView, saved: Mapping[str, Saved]) -> None:
     """Refuse a checkpoint with different values for names that share one parameter here; this rank's part is compared.
 
     Raises:
         CheckpointError: they differ.
     """
-    entries = {str(path[0]): name for path, name in opened.names_below("model").items() if len(path) == 1}
     saved_ties = opened.state.get("ties", ())
     for group in view.ties:
-        first, *others = [name for name in group if name in entries]
+        first, *others = [name for name in group if name in saved]
         for other in others:
             if other in siblings(saved_ties, first):
                 continue
             one, two = (torch.empty_like(view.tensors[name]) for name in (first, other))
-            read_entries(opened, {entries[first]: one})
-            read_entries(opened, {entries[other]: two})
+            read_entries(opened, saved[first].targets(one))
+            read_entries(opened, saved[other].targets(two))
             if not torch.equal(local_part(one), local_part(two)):
                 raise CheckpointError(
                     f"{opened.folder} has different values for {first!r} and {other!r}, which are one parameter in "
@@ -198,11 +211,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _difference(name: str, tensor: torch.Tensor, saved: TensorStorageMetadata | None) -> str | None:
-    if saved is None:
+def _difference(name: str, tensor: torch.Tensor, saved: Saved) -> str | None:
+    if saved.shape is None:
         return f"{name}: no tensor in the checkpoint"
-    if tuple(saved.size) != tuple(tensor.shape):
-        return f"{name}: {tuple(saved.size)} in the checkpoint, {tuple(tensor.shape)} here"
+    if saved.shape != tuple(tensor.shape):
+        return f"{name}: {saved.shape} in the checkpoint, {tuple(tensor.shape)} here"
     return None
 
 

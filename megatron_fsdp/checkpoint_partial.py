@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatron_fsdp.checkpoint_background import finish_pending_save
-from megatron_fsdp.checkpoint_metadata import tensors_of
+from megatron_fsdp.checkpoint_foreign import read_model
 from megatron_fsdp.checkpoint_model import announce_change, view_model
 from megatron_fsdp.checkpoint_ranks import checkpoint_ranks
 from megatron_fsdp.checkpoint_reader import open_checkpoint, read_entries
@@ -48,22 +48,22 @@ def load_matching(model: nn.Module, path: str | Path, *, verify: bool = True) ->
     ranks = checkpoint_ranks()
     opened = open_checkpoint(Path(path), ranks, verify=verify)
     view = view_model(model)
-    saved = tensors_of(opened.metadata)
-    entries = {str(rest[0]): name for rest, name in opened.names_below("model").items() if len(rest) == 1}
-    targets, loaded, left = {}, [], []
+    saved = read_model(opened, [*view.tensors, *view.extra_state]).tensors
+    targets: dict[str, Any] = {}
+    loaded, left = [], []
     for name, tensor in view.tensors.items():
-        found = saved.get(entries.get(name, ""))
-        if found is None:
-            if not any(other in entries for other in view.siblings(name)):
+        found = saved.get(name)
+        if found is None or found.shape is None:
+            if not any(other in saved for other in view.siblings(name)):
                 left.append(f"{name}: not in the checkpoint")
-        elif tuple(found.size) != tuple(tensor.shape):
-            left.append(f"{name}: {tuple(found.size)} in the checkpoint, {tuple(tensor.shape)} here")
+        elif found.shape != tuple(tensor.shape):
+            left.append(f"{name}: {found.shape} in the checkpoint, {tuple(tensor.shape)} here")
         else:
-            targets[entries[name]] = tensor
+            targets |= found.targets(tensor)
             loaded.append(name)
-    left += [f"{name}: only in the checkpoint" for name in entries if name not in view.tensors]
+    left += [f"{name}: only in the checkpoint" for name in saved if name not in view.tensors]
     if not loaded:
         raise CheckpointError(f"{path} has no tensor of this model's names and shapes; nothing was loaded")
-    ranks.check(f"loading {path}", lambda: read_entries(opened, dict(targets)))
+    ranks.check(f"loading {path}", lambda: read_entries(opened, targets))
     announce_change(model, view)
     return PartialLoad(tuple(loaded), tuple(left), dict(opened.state.get("extra", {})))

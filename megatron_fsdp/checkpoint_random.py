@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy
 import torch
 
-__all__ = ["random_state", "restore_random_state"]
+from megatron_fsdp.errors import CheckpointError
+
+__all__ = ["check_random_state", "random_state", "restore_random_state"]
 
 
 def random_state() -> dict[str, torch.Tensor]:
@@ -33,11 +35,40 @@ def restore_random_state(state: Mapping[str, torch.Tensor]) -> None:
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     if "numpy" in state:
-        kind, keys, position, has_gauss, gauss = _decode(state["numpy"])
-        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))
+        numpy.random.set_state(_numpy_state(state["numpy"]))
     if "python" in state:
-        version, internal, gauss = _decode(state["python"])
-        random.setstate((version, tuple(internal), gauss))
+        random.setstate(_python_state(state["python"]))
+
+
+def check_random_state(state: Mapping[str, torch.Tensor]) -> None:
+    """Set generators that nobody uses to a state, those that are in it.
+
+    Raises:
+        CheckpointError: it is none; the message names the generator.
+    """
+    attempts: Mapping[str, Callable[[torch.Tensor], object]] = {
+        "torch": torch.Generator().set_state,
+        "numpy": lambda tensor: numpy.random.RandomState().set_state(_numpy_state(tensor)),
+        "python": lambda tensor: random.Random().setstate(_python_state(tensor)),
+    }
+    for generator, attempt in attempts.items():
+        try:
+            if generator in state:
+                attempt(state[generator])
+        except Exception as error:
+            raise CheckpointError(
+                f"the random state of {generator!r} is damaged ({type(error).__name__}: {error}); nothing was loaded"
+            ) from None
+
+
+def _numpy_state(tensor: torch.Tensor) -> tuple[Any, ...]:
+    kind, keys, position, has_gauss, gauss = _decode(tensor)
+    return kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss
+
+
+def _python_state(tensor: torch.Tensor) -> tuple[Any, ...]:
+    version, internal, gauss = _decode(tensor)
+    return version, tuple(internal), gauss
 
 
 def _encode(value: Any) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,21 +13,25 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from megatron_fsdp.checkpoint_manifest import (
     MANIFEST,
     DamagedCheckpointError,
     FileEntry,
+    damage_of,
     find_damage,
     read_manifest,
 )
-from megatron_fsdp.checkpoint_metadata import METADATA, EntryPath, paths_of, read_metadata, tensors_by_file
+from megatron_fsdp.checkpoint_metadata import METADATA, RANK_VALUES, EntryPath, paths_of, read_metadata, tensors_by_file
 from megatron_fsdp.checkpoint_ranks import CheckpointRanks
-from megatron_fsdp.checkpoint_writer import STATE_FILE, bring_back
+from megatron_fsdp.checkpoint_scratch import resting_place
+from megatron_fsdp.checkpoint_writer import STATE_FILE, place_of
 from megatron_fsdp.errors import CheckpointError
 
 __all__ = ["OpenCheckpoint", "open_checkpoint", "read_entries", "verify_folder"]
+
+_log = logging.getLogger(__name__)
 
 _MAX_LISTED = 20
 
@@ -39,21 +44,25 @@ class OpenCheckpoint:
         folder: where it lies. metadata: what it holds.
         state: what is not under a name of the model: ``extra``, ties, number of ranks; empty for a folder that
             PyTorch's own tools wrote.
+        rank: this rank, whose own values count where ranks saved different ones; None where another number of ranks
+            saved, and the first rank's count for all.
     """
 
     folder: Path
     metadata: Metadata
     state: Mapping[str, Any]
+    rank: int | None
 
     def names_below(self, *start: str) -> dict[EntryPath, str]:
         """Return the entries whose path begins like this, by the rest of their path."""
-        return {
-            path[len(start) :]: name for name, path in paths_of(self.metadata).items() if path[: len(start)] == start
-        }
+        paths = paths_of(self.metadata)
+        found = {path[len(start) :]: name for name, path in paths.items() if path[: len(start)] == start}
+        own = (RANK_VALUES, f"rank_{self.rank}", *start)
+        return found | {path[len(own) :]: name for name, path in paths.items() if path[: len(own)] == own}
 
 
 def open_checkpoint(folder: Path, ranks: CheckpointRanks, *, verify: bool) -> OpenCheckpoint:
-    """Find a checkpoint and check it; every rank calls it.
+    """Find a checkpoint and check it, without changing anything on the disk; every rank calls it.
 
     Args:
         verify: hash all files, a share on each rank; False compares sizes only.
@@ -62,12 +71,14 @@ def open_checkpoint(folder: Path, ranks: CheckpointRanks, *, verify: bool) -> Op
         DamagedCheckpointError: a file is missing or changed; the message names it and the parameters in it.
     """
     step = f"opening {folder}"
-    ranks.agree(step, lambda: None, lambda _: bring_back(folder))
+    path = place_of(folder)
+    # A save that was killed while it replaced the checkpoint has moved that away; rank 0 says where all of them read.
+    folder = Path(ranks.agree(step, lambda: None, lambda _: str(resting_place(path))))
     files: dict[str, FileEntry] = {}
     ranks.check(step, lambda: files.update(_expected_files(folder)))
     _verify(folder, files, ranks, verify)
     opened: list[OpenCheckpoint] = []
-    ranks.check(step, lambda: opened.append(_read_frame(folder, has_state=STATE_FILE in files)))
+    ranks.check(step, lambda: opened.append(_read_frame(folder, ranks, has_state=STATE_FILE in files)))
     return opened[0]
 
 
@@ -90,6 +101,8 @@ def read_entries(opened: OpenCheckpoint, targets: MutableMapping[str, Any]) -> N
 
     Args:
         targets: by entry name; any placeholder stands for what is no tensor.
+    Raises:
+        DamagedCheckpointError: a value cannot be decoded; the message names it, its file and its first byte there.
     """
     reader = FileSystemReader(opened.folder)
     reader.set_up_storage_reader(opened.metadata, is_coordinator=True)
@@ -97,8 +110,25 @@ def read_entries(opened: OpenCheckpoint, targets: MutableMapping[str, Any]) -> N
     planner = _TensorsOnlyPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(wanted, opened.metadata, is_coordinator=True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    reader.read_data(plan, planner).wait()
+    try:
+        reader.read_data(plan, planner).wait()
+    except Exception as error:
+        # Once more, one by one, to say which it was.
+        for item in plan.items:
+            try:
+                reader.read_data(LoadPlan([item]), planner).wait()
+            except Exception as found:
+                raise DamagedCheckpointError(_damage_at(opened, item, found)) from None
+        raise CheckpointError(f"{opened.folder}: {type(error).__name__}: {error}") from error
     targets.update(wanted)
+
+
+def _damage_at(opened: OpenCheckpoint, item: ReadItem, error: Exception) -> str:
+    stored = opened.metadata.storage_data.get(item.storage_index)
+    if stored is None:
+        return f"{opened.folder / METADATA} is damaged: it does not say where {item.storage_index.fqn} lies"
+    line = damage_of(opened.folder / stored.relative_path, error, stored.offset)
+    return f"{line}, where {item.storage_index.fqn} lies"
 
 
 class _TensorsOnlyPlanner(DefaultLoadPlanner):
@@ -106,12 +136,14 @@ class _TensorsOnlyPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take over one value that is no tensor: numbers, strings, and collections of these."""
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 
 
 def _expected_files(folder: Path) -> dict[str, FileEntry]:
     if not (folder / METADATA).exists() and not (folder / MANIFEST).exists():
-        raise CheckpointError(f"{folder} holds no complete checkpoint (looked for {METADATA} and {MANIFEST})")
+        old = folder.with_name(f"{folder.name}.old")
+        hint = f"; there is one at {old}: rename it if it is the one wanted" if (old / MANIFEST).exists() else ""
+        raise CheckpointError(f"{folder} holds no complete checkpoint (looked for {METADATA} and {MANIFEST}){hint}")
     if (folder / MANIFEST).exists() or (folder / STATE_FILE).exists():
         return read_manifest(folder)
     return {}
@@ -158,9 +190,30 @@ _WITHOUT_PARAMETERS = {
 }
 
 
-def _read_frame(folder: Path, *, has_state: bool) -> OpenCheckpoint:
+def _read_frame(folder: Path, ranks: CheckpointRanks, *, has_state: bool) -> OpenCheckpoint:
     metadata = read_metadata(folder)
     state: Mapping[str, Any] = {}
     if has_state:
-        state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
-    return OpenCheckpoint(folder, metadata, state)
+        try:
+            state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise DamagedCheckpointError(damage_of(folder / STATE_FILE, error)) from None
+        if not isinstance(state, dict):
+            raise DamagedCheckpointError(f"{folder / STATE_FILE} is damaged: it holds a {type(state).__name__}")
+    is_as_saved = state.get("num_ranks") == ranks.size
+    _warn_of_rank_values(folder, metadata, ranks, is_as_saved=is_as_saved)
+    return OpenCheckpoint(folder, metadata, state, ranks.rank if is_as_saved else None)
+
+
+def _warn_of_rank_values(folder: Path, metadata: Metadata, ranks: CheckpointRanks, *, is_as_saved: bool) -> None:
+    paths = paths_of(metadata).values()
+    names = sorted({str(path[3]) for path in paths if path[0] == RANK_VALUES and path[2] == "model"})
+    if names and not is_as_saved and ranks.rank == 0:
+        more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+        _log.warning(
+            "%s was saved by another number of ranks, which did not hold the same in %s%s: the first rank's values are "
+            "taken on all ranks",
+            folder,
+            ", ".join(names[:_MAX_LISTED]),
+            more,
+        )

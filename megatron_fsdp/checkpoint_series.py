@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,17 @@ from megatron_fsdp.checkpoint import load_checkpoint, start_save
 from megatron_fsdp.checkpoint_background import SaveHandle, finish_pending_save
 from megatron_fsdp.checkpoint_manifest import DamagedCheckpointError, is_whole, sync_folder
 from megatron_fsdp.checkpoint_ranks import checkpoint_ranks
+from megatron_fsdp.checkpoint_scratch import (
+    delete_folder,
+    make_scratch,
+    marked_names,
+    names_at_rest,
+    resting_place,
+    sweep,
+)
 from megatron_fsdp.errors import ConfigError
 
 __all__ = ["CheckpointSeries", "LoadedCheckpoint"]
-
-_DELETED = ".tmp-deleted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,10 @@ class CheckpointSeries:
         """``root`` as a path."""
         return Path(self.root)
 
+    @property
+    def _pattern(self) -> str:
+        return re.escape(self.prefix) + r"(\d{7,})"
+
     def path(self, step: int) -> Path:
         """Return the folder of one step's checkpoint."""
         return self.folder / f"{self.prefix}{step:07d}"
@@ -69,9 +79,8 @@ class CheckpointSeries:
         """Return the steps of the whole checkpoints, ascending; sizes are compared, contents not read."""
         if not self.folder.is_dir():
             return []
-        pattern = re.compile(re.escape(self.prefix) + r"(\d{7,})")
-        found = (pattern.fullmatch(entry.name) for entry in self.folder.iterdir())
-        return sorted(int(match[1]) for match in found if match and is_whole(self.folder / match[0]))
+        found = (re.fullmatch(self._pattern, name) for name in names_at_rest(self.folder))
+        return sorted(int(match[1]) for match in found if match and is_whole(resting_place(self.folder / match[0])))
 
     def latest(self) -> int | None:
         """Return the step that the pointer names, None without a pointer.
@@ -82,10 +91,16 @@ class CheckpointSeries:
         file = self.folder / self.pointer
         if not file.exists():
             return None
-        content = file.read_text(encoding="utf-8").strip()
-        number = content.removeprefix(self.prefix)
-        if not number.isdecimal():
-            raise ConfigError(f"{file} holds {content[:80]!r}; wanted the number of a step, or {self.path(100).name}")
+        try:
+            content = file.read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read ({error}); wanted a file with a step in it") from None
+        number = content.removeprefix(self.prefix.encode())
+        if not number.isdigit():
+            raise ConfigError(
+                f"{file} holds {content[:80].decode(errors='backslashreplace')!r}; wanted the number of a step, or "
+                f"{self.path(100).name}"
+            )
         return int(number)
 
     def save(
@@ -145,28 +160,32 @@ class CheckpointSeries:
     def mark_latest(self, step: int) -> None:
         """Let the pointer name a step; on one rank. It is replaced at once: a kill leaves the old or the new name."""
         target = self.folder / self.pointer
-        temporary = target.with_name(f"{self.pointer}.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(f"{step}\n" if self.is_pointer_bare else f"{self.path(step).name}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
+        scratch = make_scratch(target)
+        try:
+            with scratch.new.open("w", encoding="utf-8") as file:
+                file.write(f"{step}\n" if self.is_pointer_bare else f"{self.path(step).name}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.new.replace(target)
+        finally:
+            scratch.remove()
         sync_folder(self.folder)
 
     def prune(self, keep_last: int) -> None:
         """Delete all but the newest whole checkpoints, and what deletions before left; on one rank."""
         for step in self.steps()[:-keep_last]:
-            path = self.path(step)
-            # Renamed first: a kill half way through the deletion must not leave half a checkpoint under a good name.
-            path.rename(path.with_name(path.name + _DELETED))
-        for entry in list(self.folder.iterdir()):
-            if entry.name.startswith(self.prefix) and entry.name.endswith(_DELETED):
-                shutil.rmtree(entry)
+            delete_folder(self.path(step))
+        for name in marked_names(self.folder):
+            if re.fullmatch(self._pattern, name):
+                sweep(self.folder / name)
 
     def _finisher(self, step: int, keep_last: int | None) -> Callable[[], None]:
+        # In the background the working folder may be another one by then.
+        series = dataclasses.replace(self, root=self.folder.absolute())
+
         def finish() -> None:
-            self.mark_latest(step)
+            series.mark_latest(step)
             if keep_last is not None:
-                self.prune(keep_last)
+                series.prune(keep_last)
 
         return finish

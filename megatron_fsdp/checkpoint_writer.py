@@ -1,15 +1,15 @@
 """Writing a checkpoint folder beside its place, checking it, and giving it its name in one step.
 
-path.tmp-3f2a91c0/   everything is written, read back for its checksums, and brought to the disk here
-path/                the same folder, renamed: it is whole from the moment that it exists
-path.old/            for a moment, the folder that had the name before
+path.tmp-3f2a91c0/new/       everything is written, read back for its checksums, and brought to the disk here
+path/                        the same folder, renamed: it is whole from the moment that it exists
+path.tmp-3f2a91c0/replaced/  for a moment, the folder that had the name before
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,16 +23,22 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_fsdp.checkpoint_manifest import MANIFEST, FileEntry, hash_file, sync_folder, write_manifest
+from megatron_fsdp.checkpoint_manifest import (
+    MANIFEST,
+    FileEntry,
+    hash_file,
+    read_manifest,
+    sync_folder,
+    write_manifest,
+)
 from megatron_fsdp.checkpoint_metadata import METADATA
 from megatron_fsdp.checkpoint_ranks import CheckpointRanks
+from megatron_fsdp.checkpoint_scratch import Scratch, make_scratch, sweep
 from megatron_fsdp.errors import CheckpointError
 
-__all__ = ["STATE_FILE", "Draft", "bring_back", "plan_save", "write_draft"]
+__all__ = ["STATE_FILE", "Draft", "place_of", "plan_save", "write_draft"]
 
 STATE_FILE = "state.pt"
-_OLD = ".old"
-_UNFINISHED = ".tmp-"
 
 
 @dataclass(slots=True)
@@ -42,6 +48,7 @@ class Draft:
     Attributes:
         path: the name that the folder gets. folder: where it is written.
         metadata: what the checkpoint holds; None on every rank but 0.
+        scratch: what ``folder`` lies in, made by rank 0; None elsewhere.
         state: bytes of the state file; rank 0's count.
     """
 
@@ -50,7 +57,14 @@ class Draft:
     plan: SavePlan
     planner: HoldingPlanner
     metadata: Metadata | None
+    scratch: Scratch | None
     state: bytes
+
+    def discard(self) -> None:
+        """Delete what was written, after a failure on any rank; every rank calls it, rank 0 does it."""
+        if self.scratch is not None:
+            with contextlib.suppress(OSError):
+                self.scratch.remove()
 
 
 class HoldingPlanner(DefaultSavePlanner):
@@ -82,7 +96,7 @@ def plan_save(
     """Agree with all ranks on who writes what, and make the folder to write into.
 
     Args:
-        path: the name that the folder will have, the same on all ranks.
+        path: the name that the folder will have, the same on all ranks; see ``place_of``.
         collect: returns the nested entries to save and the bytes of the state file.
         planner: where the values come from; None takes them from the entries.
     Raises:
@@ -91,6 +105,7 @@ def plan_save(
     source = HoldingPlanner() if planner is None else planner
     collected: list[bytes] = []
     made: list[Metadata] = []
+    scratches: list[Scratch] = []
 
     def mine() -> tuple[str, SavePlan]:
         entries, state = collect()
@@ -104,12 +119,28 @@ def plan_save(
             raise CheckpointError(f"ranks save to different paths: {', '.join(paths)}; give all of them the same")
         plans, metadata = source.create_global_plan([plan for _, plan in proposals])
         made.append(metadata)
-        folder = _make_folder(path)
+        scratch = _make_folder(path)
+        scratches.append(scratch)
+        folder = scratch.new
         return [(str(folder), plan) for plan in FileSystemWriter(folder).prepare_global_plan(plans)]
 
     folder, plan = ranks.divide(f"planning to save {path}", mine, together)
     plan = source.finish_plan(plan)
-    return Draft(path, Path(folder), plan, source, made[0] if made else None, collected[0])
+    return Draft(
+        path,
+        Path(folder),
+        plan,
+        source,
+        made[0] if made else None,
+        scratches[0] if scratches else None,
+        collected[0],
+    )
+
+
+def place_of(path: Path) -> Path:
+    """Return the place that a path stands for, wherever the process goes meanwhile: absolute, a link's target."""
+    found = Path.cwd() / path
+    return found.resolve() if found.is_symlink() or found.name in ("", "..") else found
 
 
 def write_draft(draft: Draft, ranks: CheckpointRanks, afterwards: Callable[[], None] | None = None) -> None:
@@ -123,8 +154,9 @@ def write_draft(draft: Draft, ranks: CheckpointRanks, afterwards: Callable[[], N
 
     def together(parts: list[_Written]) -> None:
         assert draft.metadata is not None
+        assert draft.scratch is not None
         _finish(draft, draft.metadata, parts)
-        _publish(draft.folder, draft.path)
+        _publish(draft.scratch)
         if afterwards is not None:
             afterwards()
 
@@ -132,8 +164,7 @@ def write_draft(draft: Draft, ranks: CheckpointRanks, afterwards: Callable[[], N
         ranks.agree(f"saving {draft.path}", lambda: _write_mine(draft), together)
     except CheckpointError:
         # The other ranks have stopped writing: agreeing on the failure took all of them.
-        if ranks.rank == 0:
-            shutil.rmtree(draft.folder, ignore_errors=True)
+        draft.discard()
         raise
 
 
@@ -167,43 +198,62 @@ def _finish(draft: Draft, metadata: Metadata, parts: Sequence[_Written]) -> None
     sync_folder(folder)
 
 
-def _publish(folder: Path, path: Path) -> None:
-    """Give a complete folder its name. A kill between the two renames leaves the old one, for ``bring_back``."""
-    old = path.with_name(path.name + _OLD)
-    if path.exists():
-        _refuse_foreign(path)
-        path.rename(old)
-    folder.rename(path)
-    sync_folder(path.parent)
-    if old.exists():
-        shutil.rmtree(old)
+def _publish(scratch: Scratch) -> None:
+    """Give a complete folder its name, and delete the one that had it; what was not of that checkpoint stays."""
+    if scratch.path.exists():
+        _refuse_foreign(scratch.path)
+        _carry_over(scratch.path, scratch.new)
+    scratch.publish()
+    scratch.remove()
 
 
-def bring_back(path: Path) -> None:
-    """Undo a replacement that was cut off in its middle: the folder that had the name gets it back."""
-    old = path.with_name(path.name + _OLD)
-    if old.exists() and not path.exists():
-        old.rename(path)
-        sync_folder(path.parent)
+def _carry_over(old: Path, new: Path) -> None:
+    """Give the new folder what somebody put into the old one beside the checkpoint."""
+    with contextlib.suppress(CheckpointError):
+        own = {*read_manifest(old), MANIFEST}
+        for entry in old.iterdir():
+            if entry.name not in own and not (new / entry.name).exists():
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link_or_copy)
+                else:
+                    _link_or_copy(entry, new / entry.name)
 
 
-def _make_folder(path: Path) -> Path:
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _make_folder(path: Path) -> Scratch:
     """Make a folder beside ``path``, without what earlier saves to it left when they were killed."""
-    bring_back(path)
+    if path.parent.is_dir():
+        sweep(path)
     _refuse_foreign(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for entry in list(path.parent.iterdir()):
-        if entry.name.startswith(path.name + _UNFINISHED) or entry.name == path.name + _OLD:
-            shutil.rmtree(entry)
-    folder = path.with_name(f"{path.name}{_UNFINISHED}{secrets.token_hex(4)}")
-    folder.mkdir()
-    return folder
+    scratch = make_scratch(path)
+    scratch.new.mkdir()
+    return scratch
 
 
 def _refuse_foreign(path: Path) -> None:
-    """A checkpoint replaces a checkpoint or an empty folder, never other work of the user's."""
-    is_replaceable = path.is_dir() and (
-        (path / METADATA).exists() or (path / MANIFEST).exists() or not any(path.iterdir())
+    """A checkpoint replaces a checkpoint of this library or an empty folder, never other work of the user's."""
+    if not path.exists():
+        return
+    has_index = (path / METADATA).exists()
+    is_own = path.is_dir() and (
+        (has_index and ((path / STATE_FILE).exists() or (path / MANIFEST).exists()))
+        or _is_manifest(path)
+        or not any(path.iterdir())
     )
-    if path.exists() and not is_replaceable:
-        raise CheckpointError(f"{path} exists and is no checkpoint; it would be replaced. Name another path")
+    if not is_own:
+        made = "was not written by save_checkpoint" if has_index else "is no checkpoint"
+        raise CheckpointError(f"{path} exists and {made}; it would be replaced. Name another path, or move it away")
+
+
+def _is_manifest(path: Path) -> bool:
+    try:
+        read_manifest(path)
+    except CheckpointError:
+        return False
+    return True

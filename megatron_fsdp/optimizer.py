@@ -21,6 +21,7 @@ from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.grad_attribute import grads_of
 from megatron_fsdp.module import units_below
 from megatron_fsdp.nonfinite import clip_factor, may_step, readings_of
+from megatron_fsdp.optimizer_fresh_state import show_fresh_state
 from megatron_fsdp.optimizer_state import lay_out_loaded_state, parameters_of, refuse_split_weights
 from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
 
@@ -35,6 +36,9 @@ def fully_shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     The optimizer may be any ``torch.optim.Optimizer`` over ``model.parameters()`` of sharded modules; its param
     groups are kept. Without this
     call training is as correct: the next forward sees that main weights changed.
+
+    The state dict of an optimizer that has not stepped shows its state, of zeros, as Megatron-FSDP's does, so that
+    ``torch.distributed.checkpoint.load`` reads a checkpoint into it; ``load_state_dict`` takes it over if it did.
 
     Raises:
         ConfigError: the optimizer has no sharded parameter; it was probably built before ``fully_shard``. Or it has
@@ -53,6 +57,7 @@ def fully_shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
         )
     references = list(groups.values())
     refreshes_itself(optimizer)
+    show_fresh_state(optimizer)
     optimizer.register_load_state_dict_post_hook(lay_out_loaded_state)
     optimizer.register_step_pre_hook(functools.partial(_before_step, references))
     optimizer.register_step_post_hook(functools.partial(_after_step, references))

@@ -18,7 +18,7 @@ from dbuffer import FlatDTensor
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.parameter_group import group_of_parameter, is_laid_out_like
 
-__all__ = ["lay_out_loaded_state", "parameters_of", "refuse_split_weights"]
+__all__ = ["lay_out_loaded_state", "parameters_of", "refuse_split_weights", "state_dtype"]
 
 # The state dictionary that each optimizer had when it was last looked through; loading makes another one.
 _SEEN: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -30,6 +30,13 @@ def parameters_of(optimizer: Optimizer) -> Iterable[torch.Tensor]:
     """Yield the parameters of all param groups."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def state_dtype(optimizer: Optimizer, parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of state that the optimizer makes: its own choice, else that of what it steps."""
+    chosen: torch.dtype | None = getattr(optimizer, "moments_dtype", None)
+    group = group_of_parameter(parameter)
+    return chosen or (parameter.dtype if group is None else group.spec.dtypes.stepped)
 
 
 def lay_out_loaded_state(optimizer: Optimizer, *_: Any) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import resource
 import signal
 from collections.abc import Callable, Iterator
@@ -125,19 +126,53 @@ def test_an_index_that_names_code_is_not_run(tmp_path: Path, saved: tuple[Path, 
     assert not Path("made-by-a-pickle").exists()
 
 
-def test_a_value_that_names_code_is_not_run(tmp_path: Path, saved: tuple[Path, State]) -> None:
+@pytest.mark.parametrize("entry", ["optimizer.param_groups.0.lr", "model.norm.weight"], ids=["a number", "a tensor"])
+def test_a_value_that_names_code_is_not_run(entry: str, tmp_path: Path, saved: tuple[Path, State]) -> None:
     path, _ = saved
     metadata = read_metadata(path)
-    index = next(index for index in metadata.storage_data if index.fqn == "optimizer.param_groups.0.lr")
     torch.save(Exploit(), path / "exploit.pt")
-    stored = metadata.storage_data[index]
-    stored.relative_path, stored.offset, stored.length = "exploit.pt", 0, (path / "exploit.pt").stat().st_size
+    for index, stored in metadata.storage_data.items():
+        if index.fqn == entry:
+            stored.relative_path, stored.offset, stored.length = "exploit.pt", 0, (path / "exploit.pt").stat().st_size
     (path / METADATA).write_bytes(pickle.dumps(metadata))
     for name in (MANIFEST, "state.pt"):
         (path / name).unlink()
     for message in run_ranks(2, load_exploit, str(path)):
-        assert "Weights only load failed" in message
+        assert f"{path / 'exploit.pt'} is damaged at byte 0 (UnpicklingError: Weights only load failed" in message
+        assert f"where {entry} lies" in message
     assert not Path("made-by-a-pickle").exists()
+
+
+def test_a_state_file_that_names_code_is_not_run(saved: tuple[Path, State]) -> None:
+    path, _ = saved
+    torch.save({"num_ranks": 2, "extra": Exploit()}, path / "state.pt")
+    files = {name: checkpoint_manifest.hash_file(path / name) for name in checkpoint_manifest.read_manifest(path)}
+    checkpoint_manifest.write_manifest(path, files)
+    for message in run_ranks(2, load_exploit, str(path)):
+        assert f"{path / 'state.pt'} is damaged (UnpicklingError: Weights only load failed" in message
+    assert not Path("made-by-a-pickle").exists()
+
+
+def refuse_without_verification(path: str) -> str:
+    model, optimizer = LAYOUT.build(seed=1)
+    return message_of(DamagedCheckpointError, lambda: load_checkpoint(model, optimizer, path, verify=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("state.pt", r"state\.pt is damaged"),
+        (METADATA, r"\.metadata is damaged at byte \d"),
+        ("__0_0.distcp", r"__0_0\.distcp is damaged at byte [\d,]+ \(.*\), where .* lies"),
+    ],
+)
+def test_without_verification_the_file_and_the_place_are_named_all_the_same(
+    name: str, wanted: str, saved: tuple[Path, State]
+) -> None:
+    path, _ = saved
+    (path / name).write_bytes(b"\xff" * (path / name).stat().st_size)
+    for message in run_ranks(2, refuse_without_verification, str(path)):
+        assert re.search(wanted, message), message
 
 
 # ---------------------------------------------------------------------- failing saves
@@ -232,7 +267,7 @@ def save_and_die_between_the_renames(path: str) -> None:
 
     def rename_and_die(old: Path, new: Path) -> None:
         rename(old, new)
-        if new.name.endswith(".old"):
+        if new.name == "replaced":
             die()
 
     mock.patch.object(Path, "rename", rename_and_die).start()

@@ -70,13 +70,33 @@ def test_a_manifest_is_not_written_over_files_of_other_sizes(folder: Path) -> No
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", '{"format": 1, "files": {"a": 3}, "sha256": ""}', '{"format": 1, "files": {}, "sha256": "0"}'],
+    [
+        "",
+        "[]",
+        "{}",
+        '{"format": 1, "files": {"a": 3}, "sha256": ""}',
+        '{"format": 1, "files": {}, "sha256": "0"}',
+        '{"format": 1, "files": {"a": {"bytes": Infinity, "sha256": ""}}, "sha256": "0"}',
+        "[" * 100_000,
+    ],
+    ids=["empty", "list", "object", "a number", "another checksum", "infinite", "nested"],
 )
 def test_a_manifest_of_another_content_is_damaged(folder: Path, content: str) -> None:
     (folder / MANIFEST).write_text(content)
     with pytest.raises(DamagedCheckpointError, match=r"manifest.json is damaged"):
         read_manifest(folder)
     assert not is_whole(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "offset"),
+    [(b'{"format": \xff}', 11), ('{"über": 1, "files" 2}'.encode(), 21), (b'{"format": 1', 12)],
+    ids=["no text", "no object", "cut short"],
+)
+def test_the_byte_at_which_a_manifest_breaks_off_is_named(folder: Path, content: bytes, offset: int) -> None:
+    (folder / MANIFEST).write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=rf"manifest\.json is damaged at byte {offset} "):
+        read_manifest(folder)
 
 
 def test_every_changed_digit_of_a_manifest_is_noticed(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """A run's folder of checkpoints: which are whole, which is the latest, which are kept; one process, no group."""
 
 import os
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp import CheckpointError, ConfigError, checkpoint_series
+from megatron_fsdp import CheckpointError, ConfigError, checkpoint_scratch
 from megatron_fsdp.checkpoint_manifest import DamagedCheckpointError
 from megatron_fsdp.checkpoint_series import CheckpointSeries
 
@@ -58,8 +59,13 @@ def test_a_folder_without_checkpoints_has_no_latest_and_loads_nothing(tmp_path: 
 
 
 def test_a_pointer_without_a_step_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "latest").write_text("release\n")
-    with pytest.raises(ConfigError, match="holds 'release'; wanted the number of a step"):
+    for content, said in ((b"release\n", "release"), (b"\xff", re.escape(r"\\xff")), ("²".encode(), "²")):
+        (tmp_path / "latest").write_bytes(content)
+        with pytest.raises(ConfigError, match=f"holds '{said}'; wanted the number of a step"):
+            CheckpointSeries(tmp_path).latest()
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be read .*; wanted a file with a step in it"):
         CheckpointSeries(tmp_path).latest()
 
 
@@ -151,10 +157,10 @@ def test_a_deletion_that_was_cut_off_leaves_no_half_checkpoint_and_is_finished_b
     series = CheckpointSeries(tmp_path)
     save_steps(series, 1, 2)
     with (
-        mock.patch.object(checkpoint_series, "shutil", mock.Mock(rmtree=mock.Mock(side_effect=OSError("cut off")))),
+        mock.patch.object(checkpoint_scratch, "shutil", mock.Mock(rmtree=mock.Mock(side_effect=OSError("cut off")))),
         pytest.raises(CheckpointError, match="cut off"),
     ):
         save_steps(series, 3, keep_last=1)
-    assert series.steps() == [3]
+    assert series.steps() == [2, 3]
     save_steps(series, 4, keep_last=1)
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_0000004"]
