@@ -20,6 +20,7 @@ from megatron_fsdp.meshes import buffer_device, sharding_target
 from megatron_fsdp.module import FsdpModule, convert, unit_of, units_below
 from megatron_fsdp.offload import offload_of
 from megatron_fsdp.optimizer_steps import mark_replaced
+from megatron_fsdp.outputs import watch_readers
 from megatron_fsdp.ownership import OwnedParameter, collect_parameters, group_parameters, mark_owned
 from megatron_fsdp.precision import as_policy
 from megatron_fsdp.schedule import Schedule
@@ -99,6 +100,7 @@ def fully_shard(
     unit = Unit(name, modules, groups, policy)
     unit.reshard_to(reshard_after_forward)
     convert(modules, unit)
+    watch_readers(owned, unit)
     _adopt_units(modules, unit)
     return module
 

@@ -21,6 +21,7 @@ from dbuffer.ragged_boxes import own_rows
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.optimizer_steps import STALE, mark_gathered
 from megatron_fsdp.ownership import OwnedParameter, mark_owned
+from megatron_fsdp.read_guard import ReadGuard
 from megatron_fsdp.sites import Sites
 
 __all__ = ["Faces", "GradientReceiver", "is_laid_out_like"]
@@ -52,6 +53,7 @@ class Faces:
     Attributes:
         sharded: DTensors over ``main_weight``, in plan order. gathered: views of the gathered weights.
         has_splits: whether parameters were sharded along another axis before.
+        guard: forbids backwards to read gathered weights that were released.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Faces:
         self.has_splits = any(parameter.split is not None for parameter in owned)
         self.sharded = [self._sharded_face(index) for index in range(len(owned))]
         self.gathered = [self._gathered_face(index, gathered) for index in range(len(owned))]
+        self.guard = ReadGuard(self.gathered)
         self._follow_locals()
         self._listening = bytearray(len(owned))
         self._receiver = weakref.ref(receiver)

@@ -321,7 +321,7 @@ def _before_forward(
 def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if unit.policy.output_dtype is not None:
         output = caster(unit.policy.output_dtype)(output)
-    unit.schedule.after_forward(unit, module, output)
+    unit.schedule.after_forward(unit, module, args, output)
     return output
 
 

@@ -87,7 +87,7 @@ class ParameterGroup:
         if self.weights.remainder is not None:
             self.weights.remainder.watch(self.faces.sharded)
         self.faces.adopt_names(self.name)
-        self.weights.release()
+        self._release()
         self.gradients: GradientBuffer | None = None
         if any(face.requires_grad for face in self.faces.sharded):
             self._make_gradients()
@@ -250,11 +250,12 @@ class ParameterGroup:
             )
         if check and (self._main_changed() or self._is_suspect):
             self.refresh()
-        self.weight_state = WeightState.GATHERING
         self._gathered_generation = self._generation
         if not self.rests_whole:
             self.weights.choose_source(self._generation)
             self._gather_ticket = lane("gather", self.spec.device).submit(self.weights.gather)
+        # Last, so that whatever is raised before (an interrupt, out of memory) leaves nothing that looks gathered.
+        self.weight_state = WeightState.GATHERING
 
     def finish_gather(self) -> None:
         """Make compute wait for the gather and show the gathered weights; no-op unless GATHERING."""
@@ -264,6 +265,8 @@ class ParameterGroup:
             self._gather_ticket.wait()
             self._gather_ticket = None
         self.weights.gathered_is_used()
+        if not self.rests_whole:
+            self.faces.guard.allow()
         self.weight_state = WeightState.UNSHARDED
         self.faces.sites.show_unsharded()
 
@@ -278,7 +281,12 @@ class ParameterGroup:
         self.finish_gather()
         self.faces.sites.show_sharded()
         self.weight_state = WeightState.SHARDED
-        self.weights.release(keep_generation=self._gathered_generation if keep_part else None)
+        self._release(keep_part=keep_part)
+
+    def _release(self, *, keep_part: bool = False) -> None:
+        if not self.rests_whole:
+            self.faces.guard.forbid()
+            self.weights.release(keep_generation=self._gathered_generation if keep_part else None)
 
     def reshard_to(self, size: int) -> None:
         """Keep, from forward to backward, a part of the weights such that ``size`` neighbours hold them together.

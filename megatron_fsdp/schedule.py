@@ -21,10 +21,10 @@ from torch import nn
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.lanes import trace, wait_for_event
 from megatron_fsdp.order import ForwardOrder
+from megatron_fsdp.outputs import watch_given, watch_kept, watch_made, watch_output
 from megatron_fsdp.parameter_group import WeightState
 from megatron_fsdp.pools import BufferPools
-from megatron_fsdp.structure import iterate_tensors
-from megatron_fsdp.unit import Call, InFlight, Unit, alive, is_in_backward, watchers
+from megatron_fsdp.unit import Call, InFlight, Unit, alive, is_in_backward
 
 __all__ = ["Schedule"]
 
@@ -109,13 +109,16 @@ class Schedule:
             self._unshard_fresh(unit)
             self._prefetch_forward(unit)
 
-    def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
-        """Watch the outputs for backward, and reshard."""
+    def after_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Watch what forward left behind for backward, and reshard."""
         call = unit.open_call
         if call is None:
             return
         if torch.is_grad_enabled():
-            self._watch(call, output)
+            watch_output(call, output)
+            if unit.releases_weights:
+                watch_kept(call, module)
+                watch_given(call, args)
         if unit.pending_modules:
             return
         if is_in_backward():
@@ -194,11 +197,11 @@ class Schedule:
             if unit is not awaited and not unit.is_sharded and self.reshards_after_forward(unit):
                 self._reshard(unit, keep_part=torch.is_grad_enabled())
 
-    def _watch(self, call: Call, output: Any) -> None:
-        for tensor in iterate_tensors(output):
-            if tensor.requires_grad:
-                watchers(tensor).append(call)
-                call.unit.expect(call)
+    def watch(self, unit: Unit, output: Any) -> None:
+        """Gather the unit before backward goes through ``output``, which a module inside of it has just made."""
+        call = unit.open_call
+        if call is not None and torch.is_grad_enabled():
+            watch_made(call, output)
 
     def _unshard_fresh(self, unit: Unit) -> None:
         for group in unit.groups:
@@ -228,10 +231,11 @@ class Schedule:
                 "use released weights. Keep the module whose second derivatives are wanted unsharded."
             )
         self._open_backward()
+        unit = call.unit
         if call.entered == self.num_backwards:
+            self._unshard_again(unit)
             return
         call.entered = self.num_backwards
-        unit = call.unit
         unit.expect(call)
         self._leave_passed(call)
         self._active[id(unit)] = unit.reference
@@ -239,6 +243,24 @@ class Schedule:
         if unit.unshards_in_backward:
             self._unshard(unit, check=False)
         self._prefetch_backward(call)
+
+    def before_reading(self, unit: Unit, call: Call | None) -> None:
+        """Gather the unit again, if need be, for the backward of an operator that reads its weights.
+
+        Args:
+            call: in which the operator ran; None where it ran outside of any, between ``unshard`` and ``reshard``.
+        """
+        if call is not None:
+            self.before_backward(call)
+            return
+        self._open_backward()
+        self._unshard_again(unit)
+
+    def _unshard_again(self, unit: Unit) -> None:
+        if unit.unshards_in_backward and not unit.is_unsharded:
+            # Left, or even closed: whoever ends the backward releases it once more.
+            self._active[id(unit)] = unit.reference
+            self._unshard(unit, check=False)
 
     def gradient_arrived(self, unit: Unit) -> None:
         """Note one gradient of a unit; reduce when it was the last."""
