@@ -201,6 +201,15 @@ class ParameterGroup:
             for owned, face in zip(self._owned, self.faces.sharded, strict=True):
                 owned.parameter = face
 
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Reset the gradients of the sharded parameters."""
+        for face in self.faces.sharded:
+            gradient = face.grad
+            if gradient is not None and not set_to_none:
+                gradient.zero_()
+            elif gradient is not None:
+                face.grad = None
+
     def follow_requires_grad(self) -> bool:
         """Take notice of parameters that were frozen or unfrozen; tell whether any was.
 

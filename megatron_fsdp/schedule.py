@@ -29,6 +29,18 @@ from megatron_fsdp.unit import Call, InFlight, Unit, alive, is_in_backward
 __all__ = ["Schedule"]
 
 
+class _Ending:
+    """Ends a backward when called; lives as long as autograd's task."""
+
+    __slots__ = ("__weakref__", "_finish")
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+
+    def __call__(self) -> None:
+        self._finish()
+
+
 class Schedule:
     """Drives the units below one root.
 
@@ -53,6 +65,9 @@ class Schedule:
         self._lingering: weakref.ref[Unit] | None = None
         self._trail: list[weakref.ref[Unit]] = []
         self._is_backward_open = False
+        # What autograd calls at the end; dead when the backward has ended or raised.
+        self._ending: weakref.ref[_Ending] | None = None
+        self._has_sums = False
         self.num_backwards = 0
         self._any_gradient = False
         # Weak, so that a model whose backward raised is freed when it is deleted.
@@ -101,6 +116,8 @@ class Schedule:
         if is_in_backward():
             self._before_recomputation(unit, module)
             return
+        if self._is_backward_open:
+            self._recover()
         if unit is self.root and not unit.awaits(module):
             self._start_pass()
         if self._open_call(unit, module):
@@ -167,21 +184,31 @@ class Schedule:
         if self.step_event is not None:
             wait_for_event(self.step_event)
             self.step_event = None
-        if self._is_backward_open:
-            # A backward that raised never ran its final callback. Its gradients are void.
-            self.abandon()
         for unit in self.units():
             unit.open_call = None
         self._order.start_pass()
         self._trail = []
 
-    def abandon(self) -> None:
-        """Forget a forward or backward that raised."""
+    def reset(self) -> None:
+        """Forget a forward or backward that raised, and the gradients that it left incomplete."""
+        self._abandon()
+        for unit in self.units():
+            for buffer in unit.gradients:
+                if buffer.is_void:
+                    buffer.discard()
+
+    def _recover(self) -> None:
+        """Forget a backward that raised: its graph task is gone, but never ran the final callback."""
+        if self._is_backward_open and (self._ending is None or self._ending() is None):
+            self._abandon()
+
+    def _abandon(self) -> None:
         for unit in self.units():
             unit.open_call = None
             if self._is_backward_open:
                 for buffer in unit.gradients:
-                    buffer.abandon()
+                    buffer.abandon(self.num_backwards)
+                    self._has_sums = self._has_sums or buffer.has_sum_under_way
             self._reshard(unit)
         self._reset_backward()
 
@@ -276,11 +303,29 @@ class Schedule:
         """Release packed buffers, oldest first, until there may be one more."""
         self._reducing.drain(self.max_packed_buffers - 1)
 
+    def begin_backward(self) -> int:
+        """Note that a backward is under way, and return its number, which counts from 1."""
+        self._open_backward()
+        return self.num_backwards
+
     def _open_backward(self) -> None:
+        if self._is_backward_open:
+            self._recover()
         if not self._is_backward_open:
             self._is_backward_open = True
             self.num_backwards += 1
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            ending = _Ending(self.finish)
+            self._ending = weakref.ref(ending)
+            torch.autograd.Variable._execution_engine.queue_callback(ending)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Take notice of sums under way that users threw away."""
+        if self._has_sums:
+            for unit in self.units():
+                for buffer in unit.gradients:
+                    buffer.settle()
+            self._has_sums = False
 
     def _leave_passed(self, call: Call) -> None:
         for unit in alive(self._active.values()):
@@ -352,7 +397,13 @@ class Schedule:
             self._reshard(unit)
 
     def finish(self) -> None:
-        """End the backward: close what is open, complete the reductions, hand the gradients to the parameters."""
+        """End the backward: close what is open, complete the reductions, hand the gradients to the parameters.
+
+        Outside of any, finish what earlier ones left under way.
+        """
+        if not is_in_backward():
+            self._recover()
+            self._settle()
         for unit in sorted(alive(self._active.values()), key=Unit.first_begin, reverse=True):
             self._close(unit)
             self._leave(unit)
@@ -362,6 +413,7 @@ class Schedule:
         self._reducing.drain(0)
         for unit in self.units():
             self._finalize(unit)
+        self._has_sums = any(buffer.has_sum_under_way for unit in self.units() for buffer in unit.gradients)
         self._reset_backward()
         for listener in tuple(self.after_backward) if self.is_last_backward else ():
             listener()

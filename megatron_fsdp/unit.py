@@ -47,14 +47,17 @@ class Driver(Protocol):
     def before_reading(self, unit: Unit, call: Call | None) -> None:
         """Backward is about to read weights of the unit."""
 
+    def begin_backward(self) -> int:
+        """A backward is under way; return its number."""
+
     def gradient_arrived(self, unit: Unit) -> None:
         """One more gradient of the unit is packed."""
 
     def make_room(self) -> None:
         """Release packed gradient buffers until there may be one more."""
 
-    def abandon(self) -> None:
-        """Forget a forward or backward that raised."""
+    def reset(self) -> None:
+        """Forget a forward or backward that raised, and its gradients."""
 
     def share_reductions(self, other: Any) -> None:
         """Count packed gradient buffers together with another schedule."""
@@ -251,6 +254,10 @@ class Unit:
     def first_begin(self) -> int:
         """Return when the oldest call began whose backward may still come, 0 where there is none."""
         return min((call.begin for call in self.outstanding_calls()), default=0)
+
+    def begin_backward(self) -> int:
+        """Tell the schedule that a backward is under way, and return its number."""
+        return self.schedule.begin_backward()
 
     def before_packing(self) -> None:
         """Make room for a packed gradient buffer."""
