@@ -22,6 +22,7 @@ from megatron_fsdp.module import FsdpModule, convert, unit_of, units_below
 from megatron_fsdp.offload import offload_of
 from megatron_fsdp.optimizer_steps import mark_replaced
 from megatron_fsdp.originals import Originals, check_conversion
+from megatron_fsdp.outputs import watch_readers
 from megatron_fsdp.ownership import OwnedParameter, collect_parameters, group_parameters, mark_owned
 from megatron_fsdp.precision import as_policy
 from megatron_fsdp.schedule import Schedule
@@ -112,6 +113,7 @@ def fully_shard(
         mark_replaced(parameter.parameter, parameter.name)
     for group in groups:
         group.forget_originals()
+    watch_readers(owned, unit)
     _adopt_units(modules, unit)
     return module
 

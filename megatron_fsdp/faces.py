@@ -22,6 +22,7 @@ from megatron_fsdp.errors import StateError
 from megatron_fsdp.gathered_weight import GatheredWeight, Place, let_read, refuse_reads, refuse_uncounted, versions_of
 from megatron_fsdp.optimizer_steps import STALE, mark_gathered, mark_replaced
 from megatron_fsdp.ownership import OwnedParameter, mark_owned
+from megatron_fsdp.read_guard import ReadGuard
 from megatron_fsdp.sites import Sites
 
 __all__ = ["Faces", "GradientReceiver", "is_laid_out_like"]
@@ -70,8 +71,10 @@ class Faces:
         self.gathered = [self._gathered_face(index, gathered) for index in range(len(owned))]
         self._guarded = [face for face in self.gathered if isinstance(face, GatheredWeight)]
         self._versions = versions_of(self.gathered)
+        self._guard = ReadGuard(self.gathered)
         self._follow_locals()
         self._listening = bytearray(len(owned))
+        self._required = [False] * len(owned)
         for index, parameter in enumerate(owned):
             self.set_requires_grad(index, parameter.parameter.requires_grad)
         self.sites = Sites(owned, self.sharded, self.gathered)
@@ -127,11 +130,13 @@ class Faces:
     # ------------------------------------------------------------------ memory of the gathered ones
 
     def released(self) -> None:
-        """Refuse reads of the gathered weights: their memory is gone."""
+        """Refuse reads of the gathered weights, by name and by autograd: their memory is gone."""
+        self._guard.forbid()
         refuse_reads(self._guarded)
 
     def brought_back(self) -> None:
         """Allow reads of the gathered weights again."""
+        self._guard.allow()
         let_read(self._guarded)
 
     def check_unchanged(self) -> None:
@@ -153,20 +158,46 @@ class Faces:
     # ------------------------------------------------------------------ requires_grad
 
     def changed_requires_grad(self) -> list[int]:
-        """Return which parameters were frozen or unfrozen since compute last used them."""
-        with torch._C.DisableTorchFunctionSubclass():
-            resting, used = list(map(_requires_grad, self.sharded)), list(map(_requires_grad, self.gathered))
-        if resting == used:
+        """Return which parameters were frozen or unfrozen since compute last used them, on whichever face."""
+        resting, used, required = self._flags()
+        if resting == required == used:
             return []
-        return [index for index, (one, other) in enumerate(zip(resting, used, strict=True)) if one is not other]
+        changed = []
+        for index, flag in enumerate(required):
+            wanted = used[index] if used[index] is not flag else resting[index]
+            self.sharded[index].requires_grad_(wanted)
+            self.gathered[index].requires_grad_(flag)
+            if wanted is not flag:
+                changed.append(index)
+        return changed
+
+    def frozen_since_used(self) -> list[int]:
+        """Return which parameters were trained when compute last used them and are not any more."""
+        resting, used, required = self._flags()
+        if resting == required == used:
+            return []
+        flags = zip(resting, used, required, strict=True)
+        frozen = [index for index, (one, other, flag) in enumerate(flags) if flag and not (one and other)]
+        for index in frozen:
+            self.sharded[index].requires_grad_(False)
+        return frozen
+
+    def _flags(self) -> tuple[list[bool], list[bool], list[bool]]:  # of the sharded, the gathered, and as they were set
+        with torch._C.DisableTorchFunctionSubclass():
+            return list(map(_requires_grad, self.sharded)), list(map(_requires_grad, self.gathered)), self._required
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Make the gathered face require a gradient, and hear of it, or not."""
         used = self.gathered[index]
         used.requires_grad_(requires_grad)
+        self._required[index] = requires_grad
         if requires_grad and not self._listening[index]:
             self._listening[index] = 1
             used.register_post_accumulate_grad_hook(_gradient_hook(self._receiver, index))
+
+    def name_of(self, index: int) -> str:
+        """Return the name of a parameter within its unit."""
+        return self._owned[index].name
 
     def local_gradient(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the gradient of a gathered parameter, whole along the data-parallel axes."""

@@ -21,8 +21,17 @@ from torch.nn import functional
 
 from megatron_fsdp.gathered_weight import KINDS
 from megatron_fsdp.ownership import OwnedParameter
+from megatron_fsdp.readers import reader_of
 
-__all__ = ["FusedLinear", "ProductReceiver", "add_product", "expert_matmul", "fuse_linear_layers", "offer_products"]
+__all__ = [
+    "FusedLinear",
+    "ProductReceiver",
+    "add_product",
+    "expert_matmul",
+    "fuse_linear_layers",
+    "is_recorded_plainly",
+    "offer_products",
+]
 
 # Attribute of a gathered weight that says where its gradient may be multiplied into. Copies of the weight have none.
 _ATTRIBUTE = "_fsdp_product_target"
@@ -71,11 +80,11 @@ class FusedLinear(nn.Linear):
         weight = self.weight
         bias: torch.Tensor | None = self.bias
         target = getattr(weight, _ATTRIBUTE, None)
-        if target is None or not weight.requires_grad or not _is_recorded_plainly():
-            return functional.linear(input, weight, bias)
+        if target is None or not weight.requires_grad or not is_recorded_plainly():
+            return _watched(functional.linear(input, weight, bias), weight)
         factor = _as_factor(input, weight)
         if factor is None or (bias is not None and bias.dtype is not weight.dtype):
-            return functional.linear(input, weight, bias)
+            return _watched(functional.linear(input, weight, bias), weight)
         output: torch.Tensor = _LinearIntoBuffer.apply(factor, weight, bias, target)  # type: ignore[no-untyped-call]
         return output
 
@@ -84,11 +93,19 @@ class FusedLinear(nn.Linear):
         return copyreg._reconstructor, (self._plain_class, object, None), *state  # type: ignore[attr-defined]
 
 
+def _watched(output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Have ``weight`` gathered before backward goes through the output of PyTorch's own operator, and return that."""
+    reader = reader_of(weight)
+    if reader is not None and is_recorded_plainly():
+        reader.watch(output)
+    return output
+
+
 _PLAIN = (torch.Tensor, nn.Parameter)
 _WEIGHTS = (*_PLAIN, *KINDS)
 
 
-def _is_recorded_plainly() -> bool:
+def is_recorded_plainly() -> bool:
     """Whether autograd alone records what runs now, not a transform of functions, forward mode or a tracer."""
     return (
         torch.is_grad_enabled()
@@ -110,6 +127,12 @@ def _as_factor(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None
     return input if input.dtype is weight.dtype else None
 
 
+def _note_call(ctx: Any, weight: torch.Tensor) -> None:
+    """Keep with a node what its backward needs to have the weights gathered, whatever leads there."""
+    ctx.reader = reader = reader_of(weight)
+    ctx.call = None if reader is None else reader.open_call()
+
+
 class _LinearIntoBuffer(torch.autograd.Function):
     """``functional.linear``, with the gradient of the weight added to its unit's buffer."""
 
@@ -119,6 +142,7 @@ class _LinearIntoBuffer(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
         ctx.target = target
+        _note_call(ctx, weight)
         ctx.set_materialize_grads(False)
         return functional.linear(input, weight, bias)
 
@@ -127,6 +151,8 @@ class _LinearIntoBuffer(torch.autograd.Function):
         (gradient,) = gradients
         if gradient is None:
             return None, None, None, None
+        if ctx.reader is not None:
+            ctx.reader.before_reading(ctx.call)
         input, weight = ctx.saved_tensors
         rows = _rows(gradient)
         of_input = None if weight is None else torch.mm(rows, weight)
@@ -245,11 +271,11 @@ def expert_matmul(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         (experts, tokens, out).
     """
     target = getattr(weight, _ATTRIBUTE, None)
-    if target is None or torch.compiler.is_compiling() or not weight.requires_grad or not _is_recorded_plainly():
+    if torch.compiler.is_compiling() or not is_recorded_plainly():
         return torch.bmm(input, weight)
-    factor = _as_factor(input, weight)
-    if factor is None:
-        return torch.bmm(input, weight)
+    factor = _as_factor(input, weight) if target is not None and weight.requires_grad else None
+    if target is None or factor is None:
+        return _watched(torch.bmm(input, weight), weight)
     output: torch.Tensor = _ExpertsIntoBuffer.apply(factor, weight, target)  # type: ignore[no-untyped-call]  # of torch
     return output
 
@@ -261,6 +287,7 @@ class _ExpertsIntoBuffer(torch.autograd.Function):
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, target: _Target) -> torch.Tensor:
         ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
         ctx.target = target
+        _note_call(ctx, weight)
         ctx.set_materialize_grads(False)
         return torch.bmm(input, weight)
 
@@ -269,6 +296,8 @@ class _ExpertsIntoBuffer(torch.autograd.Function):
         (gradient,) = gradients
         if gradient is None:
             return None, None, None
+        if ctx.reader is not None:
+            ctx.reader.before_reading(ctx.call)
         input, weight = ctx.saved_tensors
         of_input = None if weight is None else torch.bmm(gradient, weight.mT)
         return of_input, _weight_gradient(ctx.next_functions[1][0], ctx.target, input.mT, gradient), None

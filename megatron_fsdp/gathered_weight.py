@@ -19,7 +19,16 @@ from torch import nn
 from dbuffer import StorageError
 from megatron_fsdp.errors import StateError
 
-__all__ = ["KINDS", "GatheredWeight", "Place", "let_read", "refuse_change", "refuse_reads", "refuse_uncounted", "versions_of"]
+__all__ = [
+    "KINDS",
+    "GatheredWeight",
+    "Place",
+    "let_read",
+    "refuse_change",
+    "refuse_reads",
+    "refuse_uncounted",
+    "versions_of",
+]
 
 _VERSION: Any = torch._C.TensorBase._version
 _version = _VERSION.__get__

@@ -46,6 +46,12 @@ class GradientSpec:
 class GradientObserver(Protocol):
     """Who is told about a buffer's gradients."""
 
+    def begin_backward(self) -> int:
+        """Note that a backward is under way, and return its number."""
+
+    def follow_gradients(self) -> None:
+        """Parameters were frozen since forward."""
+
     def before_packing(self) -> None:
         """A packed buffer is about to be allocated."""
 

@@ -3,15 +3,15 @@
 Each gradient is packed into one flat buffer the moment autograd has it, and autograd's copy is dropped; those of linear
 layers come as two factors that are multiplied into the buffer (docs/design/fused_gradients.md). When the unit is done
 the packed buffer is reduced and folded into ``main_grad``. On the last microbatch the axes that still hold partial
-sums are reduced too. What autograd puts on a sharded parameter itself, for a loss that uses it beside the gathered
-weights, is added at the end.
+sums are reduced too. Until then ``.grad`` says that a sum is under way (``pending.py``). What autograd adds to it, for
+a loss that uses a sharded parameter beside the gathered weights, is added at the end.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -20,11 +20,13 @@ from torch.distributed.tensor import DTensor
 from dbuffer import DBuffer, Partial
 from dbuffer.placements import BufferPlacement
 from dbuffer_kernels import accumulate
+from megatron_fsdp.errors import StateError
 from megatron_fsdp.faces import Faces
 from megatron_fsdp.fused_linear import add_product, offer_products
-from megatron_fsdp.grad_attribute import SmallGradients, assign_grads, clear_grads, grads_of, outside
+from megatron_fsdp.grad_attribute import SmallGradients, assign_grads, grads_of, outside
 from megatron_fsdp.gradient_spec import GradientObserver, GradientSpec, GradState
 from megatron_fsdp.lanes import Ticket
+from megatron_fsdp.pending import PendingSums
 from megatron_fsdp.reduction import Reduction
 
 __all__ = ["GradState", "GradientBuffer", "GradientObserver", "GradientSpec"]
@@ -56,7 +58,8 @@ class GradientBuffer:
         self._multiplied = bytearray(len(self._parameters))
         self._is_begun = False
         self._carry: torch.Tensor | None = None
-        self._is_taken_over = False
+        # The last backward that brought gradients, by the schedule's count.
+        self._backward = 0
         partial: tuple[BufferPlacement, ...] = tuple(Partial("sum") for _ in spec.placements.gradient)
         self._template = main_weight
         self.main_grad = self._buffer(spec.placements.gradient, spec.main_dtype, "main_grad", main_weight.device)
@@ -82,6 +85,7 @@ class GradientBuffer:
             self._packed.release_storage()
         self._faces: list[DTensor] = []
         self._matched: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        self._sums: PendingSums | None = None
         self._tickets: list[Ticket] = []
         if spec.fuses_weight_gradients:
             is_wide = spec.fuses_weight_gradients == "wide"
@@ -114,12 +118,12 @@ class GradientBuffer:
         """Expect a gradient of parameter ``index`` in each backward, or none."""
         self._trained[index] = trained
         self.num_trained = sum(self._trained)
-        if not trained:
-            self._parameters[index].grad = None
 
     def replace(self, index: int, parameter: torch.Tensor) -> None:
         """Show gradients of parameter ``index`` on another object."""
         self._parameters = (*self._parameters[:index], parameter, *self._parameters[index + 1 :])
+        if self._sums is not None:
+            self._sums.follow(self._parameters)
 
     @property
     def num_arrived(self) -> int:
@@ -157,6 +161,8 @@ class GradientBuffer:
         if gradient is not None:
             if not self._is_begun:
                 self._begin_once()
+            if not self._trained[index]:
+                return
             if self._copies and not self._filled[index] and gradient.layout is torch.strided:
                 self._small.copy(index, gradient)
             else:
@@ -189,23 +195,39 @@ class GradientBuffer:
     def receive_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add ``left @ right`` to the packed gradient of a parameter; ``receive`` says when all of it is there."""
         self._begin_once()
+        if not self._trained[index]:
+            return
         self._small.pack()
         add_product(left, right, self._views[index], scale=self._pack_scale, overwrite=not self._filled[index])
         self._filled[index] = self._multiplied[index] = 1
 
     def _begin_once(self) -> None:
         if not self._is_begun:
-            self._is_begun = True
-            self._copies = self._pack_scale == 1.0 and not self._owner_faces.has_splits
-            self._begin()
+            self._follow_freezing()
+            if self.num_trained:
+                self._is_begun = True
+                self._copies = self._pack_scale == 1.0 and not self._owner_faces.has_splits
+                self._begin()
+
+    def _follow_freezing(self) -> None:
+        """Take notice of parameters that were frozen since forward, which accumulate nothing as in any model."""
+        frozen = self._owner_faces.frozen_since_used()
+        for index in frozen:
+            self._owner_faces.set_requires_grad(index, False)
+            self.set_trained(index, False)
+        observer = self._observer() if self._observer is not None else None
+        if frozen and observer is not None:
+            observer.follow_gradients()
 
     def _begin(self) -> None:
+        observer = self._observer() if self._observer is not None else None
+        if observer is not None:
+            self._backward = observer.begin_backward()
         self.wait()
+        self._take_over()
         if self.rests_partial:
-            self._open_main_grad()
             self._filled = bytearray(b"\0" if self.state is GradState.EMPTY else b"\1") * len(self._parameters)
         elif not self._packed.is_allocated:
-            observer = self._observer() if self._observer is not None else None
             if observer is not None:
                 observer.before_packing()
             self._packed.reallocate_storage()
@@ -251,7 +273,6 @@ class GradientBuffer:
         self._filled = bytearray(len(self._parameters))
 
     def _reduce(self) -> None:
-        self._open_main_grad()
         overwrite = self.state is GradState.EMPTY
         scale = 1.0 / (self.divisor * self._wire_scale)
         self._tickets.append(self.reduction.submit(scale, overwrite=overwrite))
@@ -276,12 +297,24 @@ class GradientBuffer:
         if tickets:
             self._packed.release_storage()
 
-    def abandon(self) -> None:
-        """Forget what a backward that raised left here.
+    def abandon(self, backward: int) -> None:
+        """Forget what a backward that raised left here; ``.grad`` refuses to be read until it is dropped.
 
-        What it had folded into gradients that the parameters show stays, as after a plain backward that raised; sums
-        that no parameter shows yet are dropped.
+        Args:
+            backward: the number of that backward; nothing happens where it brought no gradient, or all of them.
         """
+        if self._backward == backward and self._sums is not None and self._sums.is_shown:
+            self._drop()
+            self._sums.is_void = True
+
+    def discard(self) -> None:
+        """Drop a sum under way, and ``.grad`` with it."""
+        if self._sums is not None and self._sums.is_shown:
+            self._drop()
+            self._sums.clear()
+            self._sums.end()
+
+    def _drop(self) -> None:
         self.wait()
         self._small.drop()
         self._arrived = bytearray(len(self._parameters))
@@ -291,34 +324,89 @@ class GradientBuffer:
         self._is_begun = False
         if not self.rests_partial:
             self._packed.release_storage()
-        if self._carry is not None:
-            self._final.local_buffer.copy_(self._carry)
-            self._carry = None
-        was_shown, self._is_taken_over = self._is_taken_over, False
-        if was_shown:
-            self.show()
-        is_empty = all(gradient is None for gradient in self._shown())
-        self.state = GradState.EMPTY if is_empty else GradState.FINAL
+        self._carry = None
+        self.state = GradState.EMPTY
 
     # ------------------------------------------------------------------ main_grad over microbatches
 
-    def _open_main_grad(self) -> None:
-        """Find out what the optimizer or the user did to ``.grad`` since gradients were final."""
-        if self.state is not GradState.FINAL:
-            return
+    @property
+    def has_sum_under_way(self) -> bool:
+        """Whether gradients are accumulated that are not final, so that ``.grad`` is pending."""
+        return self._sums is not None and self._sums.is_shown
+
+    @property
+    def is_void(self) -> bool:
+        """Whether a backward raised and left the sum incomplete."""
+        return self._sums is not None and self._sums.is_void
+
+    def _take_over(self) -> None:
+        """Let ``.grad`` say that a sum is under way, to which what it was is added."""
         shown = self._shown()
-        if all(gradient is None for gradient in shown):
+        wanted: Sequence[object] = self._trained
+        if any(gradient is not None for gradient in shown):
+            wanted = [one or other is not None for one, other in zip(self._trained, shown, strict=True)]
+            if self.state is GradState.FINAL:
+                self._adopt_user_gradients(shown)
+                shown = [None] * len(shown)
+                self.state = GradState.PARTIAL
+                if self._final is not self.main_grad:
+                    # The memory around the final slice holds what the last reduction left: keep the slice aside, start
+                    # over.
+                    self._carry = self._final.local_buffer.clone()
+                    self.state = GradState.EMPTY
+        elif self.state is GradState.FINAL:
             self.state = GradState.EMPTY
+        if self._sums is None:
+            self._sums = PendingSums(self._parameters, self._final_gradients(), _describer(self))
+        for index, gradient in enumerate(shown):
+            pending = self._sums.sum_of(index, gradient)
+            if pending is not None:
+                pending.is_zeroed = False
+            elif gradient is not None:
+                self._sums[index].add(self._owner_faces.own_rows(index, gradient))
+        self._sums.show(wanted)
+
+    def settle(self) -> None:
+        """Take notice, before a backward, of what users did to ``.grad`` while a sum was under way: throw it away.
+
+        Raises:
+            StateError: a backward has raised, and ``.grad`` was not dropped since.
+        """
+        sums = self._sums
+        if sums is None or not sums.is_shown:
             return
-        self._adopt_user_gradients(shown)
-        self.state = GradState.PARTIAL
-        # From here to ``show`` a gradient on a sharded parameter is one that autograd put there itself.
-        self._is_taken_over = True
-        clear_grads(self._parameters)
-        if self._final is not self.main_grad:
-            # The memory around the final slice holds what the last reduction left: keep the slice aside, start over.
-            self._carry = self._final.local_buffer.clone()
-            self.state = GradState.EMPTY
+        shown, kept = self._shown(), []
+        for index, gradient in enumerate(shown):
+            pending = sums.sum_of(index, gradient)
+            if pending is None:
+                sums[index].forget()
+            elif not pending.is_zeroed:
+                kept.append(index)
+        if not kept:
+            self._drop()
+            sums.end()
+            return
+        if sums.is_void:
+            raise StateError(self._describe(kept[0]))
+        for index in set(range(len(shown))).difference(kept):
+            self._filled[index] = 0
+            if self.state is GradState.PARTIAL:
+                self.main_grad.get_local_tensor(index).zero_()
+            if self._carry is not None:
+                self._final.layout.piece(index, self._carry).zero_()
+
+    def _describe(self, index: int) -> str:
+        name = f"{self.name}: the gradient of parameter {self._owner_faces.name_of(index)!r}"
+        if self._sums is not None and self._sums.is_void:
+            return (
+                f"{name} is incomplete, because the last backward raised. Drop it, with what was accumulated before: "
+                "call zero_grad() of the optimizer or the model, or model.reset_iter_state()."
+            )
+        return (
+            f"{name} is a sum under way, not reduced over all ranks yet. Run the last microbatch outside of no_sync() "
+            "and of microbatch(model, False) before .grad is read or an optimizer steps; after a backward that raised "
+            "call zero_grad() first."
+        )
 
     def _shown(self) -> list[torch.Tensor | None]:
         return grads_of(self._parameters)
@@ -343,24 +431,31 @@ class GradientBuffer:
                 self._final.local_buffer.add_(self._carry)
                 self._carry = None
         self._add_direct_gradients()
-        self.state, self._is_taken_over = GradState.FINAL, False
+        self.state = GradState.FINAL
         self.show()
 
     def _add_direct_gradients(self) -> None:
-        shown = self._shown()
-        if not any(gradient is not None for gradient in shown):
-            return
-        for index, gradient in enumerate(shown):
-            if gradient is not None:
-                self._final.get_local_tensor(index).view(-1).add_(
-                    self._owner_faces.own_rows(index, gradient).reshape(-1)
-                )
+        assert self._sums is not None
+        for index, (gradient, pending) in enumerate(zip(self._shown(), self._sums, strict=True)):
+            rows = pending.added
+            if gradient is not None and self._sums.sum_of(index, gradient) is None:
+                rows = self._owner_faces.own_rows(index, gradient)
+            if rows is not None:
+                self._final.get_local_tensor(index).view(-1).add_(rows.reshape(-1))
 
     def settled(self) -> DBuffer | None:
         """Return the final gradients, with what the user did to ``.grad`` taken over; None where there are none.
 
         ``.grad`` may be the user's own although no backward made any.
+
+        Raises:
+            StateError: a sum is under way.
         """
+        if self._sums is not None and self._sums.is_shown:
+            for index, gradient in enumerate(self._shown()):
+                pending = self._sums.sum_of(index, gradient)
+                if pending is not None:
+                    pending.values()
         if self.state is GradState.PARTIAL:
             return None
         shown = self._shown()
@@ -398,6 +493,19 @@ class GradientBuffer:
 
     def show(self) -> None:
         """Set ``.grad`` of every sharded parameter to its part of the final gradients."""
+        faces, wanted = self._final_gradients(), self._trained
+        if self._sums is not None and self._sums.is_shown:
+            if self.num_trained < len(faces):
+                # One that was frozen in between keeps what was accumulated before.
+                held = map(self._sums.sum_of, range(len(faces)), self._shown())
+                wanted = bytearray(bool(one or other) for one, other in zip(self._trained, held, strict=True))
+            self._sums.forget()
+            self._sums.end()
+        # Autograd accumulates into the gathered parameters, so it calls no hook of the sharded ones.
+        for call_hook in assign_grads(self._parameters, faces, wanted):
+            call_hook()
+
+    def _final_gradients(self) -> list[DTensor]:
         if not self._faces:
             self._faces = [
                 self._owner_faces.wrap(index, self._final.get_dtensor(index)) for index in range(len(self._parameters))
@@ -405,6 +513,15 @@ class GradientBuffer:
             if self._final.dtype is not self._template.dtype:
                 for parameter in self._parameters:
                     parameter.grad_dtype = None  # any dtype may be assigned then
-        # Autograd accumulates into the gathered parameters, so it calls no hook of the sharded ones.
-        for call_hook in assign_grads(self._parameters, self._faces, self._trained):
-            call_hook()
+        return self._faces
+
+
+def _describer(buffer: GradientBuffer) -> Callable[[int], str]:
+    """Return what the pending gradients ask for their error; they must not keep the buffer alive."""
+    reference = weakref.ref(buffer)
+
+    def describe(index: int) -> str:
+        owner = reference()
+        return "the model of this gradient is gone" if owner is None else owner._describe(index)
+
+    return describe

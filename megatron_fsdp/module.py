@@ -12,7 +12,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter, is_laid_out_like
+from megatron_fsdp.parameter_group import ParameterGroup, WeightState, group_of_parameter, is_laid_out_like
 from megatron_fsdp.pools import SlotChoice, communicator_has_memory
 from megatron_fsdp.precision import caster
 from megatron_fsdp.rewrapping import refuse_ddp
@@ -168,8 +168,11 @@ class FsdpModule:
         unit_of(self).schedule.step_event = event
 
     def reset_iter_state(self) -> None:
-        """Forget a forward or backward that raised: gathered weights are released, its gradients are dropped."""
-        unit_of(self).schedule.abandon()
+        """Forget a forward or backward that raised: weights are released, gradients that it left incomplete dropped.
+
+        What was accumulated before into the same gradients goes with them.
+        """
+        unit_of(self).schedule.reset()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accept FSDP2's switch: reductions are always sums here, and the division is part of the fold."""
@@ -227,6 +230,14 @@ class FsdpModule:
         """
         unit = unit_of(self)
         unit.use_slots(SlotChoice(unit.slots.sizing or "by_size", backend))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters; also of those that are gathered now, which show no gradient."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # of nn.Module, which comes next in every class of ours
+        for unit in units_below(self):
+            for group in unit.groups:
+                if group.weight_state is WeightState.UNSHARDED:
+                    group.zero_grad(set_to_none=set_to_none)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept FSDP2's switch: gathers are always asynchronous, whether or not somebody prefetches."""
@@ -326,7 +337,7 @@ def _before_forward(
 def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if unit.policy.output_dtype is not None:
         output = caster(unit.policy.output_dtype)(output)
-    unit.schedule.after_forward(unit, module, output)
+    unit.schedule.after_forward(unit, module, args, output)
     return output
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron_fsdp.errors import StateError
+from megatron_fsdp.pending import refuse_pending
 
 __all__ = ["STALE", "mark_gathered", "mark_replaced", "num_optimizer_steps", "refreshes_itself"]
 
@@ -28,8 +29,9 @@ def _count_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _check_parameters(optimizer: Optimizer, *_: object) -> None:
-    """Refuse tensors whose changes would be lost; once per optimizer, and again when it has got more."""
+    """Refuse sums under way; and tensors whose changes would be lost, once per optimizer and when it has got more."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    refuse_pending(parameters)
     if _CHECKED.get(optimizer) == len(parameters):
         return
     for parameter in parameters:

@@ -201,6 +201,15 @@ class ParameterGroup:
             for owned, face in zip(self._owned, self.faces.sharded, strict=True):
                 owned.parameter = face
 
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Reset the gradients of the sharded parameters."""
+        for face in self.faces.sharded:
+            gradient = face.grad
+            if gradient is not None and not set_to_none:
+                gradient.zero_()
+            elif gradient is not None:
+                face.grad = None
+
     def follow_requires_grad(self) -> bool:
         """Take notice of parameters that were frozen or unfrozen; tell whether any was.
 
@@ -250,11 +259,12 @@ class ParameterGroup:
             )
         if check and (self._main_changed() or self._is_suspect):
             self.refresh()
-        self.weight_state = WeightState.GATHERING
         self._gathered_generation = self._generation
         if not self.rests_whole:
             self.weights.choose_source(self._generation)
             self._gather_ticket = lane("gather", self.spec.device).submit(self.weights.gather)
+        # Last, so that whatever is raised before (an interrupt, out of memory) leaves nothing that looks gathered.
+        self.weight_state = WeightState.GATHERING
 
     def finish_gather(self) -> None:
         """Make compute wait for the gather and show the gathered weights; no-op unless GATHERING."""

@@ -104,7 +104,7 @@ class MegatronFSDP(FsdpModule, nn.Module):
         """Drop all gradients, those of microbatches that are not final yet among them."""
         self.zero_grad(set_to_none=True)
         for buffer in self._gradients():
-            buffer.abandon()
+            buffer.discard()
 
     # ------------------------------------------------------------------ weights
 

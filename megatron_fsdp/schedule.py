@@ -22,12 +22,24 @@ from megatron_fsdp.agreement import FirstUse
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.lanes import trace, wait_for_event
 from megatron_fsdp.order import ForwardOrder
+from megatron_fsdp.outputs import watch_given, watch_kept, watch_made, watch_output
 from megatron_fsdp.parameter_group import WeightState
 from megatron_fsdp.pools import BufferPools
-from megatron_fsdp.structure import iterate_tensors
-from megatron_fsdp.unit import Call, InFlight, Unit, alive, is_in_backward, watchers
+from megatron_fsdp.unit import Call, InFlight, Unit, alive, is_in_backward
 
 __all__ = ["Schedule"]
+
+
+class _Ending:
+    """Ends a backward when called; lives as long as autograd's task."""
+
+    __slots__ = ("__weakref__", "_finish")
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+
+    def __call__(self) -> None:
+        self._finish()
 
 
 class Schedule:
@@ -54,6 +66,9 @@ class Schedule:
         self._lingering: weakref.ref[Unit] | None = None
         self._trail: list[weakref.ref[Unit]] = []
         self._is_backward_open = False
+        # What autograd calls at the end; dead when the backward has ended or raised.
+        self._ending: weakref.ref[_Ending] | None = None
+        self._has_sums = False
         self.num_backwards = 0
         self._any_gradient = False
         # Weak, so that a model whose backward raised is freed when it is deleted.
@@ -103,6 +118,8 @@ class Schedule:
         if is_in_backward():
             self._before_recomputation(unit, module)
             return
+        if self._is_backward_open:
+            self._recover()
         if unit is self.root and not unit.awaits(module):
             self._start_pass()
         if self._open_call(unit, module):
@@ -112,13 +129,16 @@ class Schedule:
             self._unshard_fresh(unit)
             self._prefetch_forward(unit)
 
-    def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
-        """Watch the outputs for backward, and reshard."""
+    def after_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Watch what forward left behind for backward, and reshard."""
         call = unit.open_call
         if call is None:
             return
         if torch.is_grad_enabled():
-            self._watch(call, output)
+            watch_output(call, output)
+            if unit.releases_weights:
+                watch_kept(call, module)
+                watch_given(call, args)
         if unit.pending_modules:
             return
         if is_in_backward():
@@ -168,21 +188,31 @@ class Schedule:
         if self.step_event is not None:
             wait_for_event(self.step_event)
             self.step_event = None
-        if self._is_backward_open:
-            # A backward that raised never ran its final callback. Its gradients are void.
-            self.abandon()
         for unit in self.units():
             unit.open_call = None
         self._order.start_pass()
         self._trail = []
 
-    def abandon(self) -> None:
-        """Forget a forward or backward that raised."""
+    def reset(self) -> None:
+        """Forget a forward or backward that raised, and the gradients that it left incomplete."""
+        self._abandon()
+        for unit in self.units():
+            for buffer in unit.gradients:
+                if buffer.is_void:
+                    buffer.discard()
+
+    def _recover(self) -> None:
+        """Forget a backward that raised: its graph task is gone, but never ran the final callback."""
+        if self._is_backward_open and (self._ending is None or self._ending() is None):
+            self._abandon()
+
+    def _abandon(self) -> None:
         for unit in self.units():
             unit.open_call = None
             if self._is_backward_open:
                 for buffer in unit.gradients:
-                    buffer.abandon()
+                    buffer.abandon(self.num_backwards)
+                    self._has_sums = self._has_sums or buffer.has_sum_under_way
             self._reshard(unit)
         self._reset_backward()
 
@@ -201,11 +231,11 @@ class Schedule:
             # Whoever asks for parameters between forward and backward gets those that can be trained and changed.
             awaited.conceal()
 
-    def _watch(self, call: Call, output: Any) -> None:
-        for tensor in iterate_tensors(output):
-            if tensor.requires_grad:
-                watchers(tensor).append(call)
-                call.unit.expect(call)
+    def watch(self, unit: Unit, output: Any) -> None:
+        """Gather the unit before backward goes through ``output``, which a module inside of it has just made."""
+        call = unit.open_call
+        if call is not None and torch.is_grad_enabled():
+            watch_made(call, output)
 
     def _unshard_fresh(self, unit: Unit) -> None:
         for group in unit.groups:
@@ -235,10 +265,11 @@ class Schedule:
                 "use released weights. Keep the module whose second derivatives are wanted unsharded."
             )
         self._open_backward()
+        unit = call.unit
         if call.entered == self.num_backwards:
+            self._unshard_again(unit)
             return
         call.entered = self.num_backwards
-        unit = call.unit
         unit.expect(call)
         self._leave_passed(call)
         self._active[id(unit)] = unit.reference
@@ -246,6 +277,24 @@ class Schedule:
         if unit.unshards_in_backward:
             self._unshard(unit, check=False)
         self._prefetch_backward(call)
+
+    def before_reading(self, unit: Unit, call: Call | None) -> None:
+        """Gather the unit again, if need be, for the backward of an operator that reads its weights.
+
+        Args:
+            call: in which the operator ran; None where it ran outside of any, between ``unshard`` and ``reshard``.
+        """
+        if call is not None:
+            self.before_backward(call)
+            return
+        self._open_backward()
+        self._unshard_again(unit)
+
+    def _unshard_again(self, unit: Unit) -> None:
+        if unit.unshards_in_backward and not unit.is_unsharded:
+            # Left, or even closed: whoever ends the backward releases it once more.
+            self._active[id(unit)] = unit.reference
+            self._unshard(unit, check=False)
 
     def gradient_arrived(self, unit: Unit) -> None:
         """Note one gradient of a unit; reduce when it was the last."""
@@ -261,11 +310,29 @@ class Schedule:
         """Release packed buffers, oldest first, until there may be one more."""
         self._reducing.drain(self.max_packed_buffers - 1)
 
+    def begin_backward(self) -> int:
+        """Note that a backward is under way, and return its number, which counts from 1."""
+        self._open_backward()
+        return self.num_backwards
+
     def _open_backward(self) -> None:
+        if self._is_backward_open:
+            self._recover()
         if not self._is_backward_open:
             self._is_backward_open = True
             self.num_backwards += 1
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            ending = _Ending(self.finish)
+            self._ending = weakref.ref(ending)
+            torch.autograd.Variable._execution_engine.queue_callback(ending)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Take notice of sums under way that users threw away."""
+        if self._has_sums:
+            for unit in self.units():
+                for buffer in unit.gradients:
+                    buffer.settle()
+            self._has_sums = False
 
     def _leave_passed(self, call: Call) -> None:
         for unit in alive(self._active.values()):
@@ -339,7 +406,13 @@ class Schedule:
             self._reshard(unit)
 
     def finish(self) -> None:
-        """End the backward: close what is open, complete the reductions, hand the gradients to the parameters."""
+        """End the backward: close what is open, complete the reductions, hand the gradients to the parameters.
+
+        Outside of any, finish what earlier ones left under way.
+        """
+        if not is_in_backward():
+            self._recover()
+            self._settle()
         for unit in sorted(alive(self._active.values()), key=Unit.first_begin, reverse=True):
             self._close(unit)
             self._leave(unit)
@@ -349,6 +422,7 @@ class Schedule:
         self._reducing.drain(0)
         for unit in self.units():
             self._finalize(unit)
+        self._has_sums = any(buffer.has_sum_under_way for unit in self.units() for buffer in unit.gradients)
         self._reset_backward()
         for listener in tuple(self.after_backward) if self.is_last_backward else ():
             listener()

@@ -17,6 +17,7 @@ from megatron_fsdp.lanes import trace
 from megatron_fsdp.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.pools import BufferPools, SlotChoice
 from megatron_fsdp.precision import MixedPrecisionPolicy
+from megatron_fsdp.readers import mark_read
 from megatron_fsdp.strangers import admit
 
 __all__ = ["Call", "Driver", "InFlight", "Unit", "alive", "is_in_backward", "watchers"]
@@ -35,11 +36,20 @@ class Driver(Protocol):
     def before_forward(self, unit: Unit, module: nn.Module) -> None:
         """A module of the unit is about to run."""
 
-    def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
+    def after_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """A module of the unit has run."""
 
     def before_backward(self, call: Call) -> None:
         """Backward has reached an output of a call."""
+
+    def watch(self, unit: Unit, output: Any) -> None:
+        """A module inside of the unit made ``output`` from weights."""
+
+    def before_reading(self, unit: Unit, call: Call | None) -> None:
+        """Backward is about to read weights of the unit."""
+
+    def begin_backward(self) -> int:
+        """A backward is under way; return its number."""
 
     def gradient_arrived(self, unit: Unit) -> None:
         """One more gradient of the unit is packed."""
@@ -47,8 +57,8 @@ class Driver(Protocol):
     def make_room(self) -> None:
         """Release packed gradient buffers until there may be one more."""
 
-    def abandon(self) -> None:
-        """Forget a forward or backward that raised."""
+    def reset(self) -> None:
+        """Forget a forward or backward that raised, and its gradients."""
 
     def share_reductions(self, other: Any) -> None:
         """Count packed gradient buffers together with another schedule."""
@@ -64,9 +74,10 @@ class Call:
         begin, end: ticks of the schedule's clock; calls nest or follow each other, so these intervals do too.
         position: place in the schedule's list of finished calls of that forward pass.
         entered: the number of the last backward that reached its outputs; 0 for none so far.
+        first_node: autograd's nodes that were made since it began have this number or a higher one.
     """
 
-    __slots__ = ("__weakref__", "_unit", "begin", "end", "entered", "position", "trail")
+    __slots__ = ("__weakref__", "_unit", "begin", "end", "entered", "first_node", "position", "trail")
 
     def __init__(self, unit: Unit, begin: int) -> None:
         self._unit = unit.reference
@@ -75,6 +86,7 @@ class Call:
         self.position = 0
         self.trail: list[weakref.ref[Unit]] = []
         self.entered = 0
+        self.first_node: int = torch._C._autograd._get_sequence_nr()
 
     @property
     def unit(self) -> Unit:
@@ -180,6 +192,22 @@ class Unit:
         self.num_gradients = sum(buffer.num_trained for buffer in self.gradients)
         for buffer in self.gradients:
             buffer.observe(self)
+        for group in self.groups:
+            if not group.rests_whole:
+                mark_read(group.faces.gathered, self)
+
+    @property
+    def releases_weights(self) -> bool:
+        """Whether any of its weights are gathered and released; others are whole on every rank all the time."""
+        return any(not group.rests_whole for group in self.groups)
+
+    def watch(self, output: Any) -> None:
+        """Tell the schedule what a module inside of the unit made from weights."""
+        self.schedule.watch(self, output)
+
+    def before_reading(self, call: Call | None) -> None:
+        """Tell the schedule that backward is about to read weights."""
+        self.schedule.before_reading(self, call)
 
     def follow_requires_grad(self) -> None:
         """Take notice of parameters that were frozen or unfrozen since the last forward."""
@@ -228,6 +256,14 @@ class Unit:
         return weakref.ref(self)
 
     @property
+    def is_unsharded(self) -> bool:
+        """Whether compute may use all of its weights."""
+        for group in self.groups:  # noqa: SIM110  # asked for every operator that reads weights
+            if group.weight_state is not WeightState.UNSHARDED:
+                return False
+        return True
+
+    @property
     def is_sharded(self) -> bool:
         """Whether nothing of it is gathered or being gathered."""
         return all(group.weight_state is WeightState.SHARDED for group in self.groups)
@@ -247,6 +283,10 @@ class Unit:
     def first_begin(self) -> int:
         """Return when the oldest call began whose backward may still come, 0 where there is none."""
         return min((call.begin for call in self.outstanding_calls()), default=0)
+
+    def begin_backward(self) -> int:
+        """Tell the schedule that a backward is under way, and return its number."""
+        return self.schedule.begin_backward()
 
     def before_packing(self) -> None:
         """Make room for a packed gradient buffer."""

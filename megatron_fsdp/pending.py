@@ -1,0 +1,202 @@
+"""PendingSums: what ``.grad`` of sharded parameters is while their gradients are sums under way.
+
+From the first gradient of a backward until gradients are final, and between microbatches that keep them on this rank,
+there is nothing that a reader of ``.grad`` could be shown. None would hide what users do meanwhile: who sets ``.grad``
+to None or zeroes it throws the sum away, and who steps an optimizer would step without it. So ``.grad`` is a tensor
+that may be dropped and zeroed, that takes what autograd adds to it, and that no operator reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dbuffer.dtensor import FlatDTensor
+from megatron_fsdp.errors import StateError
+
+__all__ = ["PendingSum", "PendingSums", "refuse_pending"]
+
+_ATEN = torch.ops.aten
+_GRAD: Any = torch._C.TensorBase.grad
+_get, _set = _GRAD.__get__, _GRAD.__set__
+# How many groups of the process have sums under way: optimizers look at gradients only where there are any.
+_num_under_way = [0]
+
+
+class PendingSum:
+    """What happened to the ``.grad`` of one parameter while its sum was under way.
+
+    Attributes:
+        is_zeroed: somebody zeroed it, so that it reads as zeros. added: what was added to it, None for nothing.
+    """
+
+    __slots__ = ("_describe", "_like", "added", "is_zeroed")
+
+    def __init__(self, describe: Callable[[], str], like: torch.Tensor) -> None:
+        self._describe = describe
+        self._like = (like.shape, like.dtype, like.device)
+        self.is_zeroed = False
+        self.added: torch.Tensor | None = None
+
+    def forget(self) -> None:
+        """Forget what happened."""
+        self.is_zeroed, self.added = False, None
+
+    def zero(self) -> None:
+        """Take notice of ``zero_``."""
+        self.is_zeroed, self.added = True, None
+
+    def add(self, value: torch.Tensor, alpha: float = 1) -> None:
+        """Take notice of ``add_``: what autograd accumulates for a loss that uses a sharded parameter itself."""
+        added = self._own()
+        if value.numel() == added.numel():
+            added, value = added.view(-1), value.reshape(-1)
+        added.add_(value, alpha=alpha)
+
+    def values(self) -> torch.Tensor:
+        """Return what a reader sees.
+
+        Raises:
+            StateError: a sum under way.
+        """
+        if not self.is_zeroed:
+            raise StateError(self._describe())
+        return self._own()
+
+    def _own(self) -> torch.Tensor:
+        if self.added is None:
+            shape, dtype, device = self._like
+            self.added = torch.zeros(shape, dtype=dtype, device=device)
+        return self.added
+
+
+class _PendingRows(torch.Tensor):
+    """This rank's part of a pending gradient: a tensor without memory."""
+
+    pending: PendingSum
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, pending: PendingSum) -> _PendingRows:
+        """Make one of the shape, dtype and device of a tensor."""
+        make: Any = torch.Tensor._make_wrapper_subclass
+        rows: _PendingRows = make(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
+        rows.pending = pending
+        return rows
+
+    def __init__(self, *_: object) -> None:
+        """Do nothing."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch leaves it untyped
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Take notice of what may be done to a pending gradient; refuse the rest; after ``zero_`` run it on zeros."""
+        target = args[0] if args and isinstance(args[0], cls) else None
+        if func is _ATEN._foreach_zero_.default:
+            for tensor in args[0]:
+                tensor.zero_()
+            return None
+        if target is not None and func is _ATEN.detach.default:
+            return target
+        if target is not None and func is _ATEN.zero_.default:
+            target.pending.zero()
+            return target
+        if target is not None and func is _ATEN.add_.Tensor and not isinstance(args[1], cls):
+            target.pending.add(args[1], **(kwargs or {}))
+            return target
+        result = func(*_readable(args), **{name: _readable(value) for name, value in (kwargs or {}).items()})
+        return target if target is not None and result is target.pending.added else result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
+        return "zeros" if self.pending.is_zeroed else "a sum under way"
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, _PendingRows):
+        return value.pending.values()
+    return type(value)(map(_readable, value)) if type(value) in (list, tuple) else value
+
+
+class PendingSums:
+    """The pending gradients of one group, and which parameters show theirs.
+
+    Args:
+        parameters: the sharded ones. gradients: final gradients to stand in for, one each.
+        describe: returns the words of the error for who reads that of parameter ``index``.
+
+    Attributes:
+        is_shown: whether sums are under way. is_void: whether they are none any more, because a backward raised.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], gradients: Iterable[DTensor], describe: Callable[[int], str]
+    ) -> None:
+        self._parameters = parameters
+        self._sums: list[PendingSum] = []
+        self._gradients: list[FlatDTensor] = []
+        for index, gradient in enumerate(gradients):
+            assert isinstance(gradient, FlatDTensor)
+            pending = PendingSum(lambda index=index: describe(index), gradient._local_tensor)  # type: ignore[misc]
+            self._sums.append(pending)
+            self._gradients.append(gradient.with_local(_PendingRows(gradient._local_tensor, pending)))
+        self.is_shown = self.is_void = False
+
+    def show(self, wanted: Sequence[object]) -> None:
+        """Set ``.grad`` of the parameters that are wanted (true), where it is not so already."""
+        if not self.is_shown:
+            self.is_shown = True
+            _num_under_way[0] += 1
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, gradient, is_wanted in zip(self._parameters, self._gradients, wanted, strict=True):
+                if is_wanted:
+                    _set(parameter, gradient)
+
+    def follow(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Show pending gradients on other objects from now on; what their ``.grad`` is stays."""
+        self._parameters = parameters
+
+    def end(self) -> None:
+        """Say that sums are under way no more; whoever calls this sets ``.grad``."""
+        if self.is_shown:
+            self.is_shown = self.is_void = False
+            _num_under_way[0] -= 1
+
+    def clear(self) -> None:
+        """Set ``.grad`` to None where it is pending."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+                if _get(parameter) is gradient:
+                    _set(parameter, None)
+
+    def forget(self) -> None:
+        """Forget what happened to the pending gradients."""
+        for pending in self._sums:
+            pending.forget()
+
+    def sum_of(self, index: int, shown: torch.Tensor | None) -> PendingSum | None:
+        """Return what happened to the ``.grad`` of a parameter, None where that is not pending."""
+        return self._sums[index] if shown is self._gradients[index] else None
+
+    def __iter__(self) -> Iterator[PendingSum]:
+        return iter(self._sums)
+
+    def __getitem__(self, index: int) -> PendingSum:
+        return self._sums[index]
+
+
+def refuse_pending(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse to step parameters whose gradients are sums under way, before anything is changed.
+
+    Raises:
+        StateError: there is one; it names the first.
+    """
+    if not _num_under_way[0]:
+        return
+    for parameter in parameters:
+        rows = getattr(parameter.grad, "_local_tensor", None)
+        if isinstance(rows, _PendingRows):
+            rows.pending.values()

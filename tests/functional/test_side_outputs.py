@@ -1,0 +1,355 @@
+"""Gradients equal a whole model's when the loss reaches a unit by anything that it made, returned or not."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from tests.functional.replica import WIDTH, Block, Case, Comparison, Stack, compare, inputs, three_blocks
+from tests.harness import run_ranks
+
+Reshard = bool | int | None
+
+
+def shard_all(model: nn.Module, reshard: Reshard = None, *, is_fused: bool = True) -> None:
+    policy = MixedPrecisionPolicy(fuse_weight_gradients=is_fused)
+    for child in model.children():
+        for part in child if isinstance(child, nn.ModuleList) else (child,):
+            fully_shard(part, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, reshard_after_forward=reshard, mp_policy=policy)
+
+
+# ---------------------------------------------------------------- auxiliary losses kept as attributes
+
+
+class Routed(Block):
+    """Keeps an auxiliary loss, as routers do."""
+
+    aux: torch.Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., WIDTH) for (..., WIDTH)."""
+        self.aux = self.router(self.norm(x)).softmax(-1).square().sum()
+        return super().forward(x)
+
+
+def routed() -> nn.Module:
+    return Stack(*(Routed() for _ in range(3)), nn.Linear(WIDTH, 5))
+
+
+def routed_and_frozen() -> nn.Module:
+    model = routed()
+    assert isinstance(model, Stack)
+    for layer in model.layers:
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_("router" not in name and "up" not in name)
+    return model
+
+
+def aux_of(model: nn.Module) -> torch.Tensor:
+    found = [0.1 * index * module.aux for index, module in enumerate(model.modules()) if isinstance(module, Routed)]
+    return torch.stack(found).sum()
+
+
+def main_and_aux(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    output: torch.Tensor = model(inputs(rank, step))
+    return output.square().mean() + aux_of(model)
+
+
+def aux_alone(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    model(inputs(rank, step))
+    return aux_of(model)
+
+
+def aux_after_main(model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor, ...]:
+    output: torch.Tensor = model(inputs(rank, step))
+    return output.square().mean(), aux_of(model)
+
+
+def aux_before_main(model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor, ...]:
+    main, aux = aux_after_main(model, rank, step)
+    return aux, main
+
+
+def aux_of_two_calls(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    first = main_and_aux(model, rank, 2 * step)
+    model(inputs(rank, 2 * step + 1))
+    return first * aux_of(model)
+
+
+def aux_kept_from_evaluation(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """The attributes of the first microbatch are detached ones when the second runs."""
+    with torch.no_grad():
+        model(inputs(rank, 100 + step))
+    kept = aux_of(model)
+    return main_and_aux(model, rank, step) * (1 + kept.detach())
+
+
+class Checkpointed(Stack):
+    """Recomputes its layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def checkpointed() -> nn.Module:
+    return Checkpointed(*(Routed() for _ in range(3)))
+
+
+# ---------------------------------------------------------------- activations that hooks of the user take
+
+
+def inner_activations(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """A loss of what is inside of the second of three blocks alone."""
+    assert isinstance(model, Stack)
+    block, taken = model.layers[1], []
+    handles = [
+        module.register_forward_hook(lambda module, args, output: taken.append(output))
+        for module in (block.norm, block.up)
+    ]
+    model(inputs(rank, step))
+    for handle in handles:
+        handle.remove()
+    norm, up = taken
+    return norm.sin().mean() + up.square().mean()
+
+
+class Mixed(nn.Module):
+    """Modules whose backward reads weights in ways of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(1, 3, 3)
+        self.lstm = nn.LSTM(15, 4, batch_first=True)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.norm = nn.RMSNorm(4)
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.convolution(x.unsqueeze(1)).flatten(1).unsqueeze(1)
+        hidden, _ = self.lstm(x)
+        attended, _ = self.attention(hidden, hidden, hidden)
+        normal = self.norm(attended)
+        self.kept = [x, hidden, attended, normal]
+        return x.flatten(1)[:, :WIDTH]
+
+
+def mixed() -> nn.Module:
+    return Stack(Mixed(), Block())
+
+
+def kept_one_by_one(model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor, ...]:
+    model(inputs(rank, step))
+    (mixed,) = (module for module in model.modules() if isinstance(module, Mixed))
+    return tuple(tensor.square().mean() for tensor in mixed.kept)
+
+
+# ---------------------------------------------------------------- units with weights of their own
+
+
+class Weighted(nn.Module):
+    """Uses its own weights in operators, and leaves what lies between them in ``leave(self, value)``."""
+
+    def __init__(self, leave: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(WIDTH, 5))
+        self.second = nn.Parameter(torch.randn(5, WIDTH))
+        self.leave = leave
+
+    def forward(self, x: torch.Tensor, *given: Any) -> Any:
+        """Return (..., WIDTH), or what ``leave`` returns instead."""
+        hidden = x @ self.first
+        instead = self.leave(self, hidden.sin() * self.first[0, :5], *given)
+        return torch.tanh(hidden @ self.second) if instead is None else instead
+
+
+@dataclass
+class Record:
+    hidden: torch.Tensor
+
+
+class Custom:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+def as_attribute(module: nn.Module, hidden: torch.Tensor) -> None:
+    module.kept = hidden
+
+
+def as_list(module: nn.Module, hidden: torch.Tensor) -> None:
+    module.kept = [*getattr(module, "kept", [])[-1:], hidden]
+
+
+def as_dict(module: nn.Module, hidden: torch.Tensor) -> None:
+    module.kept = {"losses": (hidden, 3)}
+
+
+def as_record(module: nn.Module, hidden: torch.Tensor) -> None:
+    module.kept = Record(hidden)
+
+
+def as_namespace(module: nn.Module, hidden: torch.Tensor) -> None:
+    module.kept = SimpleNamespace(hidden=hidden, nothing=None)
+
+
+def hidden_in(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, dict):
+        return hidden_in(value["losses"][0])
+    return value[-1] if isinstance(value, list) else hidden_in(value.hidden)
+
+
+def kept_alone(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    model(inputs(rank, step))
+    found = [hidden_in(module.kept) for module in model.modules() if isinstance(module, Weighted)]
+    return torch.stack(found).square().sum()
+
+
+def kept_and_returned(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return kept_alone(model, rank, step) + model(inputs(rank, step)).square().sum()
+
+
+def instead_custom(module: nn.Module, hidden: torch.Tensor) -> Any:
+    return Custom(hidden)
+
+
+def instead_namespace(module: nn.Module, hidden: torch.Tensor) -> Any:
+    return SimpleNamespace(hidden=[hidden])
+
+
+class Ends(nn.Module):
+    """Its layers return objects; so does it."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor, *given: Any) -> Any:
+        return [layer(x, *given) for layer in self.layers]
+
+
+def objects_alone(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    found = [getattr(result.hidden, "hidden", result.hidden) for result in model(inputs(rank, step))]
+    return torch.stack([hidden_in(one) for one in found]).square().sum()
+
+
+def into_argument(module: nn.Module, hidden: torch.Tensor, taken: list[torch.Tensor]) -> None:
+    taken.append(hidden)
+
+
+def argument_alone(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    taken: list[torch.Tensor] = []
+    model(inputs(rank, step), taken)
+    return torch.stack(taken).square().sum()
+
+
+def weighted(leave: Callable[..., Any]) -> nn.Module:
+    return Stack(Weighted(leave), Weighted(leave), Block())
+
+
+def ends(leave: Callable[..., Any]) -> nn.Module:
+    return Ends(Weighted(leave), Weighted(leave))
+
+
+def inside_of_a_unit(leave: Callable[..., Any]) -> nn.Module:
+    """The modules with weights of their own are no units themselves."""
+    return Stack(Stack(Weighted(leave), Block()), Stack(Block(), Weighted(leave)))
+
+
+CASES: dict[str, Case] = {
+    "an auxiliary loss beside the output": Case(routed, main_and_aux),
+    "an auxiliary loss beside the output, of two calls": Case(routed, aux_of_two_calls),
+    "an auxiliary loss alone": Case(routed, aux_alone),
+    "an auxiliary loss backwarded after the main one": Case(routed, aux_after_main),
+    "an auxiliary loss backwarded before the main one": Case(routed, aux_before_main),
+    "an auxiliary loss of frozen weights": Case(routed_and_frozen, main_and_aux),
+    "an auxiliary loss kept from an evaluation": Case(routed, aux_kept_from_evaluation),
+    "an auxiliary loss in recomputed layers": Case(checkpointed, main_and_aux, is_guarded=False),
+    "activations that hooks take": Case(three_blocks, inner_activations),
+    "what convolutions, LSTMs, attention and norms make": Case(mixed, kept_one_by_one),
+    "an attribute alone": Case(partial(weighted, as_attribute), kept_alone),
+    "an attribute and the output": Case(partial(weighted, as_attribute), kept_and_returned),
+    "a list that grows": Case(partial(weighted, as_list), kept_alone),
+    "a dict": Case(partial(weighted, as_dict), kept_alone),
+    "a dataclass": Case(partial(weighted, as_record), kept_alone),
+    "a namespace": Case(partial(weighted, as_namespace), kept_alone),
+    "a returned object of a class with slots": Case(partial(ends, instead_custom), objects_alone),
+    "a returned namespace": Case(partial(ends, instead_namespace), objects_alone),
+    "a list that was passed in": Case(partial(ends, into_argument), argument_alone),
+    "an attribute of a module inside of the unit": Case(partial(inside_of_a_unit, as_list), kept_alone),
+}  # fmt: skip
+
+WAYS: dict[str, Callable[[nn.Module], None]] = {
+    "by default": shard_all,
+    "resharded after forward, without fused gradients": partial(shard_all, reshard=True, is_fused=False),
+    "kept after forward": partial(shard_all, reshard=False),
+}
+
+
+def compare_case(name: str) -> dict[str, Comparison]:
+    results = {}
+    for way, shard in WAYS.items():
+        case = CASES[name]
+        torch.manual_seed(7)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            results[way] = compare(Case(case.build, case.loss, shard=shard, steps=2, is_guarded=case.is_guarded))
+    return results
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_loss_reaches_weights_by(name: str) -> None:
+    for results in run_ranks(2, compare_case, name, timeout=60):
+        assert all(result.is_exact for result in results.values()), results
+
+
+# ---------------------------------------------------------------- what cannot be seen
+
+
+_OUTSIDE: list[torch.Tensor] = []
+
+
+def outside(module: nn.Module, hidden: torch.Tensor) -> None:
+    _OUTSIDE.append(hidden)
+
+
+def backward_from_outside(reshard: Reshard) -> str:
+    model = weighted(outside)
+    shard_all(model, reshard)
+    _OUTSIDE.clear()
+    model(inputs(dist.get_rank(), 0))
+    try:
+        torch.stack(_OUTSIDE).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        _OUTSIDE.clear()
+    return "no error"
+
+
+def test_a_way_that_nobody_sees_is_an_error_before_released_weights_are_read() -> None:
+    for message in run_ranks(2, backward_from_outside, True):
+        assert "is at version 1000000000; expected version 0" in message
+
+
+def test_it_is_none_where_weights_are_kept() -> None:
+    assert run_ranks(2, backward_from_outside, False) == ["no error"] * 2
