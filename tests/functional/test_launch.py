@@ -1,0 +1,113 @@
+"""The script of the launch page joins the job of each launcher, and trains one model there."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp import ConfigError
+from tests.harness import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT, SPAWNING = re.findall(r"```python\n(.*?)```", (ROOT / "docs/launch.md").read_text(encoding="utf-8"), re.DOTALL)
+# How the launchers number the second of two processes, as (rank, size, local rank).
+LAUNCHERS = {
+    "environment variables": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def numbered_by(launcher: str, rank: int) -> dict[str, str]:
+    return dict(zip(LAUNCHERS[launcher], (str(rank), "2", str(rank)), strict=True))
+
+
+def run_script(launcher: str, port: int) -> tuple[int, float, float]:
+    """Run the page's script as one of two processes; return its world's size, loss and the norm of its weights."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    os.environ.update(numbered_by(launcher, rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.manual_seed(1)
+    body, end = SCRIPT.rsplit("torch.distributed.destroy_process_group()", 1)
+    assert not end.strip()
+    names: dict[str, object] = {}
+    exec(body, names)
+    model, loss = names["model"], names["loss"]
+    assert isinstance(model, torch.nn.Module)
+    assert isinstance(loss, torch.Tensor)
+    size = dist.get_world_size()
+    norm = sum(float(value.full_tensor().square().sum()) for value in model.state_dict().values())
+    return size, loss.item(), norm
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_processes_of_a_launcher_train_one_model_together(launcher: str) -> None:
+    (size, loss, norm), (other_size, other_loss, other_norm) = run_ranks(2, run_script, launcher, free_port())
+    assert size == other_size == 2
+    assert loss != other_loss
+    assert norm == other_norm
+
+
+def run_without_a_meeting_point(launcher: str) -> str:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.environ.update(numbered_by(launcher, rank))
+    try:
+        exec(SCRIPT, {})
+    except ConfigError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_processes_that_cannot_find_each_other_do_not_train_each_for_itself(launcher: str) -> None:
+    for rank, found in enumerate(run_ranks(2, run_without_a_meeting_point, launcher)):
+        assert found.startswith(f"this is process {rank} of 2")
+        assert "MASTER_ADDR and MASTER_PORT are not set" in found
+
+
+def run_page(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "train.py").write_text(code, encoding="utf-8")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *(entry for entry in sys.path if entry)])
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env={**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_the_page_s_spawned_workers_train(tmp_path: Path) -> None:
+    result = run_page(SPAWNING.replace("29512", str(free_port())), tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+def test_spawned_workers_that_do_not_say_their_place_are_refused(tmp_path: Path) -> None:
+    code = re.sub(r".*init_process_group.*\n", "", SPAWNING)
+    result = run_page(code, tmp_path)
+    assert result.returncode != 0
+    assert "ConfigError: fully_shard without a mesh in a process that multiprocessing started" in result.stderr

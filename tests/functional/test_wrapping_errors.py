@@ -1,0 +1,308 @@
+"""``fully_shard`` happens on all ranks or on none: others hear of an exception, and modules are left as they were."""
+
+import datetime
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from dbuffer import Element
+from megatron_fsdp import CPUOffloadPolicy, Placements, fully_shard, meeting
+from tests.functional.replica import Block, Stack, squared
+from tests.harness import run_ranks
+
+# ---------------------------------------------------------------- one rank raises
+
+
+class Mine(Exception):
+    """Raised by a user's function on one rank."""
+
+
+def interrupt(_: nn.Parameter) -> None:
+    raise KeyboardInterrupt
+
+
+def raise_mine(_: nn.Parameter) -> None:
+    raise Mine("on this rank")
+
+
+def with_scalar() -> nn.Module:
+    block = Block()
+    block.scale = nn.Parameter(torch.tensor(1.0))
+    return block
+
+
+Attempt = Callable[[], Any]
+# What rank 1 does instead of sharding a block like the others, and what they hear of it.
+ON_ONE_RANK: dict[str, tuple[Attempt, str]] = {
+    "a parameter that cannot be sharded": (
+        lambda: fully_shard(with_scalar()),
+        r"ConfigError: Block: parameter 'scale' has no dimensions",
+    ),
+    "an exception of the user's": (lambda: fully_shard(Block(), granularity=raise_mine), r"Mine: on this rank"),
+    "an interrupt": (lambda: fully_shard(Block(), granularity=interrupt), r"KeyboardInterrupt"),
+    "a bad argument": (lambda: fully_shard(Block(), reshard_after_forward=3), r"ConfigError: reshard_after_forward=3"),
+    "no module": (lambda: fully_shard([]), r"ConfigError: fully_shard got an empty list"),
+    "a mesh of another shape": (
+        lambda: fully_shard(Block(), init_device_mesh("cpu", (2, 1, 1))),
+        r"ConfigError: the mesh has 3 axes",
+    ),
+}
+
+
+def shard_while_rank_one_raises(name: str) -> tuple[str, float, float]:
+    """Return this rank's error, after how long it came, and the loss of a model that is sharded afterwards."""
+    attempt = ON_ONE_RANK[name][0] if dist.get_rank() == 1 else lambda: fully_shard(Block())
+    # The meshes of all ranks are made by all of them.
+    if name == "a mesh of another shape" and dist.get_rank() != 1:
+        init_device_mesh("cpu", (2, 1, 1))
+    start = time.monotonic()
+    try:
+        attempt()
+    except (Exception, KeyboardInterrupt) as error:
+        found, seconds = f"{type(error).__name__}: {error}", time.monotonic() - start
+    else:
+        return "no error", 0.0, 0.0
+    model = Stack(Block(), Block())
+    fully_shard(model.layers[0])
+    fully_shard(model)
+    loss = squared(model, dist.get_rank(), 0)
+    loss.backward()
+    return found, seconds, loss.item()
+
+
+@pytest.mark.parametrize("name", ON_ONE_RANK)
+def test_the_others_hear_at_once_what_one_rank_raised_and_all_can_go_on(name: str) -> None:
+    (told, seconds, loss), (raised, _, other_loss) = run_ranks(2, shard_while_rank_one_raises, name)
+    wanted = ON_ONE_RANK[name][1]
+    assert re.match(wanted, raised)
+    assert re.match(r"AgreementError: rank 0 calls fully_shard on unit 'Block', but rank 1, which .*", told)
+    assert re.search(wanted, told)
+    assert seconds < 20
+    assert loss > 0 < other_loss
+
+
+# ---------------------------------------------------------------- ranks that do different things
+
+
+def one_block_more(wraps_root: bool) -> None:
+    model = Stack(*(Block() for _ in range(2 + dist.get_rank())))
+    for layer in model.layers:
+        fully_shard(layer)
+    if wraps_root:
+        fully_shard(model)
+    squared(model, dist.get_rank(), 0).backward()
+
+
+def another_setting() -> None:
+    model = Stack(Block(), Block())
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    if dist.get_rank() == 1:
+        fully_shard.state(model.layers[1]).reshard_to(False)
+    squared(model, dist.get_rank(), 0).backward()
+
+
+def other_order_of_models() -> None:
+    models = [Stack(Block()), nn.Sequential(Block())]
+    for model in models:
+        fully_shard(model, placements=Placements.optim_grads(0))
+    for model in models if dist.get_rank() else reversed(models):
+        squared(model, dist.get_rank(), 0).backward()
+
+
+def another_reshard_argument() -> None:
+    fully_shard(Block(), reshard_after_forward=bool(dist.get_rank()))
+
+
+DIFFERENT: dict[str, tuple[Callable[[], None], str]] = {
+    "one block more below a root": (
+        lambda: one_block_more(True),
+        r"the ranks of a mesh do different things: rank 0 calls fully_shard on unit 'Stack'; rank 1 calls fully_shard "
+        r"on unit 'Block'",
+    ),
+    "one block more and no root": (
+        lambda: one_block_more(False),
+        r"do different things: rank 0 runs the model 'Block'; rank 1 calls fully_shard on unit 'Block'",
+    ),
+    "a setting made later": (
+        another_setting,
+        r"model 'Stack': the ranks of a mesh have .*rank 0 has unit 'layers.1' .*reshard_after_forward None.*"
+        r"rank 1 has unit 'layers.1' .*reshard_after_forward False",
+    ),
+    "models in another order": (
+        other_order_of_models,
+        r"do different things: rank 0 runs the model 'Sequential'; rank 1 runs the model 'Stack'",
+    ),
+    "another argument": (
+        another_reshard_argument,
+        r"unit 'Block': .* rank 0 has reshard_after_forward=False; rank 1 has reshard_after_forward=True",
+    ),
+}
+
+
+def error_of(name: str) -> tuple[str, float]:
+    start = time.monotonic()
+    try:
+        DIFFERENT[name][0]()
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "no error", 0.0
+
+
+def errors_of_all() -> dict[str, tuple[str, float]]:
+    return {name: error_of(name) for name in DIFFERENT}
+
+
+@pytest.fixture(scope="module")
+def differences() -> list[dict[str, tuple[str, float]]]:
+    """The errors of two ranks by what they did differently, one case after the other."""
+    return run_ranks(2, errors_of_all)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_do_different_things_raise_at_once_what_each_of_them_did(
+    differences: list[dict[str, tuple[str, float]]], name: str
+) -> None:
+    for found in differences:
+        text, seconds = found[name]
+        assert re.match(rf"MeshError: .*{DIFFERENT[name][1]}", text), text
+        assert seconds < 20
+
+
+# ---------------------------------------------------------------- a rank that does not come
+
+
+@contextmanager
+def patient_for(seconds: float) -> Iterator[None]:
+    """Let meetings give up after some seconds."""
+    with mock.patch.object(meeting, "job_timeout", return_value=datetime.timedelta(seconds=seconds)):
+        yield
+
+
+def stay_away() -> str:
+    """Rank 1 comes when rank 0 has given up."""
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        if dist.get_rank() == 1:
+            store.wait(["given up"])
+        with patient_for(3):
+            fully_shard(Block())
+    except ValueError as error:
+        store.set("given up", "")
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_rank_that_does_not_come_is_named_and_told_when_it_does() -> None:
+    for found in run_ranks(2, stay_away):
+        assert re.match(
+            r"AgreementError: rank \d calls fully_shard on unit 'Block', but rank 1 did not within 3 s. Every rank of "
+            r"the mesh \(ranks 0-1\) has to",
+            found,
+        ), found
+
+
+def meet_over_records_of_a_run_before() -> list[str]:
+    """What an earlier run left in a store that was kept: a meeting that never ended, and one that ended badly."""
+    store = dist.distributed_c10d._get_default_store()
+    room = meeting._Room(store, (0, 1), 1, 0.0)
+    if dist.get_rank() == 0:
+        for number, digest in ((1, "stale"), (2, "stale")):
+            store.set(room._record_key[:-1] + str(number), f"1 {digest} token{number} 1000.0")
+        store.set(f"{room._record_key[:-1]}2 token2 verdict", "gone rank 1 was killed")
+    dist.barrier()
+    return [meeting.meet((0, 1), meeting.Statement("comes")) for _ in range(3)]
+
+
+def test_records_of_a_run_before_in_a_kept_store_count_for_nothing() -> None:
+    first, second = run_ranks(2, meet_over_records_of_a_run_before)
+    assert first == second
+    assert len(set(first)) == 3
+    assert not any(name.startswith("token") for name in first)
+
+
+# ---------------------------------------------------------------- all or nothing
+
+
+class Recurrent(nn.Module):
+    """Holds every kind of thing that wrapping touches: a linear layer, a recurrent one, a buffer, a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, 7)
+        self.memory = nn.GRU(7, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.tied = nn.Linear(7, 7)
+        self.tied.weight = self.up.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., 7) for (..., 7)."""
+        result: torch.Tensor = self.tied(self.norm(self.memory(self.up(x))[0]))
+        return result
+
+
+def cut_late(parameter: nn.Parameter) -> Element:
+    if parameter.ndim == 1:
+        raise Mine("after other groups were built")
+    return Element()
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "an int that does not divide the ranks": {"reshard_after_forward": 5},
+    "not an int": {"reshard_after_forward": "always"},
+    "a granularity that raises": {"granularity": cut_late},
+    "offload of what rests whole": {"offload_policy": CPUOffloadPolicy(), "placements": Placements.optim(0)},
+    "not a policy": {"mp_policy": 3},
+}
+
+
+def refuse(name: str) -> list[str]:
+    """Try to shard, and return what is not as it was before; then shard for good and train."""
+    torch.manual_seed(3)
+    model = Recurrent()
+    before = {id(module): (type(module), dict(vars(module))) for module in model.modules()}
+    tensors = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    try:
+        fully_shard(model, **REFUSED[name])
+    except (ValueError, TypeError, Mine):
+        pass
+    else:
+        return ["no error"]
+    changed = [
+        f"{type(module).__name__}.{key}"
+        for module in model.modules()
+        for key, value in vars(module).items()
+        if not _is_same(value, before[id(module)][1].get(key))
+    ]
+    changed += [type(module).__name__ for module in model.modules() if type(module) is not before[id(module)][0]]
+    after = model.state_dict(keep_vars=True)
+    changed += [key for key, (tensor, value) in tensors.items() if after[key] is not tensor or not tensor.equal(value)]
+    output = model(torch.ones(2, 7))
+    fully_shard(model)
+    model.norm.reset_running_stats()
+    changed += [] if torch.allclose(model(torch.ones(2, 7)), output) else ["output"]
+    return changed
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    """Whether an attribute of a module is as it was; dictionaries and lists by what is in them."""
+    if isinstance(value, (dict, list)):
+        entries = value.values() if isinstance(value, dict) else value
+        others = before.values() if isinstance(before, dict) else before
+        return len(value) == len(before) and all(one is other for one, other in zip(entries, others, strict=True))
+    return value is before or bool(value == before)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_module_that_is_refused_is_left_as_it_was_and_can_be_sharded_afterwards(name: str) -> None:
+    assert run_ranks(2, refuse, name) == [[], []]
