@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dbuffer.collectives import all_reduce
 from dbuffer.errors import PlacementError
 from dbuffer.ragged_distribution import Distribution, contiguous_stride
 from dbuffer.ragged_kinds import Kind, Operator
@@ -145,6 +146,8 @@ def _enter_part(tensor: torch.Tensor, reference: DTensor) -> torch.Tensor:
     plain = tensor if placed else _plain_whole(tensor)
     if distribution.is_whole:
         return _enter(plain, _Use.WHOLE, None)
+    if not isinstance(tensor, DTensor):
+        distribution.check_alike(plain.detach())
     has_rows = len(tensor.shape) == len(reference.shape) and tensor.shape[0] == reference.shape[0]
     use = _Use.PART if has_rows and len(tensor.shape) else _Use.SHARED
     return _enter(plain, use, distribution)
@@ -226,7 +229,9 @@ class _Enter(torch.autograd.Function):
         if origin is None:
             return gradient, None, None
         if ctx.use is not _Use.LOCAL:
-            gradient = origin.cut(gradient)
+            # A mean as in ``_AddUp``; after PART and SHARED, which are alike on all ranks, there is nothing to average.
+            whole = origin.all_reduce(gradient.clone(), "avg") if ctx.use is _Use.WHOLE else gradient
+            gradient = origin.cut(whole)
         return RowsGradient(gradient.contiguous(), origin, ctx.shape), None, None
 
 
@@ -256,16 +261,20 @@ class _Leave(torch.autograd.Function):
 
 
 class _AddUp(torch.autograd.Function):
-    """The sum of what the ranks have, on all of them."""
+    """The sum of what the ranks have, on all of them.
+
+    Each rank goes its own way from there to its loss, and trained is the mean of the losses: backward takes the mean.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, distribution: Distribution) -> torch.Tensor:
+        ctx.distribution = distribution
         return distribution.all_reduce(part.clone(), "sum")
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+        return ctx.distribution.all_reduce(gradient.clone(), "avg"), None
 
 
 # ---------------------------------------------------------------- gradients on their way
@@ -320,16 +329,23 @@ def convert_gradients_of(tensor: PlacedTensor) -> None:
         if tensor in _CONVERTED or not tensor.requires_grad:
             return
         _CONVERTED[tensor] = True
-        tensor.register_hook(_converter(type(tensor), tensor._spec))  # type: ignore[no-untyped-call]  # torch's stub
+        tensor.register_hook(_converter(tensor))  # type: ignore[no-untyped-call]  # torch's stub
         if tensor.is_leaf:
             tensor.register_post_accumulate_grad_hook(_own_kind_of_grad)  # type: ignore[no-untyped-call]  # torch's stub
 
 
-def _converter(kind: type[PlacedTensor], spec: DTensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:
+def _converter(tensor: PlacedTensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    kind, spec = type(tensor), tensor._spec
+    # What every rank of some axes holds must stay alike on them, whatever each one's loss made of it.
+    replicas = tensor.distribution.replicating_axes if tensor.is_leaf else []
+
     def convert(gradient: torch.Tensor) -> torch.Tensor:
-        if isinstance(gradient, RowsGradient):
-            return kind(gradient.local, spec, requires_grad=False)
-        return gradient
+        if not isinstance(gradient, RowsGradient):
+            return gradient
+        local = gradient.local.clone() if replicas else gradient.local
+        for axis in replicas:
+            all_reduce(local, axis, "avg")
+        return kind(local, spec, requires_grad=False)
 
     return convert
 

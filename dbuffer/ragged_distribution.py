@@ -67,6 +67,12 @@ class Distribution:
         axes = zip(mesh_axes(self.mesh), self.placements, strict=True)
         return [axis for axis, placement in axes if not placement.is_replicate()]
 
+    @property
+    def replicating_axes(self) -> list[MeshAxis]:
+        """The axes whose ranks hold the same elements, but for axes of one rank."""
+        axes = zip(mesh_axes(self.mesh), self.placements, strict=True)
+        return [axis for axis, placement in axes if placement.is_replicate() and axis.size > 1]
+
     def sliced(self, first: int, num_rows: int) -> Distribution:
         """Return how a slice of the rows is spread when every rank keeps those that it has."""
         placements = tuple(
@@ -128,6 +134,26 @@ class Distribution:
                     "redistribute that DTensor to Replicate or Shard first"
                 )
         return part
+
+    def check_alike(self, tensor: torch.Tensor) -> None:
+        """Check that the ranks hold the same values of a plain tensor that each will combine with its own rows.
+
+        One all-reduce, and a look at its result on the host; nothing where neither may be (a graph is captured or traced).
+
+        Raises:
+            PlacementError: they do not.
+        """
+        is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+        if type(tensor) is not torch.Tensor or is_captured or not tensor.numel():
+            return
+        own = torch.stack([tensor.reshape(-1), -tensor.reshape(-1)]).to(torch.float64)
+        most = self.all_reduce(own.clone(), "max")
+        if not torch.equal(most.nan_to_num(), own.nan_to_num()):
+            raise PlacementError(
+                f"a plain tensor of shape {tuple(tensor.shape)} beside a sharded one differs from rank to rank, while each "
+                "rank has rows of its own. Make it the same on all ranks, or bring it in after the sum over rows: "
+                "p.square().sum() * factor"
+            )
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """Combine what the ranks found in their own parts, in place; ``op`` as in ``collectives.all_reduce``."""

@@ -146,19 +146,21 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return an operand as one whole plain tensor, without a record for autograd.
 
     Raises:
-        PlacementError: a plain tensor of more than one element, which may differ from rank to rank.
+        PlacementError: a plain tensor of more than one element, which may differ from rank to rank, outside of PyTorch's
+            ``implicit_replication``.
     """
     if isinstance(tensor, PlacedTensor):
         return tensor.whole()
     if isinstance(tensor, DTensor):
         is_whole = all(placement.is_replicate() for placement in tensor.placements)
         return tensor._local_tensor if is_whole else tensor.detach().full_tensor()  # type: ignore[attr-defined]  # torch's stub
-    if tensor.numel() == 1:
+    if tensor.numel() == 1 or DTensor._op_dispatcher._allow_implicit_replication:
         return tensor
     raise PlacementError(
         f"found a plain tensor of shape {tuple(tensor.shape)} beside a sharded one. If every rank holds the same "
-        "values, say so: DTensor.from_local(tensor, p.device_mesh, [Replicate()] * p.device_mesh.ndim); else use "
-        "p.to_local() or p.full_tensor()."
+        "values, say so: DTensor.from_local(tensor, p.device_mesh, [Replicate()] * p.device_mesh.ndim), or for all "
+        "plain tensors torch.distributed.tensor.experimental.implicit_replication(); else use p.to_local() or "
+        "p.full_tensor()."
     )
 
 
