@@ -10,12 +10,12 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
 from megatron_fsdp.checkpoint import state_bytes
+from megatron_fsdp.checkpoint_foreign import read_model
 from megatron_fsdp.checkpoint_metadata import tensors_of
 from megatron_fsdp.checkpoint_names import NameMap
 from megatron_fsdp.checkpoint_ranks import CheckpointRanks
 from megatron_fsdp.checkpoint_reader import open_checkpoint, read_entries
 from megatron_fsdp.checkpoint_writer import HoldingPlanner, place_of, plan_save, write_draft
-from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.safetensors_folder import DEFAULT_FILE_BYTES, FolderReader, write_folder
 from megatron_fsdp.safetensors_model import names_once, stored_info
 
@@ -32,6 +32,8 @@ def export_checkpoint(
 ) -> int:
     """Write the weights of a checkpoint into a folder of safetensors files; one tensor at a time is in memory.
 
+    Names are those of the model, without the ``module.`` of wrappers around it.
+
     Args:
         name_map, dtype, max_file_bytes: as for ``export_safetensors``.
     Returns:
@@ -40,10 +42,11 @@ def export_checkpoint(
         CheckpointError: there is no whole checkpoint at ``path``, or it holds no model.
     """
     opened = open_checkpoint(path, CheckpointRanks(None), verify=True)
-    entries = {str(place[0]): entry for place, entry in opened.names_below("model").items()}
     saved = tensors_of(opened.metadata)
-    if not entries:
-        raise CheckpointError(f"{path} holds no entries under 'model'")
+    # Extra state of modules, which Megatron's layers have, is no weight.
+    entries = {
+        name: value.entries[0] for name, value in read_model(opened, ()).tensors.items() if value.shape is not None
+    }
     names = (name_map or NameMap({})).translate(names_once(list(entries), opened.state.get("ties", ())))
     by_name = {there: entries[here] for here, there in names.items()}
     infos = {

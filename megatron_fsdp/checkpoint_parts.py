@@ -17,8 +17,13 @@ class RowPart(torch.Tensor):
 
     It has a shape and a dtype and no values: those are the whole's, of which this rank may hold a part. Nothing can be
     computed with it.
+
+    Attributes:
+        was_saved: whether a save has planned to write it. was_found: whether a load has found it in a checkpoint.
     """
 
+    was_saved: bool
+    was_found: bool
     _pieces: list[tuple[ChunkStorageMetadata, torch.Tensor]]
 
     @staticmethod
@@ -28,6 +33,7 @@ class RowPart(torch.Tensor):
         return made
 
     def __init__(self, whole: torch.Tensor, start: int, stop: int) -> None:
+        self.was_saved = self.was_found = False
         self._pieces = []
         for offsets, local in _pieces_of(whole.detach()):
             first, last = max(offsets[0], start), min(offsets[0] + local.shape[0], stop)
@@ -38,6 +44,7 @@ class RowPart(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """Return what this rank saves."""
+        self.was_saved = True
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets, position),
@@ -49,6 +56,7 @@ class RowPart(torch.Tensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return where what this rank holds lies among these rows."""
+        self.was_found = True
         return [chunk for chunk, _ in self._pieces]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:

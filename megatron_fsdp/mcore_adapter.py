@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer.dtensor import FlatDTensor
 from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.mcore_checkpoint import lay_out_for_megatron
 from megatron_fsdp.mcore_model import (
     DataParallelMethods,
     hybrid_mesh,
@@ -290,8 +291,9 @@ def _preparing_function(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(args: Any, raw_state_dict: dict[str, Any], model: Any) -> Any:
         # Megatron has taken its wrapper off the model by now, so the weights tell whose they are.
         is_ours = any(isinstance(value, FlatDTensor) for value in raw_state_dict["model"].values())
-        # Megatron cuts gated weights in two and describes uneven shards; here a DTensor describes itself.
-        return dict(raw_state_dict) if is_ours else original(args, raw_state_dict, model)
+        if is_ours:
+            return lay_out_for_megatron(raw_state_dict, model, is_gated=bool(getattr(args, "swiglu", False)))
+        return original(args, raw_state_dict, model)
 
     setattr(prepare, _ORIGINAL, original)
     return prepare

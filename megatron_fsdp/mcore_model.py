@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.mcore_checkpoint import check_was_read, with_wrapper, without_wrappers
 from megatron_fsdp.precision import MixedPrecisionPolicy
 from megatron_fsdp.quickstart import fully_shard_model
 from megatron_fsdp.quickstart_module import MegatronFSDP
@@ -235,8 +236,8 @@ class DataParallelMethods:
         self.module.broadcast_params()
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Return the model's state dict with DTensors, for torch.distributed.checkpoint."""
-        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+        """Return the model's state dict with DTensors under Megatron-FSDP's names, for torch.distributed.checkpoint."""
+        return with_wrapper(self.module.state_dict(prefix=prefix, keep_vars=keep_vars), prefix)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -258,7 +259,14 @@ class DataParallelMethods:
         return self.state_dict_for_save_checkpoint(prefix=prefix)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
-        """Load what ``state_dict`` returned, or whole tensors, into the model; return what is missing or unexpected."""
-        found = self.module.load_state_dict(state_dict, strict=strict)
+        """Load a state dict, sharded or of whole tensors, into the model; return what is missing or unexpected.
+
+        Args:
+            state_dict: of this wrapper, of the model, or of Megatron-FSDP's wrapper around it.
+        Raises:
+            CheckpointError: the checkpoint that was read into it before lacks weights, and ``strict``.
+        """
+        check_was_read(self.module, strict=strict)
+        found = self.module.load_state_dict(without_wrappers(state_dict, self.module), strict=strict)
         self.module.install_optimized_model_weights()
         return found

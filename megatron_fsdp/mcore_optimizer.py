@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from dbuffer.collectives import all_reduce
 from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.mcore_checkpoint import describe_by_name, load_by_name
 from megatron_fsdp.module import units_below
 from megatron_fsdp.optimizer import clip_grad_norm_, fully_shard_optimizer
 from megatron_fsdp.quickstart_module import MegatronFSDP
@@ -75,14 +75,6 @@ def _torch_optimizer(found: Optimizer, config: Any) -> Optimizer:
     return adam(found.param_groups, lr=config.lr, betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay)
 
 
-@torch.no_grad()
-def _zero(optimizer: Optimizer) -> None:
-    for values in optimizer.state.values():
-        for value in values.values():
-            if isinstance(value, torch.Tensor):
-                value.zero_()
-
-
 class OptimizerMethods:
     """Mixed into the class of the optimizer that ``get_megatron_optimizer`` returned.
 
@@ -126,27 +118,30 @@ class OptimizerMethods:
     def sharded_state_dict(
         self, model_sharded_state_dict: Any = None, is_loading: bool = False, metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the state and hyperparameters under the names of the parameters, with DTensors.
+        """Return the state and hyperparameters under the names of the parameters, with DTensors, as Megatron-FSDP does.
 
-        It is what ``torch.distributed.checkpoint`` saves and, for any number of ranks, loads in place; give the result
-        to ``load_state_dict`` then.
+        It is what ``torch.distributed.checkpoint`` saves and, for any number of ranks and whatever groups these have,
+        loads in place; give the result to ``load_state_dict`` then. State that is not there yet is shown as zeros,
+        which the optimizer gets when something was read into them: Megatron asks before it knows whether there is a
+        checkpoint, and trains on where there is none.
 
         Args:
             model_sharded_state_dict, metadata: Megatron's; the model at hand says all.
-            is_loading: Megatron's; state that is not there yet is made, of zeros, in any case.
+            is_loading: ask for what other software may have saved, too.
         """
         assert self.optimizer is not None
-        if not self.optimizer.state:
-            # PyTorch makes the state by a step, which counts and decays weights into it. Megatron asks before it knows
-            # whether there is a checkpoint, and trains on with what it got where there is none.
-            get_optimizer_state_dict(self._sharded_model, self.optimizer)
-            _zero(self.optimizer)
-        return get_optimizer_state_dict(self._sharded_model, self.optimizer)
+        return describe_by_name(self._sharded_model, self.optimizer, is_loading=is_loading)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``sharded_state_dict`` or ``state_dict`` returned."""
-        if any(isinstance(key, str) and key != "common_step" for key in state_dict["state"]):
+        """Load what ``sharded_state_dict`` or ``state_dict`` returned.
+
+        Raises:
+            CheckpointError: nothing was read into a parameter's state, or hyperparameters do not fit the groups.
+        """
+        if "param_to_group_meta" in state_dict or any(
+            isinstance(key, str) and key != "common_step" for key in state_dict["state"]
+        ):
             assert self.optimizer is not None
-            set_optimizer_state_dict(self._sharded_model, self.optimizer, optim_state_dict=state_dict)
+            load_by_name(self._sharded_model, self.optimizer, state_dict)
         else:
             super().load_state_dict(state_dict)  # type: ignore[misc]  # the class this is mixed into

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import ConfigError
-from tests.integration.megatron_training import EXPERTS, Job, build, megatron_processes, train
+from tests.integration.megatron_training import EXPERTS, Job, build, megatron_processes, optimizers, train
 from tests.integration.ranks import run_ranks
 
 Figures = list[tuple[float, float, float]]
@@ -54,6 +55,30 @@ def resume(folder: Path, kind: str) -> tuple[Figures, Figures]:
         model, optimizer = build(JOB)
         load(model, optimizer, folder, kind)
         return wanted, train(model, optimizer, range(2, 4))
+
+
+def held_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out parameters of which this rank holds nothing, as Megatron does for version 2 of Megatron-FSDP."""
+    held = [{**group, "params": [p for p in group["params"] if p._local_tensor.numel()]} for group in groups]
+    return [group for group in held if group["params"]]
+
+
+def resume_with_held_groups(folder: Path) -> tuple[Figures, Figures, int]:
+    original = optimizers._get_param_groups
+    with mock.patch.object(
+        optimizers, "_get_param_groups", lambda *args, **options: held_groups(original(*args, **options))
+    ):
+        wanted, found = resume(folder, "dcp")
+        with megatron_processes():
+            _, optimizer = build(JOB)
+            return wanted, found, len(optimizer.param_groups)
+
+
+def test_a_run_goes_on_where_ranks_leave_out_what_they_hold_nothing_of(tmp_path: Path) -> None:
+    found = run_ranks(3, resume_with_held_groups, tmp_path / "step2")
+    for wanted, again, _ in found:
+        assert again == wanted
+    assert len({num_groups for *_, num_groups in found}) == 2
 
 
 @pytest.mark.parametrize("kind", ["dcp", "own", "local"])
