@@ -47,9 +47,14 @@ def issue(call: Callable[[], Any]) -> Any:
     order = _Order(call, torch.is_inference_mode_enabled())
     _orders().put(order)
     order.done.get()
-    if order.error is not None:
-        raise order.error
-    return order.result
+    result, error = order.result, order.error
+    if error is None:
+        return result
+    try:
+        raise error
+    finally:
+        # It refers to this frame, which must not refer back to it: tensors are freed by no collector.
+        del order, error
 
 
 def _orders() -> queue.SimpleQueue[_Order]:
@@ -63,15 +68,14 @@ def _orders() -> queue.SimpleQueue[_Order]:
 
 
 def _serve(orders: queue.SimpleQueue[_Order]) -> None:
-    # No graph begins here, and modes are a thread's own.
-    torch.set_grad_enabled(False)
     while True:
         _fill(orders.get())
 
 
 def _fill(order: _Order) -> None:
     try:
-        with torch.inference_mode(order.in_inference_mode):
+        # inference_mode(False) would turn gradients on.
+        with torch.inference_mode() if order.in_inference_mode else torch.no_grad():
             order.result = order.call()
     except BaseException as error:
         order.error = error
