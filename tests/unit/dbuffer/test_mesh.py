@@ -1,15 +1,18 @@
 """What the engine reads off a device mesh, on real process groups."""
 
+import datetime
 import gc
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _world
 
 from dbuffer import MeshError
-from dbuffer.mesh import axis_index, flattened_mesh, mesh_axes
+from dbuffer.mesh import axis_index, flattened_mesh, is_alive, mesh_axes, new_group
 from tests.harness import run_ranks
 
 
@@ -157,3 +160,76 @@ def looked_up() -> dict[str, object]:
 )
 def test_an_axis_is_found_or_refused(looked_up: dict[str, object], case: str, wanted: object) -> None:
     assert looked_up[case] == wanted
+
+
+def make_the_world_anew() -> dict[str, bool]:
+    """Destroy all process groups and make new ones, with the mesh of before, and with one that cannot go on."""
+    store = dist.distributed_c10d._get_default_store()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh, part = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (1, size), mesh_dim_names=("a", "b"))
+    lonely = part["a"]
+    old = [axis.reduce_group for axis in (*mesh_axes(mesh), *mesh_axes(lonely))]
+    flat = flattened_mesh(part)
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=PrefixStore("anew", store), rank=rank, world_size=size)
+    (axis,) = mesh_axes(mesh)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=axis.reduce_group)
+    refusal = ""
+    try:
+        mesh_axes(lonely)
+    except MeshError as error:
+        refusal = str(error)
+    return {
+        "gathers": is_alive(axis.gather_group),
+        "reductions": is_alive(axis.reduce_group) and axis.reduce_group not in old,
+        "sum": total.item() == size,
+        "flattened": flattened_mesh(init_device_mesh("cpu", (1, size))) is not flat,
+        "refused": "process groups were destroyed" in refusal and "Make the mesh anew" in refusal,
+    }
+
+
+def test_a_mesh_follows_process_groups_that_were_destroyed_and_made_anew_or_says_so() -> None:
+    for found in run_ranks(2, make_the_world_anew):
+        assert found == dict.fromkeys(("gathers", "reductions", "sum", "flattened", "refused"), True)
+
+
+def timeouts_of_groups() -> dict[str, float]:
+    """Return after how many seconds the groups of a mesh give up; another one has a timeout of its own."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    own = dist.new_group([dist.get_rank()], timeout=datetime.timedelta(seconds=77), use_local_synchronization=True)
+    chosen = DeviceMesh.from_group(own, "cpu")
+    axes = {"mesh": mesh_axes(mesh)[1], "whole": mesh_axes(mesh)[0], "chosen": mesh_axes(chosen)[0]}
+    groups = {name: axis.gather_group for name, axis in axes.items()}
+    groups["reduce"] = axes["whole"].reduce_group
+    return {
+        name: group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for name, group in groups.items()
+    }
+
+
+def test_groups_of_a_mesh_give_up_when_the_job_would_unless_they_were_told_otherwise() -> None:
+    for found in run_ranks(2, timeouts_of_groups, timeout=43):
+        assert found == {"mesh": 43, "whole": 43, "chosen": 77, "reduce": 43}
+
+
+def splits_for_groups() -> list[int]:
+    """Return how many ranks the groups have for which a default group that is bound to a device is split."""
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = torch.device("cuda", 0)
+    sizes: list[int] = []
+    try:
+        for ranks in ([0, 1], [0, 1, 2]):
+            if dist.get_rank() in ranks:
+                with mock.patch.object(dist.distributed_c10d, "_get_split_source", return_value=None) as split:
+                    group = new_group(ranks, "test")
+                sizes += [len(ranks)] * split.call_count
+                assert group.bound_device_id == world.bound_device_id == torch.device("cuda", 0)
+    finally:
+        world.bound_device_id = None
+    return sizes
+
+
+def test_a_group_of_some_ranks_never_splits_the_one_of_all() -> None:
+    assert run_ranks(3, splits_for_groups) == [[3], [3], [3]]
