@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 __all__ = ["issue"]
 
@@ -42,7 +43,7 @@ def issue(call: Callable[[], Any]) -> Any:
 
     Under a dispatch mode or a profiler, which see the thread alone that they were entered on, the call is made here.
     """
-    if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled():
+    if torch._C._len_torch_dispatch_stack() or profiler._is_profiler_enabled:
         return call()
     order = _Order(call, torch.is_inference_mode_enabled())
     _orders().put(order)
