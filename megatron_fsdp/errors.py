@@ -1,5 +1,9 @@
 """Errors of the runtime. All are the caller's to mend, so all are ``ValueError``s that say how."""
 
+from __future__ import annotations
+
+from typing import NoReturn
+
 from megatron_fsdp.installation import check_initialiser
 
 __all__ = [
@@ -34,6 +38,17 @@ class StateError(FsdpError):
 
 class AgreementError(FsdpError):
     """Ranks that did different things, or one that did nothing while the others waited for it."""
+
+    @classmethod
+    def raise_for(cls, unit: str, action: str, error: RuntimeError) -> NoReturn:
+        """Raise what waiting for a collective raised, with the name of the unit where another rank is the cause."""
+        if "gloo" not in str(error) and not type(error).__name__.startswith("Dist"):
+            raise error
+        raise cls(
+            f"unit {unit!r}: {action} failed: {str(error).strip().rstrip('.')}. Another rank ended, took another "
+            "branch, or ran a backward that reaches no parameter of this model. `with Watch(model):` around training "
+            "says which rank did what; `loss + 0 * output.sum()` lets a rank without a loss of its own take part."
+        ) from error
 
 
 class NonfiniteGradientError(FsdpError, ArithmeticError):

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dbuffer import BufferPlacement, DBuffer, Flat, FlatDTensor, Plan, SlotPool
 from dbuffer.mesh import MeshAxis
-from megatron_fsdp.errors import StateError
+from megatron_fsdp.errors import AgreementError, StateError
 from megatron_fsdp.faces import Faces, is_laid_out_like
 from megatron_fsdp.gradients import GradientBuffer, GradientSpec
 from megatron_fsdp.lanes import Ticket, lane
@@ -271,7 +271,10 @@ class ParameterGroup:
         if self.weight_state is not WeightState.GATHERING:
             return
         if self._gather_ticket is not None:
-            self._gather_ticket.wait()
+            try:
+                self._gather_ticket.wait()
+            except RuntimeError as error:
+                AgreementError.raise_for(self.name, "the gather of its weights", error)
             self._gather_ticket = None
         self.weights.gathered_is_used()
         self.weight_state = WeightState.UNSHARDED

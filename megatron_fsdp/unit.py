@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.errors import AgreementError, ConfigError, StateError
 from megatron_fsdp.gradients import GradientBuffer
 from megatron_fsdp.lanes import trace
 from megatron_fsdp.parameter_group import ParameterGroup, WeightState
@@ -356,7 +356,10 @@ class InFlight:
             for buffer in unit.gradients:
                 if buffer.is_reducing:
                     trace("fold", unit.name)
-                    buffer.wait()
+                    try:
+                        buffer.wait()
+                    except RuntimeError as error:
+                        AgreementError.raise_for(unit.name, "the reduction of its gradients", error)
 
 
 def alive(references: Iterable[weakref.ref[Unit]]) -> list[Unit]:
