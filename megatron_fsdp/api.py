@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 
 from dbuffer import Partial, PlacementError, Replicate
 from megatron_fsdp.agreement import check_agreement
+from megatron_fsdp.asked_gradients import serve_asked_gradients
 from megatron_fsdp.building import GranularityChoice, GroupBuilder
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.exclusion import is_no_shard
@@ -29,6 +30,8 @@ from megatron_fsdp.unit import Unit
 __all__ = ["fully_shard", "microbatch", "no_sync", "replicate", "share_comm_ctx"]
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
+
+serve_asked_gradients()
 
 
 def fully_shard(
