@@ -247,7 +247,7 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a compiler looks on: it has to see a collective as a function, not as something that happens to memory."""
+    """Whether a compiler looks on, which has to see a function instead of something that happens to memory."""
     return type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter)
 
 

@@ -27,13 +27,14 @@ from dbuffer.ragged_autograd import (
     leave,
     run_recorded,
 )
+from dbuffer.ragged_backward import run_backward, run_gradients
 from dbuffer.ragged_boxes import chunks_of, shard_at, write_items_of
 from dbuffer.ragged_distribution import Distribution, contiguous_stride
 from dbuffer.ragged_kinds import Kind, Operator, operator_of
 from dbuffer.ragged_reduce import run_foreach_norm, run_reduction
 from dbuffer.ragged_rows import run_by_rows, run_cast, run_factory, run_foreach, run_unscale
 from dbuffer.ragged_shard import FlatRows, RaggedShard
-from dbuffer.ragged_tensor import PlacedTensor, aligned_local
+from dbuffer.ragged_tensor import PlacedTensor
 from dbuffer.ragged_whole import Arguments, Options, run_on_whole, run_random_like, run_view
 
 __all__ = ["FlatDTensor", "FlatRows", "RaggedShard", "rebind"]
@@ -267,45 +268,6 @@ def _awake(hook: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _backward(operator: Operator, args: Arguments, options: Options) -> None:
-    if operator.function is torch.Tensor.backward:
-        _backward_from_one(*args, **options)
-    else:
-        _backward_from(*args, **options)
-
-
-def _backward_from_one(
-    root: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
-) -> None:
-    _backward_from([root], [gradient], retain_graph, create_graph, inputs=inputs)
-
-
-def _backward_from(
-    tensors: Any,
-    grad_tensors: Any = None,
-    retain_graph: Any = None,
-    create_graph: bool = False,
-    grad_variables: Any = None,
-    inputs: Any = None,
-) -> None:
-    """Start from plain tensors, so that hooks run as they would without sharded ones."""
-    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    given = grad_tensors if grad_tensors is not None else grad_variables
-    gradients = [given] if isinstance(given, torch.Tensor) else list(given or [None] * len(roots))
-    for index, (root, gradient) in enumerate(zip(roots, gradients, strict=True)):
-        if not isinstance(root, PlacedTensor):
-            continue
-        if gradient is None:
-            roots[index] = enter_whole(root)
-        else:
-            roots[index], gradients[index] = enter_local(root), aligned_local(gradient, root)
-    if inputs is None:
-        torch.autograd.backward(roots, gradients, retain_graph, create_graph)
-        return
-    with torch._C.DisableTorchFunctionSubclass():
-        torch.autograd.backward(roots, gradients, retain_graph, create_graph, inputs=inputs)
-
-
 def _iterate(operator: Operator, args: Arguments, options: Options) -> Any:
     return iter(args[0].unbind(0))
 
@@ -350,7 +312,8 @@ _RUN: dict[Kind, Handler] = {
     Kind.RANDOM_LIKE: run_random_like,
     Kind.WHOLE: run_on_whole,
     Kind.HOOK: _hook,
-    Kind.BACKWARD: _backward,
+    Kind.BACKWARD: run_backward,
+    Kind.GRADIENTS: run_gradients,
     Kind.SET_DATA: _set_data,
     Kind.ITERATE: _iterate,
     Kind.RESHAPE: _reshape,

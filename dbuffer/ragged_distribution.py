@@ -138,7 +138,7 @@ class Distribution:
     def check_alike(self, tensor: torch.Tensor) -> None:
         """Check that the ranks hold the same values of a plain tensor that each will combine with its own rows.
 
-        One all-reduce, and a look at its result on the host; nothing where neither may be (a graph is captured or traced).
+        One all-reduce, and a look at its result on the host; nothing where neither may be (capture, tracing).
 
         Raises:
             PlacementError: they do not.
@@ -150,8 +150,8 @@ class Distribution:
         most = self.all_reduce(own.clone(), "max")
         if not torch.equal(most.nan_to_num(), own.nan_to_num()):
             raise PlacementError(
-                f"a plain tensor of shape {tuple(tensor.shape)} beside a sharded one differs from rank to rank, while each "
-                "rank has rows of its own. Make it the same on all ranks, or bring it in after the sum over rows: "
+                f"a plain tensor of shape {tuple(tensor.shape)} beside a sharded one differs from rank to rank, while "
+                "each rank has rows of its own. Make it the same on all ranks, or bring it in after the sum over rows: "
                 "p.square().sum() * factor"
             )
 

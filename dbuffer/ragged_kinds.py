@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 __all__ = ["Kind", "Operator", "operator_of"]
 
 
@@ -29,6 +31,7 @@ class Kind(enum.Enum):
     WHOLE = "anything else"
     HOOK = "calls back during backward"
     BACKWARD = "starts backward"
+    GRADIENTS = "returns gradients of some tensors"
     SET_DATA = "replaces the values"
     ITERATE = "an iterator"
     RESHAPE = "other shape in place"
@@ -139,6 +142,8 @@ def operator_of(function: Callable[..., Any]) -> Operator:
     if schema is not None:
         # torch.ops.aten.add_.Tensor and its like.
         name = schema.name.rpartition("::")[2]
+    if function is torch.autograd.grad:
+        return Operator(function, Kind.GRADIENTS, name)
     if name == "grad":
         return Operator(function, Kind.NATIVE, name)
     base, is_in_place = _stem(name)

@@ -146,8 +146,8 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return an operand as one whole plain tensor, without a record for autograd.
 
     Raises:
-        PlacementError: a plain tensor of more than one element, which may differ from rank to rank, outside of PyTorch's
-            ``implicit_replication``.
+        PlacementError: a plain tensor of more than one element, which may differ from rank to rank, outside of
+            PyTorch's ``implicit_replication``.
     """
     if isinstance(tensor, PlacedTensor):
         return tensor.whole()

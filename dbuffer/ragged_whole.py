@@ -121,7 +121,7 @@ def _shape(tensor: DTensor) -> torch.Size:
 def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.layout is not torch.strided or other.layout is not torch.strided:
         return False
-    return torch._C._is_alias_of(one, other)
+    return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]  # the stub lacks it
 
 
 def run_random_like(operator: Operator, args: Arguments, options: Options) -> Any:

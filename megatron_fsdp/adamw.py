@@ -43,8 +43,8 @@ class AdamW(torch.optim.AdamW):
         max_norm: what ``step`` clips to when it is not told otherwise; None does not clip.
         nonfinite: "skip": a step whose gradient norm is NaN or infinite changes nothing on any rank, logs a warning
             that names the first parameter concerned and adds to ``num_skipped``; "raise": it raises
-            ``NonfiniteGradientError`` instead. Both read the norm on the host in every step. "ignore": nobody looks, and
-            gradients of such a norm are stepped as they are, not clipped.
+            ``NonfiniteGradientError`` instead. Both read the norm on the host in every step. "ignore": nobody looks,
+            and gradients of such a norm are stepped as they are, not clipped.
     Raises:
         ConfigError: another ``nonfinite``, ``amsgrad`` or ``differentiable``, or a dtype that is no floating-point one.
     """

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 from dbuffer import Partial, PlacementError, Replicate
 from dbuffer.mesh import make_reduce_groups, mesh_axes
 from megatron_fsdp.agreement import Wrapping
+from megatron_fsdp.asked_gradients import serve_asked_gradients
 from megatron_fsdp.building import GranularityChoice, GroupBuilder
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.exclusion import is_no_shard
@@ -32,6 +33,8 @@ from megatron_fsdp.unit import Unit
 __all__ = ["fully_shard", "microbatch", "no_sync", "replicate", "share_comm_ctx"]
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
+
+serve_asked_gradients()
 
 
 def fully_shard(

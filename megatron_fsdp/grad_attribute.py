@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
 
-__all__ = ["SmallGradients", "assign_grads", "clear_grads", "grads_of", "outside"]
+__all__ = ["CastGradients", "SmallGradients", "assign_grads", "clear_grads", "grads_of", "outside"]
 
 _GRAD: Any = torch._C.TensorBase.grad
 _get, _set = _GRAD.__get__, _GRAD.__set__
@@ -69,6 +69,44 @@ def outside(
         if local is not None and local.numel() and local.data_ptr() != buffer.get_local_tensor(index).data_ptr():
             found.append(local)
     return found
+
+
+class CastGradients:
+    """Gradients shown in another dtype for the length of an optimizer's step.
+
+    Args:
+        dtype: which. wrap: returns the DTensor of a parameter, by its index, over another buffer.
+    """
+
+    def __init__(self, dtype: torch.dtype, wrap: Callable[[int, DTensor], DTensor]) -> None:
+        self._dtype = dtype
+        self._wrap = wrap
+        self._replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def show(
+        self,
+        parameters: Sequence[torch.Tensor],
+        shown: Sequence[torch.Tensor | None],
+        faces: Sequence[torch.Tensor],
+        buffer: DBuffer,
+    ) -> None:
+        """Replace ``.grad`` where it has another dtype: those of ``buffer`` by one cast, the user's own one by one."""
+        cast: DBuffer | None = None
+        for index, (parameter, gradient, face) in enumerate(zip(parameters, shown, faces, strict=True)):
+            if gradient is None or gradient.dtype is self._dtype:
+                continue
+            if gradient is face:
+                cast = cast or buffer.cast(self._dtype)
+                parameter.grad = self._wrap(index, cast.get_dtensor(index))
+            else:
+                parameter.grad = gradient.to(self._dtype)
+            self._replaced.append((parameter, gradient))
+
+    def take_back(self) -> None:
+        """Show what was replaced again, but where the step dropped it."""
+        replaced, self._replaced = self._replaced, []
+        for parameter, gradient in replaced:
+            parameter.grad = gradient if parameter.grad is not None else None
 
 
 class SmallGradients:

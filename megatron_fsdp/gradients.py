@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, Partial
@@ -23,7 +23,7 @@ from dbuffer_kernels import accumulate
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.faces import Faces
 from megatron_fsdp.fused_linear import add_product, offer_products
-from megatron_fsdp.grad_attribute import SmallGradients, assign_grads, grads_of, outside
+from megatron_fsdp.grad_attribute import CastGradients, SmallGradients, assign_grads, grads_of, outside
 from megatron_fsdp.gradient_spec import GradientObserver, GradientSpec, GradState
 from megatron_fsdp.lanes import Ticket
 from megatron_fsdp.pending import PendingSums
@@ -84,8 +84,10 @@ class GradientBuffer:
         if not self.rests_partial:
             self._packed.release_storage()
         self._faces: list[DTensor] = []
-        self._matched: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._sums: PendingSums | None = None
+        # A twin's gradients are none of the parameters' own: ``.grad`` does not show them.
+        self._is_twin = False
+        self._cast = CastGradients(main_weight.dtype, faces.wrap)
         self._tickets: list[Ticket] = []
         if spec.fuses_weight_gradients:
             is_wide = spec.fuses_weight_gradients == "wide"
@@ -224,7 +226,8 @@ class GradientBuffer:
         if observer is not None:
             self._backward = observer.begin_backward()
         self.wait()
-        self._take_over()
+        if not self._is_twin:
+            self._take_over()
         if self.rests_partial:
             self._filled = bytearray(b"\0" if self.state is GradState.EMPTY else b"\1") * len(self._parameters)
         elif not self._packed.is_allocated:
@@ -464,6 +467,27 @@ class GradientBuffer:
         self._adopt_user_gradients(shown)
         return self._final
 
+    def twin(self) -> GradientBuffer:
+        """Return an empty one of the same parameters, strategy and reduction, for gradients that nobody accumulates."""
+        made = GradientBuffer(self._template, replace(self._spec, fuses_weight_gradients=False), self._owner_faces)
+        made.rename(f"{self.name}: gradients asked for")
+        made.divisor, made._is_twin = self.divisor, True
+        made.reduction.hook, made.reduction.function = self.reduction.hook, self.reduction.function
+        return made
+
+    def collect(self, gradients: Mapping[int, torch.Tensor | None]) -> DBuffer:
+        """Reduce these gradients of gathered parameters, by index, and return them all; ``.grad`` is left alone."""
+        self._begin_once()
+        for index, gradient in gradients.items():
+            if gradient is not None:
+                self._add(index, gradient)
+                self._filled[index] = 1
+        self.close(reduce=True)
+        self.wait()
+        if self._final is not self.main_grad:
+            self.reduction.finish()
+        return self._final
+
     def scale(self, factor: torch.Tensor | float) -> None:
         """Multiply the gradients that ``settled`` returned, and the user's own tensors where they are not those."""
         for tensor in (self._final.local_buffer, *outside(self._shown(), self._faces, self._final)):
@@ -471,25 +495,12 @@ class GradientBuffer:
 
     def match_parameter_dtype(self) -> None:
         """Show gradients in the parameters' dtype, which PyTorch's optimizers need; ``restore_dtype`` undoes it."""
-        dtype = self._template.dtype
-        if self._final.dtype is dtype or self.state is not GradState.FINAL:
-            return
-        cast: DBuffer | None = None
-        for index, (parameter, shown, face) in enumerate(
-            zip(self._parameters, self._shown(), self._faces, strict=True)
-        ):
-            if shown is face:
-                cast = cast or self._final.cast(dtype)
-                parameter.grad = self._owner_faces.wrap(index, cast.get_dtensor(index))
-            elif shown is not None and shown.dtype is not dtype:
-                parameter.grad = shown.to(dtype)
-            self._matched.append((parameter, shown))
+        if self._final.dtype is not self._template.dtype and self.state is GradState.FINAL:
+            self._cast.show(self._parameters, self._shown(), self._faces, self._final)
 
     def restore_dtype(self) -> None:
         """Show the gradients themselves again after ``match_parameter_dtype``."""
-        matched, self._matched = self._matched, []
-        for parameter, shown in matched:
-            parameter.grad = shown if parameter.grad is not None else None
+        self._cast.take_back()
 
     def show(self) -> None:
         """Set ``.grad`` of every sharded parameter to its part of the final gradients."""

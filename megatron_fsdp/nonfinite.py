@@ -61,8 +61,9 @@ def check_gradients(model: nn.Module, norm: torch.Tensor, nonfinite: str = "rais
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """Return what gradients of this norm are multiplied by, that of ``torch.nn.utils.clip_grad_norm_``.
 
-    It is just below max_norm / norm, never above 1. But a norm that is not finite clips nothing: NaN times every gradient
-    would make every weight NaN, and hide where it came from. One rule for ``clip_grad_norm_`` and ``AdamW``'s own clip.
+    It is just below max_norm / norm, never above 1. But a norm that is not finite clips nothing: NaN times every
+    gradient would make every weight NaN, and hide where it came from. One rule for ``clip_grad_norm_`` and for
+    ``AdamW``'s own clip.
     """
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0).where(norm.isfinite(), 1.0)
 

@@ -89,8 +89,8 @@ def clip_grad_norm_(
     """Scale the gradients of a sharded model so that their global norm is at most ``max_norm``.
 
     One pass over each flat gradient shard and one all-reduce of a scalar per distinct mesh, whatever the number of
-    parameters. Gradients that the user put in ``.grad`` count and are scaled as those that backward made. Parameters that
-    are not sharded (ignored ones) are taken in as they are on this rank.
+    parameters. Gradients that the user put in ``.grad`` count and are scaled as those that backward made. Parameters
+    that are not sharded (ignored ones) are taken in as they are on this rank.
 
     Args:
         model: a module with sharded modules in it, after the last microbatch's backward.
@@ -154,8 +154,8 @@ def _held_by(group: ParameterGroup) -> Iterator[_Held]:
     if gradients is not None:
         if gradients.is_partial or gradients.is_filled:
             raise StateError(
-                f"{gradients.name}: clip_grad_norm_ before gradients are final; run the last microbatch's backward with "
-                "synchronization (outside of no_sync, or after set_requires_gradient_sync(True))"
+                f"{gradients.name}: clip_grad_norm_ before gradients are final; run the last microbatch's backward "
+                "with synchronization (outside of no_sync, or after set_requires_gradient_sync(True))"
             )
         final = gradients.settled()
         if final is not None:

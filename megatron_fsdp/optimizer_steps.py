@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron_fsdp.errors import StateError
@@ -42,8 +43,8 @@ def _check_parameters(optimizer: Optimizer, *_: object) -> None:
 
 
 # A compiled step calls them as they are: traced, the count would be a constant of the compiled code.
-register_optimizer_step_post_hook(torch._disable_dynamo(_count_step))
-register_optimizer_step_pre_hook(torch._disable_dynamo(_check_parameters))
+register_optimizer_step_post_hook(_disable_dynamo(_count_step))
+register_optimizer_step_pre_hook(_disable_dynamo(_check_parameters))
 
 
 def mark_gathered(parameter: torch.Tensor, name: str) -> None:

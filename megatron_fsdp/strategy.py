@@ -60,8 +60,8 @@ class Placements:
                 raise PlacementError(f"axis {axis!r}: the {kind} placement is {found!r}; legal is {names}")
         if isinstance(gradient, Partial) and gradient.reduce_op != "sum":
             raise PlacementError(
-                f"axis {axis!r}: the gradient placement is {gradient!r}; gradients are summed and divided, so legal are "
-                "Partial() and Partial('avg')"
+                f"axis {axis!r}: the gradient placement is {gradient!r}; gradients are summed and divided, so legal "
+                "are Partial() and Partial('avg')"
             )
         if isinstance(optimizer, Replicate) and (isinstance(parameter, Flat) or isinstance(gradient, Flat)):
             raise PlacementError(
