@@ -32,7 +32,7 @@ from megatron_fsdp.checkpoint_optimizer import OptimizerMatch, describe_optimize
 from megatron_fsdp.checkpoint_random import check_random_state, random_state, restore_random_state
 from megatron_fsdp.checkpoint_rank_values import find_rank_values, part_rank_values
 from megatron_fsdp.checkpoint_ranks import CheckpointRanks, checkpoint_ranks
-from megatron_fsdp.checkpoint_reader import OpenCheckpoint, open_checkpoint, read_entries
+from megatron_fsdp.checkpoint_reader import OpenCheckpoint, open_checkpoint, read_entries, refuse_replaced
 from megatron_fsdp.checkpoint_writer import place_of, plan_save, write_draft
 from megatron_fsdp.errors import CheckpointError
 
@@ -118,6 +118,7 @@ def load_checkpoint(
     ranks.check(step, lambda: plans.append(_plan_load(opened, model, optimizer, ranks)))
     (plan,) = plans
     ranks.check(step, lambda: plan.read(opened))
+    refuse_replaced(opened, ranks)
     _apply(plan, model, optimizer)
     extra: dict[str, Any] = opened.state.get("extra", {})
     return extra

@@ -12,7 +12,7 @@ from megatron_fsdp.checkpoint_background import finish_pending_save
 from megatron_fsdp.checkpoint_foreign import read_model
 from megatron_fsdp.checkpoint_model import announce_change, view_model
 from megatron_fsdp.checkpoint_ranks import checkpoint_ranks
-from megatron_fsdp.checkpoint_reader import open_checkpoint, read_entries
+from megatron_fsdp.checkpoint_reader import open_checkpoint, read_entries, refuse_replaced
 from megatron_fsdp.errors import CheckpointError
 
 __all__ = ["PartialLoad", "load_matching"]
@@ -65,5 +65,6 @@ def load_matching(model: nn.Module, path: str | Path, *, verify: bool = True) ->
     if not loaded:
         raise CheckpointError(f"{path} has no tensor of this model's names and shapes; nothing was loaded")
     ranks.check(f"loading {path}", lambda: read_entries(opened, targets))
+    refuse_replaced(opened, ranks)
     announce_change(model, view)
     return PartialLoad(tuple(loaded), tuple(left), dict(opened.state.get("extra", {})))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 from collections.abc import Mapping, MutableMapping
@@ -29,7 +30,7 @@ from megatron_fsdp.checkpoint_scratch import resting_place
 from megatron_fsdp.checkpoint_writer import STATE_FILE, place_of
 from megatron_fsdp.errors import CheckpointError
 
-__all__ = ["OpenCheckpoint", "open_checkpoint", "read_entries", "verify_folder"]
+__all__ = ["OpenCheckpoint", "open_checkpoint", "read_entries", "refuse_replaced", "verify_folder"]
 
 _log = logging.getLogger(__name__)
 
@@ -46,12 +47,14 @@ class OpenCheckpoint:
             PyTorch's own tools wrote.
         rank: this rank, whose own values count where ranks saved different ones; None where another number of ranks
             saved, and the first rank's count for all.
+        identity: another one where another checkpoint lies in the folder.
     """
 
     folder: Path
     metadata: Metadata
     state: Mapping[str, Any]
     rank: int | None
+    identity: str
 
     def names_below(self, *start: str) -> dict[EntryPath, str]:
         """Return the entries whose path begins like this, by the rest of their path."""
@@ -75,11 +78,38 @@ def open_checkpoint(folder: Path, ranks: CheckpointRanks, *, verify: bool) -> Op
     # A save that was killed while it replaced the checkpoint has moved that away; rank 0 says where all of them read.
     folder = Path(ranks.agree(step, lambda: None, lambda _: str(resting_place(path))))
     files: dict[str, FileEntry] = {}
-    ranks.check(step, lambda: files.update(_expected_files(folder)))
+    identity: list[str] = []
+
+    def look() -> None:
+        files.update(_expected_files(folder))
+        identity.append(_identity(folder))
+
+    ranks.check(step, look)
     _verify(folder, files, ranks, verify)
     opened: list[OpenCheckpoint] = []
-    ranks.check(step, lambda: opened.append(_read_frame(folder, ranks, has_state=STATE_FILE in files)))
+    ranks.check(step, lambda: opened.append(_read_frame(folder, ranks, identity[0], has_state=STATE_FILE in files)))
     return opened[0]
+
+
+def refuse_replaced(opened: OpenCheckpoint, ranks: CheckpointRanks) -> None:
+    """Look whether what was read lay in one checkpoint, on all ranks; every rank calls it after reading.
+
+    Raises:
+        CheckpointError: another job has replaced the checkpoint meanwhile.
+    """
+
+    def compare(found: list[tuple[str, str]]) -> None:
+        if len({identity for pair in found for identity in pair}) > 1:
+            raise CheckpointError(
+                f"{opened.folder} was replaced while it was loaded, and what was read is of two checkpoints; load again"
+            )
+
+    ranks.agree(f"loading {opened.folder}", lambda: (opened.identity, _identity(opened.folder)), compare)
+
+
+def _identity(folder: Path) -> str:
+    name = MANIFEST if (folder / MANIFEST).exists() else METADATA
+    return hashlib.sha256((folder / name).read_bytes()).hexdigest()
 
 
 def verify_folder(folder: Path, ranks: CheckpointRanks) -> int:
@@ -190,7 +220,7 @@ _WITHOUT_PARAMETERS = {
 }
 
 
-def _read_frame(folder: Path, ranks: CheckpointRanks, *, has_state: bool) -> OpenCheckpoint:
+def _read_frame(folder: Path, ranks: CheckpointRanks, identity: str, *, has_state: bool) -> OpenCheckpoint:
     metadata = read_metadata(folder)
     state: Mapping[str, Any] = {}
     if has_state:
@@ -202,7 +232,7 @@ def _read_frame(folder: Path, ranks: CheckpointRanks, *, has_state: bool) -> Ope
             raise DamagedCheckpointError(f"{folder / STATE_FILE} is damaged: it holds a {type(state).__name__}")
     is_as_saved = state.get("num_ranks") == ranks.size
     _warn_of_rank_values(folder, metadata, ranks, is_as_saved=is_as_saved)
-    return OpenCheckpoint(folder, metadata, state, ranks.rank if is_as_saved else None)
+    return OpenCheckpoint(folder, metadata, state, ranks.rank if is_as_saved else None, identity)
 
 
 def _warn_of_rank_values(folder: Path, metadata: Metadata, ranks: CheckpointRanks, *, is_as_saved: bool) -> None:

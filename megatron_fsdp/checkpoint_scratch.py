@@ -12,6 +12,7 @@ What has no such mark is somebody else's, whatever its name, and is never touche
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -36,6 +37,7 @@ _OWNER = "owner.json"
 _KIND = "megatron-fsdp-dbuffer scratch"
 # Between hosts a lock may mean nothing; a save that still writes shows it by the times of its files.
 _QUIET_SECONDS = 3600.0
+_MAX_ATTEMPTS = 20
 # Of this process, where no launcher gives the job a name.
 _OWN_JOB = secrets.token_hex(8)
 
@@ -67,14 +69,21 @@ class Scratch:
             OSError: a rename failed; what was at ``path`` is there again.
         """
         replaced = self.folder / "replaced"
-        if self.path.exists():
-            self.path.rename(replaced)
-            sync_folder(self.folder)
-        try:
-            self.new.rename(self.path)
-        except OSError:
-            _bring_back(replaced, self.path)
-            raise
+        for attempt in range(_MAX_ATTEMPTS):
+            # Another job that saves to the same path may move what is there, or be first: whole it is either way.
+            with contextlib.suppress(FileNotFoundError):
+                self.path.rename(replaced)
+                sync_folder(self.folder)
+            try:
+                self.new.rename(self.path)
+                break
+            except OSError as error:
+                is_taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+                if not is_taken or attempt == _MAX_ATTEMPTS - 1:
+                    _bring_back(replaced, self.path)
+                    raise
+                if replaced.exists():
+                    shutil.rmtree(replaced)
         sync_folder(self.path.parent)
 
     def remove(self) -> None:

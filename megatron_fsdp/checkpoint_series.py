@@ -171,9 +171,14 @@ class CheckpointSeries:
             scratch.remove()
         sync_folder(self.folder)
 
-    def prune(self, keep_last: int) -> None:
-        """Delete all but the newest whole checkpoints, and what deletions before left; on one rank."""
-        for step in self.steps()[:-keep_last]:
+    def prune(self, keep_last: int, newest: int | None = None) -> None:
+        """Delete all but the newest whole checkpoints, and what deletions before left; on one rank.
+
+        Args:
+            newest: the step to count back from; later ones, which a run that was wound back has left, stay.
+        """
+        steps = [step for step in self.steps() if newest is None or step <= newest]
+        for step in steps[:-keep_last]:
             delete_folder(self.path(step))
         for name in marked_names(self.folder):
             if re.fullmatch(self._pattern, name):
@@ -186,6 +191,6 @@ class CheckpointSeries:
         def finish() -> None:
             series.mark_latest(step)
             if keep_last is not None:
-                series.prune(keep_last)
+                series.prune(keep_last, step)
 
         return finish

@@ -200,7 +200,8 @@ def _finish(draft: Draft, metadata: Metadata, parts: Sequence[_Written]) -> None
 
 def _publish(scratch: Scratch) -> None:
     """Give a complete folder its name, and delete the one that had it; what was not of that checkpoint stays."""
-    if scratch.path.exists():
+    # Another job that saves to the same path may be replacing it just now.
+    with contextlib.suppress(FileNotFoundError):
         _refuse_foreign(scratch.path)
         _carry_over(scratch.path, scratch.new)
     scratch.publish()
@@ -246,7 +247,7 @@ def _refuse_foreign(path: Path) -> None:
         or _is_manifest(path)
         or not any(path.iterdir())
     )
-    if not is_own:
+    if not is_own and path.exists():
         made = "was not written by save_checkpoint" if has_index else "is no checkpoint"
         raise CheckpointError(f"{path} exists and {made}; it would be replaced. Name another path, or move it away")
 

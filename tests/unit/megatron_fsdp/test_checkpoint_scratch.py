@@ -14,7 +14,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from megatron_fsdp import CheckpointError, checkpoint_scratch, load_checkpoint, save_checkpoint
+from megatron_fsdp import CheckpointError, checkpoint, checkpoint_scratch, load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint_scratch import make_scratch, sweep
 from megatron_fsdp.checkpoint_series import CheckpointSeries
 
@@ -243,6 +243,44 @@ def test_the_old_checkpoint_is_back_when_another_job_takes_the_name_in_between(t
     scratch.remove()
     assert loaded(path) == 1.0
     assert names(tmp_path) == ["step"]
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_two_halves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "step"
+    save(path, 1.0)
+    read = checkpoint.match_model
+
+    def replace_and_match(*args: Any) -> Any:
+        save(path, 2.0)
+        return read(*args)
+
+    monkeypatch.setattr(checkpoint, "match_model", replace_and_match)
+    with pytest.raises(CheckpointError, match="was replaced while it was loaded"):
+        load_checkpoint(module(-1.0), None, path)
+
+
+def save_often(path: Path, values: range) -> int:
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            for value in values:
+                save(path, float(value))
+                CheckpointSeries(path.parent / "series").save(module(value), None, value, keep_last=1)
+            status = 0
+        finally:
+            os._exit(status)
+    return child
+
+
+def test_two_jobs_that_save_to_one_path_both_get_through_and_one_whole_checkpoint_is_there(tmp_path: Path) -> None:
+    children = [save_often(tmp_path / "step", values) for values in (range(8), range(8, 16))]
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
+    assert loaded(tmp_path / "step") in (7.0, 15.0)
+    assert names(tmp_path) == ["series", "step"]
+    assert "step_0000015" in names(tmp_path / "series")
 
 
 # ---------------------------------------------------------------------- kills

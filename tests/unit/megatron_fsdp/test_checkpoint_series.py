@@ -80,6 +80,14 @@ def test_only_the_newest_are_kept(tmp_path: Path, keep_last: int) -> None:
     ]
 
 
+def test_a_run_that_was_wound_back_keeps_what_it_saves(tmp_path: Path) -> None:
+    series = CheckpointSeries(tmp_path)
+    save_steps(series, 1, 9)
+    save_steps(series, 2, 3, keep_last=1)
+    assert series.steps() == [3, 9]
+    assert series.latest() == 3
+
+
 def test_damaged_and_foreign_folders_neither_count_nor_get_deleted(tmp_path: Path) -> None:
     series = CheckpointSeries(tmp_path)
     save_steps(series, 1, 2)
