@@ -47,7 +47,7 @@ def accelerate_fsdp2() -> Iterator[None]:
     def checked(self: Any, *args: Any, **options: Any) -> Any:
         _check_path(self)
         prepared = prepare(self, *args, **options)
-        for each in prepared if isinstance(prepared, tuple) else (prepared,):
+        for each in prepared if isinstance(prepared, (list, tuple)) else (prepared,):
             _serve_generate(each)
         return prepared
 

@@ -14,8 +14,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.mcore_alike import make_alike
 from megatron_fsdp.mcore_checkpoint import check_was_read, with_wrapper, without_wrappers
 from megatron_fsdp.precision import MixedPrecisionPolicy
+from megatron_fsdp.prefetch_depth import prefetch_elements
 from megatron_fsdp.quickstart import fully_shard_model
 from megatron_fsdp.quickstart_module import MegatronFSDP
 
@@ -26,6 +28,8 @@ __all__ = [
     "refuse_arguments",
     "refuse_configs",
     "shard_for_megatron",
+    "spell_field",
+    "spell_flag",
 ]
 
 # Field, what it may be, and what to do where it is something else.
@@ -42,7 +46,14 @@ _MODEL_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 _DDP_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("fp8_param_gather", lambda is_on: not is_on, "weights are gathered in the dtype they compute in: leave it off"),
     ("delay_wgrad_compute", lambda is_on: not is_on, "gradients are reduced when backward has them: leave it off"),
+    (
+        "check_for_large_grads",
+        lambda is_on: not is_on,
+        "Megatron looks into buffers of its own DDP, which are not there: leave it off",
+    ),
 )
+# Fields of Megatron's configs whose flag has another name.
+_FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
 
 
 def refuse_configs(config: Any, ddp_config: Any) -> None:
@@ -95,10 +106,21 @@ def hybrid_mesh(whole: ProcessGroup, outer: ProcessGroup, inner: ProcessGroup, d
     return DeviceMesh.from_group([outer, inner], device_type, mesh=ranks, mesh_dim_names=("dp_outer", "dp_shard"))
 
 
-def refusals_of(config: Any, ddp_config: Any) -> list[str]:
+def spell_field(field: str, value: object) -> str:
+    """Return how a field of Megatron's configs is written in code: ``fp16=True``."""
+    return f"{field}={value!r}"
+
+
+def spell_flag(field: str, value: object) -> str:
+    """Return how a field of Megatron's configs is written on the command line: ``--fp16``."""
+    flag = _FLAGS.get(field, f"--{field.replace('_', '-')}")
+    return flag if value is True else f"{flag} {value}"
+
+
+def refusals_of(config: Any, ddp_config: Any, spell: Callable[[str, object], str] = spell_field) -> list[str]:
     """Return a line with the cure for each field of Megatron's configs, or arguments, that cannot be followed."""
     return [
-        f"{field}={getattr(owner, field)!r}: {cure}"
+        f"{spell(field, getattr(owner, field))}: {cure}"
         for owner, rules in ((config, _MODEL_RULES), (ddp_config, _DDP_RULES))
         for field, is_allowed, cure in rules
         if hasattr(owner, field) and not is_allowed(getattr(owner, field))
@@ -114,8 +136,9 @@ def shard_for_megatron(
 ) -> MegatronFSDP:
     """Shard a model in place as Megatron's configs ask for.
 
-    Gradients are divided by the number of data-parallel ranks, on every rank or in the collective, and only summed
-    under ``calculate_per_token_loss``: ``finalize_model_grads`` divides them by the number of tokens.
+    Where ranks hold different weights, the first rank's count. Gradients are divided by the number of data-parallel
+    ranks, on every rank or in the collective, and only summed under ``calculate_per_token_loss``:
+    ``finalize_model_grads`` divides them by the number of tokens.
 
     Args:
         config, ddp_config: see ``refuse_configs``.
@@ -123,7 +146,8 @@ def shard_for_megatron(
         units: classes of modules that become units.
     """
     _unfuse(module)
-    return fully_shard_model(
+    make_alike(module, mesh)
+    model = fully_shard_model(
         module,
         list(units) or None,
         ddp_config.data_parallel_sharding_strategy,
@@ -135,7 +159,15 @@ def shard_for_megatron(
         sync_model_each_microbatch=False,
         report_nan_in_param_grad=ddp_config.check_for_nan_in_grad,
         calculate_per_token_loss=config.calculate_per_token_loss,
+        fsdp_double_buffer=getattr(ddp_config, "fsdp_double_buffer", False),
+        maxpool_double_buffer=getattr(ddp_config, "megatron_fsdp_max_pool_double_buffer", False),
+        nccl_ub=getattr(ddp_config, "nccl_ub", False),
+        disable_symmetric_registration=getattr(ddp_config, "disable_symmetric_registration", False),
     )
+    num_elements = getattr(ddp_config, "suggested_communication_unit_size", None)
+    if num_elements is not None:
+        prefetch_elements(model, num_elements)
+    return model
 
 
 def _unfuse(module: nn.Module) -> None:

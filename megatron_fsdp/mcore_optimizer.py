@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from dbuffer.collectives import all_reduce
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.mcore_checkpoint import describe_by_name, load_by_name
+from megatron_fsdp.mcore_model import spell_field
 from megatron_fsdp.module import units_below
 from megatron_fsdp.optimizer import clip_grad_norm_, fully_shard_optimizer
 from megatron_fsdp.quickstart_module import MegatronFSDP
@@ -22,7 +23,11 @@ __all__ = ["OptimizerMethods", "adopt_optimizer", "optimizer_refusals_of", "refu
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("fp16", lambda is_on: not is_on, "there is no loss scaler: use bf16"),
     ("optimizer", lambda name: name in ("adam", "sgd"), "wanted 'adam' or 'sgd'"),
-    ("optimizer_cpu_offload", lambda is_on: not is_on, "leave it off"),
+    (
+        "optimizer_cpu_offload",
+        lambda is_on: not is_on,
+        "Megatron's optimizer for it takes whole parameters: leave it off, optimizer state is sharded over ranks",
+    ),
     (
         "use_precision_aware_optimizer",
         lambda is_on: not is_on,
@@ -47,10 +52,10 @@ def refuse_optimizer(config: Any) -> None:
         raise ConfigError("; ".join(found))
 
 
-def optimizer_refusals_of(config: Any) -> list[str]:
+def optimizer_refusals_of(config: Any, spell: Callable[[str, object], str] = spell_field) -> list[str]:
     """Return a line with the cure for each field of an ``OptimizerConfig`` that cannot be followed."""
     return [
-        f"{field}={getattr(config, field)!r}: {cure}"
+        f"{spell(field, getattr(config, field))}: {cure}"
         for field, is_allowed, cure in _RULES
         if not is_allowed(getattr(config, field))
     ]

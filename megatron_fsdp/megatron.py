@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.mcore_adapter import install, uninstall
-from megatron_fsdp.megatron_flags import check_flags, without_version
+from megatron_fsdp.megatron_flags import check_flags, notices_under_megatron, without_version
 
 __all__ = ["Launch", "install", "main", "plan_launch", "run", "uninstall"]
 
@@ -33,11 +33,13 @@ class Launch:
 
     Attributes:
         checkout: folder with ``megatron/core`` in it. script: file to run. flags: the script's.
+        notices: a line for each flag whose effect the job does not get.
     """
 
     checkout: Path
     script: Path
     flags: tuple[str, ...]
+    notices: tuple[str, ...] = ()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,12 +73,13 @@ def plan_launch(script: str, flags: Sequence[str], megatron_path: str | None = N
     file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:
         raise ConfigError(f"found no script {script!r} here ({Path.cwd()}) or in the checkout ({checkout})")
+    notices: list[str] = []
     if not {"-h", "--help"} & set(flags):
-        check_flags(flags)
+        notices = notices_under_megatron(check_flags(flags))
     knows_version = any("megatron_fsdp_version" in text or "megatron-fsdp-version" in text for text in _texts(checkout))
     # This engine serves both versions; a Megatron before version 2 does not know the flag.
     kept = list(flags) if knows_version else without_version(flags)
-    return Launch(checkout, file.resolve(), tuple(kept))
+    return Launch(checkout, file.resolve(), tuple(kept), tuple(notices))
 
 
 def run(launch: Launch) -> None:
@@ -91,6 +94,8 @@ def run(launch: Launch) -> None:
     _check_origin(launch.checkout)
     if os.environ.get("RANK", "0") == "0":
         print(f"megatron_fsdp: {launch.script.name} runs on this engine; changed: {', '.join(changed)}", flush=True)
+        for line in launch.notices:
+            print(f"megatron_fsdp: {line}", flush=True)
     sys.argv = [str(launch.script), *launch.flags]
     runpy.run_path(str(launch.script), run_name="__main__")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from megatron_fsdp.arguments import add_megatron_fsdp_args
+from megatron_fsdp.arguments import FLAGS, Effect, add_megatron_fsdp_args
 from megatron_fsdp.config import FsdpConfig
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.mcore_model import refusals_of
+from megatron_fsdp.mcore_model import refusals_of, spell_flag
 from megatron_fsdp.mcore_optimizer import optimizer_refusals_of
 
-__all__ = ["check_flags", "without_version"]
+__all__ = ["check_flags", "notices_under_megatron", "without_version"]
 
 _VERSION = "--megatron-fsdp-version"
 # Flags of Megatron-LM, besides those around FSDP, whose settings this engine may have to refuse; and their types.
@@ -22,6 +22,8 @@ _OF_THE_MODEL = {
 }
 _FORMATS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
 _SWITCHES = ("--delay-wgrad-compute", "--enable-cuda-graph")
+# What a flag without effect is said for: others are done in any case, or by Megatron.
+_MISSING = (Effect.LATER, Effect.PACKAGE, Effect.HARDWARE)
 
 
 def check_flags(flags: Sequence[str]) -> FsdpConfig:
@@ -49,10 +51,19 @@ def check_flags(flags: Sequence[str]) -> FsdpConfig:
         config = FsdpConfig.from_args(args)
     except ConfigError as error:
         found.append(str(error))
-    found += [*refusals_of(args, args), *optimizer_refusals_of(args)]
+    found += [*refusals_of(args, args, spell_flag), *optimizer_refusals_of(args, spell_flag)]
     if found:
         raise ConfigError("; ".join(dict.fromkeys(found)))
     return config
+
+
+def notices_under_megatron(config: FsdpConfig) -> list[str]:
+    """Return one line, with the reason, for every flag that was given and whose effect a job does not get."""
+    missing = [flag for flag in FLAGS if flag.effect in _MISSING and getattr(config, flag.dest) != flag.default]
+    return [
+        f"{flag.spell(getattr(config, flag.dest))} does nothing here; {flag.effect.value}: {flag.here}"
+        for flag in missing
+    ]
 
 
 def without_version(flags: Sequence[str]) -> list[str]:

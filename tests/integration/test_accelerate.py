@@ -126,3 +126,11 @@ def test_pytorch_s_functions_are_put_back_when_the_block_raises() -> None:
     with pytest.raises(KeyError):
         raise_inside()
     assert (torch.distributed.fsdp.fully_shard, torch.distributed.fsdp.FSDPModule) == own
+
+
+def test_a_process_alone_that_is_not_on_the_path_is_warned_that_nothing_is_sharded() -> None:
+    reset_accelerate()
+    model = torch.nn.Linear(3, 5)
+    with accelerate_fsdp2(), pytest.warns(UserWarning, match="one process, .* nothing is sharded"):
+        Accelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters()))
+    reset_accelerate()

@@ -1,5 +1,6 @@
 """What Megatron's configs ask for and this engine does not do is refused; nothing of it needs Megatron."""
 
+import math
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -9,11 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import mcore_adapter
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.mcore_model import hybrid_mesh, refuse_arguments, refuse_configs
+from megatron_fsdp.mcore_model import hybrid_mesh, refuse_arguments, refuse_configs, shard_for_megatron
 from megatron_fsdp.mcore_optimizer import adopt_optimizer, refuse_optimizer
+from megatron_fsdp.module import unit_of
 from megatron_fsdp.quickstart import fully_shard_model
 from tests.harness import run_ranks
 
@@ -66,6 +70,7 @@ def test_settings_of_the_model_that_it_does_not_do_are_refused_with_a_cure(chang
     [
         ({"fp8_param_gather": True}, r"fp8_param_gather=True"),
         ({"delay_wgrad_compute": True}, r"delay_wgrad_compute=True"),
+        ({"check_for_large_grads": True}, r"check_for_large_grads=True"),
     ],
 )
 def test_settings_of_data_parallelism_that_it_does_not_do_are_refused(changes: Any, message: str) -> None:
@@ -168,3 +173,55 @@ def test_the_adapter_imports_no_megatron_by_itself() -> None:
 def test_names_that_the_adapter_lacks_are_errors_of_python() -> None:
     with pytest.raises(AttributeError, match=r"mcore_adapter.* has no attribute 'Sharded'"):
         _ = mcore_adapter.Sharded
+
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+def shard_what_ranks_drew(given: dict[str, Any], shape: tuple[int, ...], strategy: str) -> dict[str, Any]:
+    """Shard a model of which ranks drew one part alike and another differently; return whole weights and settings."""
+    names = ("dp_outer", "dp_shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    torch.manual_seed(3)
+    layers = [nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 1)]
+    torch.manual_seed(10 * dist.get_rank())
+    layers[1].reset_parameters()
+    with torch.no_grad():
+        layers[2].weight.fill_(float("nan"))
+    model = nn.Sequential(*layers)
+    drawn = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    settings = {"data_parallel_sharding_strategy": strategy, "outer_dp_sharding_strategy": "no_shard"}
+    config = ddp_config(**settings, check_for_nan_in_grad=False, grad_reduce_in_fp32=True, **given)
+    sharded = shard_for_megatron(model, model_config(), config, mesh, [nn.Linear])
+    ahead = [len(unit_of(layer).forward_prefetch or ()) for layer in layers]
+    slots = [unit_of(layer).slots for layer in layers]
+    state = sharded.state_dict().items()
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state}
+    return {"drawn": drawn, "found": whole, "ahead": ahead, "slots": slots}
+
+
+@pytest.mark.parametrize(
+    ("shape", "strategy"), [((3,), name) for name in STRATEGIES] + [((2, 2), "optim_grads_params")]
+)
+def test_weights_that_ranks_drew_differently_become_the_first_rank_s(shape: tuple[int, ...], strategy: str) -> None:
+    results = run_ranks(math.prod(shape), shard_what_ranks_drew, {}, shape, strategy)
+    first = results[0]["drawn"]
+    assert not torch.equal(results[1]["drawn"]["1.weight"], first["1.weight"])
+    for result in results:
+        for name, value in first.items():
+            assert torch.equal(result["found"][name].nan_to_num(9.0), value.nan_to_num(9.0)), name
+
+
+def test_megatron_s_settings_of_buffers_and_prefetch_act() -> None:
+    sizes = {"suggested_communication_unit_size": 20}
+    (plain,) = run_ranks(1, shard_what_ranks_drew, {}, (1,), "optim_grads_params")
+    (found,) = run_ranks(1, shard_what_ranks_drew, {"fsdp_double_buffer": True, **sizes}, (1,), "optim_grads_params")
+    assert plain["ahead"] == [0, 0, 0]
+    # The second layer has 18 elements, so the first one starts the third as well.
+    assert found["ahead"] == [2, 1, 0]
+    assert [slots.sizing for slots in plain["slots"]] == [None] * 3
+    assert [slots.sizing for slots in found["slots"]] == ["by_size"] * 3
+    (largest,) = run_ranks(
+        1, shard_what_ranks_drew, {"megatron_fsdp_max_pool_double_buffer": True}, (1,), "optim_grads_params"
+    )
+    assert [slots.sizing for slots in largest["slots"]] == ["largest"] * 3

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.megatron_flags import check_flags, without_version
+from megatron_fsdp.megatron_flags import check_flags, notices_under_megatron, without_version
 
 GOOD = ("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor")
 
@@ -25,18 +25,19 @@ def test_a_script_that_would_train_without_this_engine_is_refused() -> None:
     ("flags", "message"),
     [
         (["--use-megatron-fsdp"], r"--ckpt-format torch_dist: .* fsdp_dtensor only"),
-        ([*GOOD, "--tensor-model-parallel-size", "2"], r"tensor_model_parallel_size=2: .* give 1"),
-        ([*GOOD, "--pipeline-model-parallel-size=4"], r"pipeline_model_parallel_size=4: .* give 1"),
-        ([*GOOD, "--fp16"], r"^fp16=True: there is no loss scaler: use bf16$"),
-        ([*GOOD, "--fp8-format", "hybrid"], r"fp8='hybrid'"),
-        ([*GOOD, "--fp4-format", "e2m1"], r"fp4='e2m1'"),
-        ([*GOOD, "--fp8-param-gather"], r"fp8_param_gather=True"),
-        ([*GOOD, "--delay-wgrad-compute"], r"delay_wgrad_compute=True"),
-        ([*GOOD, "--enable-cuda-graph"], r"enable_cuda_graph=True"),
-        ([*GOOD, "--cuda-graph-impl", "local"], r"cuda_graph_impl='local'"),
-        ([*GOOD, "--optimizer", "muon"], r"optimizer='muon'"),
-        ([*GOOD, "--optimizer-cpu-offload"], r"optimizer_cpu_offload=True"),
-        ([*GOOD, "--use-precision-aware-optimizer"], r"use_precision_aware_optimizer=True"),
+        ([*GOOD, "--tensor-model-parallel-size", "2"], r"--tensor-model-parallel-size 2: .* give 1"),
+        ([*GOOD, "--pipeline-model-parallel-size=4"], r"--pipeline-model-parallel-size 4: .* give 1"),
+        ([*GOOD, "--fp16"], r"^--fp16: there is no loss scaler: use bf16$"),
+        ([*GOOD, "--fp8-format", "hybrid"], r"--fp8-format hybrid: "),
+        ([*GOOD, "--fp4-format", "e2m1"], r"--fp4-format e2m1: "),
+        ([*GOOD, "--fp8-param-gather"], r"--fp8-param-gather: "),
+        ([*GOOD, "--delay-wgrad-compute"], r"--delay-wgrad-compute: "),
+        ([*GOOD, "--check-for-large-grads"], r"--check-for-large-grads: .* leave it off"),
+        ([*GOOD, "--enable-cuda-graph"], r"--enable-cuda-graph: "),
+        ([*GOOD, "--cuda-graph-impl", "local"], r"--cuda-graph-impl local: "),
+        ([*GOOD, "--optimizer", "muon"], r"--optimizer muon: "),
+        ([*GOOD, "--optimizer-cpu-offload"], r"--optimizer-cpu-offload: .* leave it off"),
+        ([*GOOD, "--use-precision-aware-optimizer"], r"--use-precision-aware-optimizer: "),
         ([*GOOD, "--use-torch-fsdp2"], r"--use-megatron-fsdp contradicts --use-torch-fsdp2"),
         (
             [*GOOD, "--megatron-fsdp-version", "2", "--use-distributed-optimizer"],
@@ -46,7 +47,7 @@ def test_a_script_that_would_train_without_this_engine_is_refused() -> None:
             [*GOOD, "--outer-dp-sharding-strategy", "optim", "--data-parallel-sharding-strategy", "optim"],
             r"--outer-dp-sharding-strategy optim needs --data-parallel-sharding-strategy optim_grads_params",
         ),
-        ([*GOOD, "--fp16", "--tensor-model-parallel-size", "2"], r"tensor_model_parallel_size=2: .*; fp16=True: "),
+        ([*GOOD, "--fp16", "--tensor-model-parallel-size", "2"], r"--tensor-model-parallel-size 2: .*; --fp16: "),
     ],
 )
 def test_flags_that_it_cannot_follow_are_refused_with_a_cure(flags: list[str], message: str) -> None:
@@ -74,3 +75,10 @@ def test_values_of_the_wrong_kind_end_the_process_as_megatrons_parser_would(
 )
 def test_only_the_version_and_its_value_are_left_out(given: list[str]) -> None:
     assert without_version(given) == ["--a", "--b", "2"]
+
+
+def test_flags_whose_effect_a_job_does_not_get_are_said_and_others_are_not() -> None:
+    flags = ["--use-sharp", "--ddp-pad-buckets-for-high-nccl-busbw", "--overlap-grad-reduce", "--fsdp-double-buffer"]
+    found = notices_under_megatron(check_flags([*GOOD, *flags]))
+    assert [line.split()[0] for line in found] == ["--ddp-pad-buckets-for-high-nccl-busbw", "--use-sharp"]
+    assert found[1] == "--use-sharp does nothing here; needs hardware that is not used: it takes switches with SHARP"
