@@ -10,8 +10,10 @@ a loss that uses a sharded parameter beside the gathered weights, is added at th
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import repeat
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -335,7 +337,7 @@ class GradientBuffer:
         """Let ``.grad`` say that a sum is under way, to which what it was is added."""
         shown = self._shown()
         wanted: Sequence[object] = self._trained
-        if any(gradient is not None for gradient in shown):
+        if any(map(operator.is_not, shown, repeat(None))):
             wanted = [one or other is not None for one, other in zip(self._trained, shown, strict=True)]
             if self.state is GradState.FINAL:
                 self._adopt_user_gradients(shown)
@@ -350,13 +352,19 @@ class GradientBuffer:
             self.state = GradState.EMPTY
         if self._sums is None:
             self._sums = PendingSums(self._parameters, self._final_gradients(), _describer(self))
+        if wanted is not self._trained:
+            self._adopt_pending(shown)
+        self._sums.show(wanted)
+
+    def _adopt_pending(self, shown: Sequence[torch.Tensor | None]) -> None:
+        """Take what lies in ``.grad`` beside a sum under way as something to add to it."""
+        assert self._sums is not None
         for index, gradient in enumerate(shown):
             pending = self._sums.sum_of(index, gradient)
             if pending is not None:
                 pending.is_zeroed = False
             elif gradient is not None:
                 self._sums[index].add(self._owner_faces.own_rows(index, gradient))
-        self._sums.show(wanted)
 
     def settle(self) -> None:
         """Take notice, before a backward, of what users did to ``.grad`` while a sum was under way: throw it away.
@@ -428,6 +436,8 @@ class GradientBuffer:
 
     def _add_direct_gradients(self) -> None:
         assert self._sums is not None
+        if self._sums.is_untouched:
+            return
         for index, (gradient, pending) in enumerate(zip(self._shown(), self._sums, strict=True)):
             rows = pending.added
             if gradient is not None and self._sums.sum_of(index, gradient) is None:

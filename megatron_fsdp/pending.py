@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from dbuffer.dtensor import FlatDTensor
+from dbuffer.dtensor import FlatDTensor, num_gradients_set
 from megatron_fsdp.errors import StateError
 
 __all__ = ["PendingSum", "PendingSums", "refuse_pending"]
@@ -33,10 +33,11 @@ class PendingSum:
         is_zeroed: somebody zeroed it, so that it reads as zeros. added: what was added to it, None for nothing.
     """
 
-    __slots__ = ("_describe", "_like", "added", "is_zeroed")
+    __slots__ = ("_describe", "_like", "_touched", "added", "is_zeroed")
 
-    def __init__(self, describe: Callable[[], str], like: torch.Tensor) -> None:
+    def __init__(self, describe: Callable[[], str], like: torch.Tensor, touched: list[bool]) -> None:
         self._describe = describe
+        self._touched = touched
         self._like = (like.shape, like.dtype, like.device)
         self.is_zeroed = False
         self.added: torch.Tensor | None = None
@@ -47,10 +48,12 @@ class PendingSum:
 
     def zero(self) -> None:
         """Take notice of ``zero_``."""
+        self._touched[0] = True
         self.is_zeroed, self.added = True, None
 
     def add(self, value: torch.Tensor, alpha: float = 1) -> None:
         """Take notice of ``add_``: what autograd accumulates for a loss that uses a sharded parameter itself."""
+        self._touched[0] = True
         added = self._own()
         if value.numel() == added.numel():
             added, value = added.view(-1), value.reshape(-1)
@@ -138,9 +141,15 @@ class PendingSums:
         self._parameters = parameters
         self._sums: list[PendingSum] = []
         self._gradients: list[FlatDTensor] = []
+        self._touched = [False]
+        self._num_set = -1
         for index, gradient in enumerate(gradients):
             assert isinstance(gradient, FlatDTensor)
-            pending = PendingSum(lambda index=index: describe(index), gradient._local_tensor)  # type: ignore[misc]
+            pending = PendingSum(
+                lambda index=index: describe(index),  # type: ignore[misc]  # the default binds the number
+                gradient._local_tensor,
+                self._touched,
+            )
             self._sums.append(pending)
             self._gradients.append(gradient.with_local(_PendingRows(gradient._local_tensor, pending)))
         self.is_shown = self.is_void = False
@@ -154,6 +163,12 @@ class PendingSums:
             for parameter, gradient, is_wanted in zip(self._parameters, self._gradients, wanted, strict=True):
                 if is_wanted:
                     _set(parameter, gradient)
+        self._num_set = num_gradients_set()
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether every ``.grad`` is what was shown last, and nothing was added to any."""
+        return not self._touched[0] and self._num_set == num_gradients_set()
 
     def end(self) -> None:
         """Say that sums are under way no more; whoever calls this sets ``.grad``."""
@@ -170,8 +185,10 @@ class PendingSums:
 
     def forget(self) -> None:
         """Forget what happened to the pending gradients."""
-        for pending in self._sums:
-            pending.forget()
+        if self._touched[0]:
+            for pending in self._sums:
+                pending.forget()
+            self._touched[0] = False
 
     def sum_of(self, index: int, shown: torch.Tensor | None) -> PendingSum | None:
         """Return what happened to the ``.grad`` of a parameter, None where that is not pending."""
