@@ -35,22 +35,16 @@ from dbuffer.ragged_shard import FlatRows, RaggedShard
 from dbuffer.ragged_tensor import PlacedTensor, aligned_local
 from dbuffer.ragged_whole import Arguments, Options, run_on_whole, run_random_like, run_view
 
-__all__ = ["FlatDTensor", "FlatRows", "RaggedShard", "num_flags_set", "num_gradients_set"]
+__all__ = ["FlatDTensor", "FlatRows", "RaggedShard", "num_flags_set"]
 
 
 _GRAD: Any = torch.Tensor.grad
 _REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
-# How often Python code set an attribute of any sharded tensor: one number to look at instead of each tensor.
-_num_gradients_set, _num_flags_set = [0], [0]
-
-
-def num_gradients_set() -> int:
-    """Return how often ``.grad`` of any sharded tensor was set so far, but for what autograd and the runtime do."""
-    return _num_gradients_set[0]
+_num_flags_set = [0]
 
 
 def num_flags_set() -> int:
-    """Return how often any sharded tensor was frozen or unfrozen so far."""
+    """Return how often any sharded tensor was frozen or unfrozen so far: one number to look at instead of each."""
     return _num_flags_set[0]
 
 
@@ -90,13 +84,11 @@ class FlatDTensor(PlacedTensor):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        _num_gradients_set[0] += 1
         with torch._C.DisableTorchFunctionSubclass():
             _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        _num_gradients_set[0] += 1
         with torch._C.DisableTorchFunctionSubclass():
             _GRAD.__delete__(self)
 

@@ -1,5 +1,6 @@
 """Microbatches that are dropped, skipped, interrupted or frozen leave what a plain model would hold, or an error."""
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -391,10 +392,12 @@ def refusals_after_a_backward_that_raised(strategy: str) -> tuple[list[str], boo
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "hsdp"])
 def test_training_on_the_gradients_of_a_backward_that_raised_is_refused_until_they_are_dropped(strategy: str) -> None:
-    for (step, *backwards), goes_on in run_ranks(2, refusals_after_a_backward_that_raised, strategy):
-        assert "is a sum under way" in step
-        assert "unit 'blocks.2': the gradient of parameter" in step or "unit 'Net'" in step
-        for message in backwards:
-            assert "is incomplete, because the last backward raised" in message
+    # The units behind the one that raised have gradients, and the root in the strategies that keep it from the start.
+    incomplete = (
+        r"unit '(blocks\.2|Net)': the gradient of parameter '.*' is incomplete, because the last backward raised"
+    )
+    for messages, goes_on in run_ranks(2, refusals_after_a_backward_that_raised, strategy):
+        for message in messages:
+            assert re.match(incomplete, message)
             assert "model.reset_iter_state()" in message
         assert goes_on
