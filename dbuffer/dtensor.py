@@ -37,10 +37,17 @@ from dbuffer.ragged_shard import FlatRows, RaggedShard
 from dbuffer.ragged_tensor import PlacedTensor
 from dbuffer.ragged_whole import Arguments, Options, run_on_whole, run_random_like, run_view
 
-__all__ = ["FlatDTensor", "FlatRows", "RaggedShard", "rebind"]
+__all__ = ["FlatDTensor", "FlatRows", "RaggedShard", "num_flags_set", "rebind"]
 
 
 _GRAD: Any = torch.Tensor.grad
+_REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
+_num_flags_set = [0]
+
+
+def num_flags_set() -> int:
+    """Return how often any sharded tensor was frozen or unfrozen so far: one number to look at instead of each."""
+    return _num_flags_set[0]
 
 
 class FlatDTensor(PlacedTensor):
@@ -86,6 +93,26 @@ class FlatDTensor(PlacedTensor):
     def grad(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             _GRAD.__delete__(self)
+
+    @property
+    def requires_grad(self) -> bool:
+        """As of any tensor; a property of its own so that a change is noticed."""
+        with torch._C.DisableTorchFunctionSubclass():
+            flag: bool = _REQUIRES_GRAD.__get__(self)
+            return flag
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        _num_flags_set[0] += 1
+        with torch._C.DisableTorchFunctionSubclass():
+            _REQUIRES_GRAD.__set__(self, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> FlatDTensor:
+        """As of any tensor."""
+        _num_flags_set[0] += 1
+        with torch._C.DisableTorchFunctionSubclass():
+            super().requires_grad_(requires_grad)
+        return self
 
     @staticmethod
     def from_local(

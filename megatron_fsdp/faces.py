@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, RaggedShard
-from dbuffer.dtensor import FlatDTensor, rebind
+from dbuffer.dtensor import FlatDTensor, num_flags_set, rebind
 from dbuffer.ragged_boxes import own_rows
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.gathered_weight import GatheredWeight, Place, let_read, refuse_reads, refuse_uncounted, versions_of
@@ -75,6 +75,7 @@ class Faces:
         self._follow_locals()
         self._listening = bytearray(len(owned))
         self._required = [False] * len(owned)
+        self._num_flags_set = -1
         for index, parameter in enumerate(owned):
             self.set_requires_grad(index, parameter.parameter.requires_grad)
         self.sites = Sites(owned, self.sharded, self.gathered)
@@ -159,7 +160,10 @@ class Faces:
 
     def changed_requires_grad(self) -> list[int]:
         """Return which parameters were frozen or unfrozen since compute last used them, on whichever face."""
-        resting, used, required = self._flags()
+        used, required = self._used_flags(), self._required
+        if num_flags_set() == self._num_flags_set and used == required:
+            return []
+        resting, self._num_flags_set = self._resting_flags(), num_flags_set()
         if resting == required == used:
             return []
         changed = []
@@ -173,18 +177,21 @@ class Faces:
 
     def frozen_since_used(self) -> list[int]:
         """Return which parameters were trained when compute last used them and are not any more."""
-        resting, used, required = self._flags()
-        if resting == required == used:
+        used = self._used_flags()
+        if num_flags_set() == self._num_flags_set and used == self._required:
             return []
-        flags = zip(resting, used, required, strict=True)
-        frozen = [index for index, (one, other, flag) in enumerate(flags) if flag and not (one and other)]
+        flags = zip(self._resting_flags(), used, self._required, strict=True)
+        frozen = [index for index, (one, other, required) in enumerate(flags) if required and not (one and other)]
         for index in frozen:
             self.sharded[index].requires_grad_(False)
         return frozen
 
-    def _flags(self) -> tuple[list[bool], list[bool], list[bool]]:  # of the sharded, the gathered, and as they were set
+    def _resting_flags(self) -> list[bool]:
         with torch._C.DisableTorchFunctionSubclass():
-            return list(map(_requires_grad, self.sharded)), list(map(_requires_grad, self.gathered)), self._required
+            return list(map(_requires_grad, self.sharded))
+
+    def _used_flags(self) -> list[bool]:
+        return list(map(_requires_grad, self.gathered))
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Make the gathered face require a gradient, and hear of it, or not."""

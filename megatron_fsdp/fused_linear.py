@@ -178,6 +178,9 @@ def _weight_gradient(node: Any, target: _Target, left: torch.Tensor, right: torc
     """
     if torch.is_grad_enabled():
         return left @ right
+    if not node.variable.requires_grad:
+        # Frozen since forward.
+        return None
     try:
         if not torch._C._will_engine_execute_node(node):
             # torch.autograd.grad, or backward(inputs=...), for other tensors: nothing may be accumulated.

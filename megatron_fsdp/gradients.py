@@ -10,9 +10,11 @@ a loss that uses a sharded parameter beside the gathered weights, is added at th
 from __future__ import annotations
 
 import math
+import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,7 +25,7 @@ from dbuffer_kernels import accumulate
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.faces import Faces
 from megatron_fsdp.fused_linear import add_product, offer_products
-from megatron_fsdp.grad_attribute import CastGradients, SmallGradients, assign_grads, grads_of, outside
+from megatron_fsdp.grad_attribute import CastGradients, SmallGradients, assign_grads, clear_grads, grads_of, outside
 from megatron_fsdp.gradient_spec import GradientObserver, GradientSpec, GradState
 from megatron_fsdp.lanes import Ticket
 from megatron_fsdp.pending import PendingSums
@@ -171,6 +173,8 @@ class GradientBuffer:
                 self._add(index, gradient)
             self._filled[index] = 1
         elif not self._multiplied[index]:
+            if not parameter.requires_grad:
+                self._follow_freezing()
             return
         self._multiplied[index] = 0
         is_first = not self._num_arrived
@@ -306,15 +310,20 @@ class GradientBuffer:
         Args:
             backward: the number of that backward; nothing happens where it brought no gradient, or all of them.
         """
-        if self._backward == backward and self._sums is not None and self._sums.is_shown:
+        if self._backward == backward and self._sums is not None and self._sums.is_under_way:
             self._drop()
-            self._sums.is_void = True
+            if self._sums.is_thrown_away(self._shown()):
+                self._sums.end()
+            else:
+                self._sums.show()
+                self._sums.is_void = True
 
     def discard(self) -> None:
         """Drop a sum under way, and ``.grad`` with it."""
-        if self._sums is not None and self._sums.is_shown:
+        if self._sums is not None and self._sums.is_under_way:
             self._drop()
-            self._sums.clear()
+            clear_grads(self._parameters)
+            self._sums.forget()
             self._sums.end()
 
     def _drop(self) -> None:
@@ -334,8 +343,8 @@ class GradientBuffer:
 
     @property
     def has_sum_under_way(self) -> bool:
-        """Whether gradients are accumulated that are not final, so that ``.grad`` is pending."""
-        return self._sums is not None and self._sums.is_shown
+        """Whether gradients are accumulated that are not final."""
+        return self._sums is not None and self._sums.is_under_way
 
     @property
     def is_void(self) -> bool:
@@ -343,31 +352,50 @@ class GradientBuffer:
         return self._sums is not None and self._sums.is_void
 
     def _take_over(self) -> None:
-        """Let ``.grad`` say that a sum is under way, to which what it was is added."""
-        shown = self._shown()
-        wanted: Sequence[object] = self._trained
-        if any(gradient is not None for gradient in shown):
-            wanted = [one or other is not None for one, other in zip(self._trained, shown, strict=True)]
-            if self.state is GradState.FINAL:
-                self._adopt_user_gradients(shown)
-                shown = [None] * len(shown)
-                self.state = GradState.PARTIAL
-                if self._final is not self.main_grad:
-                    # The memory around the final slice holds what the last reduction left: keep the slice aside, start
-                    # over.
-                    self._carry = self._final.local_buffer.clone()
-                    self.state = GradState.EMPTY
-        elif self.state is GradState.FINAL:
-            self.state = GradState.EMPTY
+        """Begin a sum, or go on with it: what ``.grad`` was counts as a part of it."""
         if self._sums is None:
             self._sums = PendingSums(self._parameters, self._final_gradients(), _describer(self))
+        if self._sums.is_under_way:
+            self._sums.wanted = _either(self._trained, self._sums.wanted)
+            self.show_pending()
+            return
+        shown = self._shown()
+        if not any(_given(shown)):
+            self.state = GradState.EMPTY
+            self._sums.begin(bytearray(self._trained))
+        elif self.state is GradState.EMPTY:
+            self._sums.begin(_either(self._trained, _given(shown)))
+            self._adopt_direct(shown)
+            self._sums.show()
+        else:
+            self._adopt_user_gradients(shown)
+            clear_grads(self._parameters)
+            self._sums.begin(_either(self._trained, _given(shown)))
+            self.state = GradState.PARTIAL
+            if self._final is not self.main_grad:
+                # The memory around the final slice holds what the last reduction left: keep the slice aside, start
+                # over.
+                self._carry = self._final.local_buffer.clone()
+                self.state = GradState.EMPTY
+
+    def show_pending(self) -> None:
+        """Let ``.grad`` of all parameters of a sum under way say so."""
+        assert self._sums is not None
+        shown = self._shown()
+        if not self._sums.is_untouched(shown):
+            self._adopt_direct(shown)
+        self._sums.show()
+
+    def _adopt_direct(self, shown: Sequence[torch.Tensor | None]) -> None:
+        """Take what lies in ``.grad`` beside a sum as something to add to it in the end."""
+        assert self._sums is not None
         for index, gradient in enumerate(shown):
             pending = self._sums.sum_of(index, gradient)
             if pending is not None:
                 pending.is_zeroed = False
             elif gradient is not None:
                 self._sums[index].add(self._owner_faces.own_rows(index, gradient))
-        self._sums.show(wanted)
+                self._sums.wanted[index] = 1
 
     def settle(self) -> None:
         """Take notice, before a backward, of what users did to ``.grad`` while a sum was under way: throw it away.
@@ -376,27 +404,32 @@ class GradientBuffer:
             StateError: a backward has raised, and ``.grad`` was not dropped since.
         """
         sums = self._sums
-        if sums is None or not sums.is_shown:
+        if sums is None or not sums.is_under_way:
             return
-        shown, kept = self._shown(), []
-        for index, gradient in enumerate(shown):
+        dropped = []
+        for index, (gradient, is_wanted) in enumerate(zip(self._shown(), sums.wanted, strict=True)):
             pending = sums.sum_of(index, gradient)
             if pending is None:
                 sums[index].forget()
-            elif not pending.is_zeroed:
-                kept.append(index)
-        if not kept:
+            if is_wanted and (pending is None or pending.is_zeroed):
+                dropped.append(index)
+        if len(dropped) == sum(sums.wanted):
             self._drop()
             sums.end()
             return
         if sums.is_void:
-            raise StateError(self._describe(kept[0]))
-        for index in set(range(len(shown))).difference(kept):
-            self._filled[index] = 0
-            if self.state is GradState.PARTIAL:
-                self.main_grad.get_local_tensor(index).zero_()
-            if self._carry is not None:
-                self._final.layout.piece(index, self._carry).zero_()
+            raise StateError(self._describe(next(i for i, one in enumerate(sums.wanted) if one and i not in dropped)))
+        for index in dropped:
+            self._drop_one(index)
+
+    def _drop_one(self, index: int) -> None:
+        assert self._sums is not None
+        self._sums.wanted[index] = self._trained[index]
+        self._filled[index] = 0
+        if self.state is GradState.PARTIAL:
+            self.main_grad.get_local_tensor(index).zero_()
+        if self._carry is not None:
+            self._final.layout.piece(index, self._carry).zero_()
 
     def _describe(self, index: int) -> str:
         name = f"{self.name}: the gradient of parameter {self._owner_faces.name_of(index)!r}"
@@ -439,10 +472,12 @@ class GradientBuffer:
 
     def _add_direct_gradients(self) -> None:
         assert self._sums is not None
-        for index, (gradient, pending) in enumerate(zip(self._shown(), self._sums, strict=True)):
-            rows = pending.added
-            if gradient is not None and self._sums.sum_of(index, gradient) is None:
-                rows = self._owner_faces.own_rows(index, gradient)
+        shown = self._shown()
+        if self._sums.is_untouched(shown):
+            return
+        self._adopt_direct(shown)
+        for index in range(len(shown)):
+            rows = self._sums[index].added
             if rows is not None:
                 self._final.get_local_tensor(index).view(-1).add_(rows.reshape(-1))
 
@@ -454,7 +489,7 @@ class GradientBuffer:
         Raises:
             StateError: a sum is under way.
         """
-        if self._sums is not None and self._sums.is_shown:
+        if self._sums is not None and self._sums.is_under_way:
             for index, gradient in enumerate(self._shown()):
                 pending = self._sums.sum_of(index, gradient)
                 if pending is not None:
@@ -505,11 +540,10 @@ class GradientBuffer:
     def show(self) -> None:
         """Set ``.grad`` of every sharded parameter to its part of the final gradients."""
         faces, wanted = self._final_gradients(), self._trained
-        if self._sums is not None and self._sums.is_shown:
+        if self._sums is not None and self._sums.is_under_way:
             if self.num_trained < len(faces):
                 # One that was frozen in between keeps what was accumulated before.
-                held = map(self._sums.sum_of, range(len(faces)), self._shown())
-                wanted = bytearray(bool(one or other) for one, other in zip(self._trained, held, strict=True))
+                wanted = _either(self._trained, self._sums.wanted)
             self._sums.forget()
             self._sums.end()
         # Autograd accumulates into the gathered parameters, so it calls no hook of the sharded ones.
@@ -525,6 +559,14 @@ class GradientBuffer:
                 for parameter in self._parameters:
                     parameter.grad_dtype = None  # any dtype may be assigned then
         return self._faces
+
+
+def _either(ones: Iterable[int], others: Iterable[int]) -> bytearray:
+    return bytearray(map(operator.or_, ones, others))
+
+
+def _given(gradients: Iterable[torch.Tensor | None]) -> Iterable[int]:
+    return map(operator.is_not, gradients, repeat(None))
 
 
 def _describer(buffer: GradientBuffer) -> Callable[[int], str]:

@@ -16,7 +16,7 @@ from megatron_fsdp.parameter_group import ParameterGroup, WeightState, group_of_
 from megatron_fsdp.pools import SlotChoice, communicator_has_memory
 from megatron_fsdp.precision import caster
 from megatron_fsdp.rewrapping import refuse_ddp
-from megatron_fsdp.unit import Unit
+from megatron_fsdp.unit import Unit, alive
 
 __all__ = [
     "FsdpModule",
@@ -234,8 +234,9 @@ class FsdpModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters; also of those that are gathered now, which show no gradient."""
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of nn.Module, which comes next in every class of ours
-        for unit in units_below(self):
-            for group in unit.groups:
+        unit = unit_of(self)
+        for each in (unit, *alive(unit.inner)):
+            for group in each.groups:
                 if group.weight_state is WeightState.UNSHARDED:
                     group.zero_grad(set_to_none=set_to_none)
 

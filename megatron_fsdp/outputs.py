@@ -19,7 +19,7 @@ from megatron_fsdp.ownership import OwnedParameter
 from megatron_fsdp.structure import PLAIN_VALUES, iterate_tensors, members_of
 from megatron_fsdp.unit import Call, Unit, watchers
 
-__all__ = ["watch_given", "watch_kept", "watch_made", "watch_output", "watch_readers"]
+__all__ = ["Attributes", "watch_given", "watch_made", "watch_output", "watch_readers"]
 
 # Attributes of every module, and ours.
 _INERT = frozenset((*vars(nn.Module()), "_fsdp_unit"))
@@ -52,12 +52,28 @@ def watch_given(call: Call, args: Iterable[Any]) -> None:
                 watch_made(call, tensor)
 
 
-def watch_kept(call: Call, module: nn.Module) -> None:
-    """Enter ``call`` when backward reaches any tensor made since it began that the module keeps as an attribute."""
-    for name, value in module.__dict__.items():
-        if name not in _INERT and type(value) not in PLAIN_VALUES:
-            for tensor in _kept(value, 0):
-                watch_made(call, tensor)
+class Attributes:
+    """The attributes of one module that may hold tensors.
+
+    Their names are looked for again when there are more or fewer attributes than before.
+    """
+
+    __slots__ = ("_names", "_size")
+
+    def __init__(self) -> None:
+        self._size = -1
+        self._names: list[str] = []
+
+    def watch(self, call: Call, module: nn.Module) -> None:
+        """Enter ``call`` when backward reaches any tensor made since it began that the module keeps."""
+        attributes = module.__dict__
+        if len(attributes) != self._size:
+            self._size, self._names = len(attributes), [name for name in attributes if name not in _INERT]
+        for name in self._names:
+            value = attributes.get(name)
+            if type(value) not in PLAIN_VALUES:
+                for tensor in _kept(value, 0):
+                    watch_made(call, tensor)
 
 
 def _kept(value: Any, depth: int) -> Iterator[torch.Tensor]:
@@ -90,13 +106,13 @@ def watch_readers(owned: Iterable[OwnedParameter], unit: Unit) -> None:
     for key, module in modules.items():
         is_lookup = type(module).forward in (nn.Embedding.forward, nn.EmbeddingBag.forward)
         if key not in outermost and not is_lookup and not isinstance(module, FusedLinear):
-            keeps = not type(module).__module__.startswith("torch.nn.")
-            module.register_forward_hook(functools.partial(_after_reader, unit, keeps))
+            kept = None if type(module).__module__.startswith("torch.nn.") else Attributes()
+            module.register_forward_hook(functools.partial(_after_reader, unit, kept))
 
 
-def _after_reader(unit: Unit, keeps: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _after_reader(unit: Unit, kept: Attributes | None, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     if torch.compiler.is_compiling() or unit.open_call is None or not is_recorded_plainly():
         return
     watch_made(unit.open_call, output)
-    if keeps:
-        watch_kept(unit.open_call, module)
+    if kept is not None:
+        kept.watch(unit.open_call, module)

@@ -458,7 +458,7 @@ class ParameterGroup:
         )
 
     def adopt(self, index: int, value: FlatDTensor) -> None:
-        """Make a sharded tensor parameter ``index``: its values, and the object itself, whose memory is this group's."""
+        """Make a sharded tensor parameter ``index``, values and object; its memory is this group's from now on."""
         self.faces.adopt(index, value)
         face = self.faces.sharded[index]
         self.parameters = self.faces.by_name()

@@ -1,15 +1,18 @@
 """PendingSums: what ``.grad`` of sharded parameters is while their gradients are sums under way.
 
-From the first gradient of a backward until gradients are final, and between microbatches that keep them on this rank,
-there is nothing that a reader of ``.grad`` could be shown. None would hide what users do meanwhile: who sets ``.grad``
-to None or zeroes it throws the sum away, and who steps an optimizer would step without it. So ``.grad`` is a tensor
-that may be dropped and zeroed, that takes what autograd adds to it, and that no operator reads.
+Between microbatches that keep gradients on this rank, and after a backward that raised, there is nothing that a reader
+of ``.grad`` could be shown. None would hide what users do meanwhile: who sets ``.grad`` to None or zeroes it throws the
+sum away, and who steps an optimizer would step without it. So ``.grad`` is a tensor that may be dropped and zeroed,
+that takes what autograd adds to it, and that no operator reads. During a backward one parameter of each group shows
+it, in case that the backward raises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from dbuffer.dtensor import FlatDTensor
 from megatron_fsdp.errors import StateError
 
-__all__ = ["PendingSum", "PendingSums", "refuse_pending"]
+__all__ = ["PendingSum", "PendingSums", "open_backwards", "refuse_pending"]
 
 _ATEN = torch.ops.aten
 _GRAD: Any = torch._C.TensorBase.grad
-_get, _set = _GRAD.__get__, _GRAD.__set__
+_set = _GRAD.__set__
 # How many groups of the process have sums under way: optimizers look at gradients only where there are any.
 _num_under_way = [0]
 
@@ -33,10 +36,11 @@ class PendingSum:
         is_zeroed: somebody zeroed it, so that it reads as zeros. added: what was added to it, None for nothing.
     """
 
-    __slots__ = ("_describe", "_like", "added", "is_zeroed")
+    __slots__ = ("_describe", "_like", "_touched", "added", "is_zeroed")
 
-    def __init__(self, describe: Callable[[], str], like: torch.Tensor) -> None:
+    def __init__(self, describe: Callable[[], str], like: torch.Tensor, touched: list[bool]) -> None:
         self._describe = describe
+        self._touched = touched
         self._like = (like.shape, like.dtype, like.device)
         self.is_zeroed = False
         self.added: torch.Tensor | None = None
@@ -47,10 +51,12 @@ class PendingSum:
 
     def zero(self) -> None:
         """Take notice of ``zero_``."""
+        self._touched[0] = True
         self.is_zeroed, self.added = True, None
 
     def add(self, value: torch.Tensor, alpha: float = 1) -> None:
         """Take notice of ``add_``: what autograd accumulates for a loss that uses a sharded parameter itself."""
+        self._touched[0] = True
         added = self._own()
         if value.numel() == added.numel():
             added, value = added.view(-1), value.reshape(-1)
@@ -129,7 +135,8 @@ class PendingSums:
         describe: returns the words of the error for who reads that of parameter ``index``.
 
     Attributes:
-        is_shown: whether sums are under way. is_void: whether they are none any more, because a backward raised.
+        is_under_way: whether there is a sum. wanted: whose (nonzero).
+        is_void: whether the sum is none any more, because a backward raised.
     """
 
     def __init__(
@@ -138,22 +145,38 @@ class PendingSums:
         self._parameters = parameters
         self._sums: list[PendingSum] = []
         self._gradients: list[FlatDTensor] = []
+        self._touched = [False]
+        # What ``.grad`` of each parameter is unless somebody but this object sets it.
+        self._expected: list[DTensor | None] = []
         for index, gradient in enumerate(gradients):
             assert isinstance(gradient, FlatDTensor)
-            pending = PendingSum(lambda index=index: describe(index), gradient._local_tensor)  # type: ignore[misc]
+            pending = PendingSum(
+                lambda index=index: describe(index),  # type: ignore[misc]  # the default binds the number
+                gradient._local_tensor,
+                self._touched,
+            )
             self._sums.append(pending)
             self._gradients.append(gradient.with_local(_PendingRows(gradient._local_tensor, pending)))
-        self.is_shown = self.is_void = False
+        self.wanted = bytearray()
+        self.is_under_way = self.is_void = False
 
-    def show(self, wanted: Sequence[object]) -> None:
-        """Set ``.grad`` of the parameters that are wanted (true), where it is not so already."""
-        if not self.is_shown:
-            self.is_shown = True
-            _num_under_way[0] += 1
+    def begin(self, wanted: bytearray) -> None:
+        """Say that sums of some parameters are under way; the first of them shows it, the others when ``show`` says."""
+        self.wanted, self.is_under_way = wanted, True
+        _num_under_way[0] += 1
+        first = wanted.index(1)
+        self._expected = [None] * len(wanted)
+        self._expected[first] = self._gradients[first]
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, gradient, is_wanted in zip(self._parameters, self._gradients, wanted, strict=True):
+            _set(self._parameters[first], self._gradients[first])
+
+    def show(self) -> None:
+        """Set ``.grad`` of all parameters concerned."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, is_wanted in enumerate(self.wanted):
                 if is_wanted:
-                    _set(parameter, gradient)
+                    self._expected[index] = self._gradients[index]
+                    _set(self._parameters[index], self._gradients[index])
 
     def follow(self, parameters: Sequence[torch.Tensor]) -> None:
         """Show pending gradients on other objects from now on; what their ``.grad`` is stays."""
@@ -161,31 +184,40 @@ class PendingSums:
 
     def end(self) -> None:
         """Say that sums are under way no more; whoever calls this sets ``.grad``."""
-        if self.is_shown:
-            self.is_shown = self.is_void = False
-            _num_under_way[0] -= 1
-
-    def clear(self) -> None:
-        """Set ``.grad`` to None where it is pending."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-                if _get(parameter) is gradient:
-                    _set(parameter, None)
+        self.is_under_way = self.is_void = False
+        _num_under_way[0] -= 1
 
     def forget(self) -> None:
         """Forget what happened to the pending gradients."""
-        for pending in self._sums:
-            pending.forget()
+        if self._touched[0]:
+            for pending in self._sums:
+                pending.forget()
+            self._touched[0] = False
+
+    def is_thrown_away(self, shown: Sequence[torch.Tensor | None]) -> bool:
+        """Whether every ``.grad`` that said that a sum is under way was dropped or zeroed."""
+        sums = (self.sum_of(index, gradient) for index, gradient in enumerate(shown))
+        return all(pending is None or pending.is_zeroed for pending in sums)
+
+    def is_untouched(self, shown: Sequence[torch.Tensor | None]) -> bool:
+        """Whether every ``.grad`` is what was set here, and nothing was added to any."""
+        return not self._touched[0] and all(map(operator.is_, shown, self._expected))
 
     def sum_of(self, index: int, shown: torch.Tensor | None) -> PendingSum | None:
         """Return what happened to the ``.grad`` of a parameter, None where that is not pending."""
         return self._sums[index] if shown is self._gradients[index] else None
 
-    def __iter__(self) -> Iterator[PendingSum]:
-        return iter(self._sums)
-
     def __getitem__(self, index: int) -> PendingSum:
         return self._sums[index]
+
+
+class _Backward(Protocol):
+    def recover(self) -> None:
+        """Take notice if it raised."""
+
+
+open_backwards: dict[int, weakref.ref[_Backward]] = {}
+"""Whose backward is open, by identity: one that raised is noticed before an optimizer steps."""
 
 
 def refuse_pending(parameters: Iterable[torch.Tensor]) -> None:
@@ -196,6 +228,10 @@ def refuse_pending(parameters: Iterable[torch.Tensor]) -> None:
     """
     if not _num_under_way[0]:
         return
+    for reference in tuple(open_backwards.values()):
+        backward = reference()
+        if backward is not None:
+            backward.recover()
     for parameter in parameters:
         rows = getattr(parameter.grad, "_local_tensor", None)
         if isinstance(rows, _PendingRows):

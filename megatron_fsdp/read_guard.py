@@ -48,6 +48,11 @@ class ReadGuard:
         """Let autograd use again what was saved since the tensors were last changed in place."""
         _set_versions(self._tensors, self._versions)
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """How often each was changed in place, whether or not it is readable."""
+        versions = self._current()
+        return self._versions if versions == self._released else versions
+
     def _current(self) -> tuple[int, ...]:
-        with torch._C.DisableTorchFunctionSubclass():
-            return tuple(map(_version, self._tensors))
+        return tuple(map(_version, self._tensors))

@@ -22,8 +22,9 @@ from megatron_fsdp.agreement import FirstUse
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.lanes import trace, wait_for_event
 from megatron_fsdp.order import ForwardOrder
-from megatron_fsdp.outputs import watch_given, watch_kept, watch_made, watch_output
+from megatron_fsdp.outputs import Attributes, watch_given, watch_made, watch_output
 from megatron_fsdp.parameter_group import WeightState
+from megatron_fsdp.pending import open_backwards
 from megatron_fsdp.pools import BufferPools
 from megatron_fsdp.unit import Call, InFlight, Unit, alive, is_in_backward
 
@@ -62,6 +63,8 @@ class Schedule:
         self._root: weakref.ref[Unit] | None = None
         self._clock = 0
         self._order = ForwardOrder()
+        # By the identity of units' modules, which are never replaced.
+        self._kept: dict[int, Attributes] = {}
         # The unit that forward left last, whose weights stay until the next one is needed: backward may be next.
         self._lingering: weakref.ref[Unit] | None = None
         self._trail: list[weakref.ref[Unit]] = []
@@ -119,7 +122,7 @@ class Schedule:
             self._before_recomputation(unit, module)
             return
         if self._is_backward_open:
-            self._recover()
+            self.recover()
         if unit is self.root and not unit.awaits(module):
             self._start_pass()
         if self._open_call(unit, module):
@@ -137,7 +140,7 @@ class Schedule:
         if torch.is_grad_enabled():
             watch_output(call, output)
             if unit.releases_weights:
-                watch_kept(call, module)
+                self._kept.setdefault(id(module), Attributes()).watch(call, module)
                 watch_given(call, args)
         if unit.pending_modules:
             return
@@ -201,7 +204,7 @@ class Schedule:
                 if buffer.is_void:
                     buffer.discard()
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """Forget a backward that raised: its graph task is gone, but never ran the final callback."""
         if self._is_backward_open and (self._ending is None or self._ending() is None):
             self._abandon()
@@ -317,12 +320,13 @@ class Schedule:
 
     def _open_backward(self) -> None:
         if self._is_backward_open:
-            self._recover()
+            self.recover()
         if not self._is_backward_open:
             self._is_backward_open = True
             self.num_backwards += 1
             ending = _Ending(self.finish)
             self._ending = weakref.ref(ending)
+            open_backwards[id(self)] = weakref.ref(self)
             torch.autograd.Variable._execution_engine.queue_callback(ending)
             self._settle()
 
@@ -411,7 +415,7 @@ class Schedule:
         Outside of any, finish what earlier ones left under way.
         """
         if not is_in_backward():
-            self._recover()
+            self.recover()
             self._settle()
         for unit in sorted(alive(self._active.values()), key=Unit.first_begin, reverse=True):
             self._close(unit)
@@ -422,7 +426,10 @@ class Schedule:
         self._reducing.drain(0)
         for unit in self.units():
             self._finalize(unit)
-        self._has_sums = any(buffer.has_sum_under_way for unit in self.units() for buffer in unit.gradients)
+            for buffer in unit.gradients:
+                if buffer.has_sum_under_way:
+                    buffer.show_pending()
+                    self._has_sums = True
         self._reset_backward()
         for listener in tuple(self.after_backward) if self.is_last_backward else ():
             listener()
@@ -440,6 +447,7 @@ class Schedule:
 
     def _reset_backward(self) -> None:
         self._is_backward_open = False
+        open_backwards.pop(id(self), None)
         self._any_gradient = False
         self._lingering = None
         self._active.clear()

@@ -114,6 +114,8 @@ class Unit:
         requires_all_reduce: whether the last backward also reduces over axes that hold partial sums.
         requires_gradient_sync: False keeps gradients here, unreduced, until a backward with True.
         slots: where the memory of gathered weights and packed gradients comes from.
+        releases_weights: whether any of its weights are gathered and released; others are whole on every rank all the
+            time.
     """
 
     def __init__(
@@ -143,6 +145,7 @@ class Unit:
         self.unshards_in_backward = True
         self.gradients: tuple[GradientBuffer, ...] = ()
         self.num_gradients = 0
+        self.releases_weights = False
         self.follow_gradients()
 
     def reshard_to(self, choice: bool | int | None) -> None:
@@ -195,11 +198,7 @@ class Unit:
         for group in self.groups:
             if not group.rests_whole:
                 mark_read(group.faces.gathered, self)
-
-    @property
-    def releases_weights(self) -> bool:
-        """Whether any of its weights are gathered and released; others are whole on every rank all the time."""
-        return any(not group.rests_whole for group in self.groups)
+                self.releases_weights = True
 
     def watch(self, output: Any) -> None:
         """Tell the schedule what a module inside of the unit made from weights."""

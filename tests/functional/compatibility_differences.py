@@ -206,9 +206,30 @@ def hsdp(fsdp: Any) -> Any:
 
 
 def has_gradients(model: nn.Module) -> list[bool]:
-    """Whether the first parameter of each layer has a gradient after a backward."""
+    """Whether the first parameter of each layer has a gradient after a backward that can be read."""
     model(inputs(dist.get_rank(), 0)).square().mean().backward()
-    return [layer.norm.weight.grad is not None for layer in layers(model)]
+    return [is_readable(layer.norm.weight.grad) for layer in layers(model)]
+
+
+def is_readable(gradient: torch.Tensor | None) -> bool:
+    try:
+        return isinstance(gradient, DTensor) and bool(gradient.to_local().isfinite().all())
+    except ValueError:
+        return False
+
+
+@difference(
+    ".grad under set_requires_gradient_sync(False)",
+    theirs=None,
+    ours="StateError: unit 'layers.0': the gradient of parameter 'norm.weight' is a sum under way",
+    num_ranks=2,
+)
+def between_microbatches(fsdp: Any) -> object:
+    model = shard(fsdp)
+    model.set_requires_gradient_sync(False)
+    model(inputs(dist.get_rank(), 0)).square().mean().backward()
+    gradient = layers(model)[0].norm.weight.grad
+    return gradient if gradient is None else gradient.norm()
 
 
 @difference("set_is_last_backward(False) on HSDP", theirs=[True] * 3, ours=[False] * 3, num_ranks=4)

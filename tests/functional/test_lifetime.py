@@ -216,6 +216,7 @@ def bytes_at_rest_after(mode: str) -> list[int]:
     held = [memory_meter().current_bytes]
     for step in range(3):
         run_to_failure(model, mode, step)
+        model.zero_grad()
         loss_of(model, step).backward()
         held.append(memory_meter().current_bytes)
     return held
