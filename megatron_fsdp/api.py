@@ -24,6 +24,7 @@ from megatron_fsdp.ownership import OwnedParameter, collect_parameters, group_pa
 from megatron_fsdp.precision import as_policy
 from megatron_fsdp.schedule import Schedule
 from megatron_fsdp.strategy import Placements
+from megatron_fsdp.tree import Tree
 from megatron_fsdp.unit import Unit
 
 __all__ = ["fully_shard", "microbatch", "no_sync", "replicate", "share_comm_ctx"]
@@ -84,7 +85,8 @@ def fully_shard(
         return module
     target = sharding_target(mesh, placements, dp_mesh_dims)
     policy = as_policy(mp_policy)
-    owned = collect_parameters(modules, _is_unit, ignored_params or (), target)
+    ignored = tuple(ignored_params or ())
+    owned = collect_parameters(modules, _is_unit, ignored, target)
     _check_shard_placement(owned, shard_placement_fn)
     name = type(modules[0]).__name__
     _move_to(modules, buffer_device(target.mesh), owned)
@@ -98,6 +100,7 @@ def fully_shard(
     check_agreement(name, groups)
     unit = Unit(name, modules, groups, policy)
     unit.reshard_to(reshard_after_forward)
+    unit.trees = {id(each): Tree(each, {id(parameter) for parameter in ignored}) for each in modules}
     convert(modules, unit)
     _adopt_units(modules, unit)
     return module

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -53,6 +53,9 @@ class Faces:
     Attributes:
         sharded: DTensors over ``main_weight``, in plan order. gathered: views of the gathered weights.
         has_splits: whether parameters were sharded along another axis before.
+
+    Args:
+        known: sharded parameters that stay the same objects, over other memory.
     """
 
     def __init__(
@@ -61,11 +64,14 @@ class Faces:
         main_weight: DBuffer,
         gathered: DBuffer,
         receiver: GradientReceiver,
+        known: Sequence[nn.Parameter] = (),
     ) -> None:
         self._owned = tuple(owned)
         self._main_weight = main_weight
         self.has_splits = any(parameter.split is not None for parameter in owned)
         self.sharded = [self._sharded_face(index) for index in range(len(owned))]
+        if known:
+            self.sharded = [rebound(face, new) for face, new in zip(known, self.sharded, strict=True)]
         self._receiver = weakref.ref(receiver)
         self.gathered = [self._gathered_face(index, gathered) for index in range(len(owned))]
         self._guarded = [face for face in self.gathered if isinstance(face, GatheredWeight)]
@@ -134,16 +140,19 @@ class Faces:
         """Allow reads of the gathered weights again."""
         let_read(self._guarded)
 
-    def check_unchanged(self) -> None:
-        """Look for changes in place of gathered weights since the last look.
-
-        Raises:
-            StateError: there was one, by an operator that PyTorch counts.
-        """
+    def changed_in_place(self) -> int | None:
+        """Return which gathered weight an operator that PyTorch counts has changed, None for none."""
         versions = versions_of(self.gathered)
         if versions == self._versions:
-            return
-        index = next(i for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)) if new != old)
+            return None
+        return next(i for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)) if new != old)
+
+    def refuse_change(self, index: int) -> NoReturn:
+        """Refuse a change of gathered weights that was found afterwards.
+
+        Raises:
+            StateError: always.
+        """
         refuse_uncounted(self.gathered[index], Place(self._receiver, self._owned[index].name))
 
     def accept_versions(self) -> None:
@@ -278,6 +287,14 @@ class Faces:
         return FlatDTensor.from_local(
             local, template.device_mesh, template.placements, run_check=False, shape=template.shape, stride=stride
         )
+
+
+def rebound(face: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
+    """Return ``face``, which stands for what ``new`` stands for from here on."""
+    assert isinstance(face, FlatDTensor)
+    assert isinstance(new, FlatDTensor)
+    rebind(face, new)
+    return face  # type: ignore[return-value]  # a DTensor that says that it is a parameter
 
 
 def _touched_slices(value: torch.Tensor, template: FlatDTensor) -> torch.Tensor | None:

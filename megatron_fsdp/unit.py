@@ -18,6 +18,7 @@ from megatron_fsdp.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.pools import BufferPools, SlotChoice
 from megatron_fsdp.precision import MixedPrecisionPolicy
 from megatron_fsdp.strangers import admit
+from megatron_fsdp.tree import Tree
 
 __all__ = ["Call", "Driver", "InFlight", "Unit", "alive", "is_in_backward", "watchers"]
 
@@ -31,6 +32,10 @@ class Driver(Protocol):
     num_backwards: int
     pools: BufferPools
     after_backward: list[Callable[[], None]]
+
+    @property
+    def root(self) -> Unit | None:
+        """The outermost unit."""
 
     def before_forward(self, unit: Unit, module: nn.Module) -> None:
         """A module of the unit is about to run."""
@@ -128,6 +133,8 @@ class Unit:
         self.calls: list[weakref.ref[Call]] = []
         self.pending_modules: set[int] = set()
         self.open_call: Call | None = None
+        # By the id of the module.
+        self.trees: dict[int, Tree] = {}
         self.unshards_in_backward = True
         self.gradients: tuple[GradientBuffer, ...] = ()
         self.num_gradients = 0
@@ -190,6 +197,11 @@ class Unit:
             strangers = group.faces.sites.strangers()
             if strangers:
                 admit(group, strangers)
+
+    def places(self) -> Iterator[tuple[dict[str, nn.Parameter | None], str]]:
+        """Yield where its parameters are registered: a module's dictionary, and the name in it."""
+        for group in self.groups:
+            yield from group.faces.sites.places()
 
     def end_call(self) -> None:
         """Take notice that a forward call has used the weights."""
