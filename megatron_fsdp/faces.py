@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, RaggedShard
-from dbuffer.dtensor import FlatDTensor, rebind
+from dbuffer.dtensor import FlatDTensor, rebind, refuse_hooks
 from dbuffer.ragged_boxes import own_rows
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.gathered_weight import GatheredWeight, Place, let_read, refuse_reads, refuse_uncounted, versions_of
@@ -76,6 +77,7 @@ class Faces:
         self.gathered = [self._gathered_face(index, gathered) for index in range(len(owned))]
         self._guarded = [face for face in self.gathered if isinstance(face, GatheredWeight)]
         self._versions = versions_of(self.gathered)
+        self._refuse_hooks()
         self._follow_locals()
         self._listening = bytearray(len(owned))
         for index, parameter in enumerate(owned):
@@ -259,8 +261,13 @@ class Faces:
             rebind(value, resting)
         mark_replaced(old, self._owned[index].name)
         self.sharded[index] = value  # type: ignore[call-overload]  # a DTensor that says that it is a parameter
+        self._refuse_hooks()
         self._follow_locals()
         self.sites = Sites(self._owned, self.sharded, self.gathered)
+
+    def _refuse_hooks(self) -> None:
+        for owned, face in zip(self._owned, self.sharded, strict=True):
+            refuse_hooks(face, partial(_no_hooks, Place(self._receiver, owned.name)))
 
     def _follow_locals(self) -> None:
         # Every in-place operator on a sharded parameter changes the version of the rows below it.
@@ -287,6 +294,14 @@ class Faces:
         return FlatDTensor.from_local(
             local, template.device_mesh, template.placements, run_check=False, shape=template.shape, stride=stride
         )
+
+
+def _no_hooks(place: Place) -> str:
+    return (
+        f"{place.words}: register_hook on a sharded parameter would never be called, as autograd knows the gathered "
+        "weights alone. Use register_post_accumulate_grad_hook(hook): it gets the parameter when .grad, the gradient "
+        "averaged over ranks, is there, and may change that in place."
+    )
 
 
 def rebound(face: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
