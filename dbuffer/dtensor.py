@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dbuffer.errors import PlacementError
 from dbuffer.mesh import mesh_axes
@@ -37,7 +38,7 @@ from dbuffer.ragged_shard import FlatRows, RaggedShard
 from dbuffer.ragged_tensor import PlacedTensor
 from dbuffer.ragged_whole import Arguments, Options, run_on_whole, run_random_like, run_view
 
-__all__ = ["FlatDTensor", "FlatRows", "RaggedShard", "num_flags_set", "rebind"]
+__all__ = ["FlatDTensor", "FlatRows", "RaggedShard", "num_flags_set", "rebind", "refuse_hooks"]
 
 
 _GRAD: Any = torch.Tensor.grad
@@ -271,8 +272,18 @@ def _set_data(operator: Operator, args: Arguments, options: Options) -> None:
         target.copy_(value.detach())
 
 
+_HOOKLESS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def refuse_hooks(tensor: torch.Tensor, reason: Callable[[], str]) -> None:
+    """Let ``register_hook`` raise ``PlacementError`` on a tensor that autograd gives no gradient; ``reason`` says why."""
+    _HOOKLESS[tensor] = reason
+
+
 def _hook(operator: Operator, args: Arguments, options: Options) -> Any:
     tensor, *rest = args
+    if operator.name == "register_hook" and tensor in _HOOKLESS:
+        raise PlacementError(_HOOKLESS[tensor]())
     convert_gradients_of(tensor)
     if operator.name == "retain_grad" and not tensor.is_leaf:
         raise PlacementError(

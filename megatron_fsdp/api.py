@@ -28,6 +28,7 @@ from megatron_fsdp.ownership import OwnedParameter, collect_parameters, group_pa
 from megatron_fsdp.precision import as_policy
 from megatron_fsdp.schedule import Schedule
 from megatron_fsdp.strategy import Placements
+from megatron_fsdp.tree import Tree
 from megatron_fsdp.unit import Unit
 
 __all__ = ["fully_shard", "microbatch", "no_sync", "replicate", "share_comm_ctx"]
@@ -96,7 +97,8 @@ def fully_shard(
         wrapping.begin(name, target.mesh)
         axes = mesh_axes(target.mesh)
         policy = as_policy(mp_policy)
-        owned = collect_parameters(modules, _is_unit, ignored_params or (), target)
+        ignored = tuple(ignored_params or ())
+        owned = collect_parameters(modules, _is_unit, ignored, target)
         _check_shard_placement(owned, shard_placement_fn)
         build = GroupBuilder(target, policy, offload_of(offload_policy, target.placements), grad_divisor, granularity)
         # Until all ranks are through, everything can be put back.
@@ -110,6 +112,7 @@ def fully_shard(
             if groups:
                 make_reduce_groups(axes)
             unit.reshard_to(reshard_after_forward)
+            unit.trees = {id(each): Tree(each, {id(parameter) for parameter in ignored}) for each in modules}
             convert(modules, unit)
     for parameter in owned:
         mark_owned(parameter.parameter, name, parameter.name)

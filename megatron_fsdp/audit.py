@@ -151,8 +151,9 @@ class _WeightAudit:
         if self.group.weight_state is not WeightState.UNSHARDED or self._sums is None:
             return
         sums, self._sums = self._sums, None
-        if sys.exc_info()[0] is not None:
-            return  # The engine cleans up after an error, which is what should be seen.
+        if sys.exc_info()[0] is not None or self.group.faces.changed_in_place() is not None:
+            # The engine cleans up after an error, which is what should be seen, or refuses what PyTorch counts itself.
+            return
         for name, before, after in zip(self._names, sums, self._checksums(), strict=True):
             if not torch.equal(before, after):
                 raise StateError(

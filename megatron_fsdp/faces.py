@@ -9,14 +9,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, RaggedShard
-from dbuffer.dtensor import FlatDTensor, num_flags_set, rebind
+from dbuffer.dtensor import FlatDTensor, num_flags_set, rebind, refuse_hooks
 from dbuffer.ragged_boxes import own_rows
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.gathered_weight import GatheredWeight, Place, let_read, refuse_reads, refuse_uncounted, versions_of
@@ -54,6 +55,9 @@ class Faces:
     Attributes:
         sharded: DTensors over ``main_weight``, in plan order. gathered: views of the gathered weights.
         has_splits: whether parameters were sharded along another axis before.
+
+    Args:
+        known: sharded parameters that stay the same objects, over other memory.
     """
 
     def __init__(
@@ -62,16 +66,20 @@ class Faces:
         main_weight: DBuffer,
         gathered: DBuffer,
         receiver: GradientReceiver,
+        known: Sequence[nn.Parameter] = (),
     ) -> None:
         self._owned = tuple(owned)
         self._main_weight = main_weight
         self.has_splits = any(parameter.split is not None for parameter in owned)
         self.sharded = [self._sharded_face(index) for index in range(len(owned))]
+        if known:
+            self.sharded = [rebound(face, new) for face, new in zip(known, self.sharded, strict=True)]
         self._receiver = weakref.ref(receiver)
         self.gathered = [self._gathered_face(index, gathered) for index in range(len(owned))]
         self._guarded = [face for face in self.gathered if isinstance(face, GatheredWeight)]
         self._versions = versions_of(self.gathered)
         self._guard = ReadGuard(self.gathered)
+        self._refuse_hooks()
         self._follow_locals()
         self._listening = bytearray(len(owned))
         self._required = [False] * len(owned)
@@ -140,16 +148,19 @@ class Faces:
         self._guard.allow()
         let_read(self._guarded)
 
-    def check_unchanged(self) -> None:
-        """Look for changes in place of gathered weights since the last look.
-
-        Raises:
-            StateError: there was one, by an operator that PyTorch counts.
-        """
+    def changed_in_place(self) -> int | None:
+        """Return which gathered weight an operator that PyTorch counts has changed, None for none."""
         versions = versions_of(self.gathered)
         if versions == self._versions:
-            return
-        index = next(i for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)) if new != old)
+            return None
+        return next(i for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)) if new != old)
+
+    def refuse_change(self, index: int) -> NoReturn:
+        """Refuse a change of gathered weights that was found afterwards.
+
+        Raises:
+            StateError: always.
+        """
         refuse_uncounted(self.gathered[index], Place(self._receiver, self._owned[index].name))
 
     def accept_versions(self) -> None:
@@ -288,8 +299,13 @@ class Faces:
             rebind(value, resting)
         mark_replaced(old, self._owned[index].name)
         self.sharded[index] = value  # type: ignore[call-overload]  # a DTensor that says that it is a parameter
+        self._refuse_hooks()
         self._follow_locals()
         self.sites = Sites(self._owned, self.sharded, self.gathered)
+
+    def _refuse_hooks(self) -> None:
+        for owned, face in zip(self._owned, self.sharded, strict=True):
+            refuse_hooks(face, partial(_no_hooks, Place(self._receiver, owned.name)))
 
     def _follow_locals(self) -> None:
         # Every in-place operator on a sharded parameter changes the version of the rows below it.
@@ -316,6 +332,22 @@ class Faces:
         return FlatDTensor.from_local(
             local, template.device_mesh, template.placements, run_check=False, shape=template.shape, stride=stride
         )
+
+
+def _no_hooks(place: Place) -> str:
+    return (
+        f"{place.words}: register_hook on a sharded parameter would never be called, as autograd knows the gathered "
+        "weights alone. Use register_post_accumulate_grad_hook(hook): it gets the parameter when .grad, the gradient "
+        "averaged over ranks, is there, and may change that in place."
+    )
+
+
+def rebound(face: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
+    """Return ``face``, which stands for what ``new`` stands for from here on."""
+    assert isinstance(face, FlatDTensor)
+    assert isinstance(new, FlatDTensor)
+    rebind(face, new)
+    return face  # type: ignore[return-value]  # a DTensor that says that it is a parameter
 
 
 def _touched_slices(value: torch.Tensor, template: FlatDTensor) -> torch.Tensor | None:

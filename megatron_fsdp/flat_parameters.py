@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dbuffer import DBuffer
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.gradients import GradState
 from megatron_fsdp.moments import local_range
@@ -128,6 +129,7 @@ class FlatParameter(nn.Parameter):
             members.append(Member(face, f"unit {group.name!r}: parameter {name!r}", *place))
         made.members = tuple(members)
         made._group = weakref.ref(group)
+        made._main = weakref.ref(main)
         made._range = slice(start, stop)
         made._final = None
         made._own = ()
@@ -135,6 +137,7 @@ class FlatParameter(nn.Parameter):
         return made
 
     _group: weakref.ref[ParameterGroup]
+    _main: weakref.ref[DBuffer]
     _range: slice
     # This rank's part of the final gradients, and the objects on the parameters that were found to lie in it.
     _final: torch.Tensor | None
@@ -180,6 +183,11 @@ class FlatParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             shown = [member.parameter.grad for member in self.members]
         group = self._group()
+        if group is not None and self._main() is not group.main_weight:
+            raise StateError(
+                f"{self.members[0].name} got other memory (model.to(dtype), materialize) since its flat parameter was "
+                "made; build the optimizer again"
+            )
         gradients = None if group is None else group.gradients
         is_final = gradients is not None and gradients.state is GradState.FINAL
         # The objects that lay in the group's buffer once still do: nothing has to be looked at again.

@@ -16,6 +16,7 @@ from megatron_fsdp.parameter_group import ParameterGroup, WeightState, group_of_
 from megatron_fsdp.pools import SlotChoice, communicator_has_memory
 from megatron_fsdp.precision import caster
 from megatron_fsdp.rewrapping import refuse_ddp
+from megatron_fsdp.strangers import settle
 from megatron_fsdp.unit import Unit, alive
 
 __all__ = [
@@ -43,6 +44,7 @@ class UnshardHandle:
         if unit is not None:
             for group in unit.groups:
                 group.finish_gather()
+                group.reveal()
 
 
 class FsdpModule:
@@ -63,14 +65,17 @@ class FsdpModule:
         return unit_of(self).groups
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's weights (not those of nested units).
+        """Gather this unit's weights as they are now (not those of nested units), and show them.
 
         Args:
             async_op: return a handle at once; the weights may be used after its ``wait()``.
+        Raises:
+            StateError: something else is registered in the place of a parameter.
         """
         unit = unit_of(self)
         for group in unit.groups:
-            group.start_gather()
+            settle(group)
+            group.gather_afresh()
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -252,25 +257,27 @@ class FsdpModule:
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # The module's own parameters stay in their buffers; everything else is handled as in any module.
-        groups = unit_of(self).groups
-        for group in groups:
+        unit = unit_of(self)
+        for group in unit.groups:
+            settle(group)
             group.reshard()
             group.hide()
         try:
             result = super()._apply(fn, recurse)  # type: ignore[misc]
-            for group in groups:
-                group.apply(fn)
+            for group in unit.groups:
+                group.apply(fn, unit.policy, is_awaited=any(unit.outstanding_calls()))
         finally:
-            for group in groups:
+            for group in unit.groups:
                 group.show()
-            # A group that was on the meta device may have gradient buffers now.
-            unit_of(self).follow_gradients()
+            # A group that was on the meta device, or of another dtype, has other gradient buffers now.
+            unit.follow_gradients()
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise StateError(
             f"{type(self).__name__} cannot be deep-copied: its parameters are views of buffers shared by the unit. "
-            "Build a second model, fully_shard it, and load_state_dict(model.state_dict()) into it."
+            "Build a second model, fully_shard it, and load_state_dict(model.state_dict()) into it; an average of the "
+            "weights needs no second model: {name: parameter.detach().clone()}, updated in place."
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -326,6 +333,8 @@ def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
 def _before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if unit is unit.schedule.root:
+        unit.trees[id(module)].check(module, lambda: units_below(module))
     unit.schedule.before_forward(unit, module)
     policy = unit.policy
     if policy.cast_forward_inputs and policy.param_dtype is not None:

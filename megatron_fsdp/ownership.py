@@ -100,6 +100,7 @@ def collect_parameters(
                 owned = found.get(id(parameter))
                 if owned is None:
                     _check_parameter(name, parameter, root)
+                    _check_module(name, module, root)
                     split = tensor_parallel_of(name, parameter, target)
                     is_replicated = is_no_shard(module) or is_no_shard(parameter)
                     owned = found[id(parameter)] = OwnedParameter(name, parameter, split, is_replicated)
@@ -139,6 +140,11 @@ def _check_parameter(name: str, parameter: nn.Parameter, root: nn.Module) -> Non
             f"{where} has no dimensions, so there are no rows to shard. Make it 1-d, "
             "nn.Parameter(torch.tensor([value])), or list it in ignored_params."
         )
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise ConfigError(
+            f"{where} has hooks on its gradient, which would never be called: fully_shard makes other parameters. "
+            "Register them on the sharded ones, with register_post_accumulate_grad_hook, after fully_shard."
+        )
     if hasattr(parameter, "fsdp_pre_all_gather"):
         raise ConfigError(
             f"{where} is a {type(parameter).__name__} with fsdp_pre_all_gather: tensors that bring an all-gather of "
@@ -149,6 +155,16 @@ def _check_parameter(name: str, parameter: nn.Parameter, root: nn.Module) -> Non
 def mark_owned(parameter: nn.Parameter, unit: str, name: str) -> None:
     """Remember that ``parameter`` belongs to a unit, under a name."""
     _TAKEN[parameter] = (unit, name)
+
+
+def _check_module(name: str, module: nn.Module, root: nn.Module) -> None:
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+        raise ConfigError(
+            f"{type(root).__name__}: parameter {name!r} is of a {type(module).__name__} with max_norm="
+            f"{module.max_norm}, whose forward changes the rows that this rank's data uses: ranks would have different "
+            "weights. Build it without max_norm, and renormalise after optimizer.step(): under torch.no_grad(), "
+            "weight.copy_(torch.renorm(weight, 2, 0, max_norm)); or list it in ignored_params."
+        )
 
 
 def owner_words(tensor: torch.Tensor) -> str | None:

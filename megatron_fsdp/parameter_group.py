@@ -8,9 +8,11 @@ long as the group: switching is a few dictionary writes, and nothing is built on
 from __future__ import annotations
 
 import enum
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -27,6 +29,7 @@ from megatron_fsdp.optimizer_steps import num_optimizer_steps, refreshes_itself
 from megatron_fsdp.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.partial_reshard import PostForwardShard, check_post_forward_size
 from megatron_fsdp.pools import BufferPools, SlotChoice
+from megatron_fsdp.precision import MixedPrecisionPolicy
 from megatron_fsdp.reduction import ReduceFunction
 from megatron_fsdp.weights import GroupSpec, WeightBuffers
 
@@ -70,7 +73,7 @@ class ParameterGroup:
         if not spec.is_meta:
             self.weights.fill([parameter.local_tensor for parameter in owned])
 
-    def _build(self, spec: GroupSpec) -> None:
+    def _build(self, spec: GroupSpec, faces: Sequence[nn.Parameter] = ()) -> None:
         self.spec = spec
         self.weight_state = WeightState.SHARDED
         self._gather_ticket: Ticket | None = None
@@ -80,14 +83,14 @@ class ParameterGroup:
         self._generation = 0
         self._gathered_generation = 0
         self.weights = WeightBuffers(self.plan, spec, self.name)
-        self.faces = Faces(self._owned, self.main_weight, self.gathered, self)
+        self.faces = Faces(self._owned, self.main_weight, self.gathered, self, faces)
         self.parameters: dict[str, nn.Parameter] = self.faces.by_name()
         for face in self.faces.sharded:
             _GROUPS[face] = weakref.ref(self)
         if self.weights.remainder is not None:
             self.weights.remainder.watch(self.faces.sharded)
         self.faces.adopt_names(self.name)
-        self._release_weights()
+        self._release()
         self.gradients: GradientBuffer | None = None
         if any(face.requires_grad for face in self.faces.sharded):
             self._make_gradients()
@@ -243,6 +246,13 @@ class ParameterGroup:
         self.start_gather()
         self.finish_gather()
 
+    def gather_afresh(self) -> None:
+        """Issue a gather of the main weights as they are now, unless what is gathered is that and was asked for."""
+        if self.weight_state is not WeightState.SHARDED and (self.is_stale() or not self.faces.sites.shows_gathered):
+            self.reshard()
+        self.suspect_change()
+        self.start_gather()
+
     def start_gather(self, *, check: bool = True) -> None:
         """Issue the gather on its lane; no-op unless SHARDED.
 
@@ -292,38 +302,39 @@ class ParameterGroup:
         self.faces.sites.show_sharded()
 
     def end_call(self) -> None:
-        """Compute has used the weights in a forward call: take back what was lent to it.
-
-        Raises:
-            StateError: somebody changed gathered weights in place.
-        """
+        """Compute has used the weights in a forward call: take back what was lent to it."""
         self.faces.sites.take_back()
-        try:
-            self.faces.check_unchanged()
-        except StateError:
-            self._is_suspect = True
-            if self.weights.can_restore_gathered:
-                self.faces.accept_versions()
-                self._generation += 1
-            raise
 
     def reshard(self, *, keep_part: bool = False) -> None:
         """Show the sharded parameters and release the gathered weights.
 
         Args:
             keep_part: of a group with ``reshard_to``, keep a part for the gather of the backward that follows.
+        Raises:
+            StateError: somebody changed the gathered weights in place.
         """
         if self.weight_state is WeightState.SHARDED:
             return
         self.finish_gather()
         self.faces.sites.show_sharded()
         self.weight_state = WeightState.SHARDED
-        self._release_weights(self._gathered_generation if keep_part else None)
+        changed = self.faces.changed_in_place()
+        self._release(keep_part=keep_part)
+        # An error that is being handled is what should be seen; the next reshard finds the change as well.
+        if changed is not None and sys.exc_info()[0] is None:
+            self._refuse_change(changed)
 
-    def _release_weights(self, keep_generation: int | None = None) -> None:
-        self.weights.release(keep_generation=keep_generation)
+    def _release(self, *, keep_part: bool = False) -> None:
         if not self.rests_whole:
             self.faces.released()
+            self.weights.release(keep_generation=self._gathered_generation if keep_part else None)
+
+    def _refuse_change(self, index: int) -> NoReturn:
+        self._is_suspect = True
+        self._generation += 1
+        if self.weights.can_restore_gathered:
+            self.faces.accept_versions()
+        self.faces.refuse_change(index)
 
     def reshard_to(self, size: int) -> None:
         """Keep, from forward to backward, a part of the weights such that ``size`` neighbours hold them together.
@@ -374,7 +385,14 @@ class ParameterGroup:
             self.refresh()
 
     def is_stale(self) -> bool:
-        """Whether the gathered weights are older than the main weights."""
+        """Whether the gathered weights are older than the main weights.
+
+        Raises:
+            StateError: somebody changed the gathered weights in place.
+        """
+        changed = self.faces.changed_in_place()
+        if changed is not None:
+            self._refuse_change(changed)
         return self._main_changed() or self._gathered_generation != self._generation
 
     def refresh(self) -> None:
@@ -388,29 +406,68 @@ class ParameterGroup:
 
     # ------------------------------------------------------------------ faces
 
-    def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Apply what ``nn.Module.to`` and its like apply to parameters; buffers keep their dtype and device.
+    def apply(
+        self, function: Callable[[torch.Tensor], torch.Tensor], policy: MixedPrecisionPolicy, *, is_awaited: bool
+    ) -> None:
+        """Apply what ``nn.Module.to`` and its like apply to parameters.
 
+        Another dtype makes other buffers under the same parameters, of the dtypes that the policy derives from it.
         ``to_empty`` materializes a group that is on the meta device.
 
+        Args:
+            is_awaited: whether a backward may still come for which the weights have to stay as they are.
         Raises:
-            StateError: the function changes dtype or device.
+            StateError: the function changes the device, or the dtype at a time when it cannot, or shares the memory with other processes.
         """
         current = self.main_weight.local_buffer
+        probe = torch.empty(1, dtype=current.dtype, device=current.device)
         with torch.no_grad():
-            result = function(current)
-        if self.is_meta and result.device == self.spec.device:
+            found = function(probe)
+        if self.is_meta and found.device == self.spec.device:
             self.materialize()
             return
-        if result.dtype != current.dtype or result.device != current.device:
+        if found.device != current.device or (probe.device.type == "cpu" and probe.is_shared()):
+            what = "go into shared memory" if found.device == current.device else f"move to {found.device}"
             raise StateError(
-                f"unit {self.name!r}: parameters {', '.join(map(repr, self.parameters))} rest in a buffer of "
-                f"{current.dtype} on {current.device} and cannot become {result.dtype} on {result.device}. Change "
-                "dtype or device before fully_shard, or use MixedPrecisionPolicy."
+                f"unit {self.name!r}: parameters {', '.join(map(repr, self.parameters))} rest in a flat buffer on "
+                f"{current.device}, of which they are views, and cannot {what}. Do so before fully_shard; give other "
+                "processes model.state_dict(), or parameter.full_tensor()."
             )
+        if found.dtype != current.dtype:
+            self._check_convertible(found.dtype, is_awaited=is_awaited)
+            self._convert(found.dtype, policy)
+            return
+        with torch.no_grad():
+            result = function(current)
         if result is not current:
             current.copy_(result)
             self._is_changed = True
+
+    def _check_convertible(self, dtype: torch.dtype, *, is_awaited: bool) -> None:
+        obstacles = {
+            "main weights are split": self.weights.remainder is not None,
+            "they are sharded over further axes": self.faces.has_splits,
+            "they have gradients (zero_grad() first)": any(face.grad is not None for face in self.faces.sharded),
+            "a backward of an earlier forward may still come (delete its outputs)": is_awaited,
+        }
+        for obstacle, is_there in obstacles.items():
+            if is_there:
+                raise StateError(
+                    f"unit {self.name!r}: parameters {', '.join(map(repr, self.parameters))} cannot become {dtype}: "
+                    f"{obstacle}. Change the dtype before fully_shard, or between steps."
+                )
+
+    def _convert(self, dtype: torch.dtype, policy: MixedPrecisionPolicy) -> None:
+        """Hold and use the parameters, which stay the same objects, in the dtypes that belong to another own one."""
+        for owned in self._owned:
+            owned.trained_main_dtype = policy.dtypes_for(dtype, requires_grad=True).stepped
+        dtypes = policy.dtypes_for(dtype, requires_grad=any(face.requires_grad for face in self.faces.sharded))
+        weights, values = self.weights, self.main_weight.local_buffer
+        self._build(replace(self.spec, dtypes=dtypes), self.faces.sharded)
+        self.main_weight.local_buffer.copy_(values)
+        self.weights.gather_function = weights.gather_function
+        if weights.post_forward is not None:
+            self.reshard_to(weights.post_forward.axis.size)
 
     def hide(self) -> None:
         """Take the parameters out of their modules until ``show``."""

@@ -7,7 +7,7 @@ Whatever else somebody registers there is left alone: it is a stranger, and the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +63,11 @@ class Sites:
         """Return what is registered now where parameter ``index`` was first found."""
         registry, attribute, *_ = self._places[self._indices.index(index)]
         return registry.get(attribute)
+
+    def places(self) -> Iterator[tuple[dict[str, nn.Parameter | None], str]]:
+        """Yield the places: a module's dictionary, and the name in it."""
+        for registry, attribute, *_ in self._places:
+            yield registry, attribute
 
     def strangers(self) -> list[Stranger]:
         """Return what somebody else registered."""

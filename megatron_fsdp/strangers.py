@@ -21,7 +21,7 @@ from megatron_fsdp.errors import StateError
 from megatron_fsdp.ownership import owner_words
 from megatron_fsdp.sites import Stranger
 
-__all__ = ["Host", "admit", "refuse_strangers"]
+__all__ = ["Host", "admit", "settle"]
 
 
 class Host(Protocol):
@@ -87,13 +87,16 @@ def admit(group: Host, strangers: Sequence[Stranger]) -> None:
         group.faces.sites.lend(stranger, _for_compute(group, value))
 
 
-def refuse_strangers(group: Host) -> None:
-    """Check that the sharded parameters are what the modules show.
+def settle(group: Host) -> None:
+    """Let sharded parameters that were assigned take their places, and refuse whatever else is there.
 
     Raises:
-        StateError: something else is registered in the place of one.
+        StateError: something else is registered in the place of a parameter.
     """
-    for stranger in group.faces.sites.strangers():
+    strangers: Sequence[Stranger] = group.faces.sites.strangers()
+    if strangers and group.is_untouched:
+        strangers = _adopt(group, strangers)
+    for stranger in strangers:
         place, value = _place(group, stranger), stranger.value
         raise StateError(f"{place} was taken out of its module" if value is None else _replaced(place, value))
 

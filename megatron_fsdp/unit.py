@@ -19,6 +19,7 @@ from megatron_fsdp.pools import BufferPools, SlotChoice
 from megatron_fsdp.precision import MixedPrecisionPolicy
 from megatron_fsdp.readers import mark_read
 from megatron_fsdp.strangers import admit
+from megatron_fsdp.tree import Tree
 
 __all__ = ["Call", "Driver", "InFlight", "Unit", "alive", "is_in_backward", "watchers"]
 
@@ -32,6 +33,10 @@ class Driver(Protocol):
     num_backwards: int
     pools: BufferPools
     after_backward: list[Callable[[], None]]
+
+    @property
+    def root(self) -> Unit | None:
+        """The outermost unit."""
 
     def before_forward(self, unit: Unit, module: nn.Module) -> None:
         """A module of the unit is about to run."""
@@ -142,6 +147,8 @@ class Unit:
         self.calls: list[weakref.ref[Call]] = []
         self.pending_modules: set[int] = set()
         self.open_call: Call | None = None
+        # By the id of the module.
+        self.trees: dict[int, Tree] = {}
         self.unshards_in_backward = True
         self.gradients: tuple[GradientBuffer, ...] = ()
         self.num_gradients = 0
@@ -224,6 +231,11 @@ class Unit:
             strangers = group.faces.sites.strangers()
             if strangers:
                 admit(group, strangers)
+
+    def places(self) -> Iterator[tuple[dict[str, nn.Parameter | None], str]]:
+        """Yield where its parameters are registered: a module's dictionary, and the name in it."""
+        for group in self.groups:
+            yield from group.faces.sites.places()
 
     def end_call(self) -> None:
         """Take notice that a forward call has used the weights."""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp import StateError, fully_shard
-from tests.functional.replica import Block, Stack, shard_each
+from tests.functional.replica import Block, Stack
 from tests.harness import run_ranks
 
 
