@@ -318,23 +318,24 @@ class ParameterGroup:
         self.finish_gather()
         self.faces.sites.show_sharded()
         self.weight_state = WeightState.SHARDED
-        changed = self.faces.changed_in_place()
-        self._release(keep_part=keep_part)
         # An error that is being handled is what should be seen; the next reshard finds the change as well.
-        if changed is not None and sys.exc_info()[0] is None:
-            self._refuse_change(changed)
+        changed = self.faces.changed_in_place() if sys.exc_info()[0] is None else None
+        if changed is not None:
+            self._note_change()
+        self._release(keep_part=keep_part)
+        if changed is not None:
+            self.faces.refuse_change(changed)
 
     def _release(self, *, keep_part: bool = False) -> None:
         if not self.rests_whole:
             self.faces.released()
             self.weights.release(keep_generation=self._gathered_generation if keep_part else None)
 
-    def _refuse_change(self, index: int) -> NoReturn:
+    def _note_change(self) -> None:
         self._is_suspect = True
         self._generation += 1
         if self.weights.can_restore_gathered:
             self.faces.accept_versions()
-        self.faces.refuse_change(index)
 
     def reshard_to(self, size: int) -> None:
         """Keep, from forward to backward, a part of the weights such that ``size`` neighbours hold them together.
@@ -390,9 +391,10 @@ class ParameterGroup:
         Raises:
             StateError: somebody changed the gathered weights in place.
         """
-        changed = self.faces.changed_in_place()
+        changed = self.faces.changed_in_place() if self.weight_state is WeightState.UNSHARDED else None
         if changed is not None:
-            self._refuse_change(changed)
+            self._note_change()
+            self.faces.refuse_change(changed)
         return self._main_changed() or self._gathered_generation != self._generation
 
     def refresh(self) -> None:
