@@ -136,7 +136,9 @@ def _gradients(
         if not leaves:
             return torch.autograd.grad(roots, listed, given, retain_graph, create_graph, **options)
         asked = [*listed, *leaves.values()]
-        found: list[torch.Tensor | None] = list(torch.autograd.grad(roots, asked, given, retain_graph, allow_unused=True))
+        found: list[torch.Tensor | None] = list(
+            torch.autograd.grad(roots, asked, given, retain_graph, allow_unused=True)
+        )
     direct = found[: len(listed)]
     from_leaves = found[len(listed) :]
     reduced = _source[0].reduce([listed[index] for index in leaves], from_leaves)
