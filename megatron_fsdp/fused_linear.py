@@ -255,8 +255,11 @@ def add_product(
     if out.dtype is not left.dtype:
         add = torch.baddbmm if is_batched else torch.addmm
         add(out, left, right, out_dtype=out.dtype, beta=beta, alpha=scale, out=out)
-    elif overwrite and scale == 1.0:
+    elif overwrite and (scale == 1.0 or out.dtype is torch.float16):
         (torch.bmm if is_batched else torch.mm)(left, right, out=out)
+        if scale != 1.0:
+            # A small fp16 gradient loses bits to the scale: as many, and after the same rounding, as without fusion.
+            out.mul_(scale)
     else:
         (out.baddbmm_ if is_batched else out.addmm_)(left, right, beta=beta, alpha=scale)
 
