@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from megatron_fsdp.asked_gradients import serve_asked_gradients
 from megatron_fsdp.building import GranularityChoice, GroupBuilder
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.exclusion import is_no_shard
+from megatron_fsdp.megatron_call import refuse_megatron_call
 from megatron_fsdp.meshes import buffer_device, sharding_target
 from megatron_fsdp.module import FsdpModule, convert, unit_of, units_below
 from megatron_fsdp.offload import offload_of
@@ -51,6 +52,7 @@ def fully_shard(
     grad_divisor: float = 1,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     dp_mesh_dims: Any = None,
+    **others: NoReturn,
 ) -> M:
     """Shard a module's parameters, gradients and optimizer state over a mesh, in place.
 
@@ -79,6 +81,7 @@ def fully_shard(
         grad_divisor: gradients are divided by it on top of the number of data-parallel ranks.
         shard_placement_fn: for FSDP2 code; may return ``Shard(0)`` or None.
         dp_mesh_dims: ``DataParallelMeshDims``, ours or PyTorch's: the data-parallel axes of a larger ``mesh``.
+        others: refused; those of Megatron-FSDP's function of this name with what to call instead.
     Returns:
         ``module``.
     Raises:
@@ -87,6 +90,7 @@ def fully_shard(
         OwnershipError: a parameter that another unit owns.
         PlacementError, LayoutError, MeshError: from the buffers.
     """
+    refuse_megatron_call(mesh, others)
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
     with Wrapping(mesh) as wrapping:
         _check_modules(modules)

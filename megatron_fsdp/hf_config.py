@@ -41,7 +41,7 @@ class HfSettings:
             model's ``_no_split_modules``.
         ignored_modules: a regular expression of whole names, names, or modules, whose parameters are left alone.
         mixed_precision: "bf16", "fp16" or None; from the top level of accelerate's file.
-        given: the keys that were given, by their names here.
+        given: the keys that were given, by their names here. older: those that were spelled as in earlier releases.
     """
 
     version: int = 2
@@ -58,6 +58,7 @@ class HfSettings:
     ignored_modules: str | tuple[str | nn.Module, ...] = ()
     mixed_precision: str | None = None
     given: tuple[str, ...] = ()
+    older: tuple[str, ...] = ()
 
     @property
     def is_hybrid(self) -> bool:
@@ -87,7 +88,10 @@ class HfSettings:
                 yield f"{key.name} {getattr(self, key.name)}{default}: {key.here}"
 
     def notices(self) -> Iterator[str]:
-        """Yield one line, with the reason, for every key that was given and does nothing here."""
+        """Yield one line, with the reason, for every key that does nothing here or is spelled in an older way."""
+        for name in self.older:
+            key = _find(name)
+            yield f"{name} is an older name, which is deprecated; write {key.name}"
         for key in KEYS:
             if key.is_silent and key.name in self.given:
                 yield f"{key.name} does nothing here; {key.effect.value}: {key.here}"
@@ -111,6 +115,7 @@ def read_hf_settings(source: Mapping[str, Any] | str | Path) -> HfSettings:
         if not isinstance(content, Mapping):
             raise ConfigError(f"fsdp_config: found {content!r}, wanted a mapping of keys")
     values = {key.name: _checked(key, value) for key, value in _named(content)}
+    older = tuple(str(name) for name in content if str(name).removeprefix("fsdp_") in _find(str(name)).older)
     _refuse_contradictions(values)
     resharding = values.get("reshard_after_forward")
     named = values.get("sharding_strategy", resharding if isinstance(resharding, str) else None)
@@ -122,7 +127,7 @@ def read_hf_settings(source: Mapping[str, Any] | str | Path) -> HfSettings:
     }
     fields = HfSettings.__dataclass_fields__
     kept = {name: value for name, value in values.items() if name in fields}
-    return HfSettings(**{**kept, **derived, "mixed_precision": precision, "given": tuple(values)})
+    return HfSettings(**{**kept, **derived, "mixed_precision": precision, "given": tuple(values), "older": older})
 
 
 # ---------------------------------------------------------------- files
@@ -185,7 +190,7 @@ def _named(content: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
 def _find(name: str) -> Key:
     found = key_of(name)
     if found is None:
-        names = [spelling for key in KEYS for spelling in key.spellings]
+        names = [spelling for key in KEYS for spelling in (key.name, *key.others)]
         prefix = "fsdp_" if name.startswith("fsdp_") else ""
         nearest = difflib.get_close_matches(name.removeprefix("fsdp_"), names, n=1, cutoff=0.0)[0]
         raise ConfigError(f"unknown key {name!r} in fsdp_config, the nearest valid one is {prefix + nearest!r}")

@@ -31,7 +31,8 @@ class Key:
         here: what happens here. test: the file and the test that show it.
         choices: legal values; empty for any. refused_choices: those of them that are refused, and why.
         kind: type of the value; a tuple is a list, or names with commas between them.
-        others: other spellings. refusal: why a value that is neither false nor empty is refused; empty: it is not.
+        others: other spellings. older: those of earlier releases, which are noticed.
+        refusal: why a value that is neither false nor empty is refused; empty: it is not.
     """
 
     name: str
@@ -43,13 +44,14 @@ class Key:
     choices: tuple[str | int, ...] = ()
     kind: type = bool
     others: tuple[str, ...] = ()
+    older: tuple[str, ...] = ()
     refusal: str = ""
     refused_choices: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def spellings(self) -> tuple[str, ...]:
         """All names, without the prefix."""
-        return (self.name, *self.others)
+        return (self.name, *self.others, *self.older)
 
     @property
     def is_silent(self) -> bool:
@@ -109,7 +111,7 @@ KEYS: tuple[Key, ...] = (
         "gathers run ahead in the order of the last step", _CONFIG + "test_a_silent_key_is_noticed"),
     Key("backward_prefetch", "NO_PREFETCH", _ALWAYS, "version 1: when backward gathers the next unit",
         "as BACKWARD_PRE", _CONFIG + "test_a_silent_key_is_noticed",
-        choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"), kind=str),
+        choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"), kind=str, older=("backward_prefetch_policy",)),
     Key("use_orig_params", True, _ALWAYS, "version 1: the optimizer sees the model's own parameters",
         "parameters keep their names and shapes", _CONFIG + "test_a_silent_key_is_noticed"),
     Key("limit_all_gathers", True, _ALWAYS, "version 1: bound the gathers in flight", "two units at a time",
@@ -146,7 +148,8 @@ def _row(key: Key) -> str:
         else f"`{str(key.default).lower() if isinstance(key.default, bool) else key.default}`"
     ]
     values += [f"`{choice}`" for choice in key.choices if choice != key.default]
-    names = ", ".join(f"`{spelling}`" for spelling in key.spellings)
+    names = ", ".join(f"`{spelling}`" for spelling in (key.name, *key.others))
+    names += "".join(f", once `{spelling}`" for spelling in key.older)
     effect = f"{key.effect.value}: {key.here}"
     file, _, test = key.test.partition("::")
     return f"| {names} | {', '.join(values)} | {key.meaning} | {effect} | `{test}` in {file} |"

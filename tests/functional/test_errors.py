@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dbuffer import Element, Flat, Partial, Replicate, Whole
-from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
+from megatron_fsdp import ConfigError, MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
 from tests.functional.replica import Block, Stack, inputs, shard_each
 from tests.harness import FailureKind, RankError, run_ranks
 
@@ -376,3 +376,28 @@ def test_a_rank_that_dies_ends_the_job_with_an_error_on_the_others_within_the_ti
     kinds = {failure.rank: failure.kind for failure in caught.value.failures}
     assert kinds == {0: FailureKind.RAISED, 1: FailureKind.DIED, 2: FailureKind.RAISED}
     assert time.monotonic() - started < 40  # of which starting the processes takes a part
+
+
+def test_calls_written_for_megatron_s_function_of_the_name_point_to_ours() -> None:
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for arguments, options in (((optimizer,), {}), ((), {"optimizer": optimizer}), ((), {"zero_dp_strategy": 3})):
+        with pytest.raises(ConfigError, match=r"is fully_shard_model_and_optimizer\(module, optimizer, \.\.\.\) here"):
+            fully_shard(model, *arguments, **options)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'placement'; the nearest is 'placements'"):
+        fully_shard(model, placement=None)
+    assert type(model) is nn.Linear
+
+
+def wrap_in_ddp() -> str:
+    model = fully_shard(nn.Linear(4, 4))
+    before = model.weight.full_tensor()
+    with pytest.raises(ConfigError) as caught:
+        nn.parallel.DistributedDataParallel(model)
+    assert torch.equal(model.weight.full_tensor(), before)
+    return str(caught.value)
+
+
+def test_ddp_around_a_sharded_module_is_refused_before_it_broadcasts_shards() -> None:
+    for message in run_ranks(2, wrap_in_ddp):
+        assert message.startswith("FSDPLinear is sharded and reduces its gradients itself")

@@ -315,6 +315,15 @@ def test_a_silent_key_is_noticed(name: str) -> None:
     assert FsdpConfig.from_hf({}).notices() == ()
 
 
+def test_a_name_of_earlier_releases_is_understood_and_said_to_be_one() -> None:
+    config = FsdpConfig.from_hf({"fsdp_config": {"fsdp_backward_prefetch_policy": "BACKWARD_PRE"}})
+    older, silent = config.notices()
+    assert older == "fsdp_backward_prefetch_policy is an older name, which is deprecated; write backward_prefetch"
+    assert silent.startswith("backward_prefetch does nothing here; always so: ")
+    with pytest.raises(ConfigError, match="'backward_prefetch' and 'backward_prefetch_policy' are the same key"):
+        FsdpConfig.from_hf({"backward_prefetch": "BACKWARD_PRE", "backward_prefetch_policy": "BACKWARD_PRE"})
+
+
 def test_every_key_that_acts_is_explained() -> None:
     lines = FsdpConfig.from_hf({"cpu_offload": True}).explain().splitlines()
     for key in KEYS:
