@@ -27,7 +27,7 @@ from megatron_fsdp.faces import Faces
 from megatron_fsdp.fused_linear import add_product, offer_products
 from megatron_fsdp.grad_attribute import CastGradients, SmallGradients, assign_grads, clear_grads, grads_of, outside
 from megatron_fsdp.gradient_spec import GradientObserver, GradientSpec, GradState
-from megatron_fsdp.lanes import Ticket
+from megatron_fsdp.lanes import Ticket, turns
 from megatron_fsdp.pending import PendingSums
 from megatron_fsdp.reduction import Reduction
 
@@ -82,6 +82,7 @@ class GradientBuffer:
         )  # fmt: skip
         self._views = [self._packed.get_local_tensor(index) for index in range(len(self._parameters))]
         self._small = SmallGradients(self._views)
+        self._turns = turns(spec.device)
         self._gaps = [self._packed.local_buffer[gap.start : gap.stop] for gap in self._packed.layout.padding()]
         if not self.rests_partial:
             self._packed.release_storage()
@@ -162,6 +163,8 @@ class GradientBuffer:
         """
         gradient = parameter.grad
         parameter.grad = None
+        if self._turns is not None:
+            self._turns.take(self._small.pack)
         if gradient is not None:
             if not self._is_begun:
                 self._begin_once()
@@ -200,6 +203,8 @@ class GradientBuffer:
 
     def receive_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add ``left @ right`` to the packed gradient of a parameter; ``receive`` says when all of it is there."""
+        if self._turns is not None:
+            self._turns.take(self._small.pack)
         self._begin_once()
         if not self._trained[index]:
             return
@@ -262,6 +267,8 @@ class GradientBuffer:
             reduce: issue the reduction of the packed buffer and its fold into ``main_grad``, with zeros for parameters
                 that got no gradient here (other ranks may have one). False keeps it for the next backward to add to.
         """
+        if self._turns is not None:
+            self._turns.take(self._small.pack)
         self._small.pack()
         num_arrived, self._num_arrived = self._num_arrived, 0
         self._arrived = bytearray(len(self._parameters))

@@ -9,7 +9,7 @@ from dbuffer import Flat
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.strategy import Placements
 
-__all__ = ["CPUOffloadPolicy", "Offload", "OffloadPolicy", "offload_of"]
+__all__ = ["CPUOffloadPolicy", "Offload", "OffloadPolicy", "hand_back", "offload_of"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Weights at rest, main weights, gradients and with them the optimizer step live in CPU memory.
 
     A unit's shard is copied to its own slice of the gathered buffer just before the gather, and its reduced gradient
-    back just after the reduction, both on the lanes of those collectives.
+    back just after the reduction, both on the lanes of those collectives. The host waits for either, so it runs ahead
+    of the GPU by a unit at most.
 
     Args:
         pin_memory: use page-locked memory, which copies run beside compute need; it is not swapped out.
@@ -37,6 +38,13 @@ class Offload:
 
     is_on: bool = False
     is_pinned: bool = False
+
+
+def hand_back() -> None:
+    """Let the host write main weights in CPU memory again: the lane that copied them is done when this is called.
+
+    A gather calls it when it is waited for, as on every way back to sharded weights; so those are the host's alone.
+    """
 
 
 def offload_of(policy: Any, placements: Placements) -> Offload:

@@ -24,7 +24,8 @@ from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import AgreementError, StateError
 from megatron_fsdp.faces import Faces, is_laid_out_like
 from megatron_fsdp.gradients import GradientBuffer, GradientSpec
-from megatron_fsdp.lanes import Ticket, lane
+from megatron_fsdp.lanes import Ticket, join_lanes, lane
+from megatron_fsdp.offload import hand_back
 from megatron_fsdp.optimizer_steps import num_optimizer_steps, refreshes_itself
 from megatron_fsdp.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.partial_reshard import PostForwardShard, check_post_forward_size
@@ -69,6 +70,8 @@ class ParameterGroup:
         self._owned = tuple(owned)
         self._hook: Callable[[torch.Tensor], None] | None = None
         self._function: ReduceFunction | None = None
+        # Before the buffers: their memory goes back to an allocator that knows nothing of lanes.
+        weakref.finalize(self, join_lanes).atexit = False
         self._build(spec)
         if not spec.is_meta:
             self.weights.fill([parameter.local_tensor for parameter in owned])
@@ -272,7 +275,8 @@ class ParameterGroup:
         self._gathered_generation = self._generation
         if not self.rests_whole:
             self.weights.choose_source(self._generation)
-            self._gather_ticket = lane("gather", self.spec.device).submit(self.weights.gather)
+            on_host = hand_back if self.spec.is_offloaded else None
+            self._gather_ticket = lane("gather", self.spec.device).submit(self.weights.gather, on_host=on_host)
         # Last, so that whatever is raised before (an interrupt, out of memory) leaves nothing that looks gathered.
         self.weight_state = WeightState.GATHERING
 
