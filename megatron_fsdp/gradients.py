@@ -170,11 +170,7 @@ class GradientBuffer:
                 self._begin_once()
             if not self._trained[index]:
                 return
-            if self._copies and not self._filled[index] and gradient.layout is torch.strided:
-                self._small.copy(index, gradient)
-            else:
-                self._add(index, gradient)
-            self._filled[index] = 1
+            self._pack(index, gradient)
         elif not self._multiplied[index]:
             if not parameter.requires_grad:
                 self._follow_freezing()
@@ -189,6 +185,13 @@ class GradientBuffer:
             observer = self._observer() if self._observer is not None else None
             if observer is not None:
                 observer.gradient_arrived()
+
+    def _pack(self, index: int, gradient: torch.Tensor) -> None:
+        if self._copies and not self._filled[index] and gradient.layout is torch.strided:
+            self._small.copy(index, gradient)
+        else:
+            self._add(index, gradient)
+        self._filled[index] = 1
 
     def _add(self, index: int, gradient: torch.Tensor) -> None:
         self._small.pack()

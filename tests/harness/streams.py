@@ -260,7 +260,8 @@ class Watching(TorchDispatchMode):
             touched += [(tensor, is_write or func.namespace == "c10d") for tensor in _tensors(value)]
         inputs = [self._key(tensor) for tensor, _ in touched]
         made = [tensor for tensor in _tensors(result) if self._key(tensor) not in inputs]
-        self._note(schema.name, touched, made, non_blocking=bool(kwargs.get("non_blocking") or args[2:3] == (True,)))
+        non_blocking = kwargs.get("non_blocking") is True or (len(args) > 2 and args[2] is True)
+        self._note(schema.name, touched, made, non_blocking=non_blocking)
         return result
 
     def _note(

@@ -105,11 +105,6 @@ def test_files_that_share_a_lower_file_are_no_cycle() -> None:
     assert architecture.import_cycles(texts) == []
 
 
-@pytest.mark.parametrize(("num_lines", "found"), [(450, []), (451, ["tests/test_plan.py"])])
-def test_a_file_is_too_long_from_451_lines(num_lines: int, found: list[str]) -> None:
-    assert places(architecture.oversized(sources(tests__test_plan="pass\n" * num_lines))) == found
-
-
 @pytest.mark.parametrize(("num_lines", "found"), [(60, []), (61, ["dbuffer/plan.py:2"])])
 def test_a_method_is_too_long_from_61_lines_without_its_docstring(num_lines: int, found: list[str]) -> None:
     docstring = '        """Plan.\n\n        More.\n        """\n'
