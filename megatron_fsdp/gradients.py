@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, Partial
@@ -115,7 +116,7 @@ class GradientBuffer:
         if not trained:
             self._parameters[index].grad = None
 
-    def replace(self, index: int, parameter: torch.Tensor) -> None:
+    def replace(self, index: int, parameter: nn.Parameter) -> None:
         """Show gradients of parameter ``index`` on another object."""
         self._parameters = (*self._parameters[:index], parameter, *self._parameters[index + 1 :])
 
