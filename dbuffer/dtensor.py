@@ -276,7 +276,7 @@ _HOOKLESS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def refuse_hooks(tensor: torch.Tensor, reason: Callable[[], str]) -> None:
-    """Let ``register_hook`` raise ``PlacementError`` on a tensor that autograd gives no gradient; ``reason`` says why."""
+    """Let ``register_hook`` raise ``PlacementError`` with a reason: autograd gives the tensor no gradient."""
     _HOOKLESS[tensor] = reason
 
 

@@ -114,8 +114,9 @@ class Faces:
         # the tensors it saved: the values are the same.
         view = gathered.get_local_tensor(index).data
         if owned.split is None:
-            face = GatheredWeight(view, requires_grad=False)
-            face._fsdp_place = Place(self._receiver, owned.name)
+            weight = GatheredWeight(view, requires_grad=False)
+            weight._fsdp_place = Place(self._receiver, owned.name)
+            face: nn.Parameter = weight
         else:
             face = nn.Parameter(owned.split.gathered(view), requires_grad=False)
         _copy_attributes(owned.parameter, face)
@@ -292,7 +293,7 @@ class Faces:
         assert isinstance(old, FlatDTensor)
         assert isinstance(resting, FlatDTensor)
         with torch.no_grad():
-            values = value.detach() if is_laid_out_like(value, old) else self.laid_out(old, value.detach())
+            values = value if is_laid_out_like(value, old) else self.laid_out(old, value.detach())
             # Who kept the old parameter keeps its values.
             rebind(old, old.with_local(old._local_tensor.clone()))
             resting._local_tensor.copy_(values._local_tensor)
@@ -347,7 +348,7 @@ def rebound(face: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
     assert isinstance(face, FlatDTensor)
     assert isinstance(new, FlatDTensor)
     rebind(face, new)
-    return face  # type: ignore[return-value]  # a DTensor that says that it is a parameter
+    return face
 
 
 def _touched_slices(value: torch.Tensor, template: FlatDTensor) -> torch.Tensor | None:

@@ -106,7 +106,7 @@ class GatheredWeight(nn.Parameter):
         copied = memo.get(id(self))
         if copied is None:
             copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return copied  # type: ignore[no-any-return]  # the memo is untyped
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a copy, not the memory of the whole unit around it."""
@@ -125,7 +125,7 @@ class _ReleasedWeight(GatheredWeight):
     """What a ``GatheredWeight`` is between ``reshard`` and the next ``unshard``: a shape and a name."""
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]  # the base switches it off
+    def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = getattr(func, "__name__", "")
@@ -181,13 +181,13 @@ def _released(args: Iterable[Any], kwargs: dict[str, Any], name: str) -> Storage
 def refuse_reads(weights: Iterable[torch.Tensor]) -> None:
     """Note that the memory of gathered weights was released."""
     for weight in weights:
-        weight.__class__ = _ReleasedWeight  # type: ignore[assignment]
+        weight.__class__ = _ReleasedWeight
 
 
 def let_read(weights: Iterable[torch.Tensor]) -> None:
     """Note that the memory of gathered weights is there again."""
     for weight in weights:
-        weight.__class__ = GatheredWeight  # type: ignore[assignment]
+        weight.__class__ = GatheredWeight
 
 
 def refuse_uncounted(weight: torch.Tensor, place: Place) -> NoReturn:

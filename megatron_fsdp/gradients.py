@@ -17,6 +17,7 @@ from dataclasses import replace
 from itertools import repeat
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, Partial
@@ -124,7 +125,7 @@ class GradientBuffer:
         self._trained[index] = trained
         self.num_trained = sum(self._trained)
 
-    def replace(self, index: int, parameter: torch.Tensor) -> None:
+    def replace(self, index: int, parameter: nn.Parameter) -> None:
         """Show gradients of parameter ``index`` on another object."""
         self._parameters = (*self._parameters[:index], parameter, *self._parameters[index + 1 :])
         if self._sums is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from megatron_fsdp.conversion import apply_to_group
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.parameter_group import ParameterGroup, WeightState, group_of_parameter, is_laid_out_like
 from megatron_fsdp.pools import SlotChoice, communicator_has_memory
@@ -265,7 +266,7 @@ class FsdpModule:
         try:
             result = super()._apply(fn, recurse)  # type: ignore[misc]
             for group in unit.groups:
-                group.apply(fn, unit.policy, is_awaited=any(unit.outstanding_calls()))
+                apply_to_group(group, fn, unit.policy, is_awaited=any(unit.outstanding_calls()))
         finally:
             for group in unit.groups:
                 group.show()

@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 import torch
 from torch import nn
@@ -412,58 +411,7 @@ class ParameterGroup:
 
     # ------------------------------------------------------------------ faces
 
-    def apply(
-        self, function: Callable[[torch.Tensor], torch.Tensor], policy: MixedPrecisionPolicy, *, is_awaited: bool
-    ) -> None:
-        """Apply what ``nn.Module.to`` and its like apply to parameters.
-
-        Another dtype makes other buffers under the same parameters, of the dtypes that the policy derives from it.
-        ``to_empty`` materializes a group that is on the meta device.
-
-        Args:
-            is_awaited: whether a backward may still come for which the weights have to stay as they are.
-        Raises:
-            StateError: the function changes the device, or the dtype at a time when it cannot, or shares the memory with other processes.
-        """
-        current = self.main_weight.local_buffer
-        probe = torch.empty(1, dtype=current.dtype, device=current.device)
-        with torch.no_grad():
-            found = function(probe)
-        if self.is_meta and found.device == self.spec.device:
-            self.materialize()
-            return
-        if found.device != current.device or (probe.device.type == "cpu" and probe.is_shared()):
-            what = "go into shared memory" if found.device == current.device else f"move to {found.device}"
-            raise StateError(
-                f"unit {self.name!r}: parameters {', '.join(map(repr, self.parameters))} rest in a flat buffer on "
-                f"{current.device}, of which they are views, and cannot {what}. Do so before fully_shard; give other "
-                "processes model.state_dict(), or parameter.full_tensor()."
-            )
-        if found.dtype != current.dtype:
-            self._check_convertible(found.dtype, is_awaited=is_awaited)
-            self._convert(found.dtype, policy)
-            return
-        with torch.no_grad():
-            result = function(current)
-        if result is not current:
-            current.copy_(result)
-            self._is_changed = True
-
-    def _check_convertible(self, dtype: torch.dtype, *, is_awaited: bool) -> None:
-        obstacles = {
-            "main weights are split": self.weights.remainder is not None,
-            "they are sharded over further axes": self.faces.has_splits,
-            "they have gradients (zero_grad() first)": any(face.grad is not None for face in self.faces.sharded),
-            "a backward of an earlier forward may still come (delete its outputs)": is_awaited,
-        }
-        for obstacle, is_there in obstacles.items():
-            if is_there:
-                raise StateError(
-                    f"unit {self.name!r}: parameters {', '.join(map(repr, self.parameters))} cannot become {dtype}: "
-                    f"{obstacle}. Change the dtype before fully_shard, or between steps."
-                )
-
-    def _convert(self, dtype: torch.dtype, policy: MixedPrecisionPolicy) -> None:
+    def convert(self, dtype: torch.dtype, policy: MixedPrecisionPolicy) -> None:
         """Hold and use the parameters, which stay the same objects, in the dtypes that belong to another own one."""
         for owned in self._owned:
             owned.trained_main_dtype = policy.dtypes_for(dtype, requires_grad=True).stepped
@@ -474,6 +422,11 @@ class ParameterGroup:
         self.weights.gather_function = weights.gather_function
         if weights.post_forward is not None:
             self.reshard_to(weights.post_forward.axis.size)
+
+    def overwrite(self, values: torch.Tensor) -> None:
+        """Take over other main weights of this rank, laid out as they are."""
+        self.main_weight.local_buffer.copy_(values)
+        self._is_changed = True
 
     def hide(self) -> None:
         """Take the parameters out of their modules until ``show``."""
@@ -504,24 +457,8 @@ class ParameterGroup:
         """Whether its weights were never used: nothing was gathered, nothing was trained."""
         return self._generation == 0 and self.weight_state is WeightState.SHARDED
 
-    def is_split(self, index: int) -> bool:
-        """Whether a parameter is sharded over axes that are not data-parallel."""
-        return self._owned[index].split is not None
-
-    def can_adopt(self, index: int, value: FlatDTensor) -> bool:
-        """Whether a sharded tensor may take the place of parameter ``index`` for good."""
-        main, owned = self.main_weight, self._owned[index]
-        return (
-            owned.split is None
-            and len(owned.sites) == 1
-            and self.weights.remainder is None
-            and (value.shape, value.dtype) == (self.faces.sharded[index].shape, main.dtype)
-            and value.device_mesh == self.faces.sharded[index].device_mesh
-            and not value.is_meta
-        )
-
     def adopt(self, index: int, value: FlatDTensor) -> None:
-        """Make a sharded tensor parameter ``index``, values and object; its memory is this group's from now on."""
+        """Make a sharded tensor parameter ``index``: its values, and the object itself, over this group's memory."""
         self.faces.adopt(index, value)
         face = self.faces.sharded[index]
         self.parameters = self.faces.by_name()

@@ -69,6 +69,10 @@ class Sites:
         for registry, attribute, *_ in self._places:
             yield registry, attribute
 
+    def num_places(self, index: int) -> int:
+        """Return how often parameter ``index`` is registered."""
+        return self._indices.count(index)
+
     def strangers(self) -> list[Stranger]:
         """Return what somebody else registered."""
         return [

@@ -29,6 +29,7 @@ class Host(Protocol):
 
     name: str
     faces: Any
+    weights: Any
     parameters: dict[str, nn.Parameter]
 
     @property
@@ -42,12 +43,6 @@ class Host(Protocol):
     @property
     def is_untouched(self) -> bool:
         """Whether its weights were never used."""
-
-    def is_split(self, index: int) -> bool:
-        """Whether a parameter is sharded over axes that are not data-parallel."""
-
-    def can_adopt(self, index: int, value: FlatDTensor) -> bool:
-        """Whether a sharded tensor may be parameter ``index``."""
 
     def adopt(self, index: int, value: FlatDTensor) -> None:
         """Make it so."""
@@ -79,7 +74,7 @@ def admit(group: Host, strangers: Sequence[Stranger]) -> None:
             )
         if torch.is_grad_enabled() and value.requires_grad:
             raise StateError(_replaced(place, value))
-        if group.is_split(stranger.index):
+        if group.faces.has_splits:
             raise StateError(
                 f"{place} was replaced after fully_shard, and is sharded over further axes besides: copy the values "
                 "into the parameter, which is a DTensor, instead."
@@ -147,7 +142,7 @@ def _adopt(group: Host, strangers: Sequence[Stranger]) -> Sequence[Stranger]:
         if isinstance(stranger.value, FlatDTensor)
         and isinstance(stranger.value, nn.Parameter)
         and owner_words(stranger.value) is None
-        and group.can_adopt(stranger.index, stranger.value)
+        and _fits(group, stranger.index, stranger.value)
     }
     if group.is_meta:
         if len(adopted) < len(group.parameters):
@@ -156,3 +151,15 @@ def _adopt(group: Host, strangers: Sequence[Stranger]) -> Sequence[Stranger]:
     for index, value in adopted.items():
         group.adopt(index, value)
     return [stranger for stranger in strangers if stranger.index not in adopted]
+
+
+def _fits(group: Host, index: int, value: FlatDTensor) -> bool:
+    face = group.faces.sharded[index]
+    return (
+        not group.faces.has_splits
+        and group.faces.sites.num_places(index) == 1
+        and (value.shape, value.dtype, value.device_mesh) == (face.shape, face.dtype, face.device_mesh)
+        and not value.is_meta
+        and not value._backward_hooks
+        and group.weights.remainder is None
+    )

@@ -59,12 +59,10 @@ class Tree:
         Raises:
             StateError: one is trained, and no unit owns it.
         """
-        if (
-            list(chain.from_iterable(map(_values, self._modules))) != self._children
-            or list(map(operator.is_, chain.from_iterable(map(_values, self._parameters)), repeat(None)))
-            != self._absent
-            or not self._modules
-        ) or (self._frozen and any(_is_trained(registry.get(name)) for registry, name in self._frozen)):
+        modules = list(chain.from_iterable(map(_values, self._modules)))
+        absent = list(map(operator.is_, chain.from_iterable(map(_values, self._parameters)), repeat(None)))
+        is_new = not self._modules or modules != self._children or absent != self._absent
+        if is_new or (self._frozen and any(_is_trained(registry.get(name)) for registry, name in self._frozen)):
             self._walk(module, list(units()))
 
     def _walk(self, module: nn.Module, units: Iterable[TreeUnit]) -> None:

@@ -211,10 +211,164 @@ def gradient_replaced_by_a_plain_tensor() -> None:
     model(torch.ones(2, 3)).sum().backward()
 
 
-def replaced_by_another_dtype() -> None:
+def another_dtype_beside_gradients() -> None:
+    model = trained_once(nn.Linear(3, 5))
+    model.to(torch.float64)
+
+
+def another_dtype_before_backward() -> None:
     model = nn.Linear(3, 5)
     fully_shard(model)
+    loss = model(torch.ones(2, 3)).sum()
     model.to(torch.float64)
+    loss.backward()
+
+
+def another_device() -> None:
+    model = nn.Linear(3, 5)
+    fully_shard(model)
+    nn.Sequential(model).to("meta")
+
+
+def shared_memory() -> None:
+    model = nn.Linear(3, 5)
+    fully_shard(model)
+    nn.Sequential(model).share_memory()
+
+
+def averaged_model() -> None:
+    model = nn.Linear(3, 5)
+    fully_shard(model)
+    torch.optim.swa_utils.AveragedModel(model)
+
+
+def embedding_with_a_maximum() -> None:
+    fully_shard(nn.Sequential(nn.Embedding(5, 3, max_norm=1.0)))
+
+
+def hook_before_sharding() -> None:
+    model = nn.Linear(3, 5)
+    model.weight.register_hook(lambda gradient: 2 * gradient)
+    fully_shard(model)
+
+
+def hook_on_a_sharded_parameter() -> None:
+    model = nn.Linear(3, 5)
+    fully_shard(model)
+    model.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+# ---------------------------------------------------------------- parameters that are replaced, tied, added
+
+
+def trained_once(model: nn.Module) -> nn.Module:
+    fully_shard(model)
+    model(torch.ones(2, 3)).sum().backward()
+    return model
+
+
+def replaced_after_a_forward() -> None:
+    model = trained_once(nn.Linear(3, 5))
+    model.weight = nn.Parameter(torch.ones(5, 3))
+    model(torch.ones(2, 3))
+
+
+def replaced_by_a_whole_tensor_before_forward() -> None:
+    model = nn.Linear(3, 5)
+    fully_shard(model)
+    model.weight = nn.Parameter(torch.ones(5, 3))
+    model(torch.ones(2, 3))
+
+
+def replaced_by_a_sharded_tensor_after_a_forward() -> None:
+    model = trained_once(nn.Linear(3, 5))
+    model.weight = nn.Parameter(model.weight.detach() * 2)
+    model(torch.ones(2, 3))
+
+
+def replaced_between_forward_and_backward() -> None:
+    model = nn.Linear(3, 5)
+    fully_shard(model)
+    loss = model(torch.ones(2, 3)).sum()
+    model.weight = nn.Parameter(torch.ones(5, 3))
+    loss.backward()
+    model(torch.ones(2, 3))
+
+
+def replaced_and_unsharded() -> None:
+    model = nn.Linear(3, 5)
+    fully_shard(model)
+    model.weight = nn.Parameter(torch.ones(5, 3))
+    model.unshard()
+
+
+def taken_away() -> None:
+    model = trained_once(nn.Linear(3, 5))
+    model.bias = None
+    model(torch.ones(2, 3))
+
+
+def parametrized() -> None:
+    model = trained_once(nn.Sequential(nn.Linear(3, 5)))
+    torch.nn.utils.parametrizations.weight_norm(model[0])
+    model(torch.ones(2, 3))
+
+
+def tied_after_sharding() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model[1].weight = model[0].weight
+    model(torch.ones(2, 3))
+
+
+def tied_after_sharding_in_one_unit() -> None:
+    model = trained_once(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    model[1].weight = model[0].weight
+    model(torch.ones(2, 3))
+
+
+def added_module() -> None:
+    model = trained_once(nn.Sequential(nn.Sequential(nn.Linear(3, 3))))
+    model[0].append(nn.Linear(3, 3))
+    model(torch.ones(2, 3))
+
+
+def added_behind_the_back_of_torch() -> None:
+    model = trained_once(nn.Sequential(nn.Sequential(nn.Linear(3, 3))))
+    model[0]._modules["1"] = nn.Linear(3, 3)
+    model(torch.ones(2, 3))
+
+
+def added_bias() -> None:
+    model = trained_once(nn.Sequential(nn.Linear(3, 3, bias=False)))
+    model[0].bias = nn.Parameter(torch.zeros(3))
+    model(torch.ones(2, 3))
+
+
+def added_and_unfrozen_later() -> None:
+    model = trained_once(nn.Sequential(nn.Linear(3, 3), nn.Sequential()))
+    model[1].append(nn.Linear(3, 3).requires_grad_(False))
+    model(torch.ones(2, 3))
+    model.requires_grad_(True)
+    model(torch.ones(2, 3))
+
+
+def functional_call_with_gradients() -> None:
+    model = nn.Linear(3, 5)
+    fully_shard(model)
+    torch.func.functional_call(model, {"weight": torch.ones(5, 3, requires_grad=True)}, (torch.ones(2, 3),))
+
+
+def transform_of_a_functional_call() -> None:
+    model = nn.Linear(3, 5)
+    fully_shard(model)
+
+    def loss(weight: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, {"weight": weight}, (torch.ones(2, 3),)).sum()
+
+    torch.func.grad(loss)(torch.ones(5, 3))
 
 
 # For each mistake: the class of the error, and words that its message must hold: what, where, and the way out.
@@ -253,7 +407,29 @@ MISTAKES: dict[Callable[[], None], tuple[str, ...]] = {
     pickled: ("StateError", "Stack", "pickled", "save_checkpoint"),
     optimizer_before_sharding: ("ConfigError", "none of the optimizer's parameters is sharded", "after fully_shard"),
     gradient_replaced_by_a_plain_tensor: ("StateError", "'weight'", "plain tensor", "DTensor"),
-    replaced_by_another_dtype: ("StateError", "'weight'", "float64", "float32", "MixedPrecisionPolicy"),
+    another_dtype_beside_gradients: ("StateError", "'weight'", "float64", "zero_grad() first"),
+    another_dtype_before_backward: ("StateError", "'weight'", "float64", "delete its outputs"),
+    another_device: ("StateError", "'weight'", "cpu", "move to meta", "before fully_shard"),
+    shared_memory: ("StateError", "'weight'", "shared memory", "state_dict()"),
+    averaged_model: ("StateError", "Linear", "deep-copied", "average", "detach().clone()"),
+    embedding_with_a_maximum: ("ConfigError", "'0.weight'", "max_norm=1.0", "after optimizer.step()"),
+    hook_before_sharding: ("ConfigError", "'weight'", "hooks", "after fully_shard"),
+    hook_on_a_sharded_parameter: ("PlacementError", "'weight'", "register_post_accumulate_grad_hook"),
+    replaced_after_a_forward: ("StateError", "unit 'Linear'", "'weight'", "another Parameter", "load_state_dict"),
+    replaced_by_a_whole_tensor_before_forward: ("StateError", "'weight'", "another Parameter", "before fully_shard"),
+    replaced_by_a_sharded_tensor_after_a_forward: ("StateError", "'weight'", "another Parameter", "copy_"),
+    replaced_between_forward_and_backward: ("StateError", "'weight'", "another Parameter"),
+    replaced_and_unsharded: ("StateError", "'weight'", "another Parameter"),
+    taken_away: ("StateError", "'bias'", "taken out", "freeze them"),
+    parametrized: ("StateError", "'0.weight'", "taken out"),
+    tied_after_sharding: ("StateError", "unit '1'", "'weight'", "unit '0'", "Tie parameters before fully_shard"),
+    tied_after_sharding_in_one_unit: ("StateError", "'1.weight'", "'0.weight'", "Tie parameters before fully_shard"),
+    added_module: ("StateError", "'0.1.weight'", "added after fully_shard", "no unit owns it"),
+    added_behind_the_back_of_torch: ("StateError", "'0.1.weight'", "call fully_shard on the new module"),
+    added_bias: ("StateError", "'0.bias'", "added after fully_shard"),
+    added_and_unfrozen_later: ("StateError", "'1.0.weight'", "added after fully_shard"),
+    functional_call_with_gradients: ("StateError", "'weight'", "requires a gradient", "torch.no_grad()"),
+    transform_of_a_functional_call: ("StateError", "'weight'", "torch.func transform"),
 }
 
 

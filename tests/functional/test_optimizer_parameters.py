@@ -42,7 +42,7 @@ def given_gathered_weights_later() -> None:
 MISTAKES: dict[Callable[[], None], str] = {
     built_before_sharding: r"SGD holds parameter 'weight' as it was before fully_shard.*Build the optimizer after",
     built_between_forward_and_backward: r"SGD holds the gathered weights of parameter 'weight'.*before the",
-    given_gathered_weights_later: r"SGD holds the gathered weights of parameter 'layers.1.norm.weight'.*reset_iter_state\(\)",
+    given_gathered_weights_later: r"SGD holds the gathered weights of parameter 'layers.1.norm.*reset_iter_state",
 }
 
 

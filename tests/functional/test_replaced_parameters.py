@@ -1,0 +1,346 @@
+"""What is registered in the place of a sharded parameter is computed with, as in a plain model, or refused by name.
+
+The refusals are in test_errors.py; here is what works.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
+from tests.functional.replica import WIDTH, Block, Stack, inputs, shard_layers, whole
+from tests.harness import run_ranks
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+class Tied(nn.Module):
+    """Two layers of one unit, whose weights may be one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., WIDTH) for (..., WIDTH)."""
+        result: torch.Tensor = self.second(torch.tanh(self.first(x)))
+        return result
+
+
+class Recurrent(nn.Module):
+    """Weights of a recurrent layer, of which PyTorch keeps references of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., WIDTH) for (..., WIDTH)."""
+        result: torch.Tensor = self.rnn(x)[0]
+        return result
+
+
+class Checkpointed(Block):
+    """Computes its activations again in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., WIDTH) for (..., WIDTH)."""
+        result: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return result
+
+
+def pair(*layers: nn.Module, **options: Any) -> tuple[Stack, Stack]:
+    """Return a sharded model and the same one whole."""
+    oracle = Stack(*(layers or (Block(), Block(hidden=5))))
+    model = copy.deepcopy(oracle)
+    shard_layers(model, **options)
+    return model, oracle
+
+
+def halves(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() * 0.5 for name, parameter in model.named_parameters()}
+
+
+def gap(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.detach() - other.detach()).abs().max())
+
+
+# ---------------------------------------------------------------- functional_call
+
+# What the sharded model is given instead of its weights, from halves of the whole ones.
+Given = Callable[[nn.Module, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+REPLACEMENTS: dict[str, Given] = {
+    "sharded tensors": lambda model, _: halves(model),
+    "whole tensors": lambda _, values: values,
+    "parameters": lambda _, values: {name: nn.Parameter(value) for name, value in values.items()},
+    "sharded parameters": lambda model, _: {name: nn.Parameter(value) for name, value in halves(model).items()},
+}
+
+
+def call_functionally(strategy: str, reshard_after_forward: bool | None) -> dict[str, tuple[float, float, float]]:
+    """Return by replacement: how far outputs are from the oracle's, how far its weights moved, the later error."""
+    found = {}
+    x = inputs(dist.get_rank(), 0)
+    for name, given in REPLACEMENTS.items():
+        torch.manual_seed(0)
+        layers = (Block(), Recurrent(), Checkpointed())
+        placements = getattr(Placements, strategy)(0)
+        model, oracle = pair(*layers, placements=placements, reshard_after_forward=reshard_after_forward)
+        values = halves(oracle)
+        weights = given(model, values)
+        if name != "sharded tensors":
+            # Some only, and those of every layer but the first.
+            values, weights = ({k: v for k, v in one.items() if "layers.0" not in k} for one in (values, weights))
+        shown = dict(weights)
+        with torch.no_grad():
+            worst = gap(
+                torch.func.functional_call(model, weights, (x,)), torch.func.functional_call(oracle, values, (x,))
+            )
+            effect = gap(oracle(x), torch.func.functional_call(oracle, values, (x,)))
+        assert all(weights[key] is shown[key] for key in shown)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        model(x).square().mean().backward()
+        for rank in range(dist.get_world_size()):
+            (oracle(inputs(rank, 0)).square().mean() / dist.get_world_size()).backward()
+        after = max(
+            gap(whole(mine.grad, mine), other.grad)
+            for mine, other in zip(model.parameters(), oracle.parameters(), strict=True)
+            if other.grad is not None
+        )
+        found[name] = (worst, effect, after)
+    return found
+
+
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_functional_call_computes_with_the_tensors_it_is_given(
+    strategy: str, reshard_after_forward: bool | None
+) -> None:
+    for found in run_ranks(2, call_functionally, strategy, reshard_after_forward):
+        for name, (worst, effect, after) in found.items():
+            assert worst < 2e-6 < 0.01 < effect, name
+            assert after < 2e-6, name
+
+
+def call_functionally_while_training() -> tuple[float, float]:
+    """Give one weight of two to a forward with gradients; return the errors of the output and of the gradients."""
+    torch.manual_seed(0)
+    model, oracle = pair()
+    fixed = torch.full((13, WIDTH), 0.1)
+    name = "layers.0.up.weight"
+    output = torch.func.functional_call(model, {name: fixed}, (inputs(dist.get_rank(), 0),))
+    output.square().mean().backward()
+    worst = 0.0
+    for rank in range(dist.get_world_size()):
+        wanted = torch.func.functional_call(oracle, {name: fixed}, (inputs(rank, 0),))
+        (wanted.square().mean() / dist.get_world_size()).backward()
+        if rank == dist.get_rank():
+            worst = gap(output, wanted)
+    grads = [
+        gap(whole(mine.grad, mine), whole(other.grad, other))
+        for mine, other in zip(model.parameters(), oracle.parameters(), strict=True)
+    ]
+    return worst, max(grads)
+
+
+def test_functional_call_with_a_fixed_weight_trains_the_others() -> None:
+    for worst, gradients in run_ranks(3, call_functionally_while_training):
+        assert worst < 2e-6
+        assert gradients < 2e-6
+
+
+def call_functionally_in_bf16() -> float:
+    torch.manual_seed(0)
+    model, oracle = pair(mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    values = halves(oracle)
+    x = inputs(dist.get_rank(), 0)
+    with torch.no_grad():
+        wanted = torch.func.functional_call(
+            oracle.bfloat16(), {name: value.bfloat16() for name, value in values.items()}, (x.bfloat16(),)
+        )
+        return gap(torch.func.functional_call(model, values, (x,)), wanted)
+
+
+def test_functional_call_computes_in_the_policy_s_dtype() -> None:
+    assert run_ranks(2, call_functionally_in_bf16) == [0.0, 0.0]
+
+
+# ---------------------------------------------------------------- registered by assignment
+
+
+def evaluate_with_replacements() -> list[float]:
+    """Assign weights that are not trained, and tie two, in evaluation; return the errors of the outputs."""
+    torch.manual_seed(0)
+    model, oracle = pair(Tied(), Tied())
+    x = inputs(dist.get_rank(), 0)
+    model(x).square().mean().backward()
+    errors = []
+    with torch.no_grad():
+        for each in (model, oracle):
+            each.layers[0].first.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 0.05))
+        errors.append(gap(model(x), oracle(x)))
+        for each in (model, oracle):
+            each.layers[1].second.weight = each.layers[1].first.weight
+        errors.append(gap(model(x), oracle(x)))
+        before = oracle.layers[1].first.weight.detach().clone()
+        errors.append(gap(whole(model.layers[1].first.weight, before), before))
+    for each in (model, oracle):
+        each.layers[0].first.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 0.07), requires_grad=False)
+        each.layers[1].second.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 0.03), requires_grad=False)
+    errors.append(gap(model(x), oracle(x)))
+    return errors
+
+
+def test_weights_that_need_no_gradient_may_be_assigned() -> None:
+    for errors in run_ranks(2, evaluate_with_replacements):
+        assert len(errors) == 4
+        assert max(errors) < 2e-6
+
+
+def tie_again() -> float:
+    """Assign the parameter that is there already, as Hugging Face's ``tie_weights`` does after a load."""
+    torch.manual_seed(0)
+    oracle = Tied()
+    oracle.second.weight = oracle.first.weight
+    model = copy.deepcopy(oracle)
+    fully_shard(model)
+    for _ in range(2):
+        model.second.weight = model.first.weight
+        model(inputs(dist.get_rank(), 0)).square().mean().backward()
+        model.load_state_dict(model.state_dict())
+    for rank in range(dist.get_world_size()):
+        (2 * oracle(inputs(rank, 0)).square().mean() / dist.get_world_size()).backward()
+    assert model.second.weight is model.first.weight
+    return gap(whole(model.first.weight.grad, oracle.first.weight), oracle.first.weight.grad)
+
+
+def test_tied_parameters_may_be_tied_again() -> None:
+    assert max(run_ranks(2, tie_again)) < 2e-6
+
+
+ADOPTERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adapted AdamW": lambda parameters: fully_shard_optimizer(torch.optim.AdamW(parameters, lr=0.1)),
+}
+
+
+def train_assigned(strategy: str, make: str) -> tuple[float, float]:
+    """Assign sharded parameters before the first forward, then train; return errors of weights, and of the old one."""
+    torch.manual_seed(0)
+    model, oracle = pair(placements=getattr(Placements, strategy)(0))
+    old, value = model.layers[0].up.weight, model.layers[0].up.weight.full_tensor()
+    for each in (model, oracle):
+        layer = each.layers[0]
+        layer.up.weight = nn.Parameter(layer.up.weight.detach() * 2)
+        layer.norm.bias = nn.Parameter(layer.norm.bias.detach() + 1, requires_grad=False)
+    assigned = model.layers[0].up.weight
+    assert assigned is not old
+    optimizers = [
+        ADOPTERS[make]([p for p in model.parameters() if p.requires_grad]),
+        torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9)
+        if make == "SGD"
+        else torch.optim.AdamW(oracle.parameters(), lr=0.1),
+    ]
+    for step in range(3):
+        model(inputs(dist.get_rank(), step)).square().mean().backward()
+        for rank in range(dist.get_world_size()):
+            (oracle(inputs(rank, step)).square().mean() / dist.get_world_size()).backward()
+        assert model.layers[0].norm.bias.grad is None
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.layers[0].up.weight is assigned
+    worst = max(
+        gap(whole(mine, mine), other) for mine, other in zip(model.parameters(), oracle.parameters(), strict=True)
+    )
+    return worst, gap(whole(old, old), value)
+
+
+@pytest.mark.parametrize("make", ADOPTERS)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_a_sharded_parameter_assigned_before_the_first_forward_is_trained(strategy: str, make: str) -> None:
+    for worst, old in run_ranks(2, train_assigned, strategy, make):
+        assert worst < 2e-6
+        assert old == 0.0
+
+
+class Scaled(nn.Module):
+    """Has a parameter that is worked out from others when these are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.norm = nn.Parameter(torch.empty(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., 3) for (..., 3)."""
+        result: torch.Tensor = self.second(self.first(x)) * self.norm
+        return result
+
+
+def assign_on_meta() -> tuple[float, float]:
+    """Do as PyTorch's own test of a replaced parameter; return the errors of the norm and of its gradient."""
+    with torch.device("meta"):
+        model = Scaled()
+    for layer in (model.first, model.second):
+        fully_shard(layer)
+    fully_shard(model)
+    for layer in (model.first, model.second):
+        layer.to_empty(device="cpu")
+        with torch.no_grad():
+            layer.weight.copy_(layer.weight.new_ones(()) * 0.5)
+    with torch.no_grad():
+        model.norm = nn.Parameter(torch.linalg.norm(model.first.weight + model.second.weight, dim=1))
+    x = inputs(dist.get_rank(), 0, 2, 3)
+    model(x).sum().backward()
+    gradient = sum((inputs(rank, 0, 2, 3) @ torch.full((3, 3), 0.75)).sum(0) for rank in range(2)) / 2
+    return gap(whole(model.norm, model.norm), torch.full((3,), 3.0).sqrt()), gap(
+        whole(model.norm.grad, model.norm), gradient
+    )
+
+
+def test_a_parameter_on_the_meta_device_may_be_assigned_before_the_first_forward() -> None:
+    for error, of_gradient in run_ranks(2, assign_on_meta):
+        assert error < 2e-6
+        assert of_gradient < 2e-6
+
+
+# ---------------------------------------------------------------- added
+
+
+def train_with_added() -> float:
+    """Add to a sharded model what may be added: ignored, frozen and sharded parameters; return the gradients' error."""
+    torch.manual_seed(0)
+    oracle = Stack(Block(), nn.Sequential(Block(hidden=5), nn.Linear(WIDTH, WIDTH)))
+    model = copy.deepcopy(oracle)
+    alone = model.layers[1][1].bias
+    fully_shard(model.layers[1], ignored_params=[alone])
+    fully_shard(model)
+    adapter, constant = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    for step, added in enumerate((None, adapter, constant)):
+        for each in (model, oracle):
+            if added is not None:
+                each.layers[1].append(copy.deepcopy(added))
+                each.layers.append(copy.deepcopy(added))
+        if added is adapter:
+            for part in (model.layers[1][-1], model.layers[-1]):
+                fully_shard(part)
+        model(inputs(dist.get_rank(), step)).square().mean().backward()
+        for rank in range(dist.get_world_size()):
+            (oracle(inputs(rank, step)).square().mean() / dist.get_world_size()).backward()
+    return max(
+        gap(whole(mine.grad, mine), whole(other.grad, other))
+        for mine, other in zip(model.parameters(), oracle.parameters(), strict=True)
+        if mine is not alone
+    )
+
+
+def test_modules_that_are_added_train_when_they_are_sharded_and_stay_when_they_are_frozen() -> None:
+    assert max(run_ranks(2, train_with_added)) < 5e-6
