@@ -10,6 +10,7 @@ import sys
 from typing import Any, TypeVar
 
 from megatron_fsdp.flag import Effect, Flag, attribute
+from megatron_fsdp.flag_launcher import UNDER_THE_LAUNCHER
 from megatron_fsdp.flag_rows import FLAGS, SECTIONS, flag_of
 from megatron_fsdp.flag_rules import RULES, Rule
 
@@ -63,6 +64,7 @@ def flags_markdown() -> str:
     for title, flags in SECTIONS.items():
         lines += _heading(title, "Flag | Default, and other values | Meaning | Effect here | Test")
         lines += [_row(flag) for flag in flags]
+    lines += ["", *UNDER_THE_LAUNCHER]
     lines += _heading("Refused", "Flag | | | Reason")
     lines += [f"| `{rule.first}` | {rule.relation} | `{rule.second}` | {rule.reason} |" for rule in RULES]
     return "\n".join(lines) + "\n"

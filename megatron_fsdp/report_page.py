@@ -329,7 +329,8 @@ def note_lines(report: Report) -> list[str]:
         lines.append(f"tied parameters: {_shortened(ties)}")
     if report.unsharded:
         lines.append(
-            f"in no unit, {format_bytes(report.unsharded_bytes)} on every rank: {_shortened(report.unsharded)}"
+            f"in no unit, {format_bytes(report.unsharded_bytes)} on every rank, gradients not reduced "
+            f"(ignored_params, or no fully_shard of the module around them): {_shortened(report.unsharded)}"
         )
     padded = [(unit.name, group) for unit in report.units for group in unit.groups if group.padding_ratio]
     if padded:
