@@ -15,7 +15,7 @@ FOLDERS = ("dbuffer", "kernels", "megatron_fsdp", "examples", "benchmarks", "tes
 # Folders on the import path, which are no part of a module's name.
 PATH_FOLDERS = ("kernels", "examples")
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 560
 MAX_FUNCTION_LINES = 60
 MAX_ARGUMENTS = 7
 # Signatures that users bring with them; every other function with as much to say takes a frozen dataclass.
