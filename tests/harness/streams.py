@@ -233,8 +233,10 @@ class Watching(TorchDispatchMode):
             self._names[self._key(tensor)] = name
 
     def lies_on_host(self, *tensors: torch.Tensor) -> None:
-        """Count the memory of tensors as the host's own."""
-        self._host.update(map(self._key, tensors))
+        """Count the memory of tensors as the host's own, and what was done with it so far as done by the host."""
+        for key in map(self._key, tensors):
+            self._host.add(key)
+            self._accesses.pop(key, None)
 
     @contextlib.contextmanager
     def on_host(self) -> Iterator[None]:
