@@ -70,7 +70,10 @@ def view_model(model: nn.Module) -> ModelView:
 
     Raises:
         CheckpointError: its state dict has an entry that is neither a tensor nor a module's extra state.
+        StateError: something else is registered in the place of a parameter.
     """
+    for unit in units_below(_unwrapped(model)):
+        unit.settle_strangers()
     tensors: dict[str, torch.Tensor] = {}
     extra: dict[str, Any] = {}
     for name, value in get_model_state_dict(model).items():

@@ -17,7 +17,6 @@ from megatron_fsdp.parameter_group import ParameterGroup, WeightState, group_of_
 from megatron_fsdp.pools import SlotChoice, communicator_has_memory
 from megatron_fsdp.precision import caster
 from megatron_fsdp.rewrapping import refuse_ddp
-from megatron_fsdp.strangers import settle
 from megatron_fsdp.unit import Unit, alive
 
 __all__ = [
@@ -74,8 +73,8 @@ class FsdpModule:
             StateError: something else is registered in the place of a parameter.
         """
         unit = unit_of(self)
+        unit.settle_strangers()
         for group in unit.groups:
-            settle(group)
             group.gather_afresh()
         handle = UnshardHandle(unit)
         if async_op:
@@ -259,8 +258,8 @@ class FsdpModule:
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # The module's own parameters stay in their buffers; everything else is handled as in any module.
         unit = unit_of(self)
+        unit.settle_strangers()
         for group in unit.groups:
-            settle(group)
             group.reshard()
             group.hide()
         try:

@@ -206,7 +206,8 @@ class GroupMoments:
         values = state.get(face)
         found = state_values(values, self._names[index]) if values else (0.0, None, None)
         if found[0] is not views[0]:
-            self.steps[index] = float(found[0])
+            # Not by way of the host: a counter of a captured step lies on the device.
+            self.steps[index] = torch.as_tensor(found[0]).reshape(())
         start, stop = self._pieces[index]
         for buffer, value, view in zip((self.exp_avg, self.exp_avg_sq), found[1:], views[1:], strict=True):
             piece = buffer.local_buffer[start:stop]

@@ -140,6 +140,12 @@ def _check_parameter(name: str, parameter: nn.Parameter, root: nn.Module) -> Non
             f"{where} has no dimensions, so there are no rows to shard. Make it 1-d, "
             "nn.Parameter(torch.tensor([value])), or list it in ignored_params."
         )
+    if parameter.is_complex():
+        raise ConfigError(
+            f"{where} is complex ({parameter.dtype}), and gradients are reduced as real numbers. Keep it as real ones, "
+            "nn.Parameter(torch.view_as_real(tensor)), with torch.view_as_complex in forward; or list it in "
+            "ignored_params, and reduce its gradient yourself."
+        )
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise ConfigError(
             f"{where} has hooks on its gradient, which would never be called: fully_shard makes other parameters. "

@@ -297,7 +297,7 @@ class ParameterGroup:
 
     def reveal(self) -> None:
         """Show gathered weights that ``conceal`` took away."""
-        if self.weight_state is WeightState.UNSHARDED and not self.faces.sites.shows_gathered:
+        if self.weight_state is WeightState.UNSHARDED and not self.faces.sites.is_gathered_everywhere():
             self.faces.sites.show_unsharded()
 
     def conceal(self) -> None:

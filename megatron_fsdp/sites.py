@@ -113,6 +113,10 @@ class Sites:
         self._assign(is_gathered=True)
         self.shows_gathered = True
 
+    def is_gathered_everywhere(self) -> bool:
+        """Whether no sharded parameter is registered; ``functional_call`` puts back what it found."""
+        return self.shows_gathered and all(registry.get(name) is not rests for registry, name, rests, _ in self._places)
+
     def _assign(self, *, is_gathered: bool) -> None:
         for reference, attribute, resting, used in self._assigned:
             module = reference()

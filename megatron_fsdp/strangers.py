@@ -144,12 +144,16 @@ def _adopt(group: Host, strangers: Sequence[Stranger]) -> Sequence[Stranger]:
         and owner_words(stranger.value) is None
         and _fits(group, stranger.index, stranger.value)
     }
-    if group.is_meta:
+    was_meta = group.is_meta
+    if was_meta:
         if len(adopted) < len(group.parameters):
             return strangers
         group.materialize()
     for index, value in adopted.items():
         group.adopt(index, value)
+    if was_meta:
+        # Materialized parameters were registered over the adopted ones, which are all of them.
+        group.faces.sites.register()
     return [stranger for stranger in strangers if stranger.index not in adopted]
 
 

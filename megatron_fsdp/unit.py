@@ -18,7 +18,7 @@ from megatron_fsdp.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.pools import BufferPools, SlotChoice
 from megatron_fsdp.precision import MixedPrecisionPolicy
 from megatron_fsdp.readers import mark_read
-from megatron_fsdp.strangers import admit
+from megatron_fsdp.strangers import admit, settle
 from megatron_fsdp.tree import Tree
 
 __all__ = ["Call", "Driver", "InFlight", "Unit", "alive", "is_in_backward", "watchers"]
@@ -230,7 +230,22 @@ class Unit:
         for group in self.groups:
             strangers = group.faces.sites.strangers()
             if strangers:
+                was_meta = group.is_meta
                 admit(group, strangers)
+                if was_meta:
+                    self.follow_gradients()
+
+    def settle_strangers(self) -> None:
+        """Let sharded parameters that were assigned take their places for good, and refuse whatever else is there.
+
+        Raises:
+            StateError: something else is registered in the place of a parameter.
+        """
+        was_meta = any(group.is_meta for group in self.groups)
+        for group in self.groups:
+            settle(group)
+        if was_meta:
+            self.follow_gradients()
 
     def places(self) -> Iterator[tuple[dict[str, nn.Parameter | None], str]]:
         """Yield where its parameters are registered: a module's dictionary, and the name in it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class Rows:
         self._param_groups = param_groups
         self._numbers: dict[tuple[int, int], int] = {}
         self._tables: dict[torch.device, torch.Tensor] = {}
+        self._clips: dict[torch.device, torch.Tensor] = {}
 
     def number(self, group: int, step: int) -> int:
         """Return the row of one param group's parameters in their step of that number, which counts from 1."""
@@ -45,6 +47,14 @@ class Rows:
             table = torch.tensor(rows, dtype=torch.float64, pin_memory=device.type == "cuda")
             self._tables[device] = table.to(device, non_blocking=True)
         return self._tables[device]
+
+    def clip_on(self, factor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+        """Return the step's one factor of all gradients on a device; it is copied there once."""
+        if factor is None:
+            return None
+        if device not in self._clips:
+            self._clips[device] = factor.to(device)
+        return self._clips[device]
 
     def of_steps(self, members: Sequence[int], steps: torch.Tensor) -> torch.Tensor:
         """Return a row for each parameter from its step counter, without looking at the counters on the host.
@@ -88,7 +98,7 @@ class Update:
         """Launch, with every gradient multiplied by ``factor``."""
         device = self.buffers.weight.device
         table = rows.on(device) if self.rows is None else self.rows
-        adamw(self.buffers, self.segments, table, clip=None if factor is None else factor.to(device))
+        adamw(self.buffers, self.segments, table, clip=rows.clip_on(factor, device))
         for tensor, flat in self.stored:
             tensor.copy_(flat.view(tensor.shape))
 
@@ -161,8 +171,13 @@ def plain_update(
     stored = tuple((a, b) for a, b in zip(local, flat, strict=True) if a.data_ptr() != b.data_ptr())
     own = rows.of_steps([plain.group], step.view(1)) if plain.is_capturable else None
     row = 0 if plain.is_capturable else rows.number(plain.group, int(step))
-    segments = Segments([Segment(0, flat[0].numel(), row)], flat[0].numel())
-    return Update(AdamWBuffers(gradient, *flat), segments, own, stored=stored)
+    return Update(AdamWBuffers(gradient, *flat), _all_of(flat[0].numel(), row), own, stored=stored)
+
+
+@functools.lru_cache(maxsize=4096)
+def _all_of(numel: int, row: int) -> Segments:
+    # Kept, as its table is copied to the device in the first step: a later one may be captured.
+    return Segments([Segment(0, numel, row)], numel)
 
 
 def global_norm(gradients: Iterable[tuple[GroupMoments | PlainParameter, torch.Tensor]]) -> torch.Tensor:
@@ -174,22 +189,31 @@ def global_norm(gradients: Iterable[tuple[GroupMoments | PlainParameter, torch.T
     Args:
         gradients: 1-D, with what each belongs to.
     """
-    spread: dict[tuple[int, ...], tuple[tuple[MeshAxis, ...], list[torch.Tensor]]] = {}
+    spread: dict[tuple[int, ...], tuple[tuple[MeshAxis, ...], torch.device, list[torch.Tensor]]] = {}
     for owner, gradient in gradients:
         total = sum_of_squares(gradient)[0]
         axes: tuple[MeshAxis, ...] = ()
+        device = total.device
         if isinstance(owner, GroupMoments):
-            axes, total = owner.axes, total.to(owner.device)
-        spread.setdefault(tuple(id(axis.gather_group) for axis in axes), (axes, []))[1].append(total)
+            axes, device = owner.axes, owner.device
+        spread.setdefault(tuple(id(axis.gather_group) for axis in axes), (axes, device, []))[2].append(total)
     totals: list[torch.Tensor] = []
-    for axes, squares in spread.values():
-        total = torch.stack([square.to(squares[0].device) for square in squares]).sum()
+    for axes, device, squares in spread.values():
+        total = _sum_on(device, squares)
         for axis in axes:
             all_reduce(total, axis, "sum")
         totals.append(total)
     if not totals:
         return torch.zeros(())
-    return torch.stack([total.to(totals[0].device) for total in totals]).sum().sqrt().float()
+    return _sum_on(totals[0].device, totals).sqrt().float()
+
+
+def _sum_on(device: torch.device, parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of 0-d tensors, of which one per device is copied: a copy from the GPU makes the host wait."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for part in parts:
+        by_device.setdefault(part.device, []).append(part)
+    return torch.stack([torch.stack(same).sum().to(device) for same in by_device.values()]).sum()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

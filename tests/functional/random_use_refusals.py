@@ -19,4 +19,26 @@ REFUSALS = (
     ),
     # Second thoughts on what was sharded.
     Refusal("StateError", r"was frozen when it was sharded, so it has no main weight of", ("thaw",)),
+    # Registered in a parameter's place, or beside the parameters, after fully_shard.
+    Refusal("StateError", r"was replaced by .* after fully_shard", ("replace", "tie", "functional")),
+    Refusal("StateError", r"was taken out of its module", ("replace", "tie")),
+    Refusal("StateError", r"was added after fully_shard and requires a gradient", ("add", "tie", "thaw")),
+    # Gathered weights that compute or the user changes, or reads after they were released.
+    Refusal(
+        "StateError",
+        r"was changed in place while it was gathered",
+        ("clamped", "renormed", "weight", "poke", "load", "replace"),
+    ),
+    Refusal("ConfigError", r"max_norm", ("renormed",)),
+    Refusal("StorageError", r"of its gathered weight, which was released", ("weight", "poke", "stash", "unshard")),
+    # Hooks that autograd would never call.
+    Refusal("PlacementError", r"register_hook on a sharded parameter would never be called", ("hook",)),
+    Refusal("StateError", r"hook", ("hook", "posthook")),
+    # Sums under way, and those that a backward left incomplete.
+    Refusal(
+        "StateError",
+        r"is a sum under way, not reduced over all ranks yet",
+        ("backward flag", "backward no_sync", "backward microbatch", "forward"),
+    ),
+    Refusal("StateError", r"is incomplete, because the last backward raised", ("forward error", "forward interrupt")),
 )

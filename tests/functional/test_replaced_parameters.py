@@ -5,6 +5,7 @@ The refusals are in test_errors.py; here is what works.
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
+from megatron_fsdp import (
+    CheckpointError,
+    MixedPrecisionPolicy,
+    Placements,
+    fully_shard,
+    fully_shard_optimizer,
+    save_checkpoint,
+)
 from tests.functional.replica import WIDTH, Block, Stack, inputs, shard_layers, whole
 from tests.harness import run_ranks
 
@@ -105,7 +113,8 @@ def call_functionally(strategy: str, reshard_after_forward: bool | None) -> dict
             )
             effect = gap(oracle(x), torch.func.functional_call(oracle, values, (x,)))
         assert all(weights[key] is shown[key] for key in shown)
-        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        if reshard_after_forward is not False:
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         model(x).square().mean().backward()
         for rank in range(dist.get_world_size()):
             (oracle(inputs(rank, 0)).square().mean() / dist.get_world_size()).backward()
@@ -344,3 +353,22 @@ def train_with_added() -> float:
 
 def test_modules_that_are_added_train_when_they_are_sharded_and_stay_when_they_are_frozen() -> None:
     assert max(run_ranks(2, train_with_added)) < 5e-6
+
+
+# ---------------------------------------------------------------- saved
+
+
+def save_with_a_fixed_weight(folder: str) -> str:
+    """Return what a save says of a weight that is computed with and that no unit holds."""
+    model, _ = pair(Tied())
+    model.layers[0].first.weight = nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=False)
+    model(inputs(dist.get_rank(), 0))
+    with pytest.raises(CheckpointError) as refused:
+        save_checkpoint(model, None, folder)
+    return str(refused.value)
+
+
+def test_a_save_refuses_a_weight_that_is_not_the_unit_s(tmp_path: Path) -> None:
+    for message in run_ranks(2, save_with_a_fixed_weight, str(tmp_path / "saved")):
+        assert "parameter 'first.weight' was replaced" in message
+    assert not list(tmp_path.iterdir())

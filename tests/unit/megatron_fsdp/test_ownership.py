@@ -108,6 +108,12 @@ def test_a_parameter_that_a_unit_has_taken_names_that_unit() -> None:
         collect_parameters([second], no_units, ())
 
 
+def test_a_complex_parameter_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match=r"Sequential: parameter '0.weight' is complex .*view_as_real.*ignored"):
+        collect_parameters([model], no_units, ())
+
+
 @pytest.mark.parametrize("place", ["inner.scale", "norm.weight"])
 def test_a_parameter_without_dimensions_is_refused_by_name(place: str) -> None:
     model = Outer()
