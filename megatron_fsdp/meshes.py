@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dbuffer.mesh import is_alive
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.launch import join_job
 from megatron_fsdp.strategy import Placements
@@ -112,8 +112,9 @@ def _choose(mesh: DeviceMesh, parts: tuple[tuple[str, ...], ...]) -> DeviceMesh:
 
 
 _CHOSEN: dict[tuple[int, tuple[tuple[str, ...], ...]], tuple[DeviceMesh, DeviceMesh]] = {}
-# By the job's group: another one comes with another mesh.
-_DEFAULT_MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
+# By the job's group: another one comes with another mesh. Those of destroyed groups are dropped by hand: a mesh refers
+# to its group, so a weak key would live as long as the entry, and with it the threads of the group.
+_DEFAULT_MESHES: dict[dist.ProcessGroup, DeviceMesh] = {}
 
 
 def _default_mesh() -> DeviceMesh:
@@ -122,6 +123,8 @@ def _default_mesh() -> DeviceMesh:
         join_job(device_type)
     # One mesh for all units without one: meshes made anew would each bring communicators of their own.
     world: Any = dist.group.WORLD
+    for other in [group for group in _DEFAULT_MESHES if group is not world and not is_alive(group)]:
+        del _DEFAULT_MESHES[other]
     if world not in _DEFAULT_MESHES:
         _DEFAULT_MESHES[world] = init_device_mesh(device_type, (dist.get_world_size(),))
     return _DEFAULT_MESHES[world]
