@@ -74,9 +74,13 @@ def open_checkpoint(folder: Path, ranks: CheckpointRanks, *, verify: bool) -> Op
         DamagedCheckpointError: a file is missing or changed; the message names it and the parameters in it.
     """
     step = f"opening {folder}"
-    path = place_of(folder)
-    # A save that was killed while it replaced the checkpoint has moved that away; rank 0 says where all of them read.
-    folder = Path(ranks.agree(step, lambda: None, lambda _: str(resting_place(path))))
+
+    def look_for(_: list[None]) -> str:
+        # A save that was killed while it replaced the checkpoint has moved that away.
+        return str(folder if folder.exists() else resting_place(place_of(folder)))
+
+    found = Path(ranks.agree(step, lambda: None, look_for))
+    folder = folder if found == place_of(folder) else found
     files: dict[str, FileEntry] = {}
     identity: list[str] = []
 
