@@ -136,6 +136,7 @@ def fail_first(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     if isinstance(model, FsdpModule):
         with pytest.raises(ArithmeticError):
             (100 * squared(model, rank, step)).backward()
+        model.zero_grad()
     for layer in model.layers:
         layer.is_broken = False  # type: ignore[assignment]
     return squared(model, rank, step)
