@@ -101,12 +101,16 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping, a 0-d FP32 tensor, equal on all ranks.
     Raises:
-        ConfigError: another ``norm_type``. StateError: gradients are not final: the last backward did not synchronize.
+        ConfigError: another ``norm_type``.
+        StateError: gradients are not final: the last backward did not synchronize; or something else is registered in
+            the place of a parameter.
         NonfiniteGradientError: on every rank, for ``error_if_nonfinite``; names the first parameter.
     """
     order = float(norm_type)
     if not order > 0:
         raise ConfigError(f"clip_grad_norm_: norm_type={norm_type}; supported are numbers above 0, and inf")
+    for unit in units_below(model):
+        unit.settle_strangers()
     settled = [held for unit in units_below(model) for group in unit.groups for held in _held_by(group)]
     plain = [p.grad for p in model.parameters() if p.grad is not None and group_of_parameter(p) is None]
     device = next((held.group.spec.device for held in settled), plain[0].device if plain else torch.device("cpu"))

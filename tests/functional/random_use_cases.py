@@ -134,6 +134,8 @@ def _replaced() -> Iterator[tuple[str, Program]]:
 
 
 def _changed() -> Iterator[tuple[str, Program]]:
+    # Parameter 4 is one of the unit that runs last. What a root keeps gathered is shown as it is, as by FSDP2: a change of
+    # it is refused by the next forward.
     for strategy in ALL:
         for kind in ("clamped", "renormed"):
             yield (
@@ -143,11 +145,11 @@ def _changed() -> Iterator[tuple[str, Program]]:
         for how in ("mul", "assign", "inplace", "foreach"):
             yield (
                 f"{strategy}: weights change by {how} while a unit lingers",
-                _two(f"evaluate train, weight {how} all shown, evaluate no_grad, forward, backward", strategy),
+                _two(f"evaluate train, weight {how} 4 shown, evaluate no_grad, forward, backward", strategy),
             )
             yield (
                 f"{strategy}: weights that somebody kept change by {how} while a unit lingers",
-                _two(f"evaluate train, weight {how} all kept, look, forward, backward", strategy),
+                _two(f"evaluate train, weight {how} 4 kept, forward, backward", strategy),
             )
         yield (
             f"{strategy}: weights change while they are unsharded",
@@ -167,7 +169,7 @@ def _hooked() -> Iterator[tuple[str, Program]]:
                 )
                 yield (
                     f"{strategy}: a {hook} on parameters as they are {face} before backward",
-                    _two(f"forward, {hook} all {face}, backward, step, zero_grad none, forward, backward", strategy),
+                    _two(f"forward, {hook} 4 {face}, backward, step, zero_grad none, forward, backward", strategy),
                 )
 
 
@@ -179,7 +181,6 @@ def _own_gradients() -> Iterator[tuple[str, Program]]:
                 _two(f"grad {how} all kept, clip ours, step, forward, backward, clip ours, step", strategy),
             )
     yield "gradients asked of the sharded parameters", _two("autograd kept, forward, backward")
-    yield "gradients asked of the shown parameters", _two("forward, autograd shown, drop, forward, backward")
 
 
 def _others() -> Iterator[tuple[str, Program]]:
