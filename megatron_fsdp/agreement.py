@@ -69,7 +69,7 @@ class FirstUse:
     Not the first forward: where weights rest whole, one rank may run the model alone.
     """
 
-    def __init__(self, subject: Callable[[], tuple[Unit | None, Iterable[Unit]]]) -> None:
+    def __init__(self, subject: weakref.WeakMethod[Callable[[], tuple[Unit | None, Iterable[Unit]]]]) -> None:
         self._subject = subject
         self._is_over = False
 
@@ -90,8 +90,10 @@ class FirstUse:
             MeshError: on every rank, when any two of them differ.
             AgreementError: another rank did not come.
         """
-        root, units = self._subject()
-        units = list(units)
+        subject = self._subject()
+        assert subject is not None
+        root, served = subject()
+        units = list(served)
         name = (units[0] if root is None else root).name
         meshes = {mesh_ranks(group.spec.mesh) for unit in units for group in unit.groups}
         # Sorted, so that ranks which are in several of them do not wait for each other in a circle.

@@ -80,7 +80,8 @@ class Schedule:
         self._deferred: list[weakref.ref[Unit]] = []
         self._reducing = InFlight()
         self._ahead: weakref.ref[Unit] | None = None
-        self._first_use = FirstUse(lambda: (self.root, self.units()))
+        # Weak: a circle would keep slots until the garbage collector comes.
+        self._first_use = FirstUse(weakref.WeakMethod(self._served))
 
     def adopt(self, root: Unit, units: Iterable[Unit]) -> None:
         """Serve ``units``, of which ``root`` is the outermost."""
@@ -308,6 +309,9 @@ class Schedule:
             self._closed.discard(id(unit))
         if unit.num_arrived == unit.num_gradients and not unit.awaits_inner(self._closed):
             self._close(unit)
+
+    def _served(self) -> tuple[Unit | None, Iterable[Unit]]:
+        return self.root, self.units()
 
     def make_room(self) -> None:
         """Release packed buffers, oldest first, until there may be one more."""
