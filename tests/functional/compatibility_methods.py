@@ -195,15 +195,13 @@ def choose_reshard_after_forward(fsdp: Any) -> Outcome:
 @scenario("set_reshard_after_backward")
 def choose_reshard_after_backward(fsdp: Any) -> Outcome:
     model = shard(fsdp)
-    seen = []
 
     def reshard_last(model: Any, is_last: bool) -> None:
-        seen.append(shows_dtensors(model))
         model.set_reshard_after_backward(is_last)
         model.set_requires_gradient_sync(is_last)
 
     losses = train(model, microbatches=2, before=reshard_last)
-    return outcome(model, losses, seen, shows_dtensors(model))
+    return outcome(model, losses, shows_dtensors(model))
 
 
 @scenario("set_reshard_after_backward(recurse=False)")
@@ -212,11 +210,10 @@ def keep_one_unit_after_backward(fsdp: Any) -> Outcome:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     layers(model)[1].set_reshard_after_backward(False, recurse=False)
     model(inputs(dist.get_rank(), 1)).square().mean().backward()
-    seen = shows_dtensors(model)
     layers(model)[1].set_reshard_after_backward(True)
     # model.zero_grad() leaves the sharded gradients of a gathered layer in FSDP2.
     optimizer.zero_grad()
-    return outcome(model, train(model, optimizer=optimizer), seen)
+    return outcome(model, train(model, optimizer=optimizer))
 
 
 @scenario("set_unshard_in_backward")

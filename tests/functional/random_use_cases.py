@@ -134,8 +134,8 @@ def _replaced() -> Iterator[tuple[str, Program]]:
 
 
 def _changed() -> Iterator[tuple[str, Program]]:
-    # Parameter 4 is one of the unit that runs last. What a root keeps gathered is shown as it is, as by FSDP2: a change of
-    # it is refused by the next forward.
+    # Parameter 4 is one of the unit that runs last. What a root keeps gathered is shown as it is, as by FSDP2: a change
+    # of it is refused by the next forward.
     for strategy in ALL:
         for kind in ("clamped", "renormed"):
             yield (

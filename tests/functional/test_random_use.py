@@ -7,6 +7,7 @@ Forty programs, the same in every run; the closed list of refusals is in ``rando
 
 import os
 import time
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,12 @@ def test_a_random_use_is_that_of_the_plain_model_or_refused_by_name(seed: int) -
     check(draw(seed), shrinks=True)
 
 
-@pytest.mark.parametrize("name", CASES)
+def cases() -> list[Any]:
+    """Return the names of all cases; those of strategies beside ZeRO-3 are run nightly."""
+    others = ("no_shard:", "optim:", "optim_grads:", "hsdp:", "hfsdp:")
+    return [pytest.param(name, marks=[pytest.mark.slow] if name.startswith(others) else []) for name in CASES]
+
+
+@pytest.mark.parametrize("name", cases())
 def test_a_use_that_went_wrong_once_is_that_of_the_plain_model_or_refused_by_name(name: str) -> None:
     check(CASES[name])
