@@ -461,7 +461,7 @@ class Schedule:
             if unit.reshard_after_backward or unit.has_state(WeightState.GATHERING):
                 self._reshard(unit)
             else:
-                # Kept for the next forward; whoever zeroes, steps or changes parameters meanwhile means the sharded ones.
+                # Kept for the next forward; whoever zeroes or changes parameters meanwhile means the sharded ones.
                 unit.conceal()
 
     # ------------------------------------------------------------------ weights
