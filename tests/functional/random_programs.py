@@ -205,7 +205,7 @@ class _Draw:
             "copy": lambda: ("copy", ""),
             "evaluate": lambda: (f"evaluate {self.source.choice(('no_grad', 'inference', 'eval', 'train'))}", ""),
             "state": lambda: ("state", ""),
-            "look": lambda: ("look", "choose", "backward twice", ""),
+            "look": lambda: ("look", ""),
         }
         if oddity in simple:
             yield simple[oddity]()

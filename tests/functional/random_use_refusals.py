@@ -33,12 +33,11 @@ REFUSALS = (
     Refusal("StorageError", r"of its gathered weight, which was released", ("weight", "poke", "stash", "unshard")),
     # Hooks that autograd would never call.
     Refusal("PlacementError", r"register_hook on a sharded parameter would never be called", ("hook",)),
-    Refusal("StateError", r"hook", ("hook", "posthook")),
     # Sums under way, and those that a backward left incomplete.
     Refusal(
         "StateError",
         r"is a sum under way, not reduced over all ranks yet",
-        ("backward flag", "backward no_sync", "backward microbatch", "forward"),
+        ("backward flag", "backward no_sync", "backward microbatch"),
     ),
     Refusal("StateError", r"is incomplete, because the last backward raised", ("forward error", "forward interrupt")),
 )
