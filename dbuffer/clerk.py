@@ -24,7 +24,7 @@ __all__ = ["issue"]
 class _Order:
     """A call to make, and what became of it."""
 
-    call: Callable[[], Any]
+    call: Callable[[], Any] | None
     in_inference_mode: bool
     result: Any = None
     error: BaseException | None = None
@@ -49,6 +49,8 @@ def issue(call: Callable[[], Any]) -> Any:
     _orders().put(order)
     order.done.get()
     result, error = order.result, order.error
+    # The clerk may hold the order a moment longer, and what it refers to with it.
+    order.result = order.error = None
     if error is None:
         return result
     try:
@@ -74,10 +76,14 @@ def _serve(orders: queue.SimpleQueue[_Order]) -> None:
 
 
 def _fill(order: _Order) -> None:
+    # Taken out: the tensors of a call are let go before the caller hears of it, not when this thread next runs.
+    call, order.call = order.call, None
+    assert call is not None
     try:
         # inference_mode(False) would turn gradients on.
         with torch.inference_mode() if order.in_inference_mode else torch.no_grad():
-            order.result = order.call()
+            order.result = call()
     except BaseException as error:
         order.error = error
+    del call
     order.done.put(None)

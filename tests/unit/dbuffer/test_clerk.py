@@ -1,10 +1,13 @@
 """The thread that issues collectives on CPU tensors."""
 
+import functools
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -89,3 +92,21 @@ def test_a_forked_process_has_a_clerk_of_its_own() -> None:
     if not child:
         os._exit(7 if issue(lambda: 3) == 3 and not is_here() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_what_a_call_refers_to_and_returns_goes_with_the_caller_not_when_the_clerk_next_runs() -> None:
+    class Held:
+        """Something whose end is seen."""
+
+    # The caller goes on as soon as it may, with the clerk anywhere between its answer and its next order.
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(5000):
+            argument, result = Held(), Held()
+            ends = weakref.ref(argument), weakref.ref(result)
+            assert issue(functools.partial(lambda argument, result: result, argument, result)) is result
+            del argument, result
+            assert [end() for end in ends] == [None, None]
+    finally:
+        sys.setswitchinterval(interval)
