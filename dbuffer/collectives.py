@@ -95,7 +95,7 @@ def _start(
     Args:
         waits: whether the caller wants it complete; then where nothing else is asked for the call itself waits.
     """
-    on_cpu = tensors[0].device.type == "cpu"
+    on_cpu = tensors[0].is_cpu
     if on_cpu and _is_gloo(group):
         work: dist.Work | None = issue(functools.partial(collective, *tensors, group=group, async_op=True, **options))
         return work
@@ -226,10 +226,11 @@ _GLOO: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDicti
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
     """Whether gloo serves a group's tensors in CPU memory."""
-    if group not in _GLOO:
+    is_gloo = _GLOO.get(group)
+    if is_gloo is None:
         names = dist.get_backend_config(group).split(",")
-        _GLOO[group] = any(name in ("gloo", "cpu:gloo") for name in names)
-    return _GLOO[group]
+        is_gloo = _GLOO[group] = any(name in ("gloo", "cpu:gloo") for name in names)
+    return is_gloo
 
 
 def _notify(kind: str, axis: MeshAxis, full: torch.Tensor) -> None:
@@ -273,7 +274,7 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works:
         return
     if _observers:
         _notify("all_gather", axis, output)
-    if axis.size == 2 and output.nbytes and output.device.type == "cpu" and _is_gloo(axis.gather_group):
+    if axis.size == 2 and output.nbytes and output.is_cpu and _is_gloo(axis.gather_group):
         _finish(_gather_from_other(output, shard, axis), works)
         return
     _finish(_start(_all_gather_flat, output, shard, group=axis.gather_group, waits=works is None), works)
@@ -296,7 +297,7 @@ def reduce_scatter(
     if _observers:
         _notify("reduce_scatter", axis, full)
     group = axis.reduce_group
-    if full.device.type == "cpu" and _is_gloo(group):
+    if full.is_cpu and _is_gloo(group):
         is_small = 0 < full.nbytes <= _MOST_EXCHANGED_BYTES
         _finish((_reduce_by_exchange if is_small else _reduce_in_place)(full, output, axis, op), works)
         return

@@ -20,7 +20,7 @@ from dbuffer import DBuffer, RaggedShard
 from dbuffer.dtensor import FlatDTensor, num_flags_set, rebind, refuse_hooks
 from dbuffer.ragged_boxes import own_rows
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.gathered_weight import GatheredWeight, Place, let_read, refuse_reads, refuse_uncounted, versions_of
+from megatron_fsdp.gathered_weight import GatheredWeight, Place, let_read, refuse_reads, refuse_uncounted
 from megatron_fsdp.optimizer_steps import STALE, mark_gathered, mark_replaced
 from megatron_fsdp.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.read_guard import ReadGuard
@@ -30,8 +30,10 @@ __all__ = ["Faces", "GradientReceiver", "is_laid_out_like"]
 
 
 _REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
-# Called for all parameters of a group: the attribute of a DTensor costs a Python call otherwise.
+# Called for all parameters of a group: the attribute of a subclass costs a Python call otherwise, and a switch of the
+# subclass's own functions off and on as much again.
 _requires_grad = _REQUIRES_GRAD.__get__
+_plainly: Any = torch._C._disabled_torch_function_impl
 
 
 class GradientSink(Protocol):
@@ -77,8 +79,8 @@ class Faces:
         self._receiver = weakref.ref(receiver)
         self.gathered = [self._gathered_face(index, gathered) for index in range(len(owned))]
         self._guarded = [face for face in self.gathered if isinstance(face, GatheredWeight)]
-        self._versions = versions_of(self.gathered)
         self._guard = ReadGuard(self.gathered)
+        self._versions = self._guard.current()
         self._refuse_hooks()
         self._follow_locals()
         self._listening = bytearray(len(owned))
@@ -139,9 +141,13 @@ class Faces:
 
     # ------------------------------------------------------------------ memory of the gathered ones
 
-    def released(self) -> None:
-        """Refuse reads of the gathered weights, by name and by autograd: their memory is gone."""
-        self._guard.forbid()
+    def released(self, *, is_unchanged: bool = False) -> None:
+        """Refuse reads of the gathered weights, by name and by autograd: their memory is gone.
+
+        Args:
+            is_unchanged: ``changed_in_place`` has just found no change.
+        """
+        self._guard.forbid(self._versions if is_unchanged else None)
         refuse_reads(self._guarded)
 
     def brought_back(self) -> None:
@@ -151,10 +157,11 @@ class Faces:
 
     def changed_in_place(self) -> int | None:
         """Return which gathered weight an operator that PyTorch counts has changed, None for none."""
-        versions = versions_of(self.gathered)
+        versions = self._guard.current()
         if versions == self._versions:
             return None
-        return next(i for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)) if new != old)
+        changed = next(i for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)) if new != old)
+        return self._guard.index_of(changed)
 
     def refuse_change(self, index: int) -> NoReturn:
         """Refuse a change of gathered weights that was found afterwards.
@@ -166,7 +173,7 @@ class Faces:
 
     def accept_versions(self) -> None:
         """Forget of changes in place: the values will be written again."""
-        self._versions = versions_of(self.gathered)
+        self._versions = self._guard.current()
 
     # ------------------------------------------------------------------ requires_grad
 
@@ -199,11 +206,12 @@ class Faces:
         return frozen
 
     def _resting_flags(self) -> list[bool]:
-        with torch._C.DisableTorchFunctionSubclass():
-            return list(map(_requires_grad, self.sharded))
+        flags: list[bool] = _plainly(list, (), (map(_requires_grad, self.sharded),))
+        return flags
 
     def _used_flags(self) -> list[bool]:
-        return list(map(_requires_grad, self.gathered))
+        flags: list[bool] = _plainly(list, (), (map(_requires_grad, self.gathered),))
+        return flags
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Make the gathered face require a gradient, and hear of it, or not."""

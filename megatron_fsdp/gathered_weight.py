@@ -27,11 +27,7 @@ __all__ = [
     "refuse_change",
     "refuse_reads",
     "refuse_uncounted",
-    "versions_of",
 ]
-
-_VERSION: Any = torch._C.TensorBase._version
-_version = _VERSION.__get__
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +195,3 @@ def refuse_uncounted(weight: torch.Tensor, place: Place) -> NoReturn:
     taken_at = getattr(weight, "_fsdp_taken_at", "")
     how = f"its .data was taken at {taken_at}" if taken_at else "by an operator such as max_norm's, a view or out="
     refuse_change(place, how)
-
-
-def versions_of(weights: Iterable[torch.Tensor]) -> list[int]:
-    """Return how often each weight was changed in place, by operators that PyTorch counts."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return list(map(_version, weights))

@@ -118,15 +118,16 @@ class SmallGradients:
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
         self._views = views
-        self._indices: list[int] = []
+        self._is_small = [view.numel() <= _SMALL_NUMEL for view in views]
+        self._targets: list[torch.Tensor] = []
         self._gradients: list[torch.Tensor] = []
 
     def copy(self, index: int, gradient: torch.Tensor) -> None:
         """Copy a gradient into its view, at once or at the next ``pack``."""
-        if gradient.numel() > _SMALL_NUMEL:
+        if not self._is_small[index]:
             self._views[index].copy_(gradient)
             return
-        self._indices.append(index)
+        self._targets.append(self._views[index])
         self._gradients.append(gradient)
         if len(self._gradients) == _MAX_WAITING:
             self.pack()
@@ -134,10 +135,10 @@ class SmallGradients:
     def pack(self) -> None:
         """Copy what waits."""
         if self._gradients:
-            torch._foreach_copy_([self._views[index] for index in self._indices], self._gradients)
+            torch._foreach_copy_(self._targets, self._gradients)
             self.drop()
 
     def drop(self) -> None:
         """Forget what waits."""
-        self._indices.clear()
+        self._targets.clear()
         self._gradients.clear()

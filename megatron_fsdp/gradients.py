@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +32,11 @@ from megatron_fsdp.gradient_spec import GradientObserver, GradientSpec, GradStat
 from megatron_fsdp.lanes import Ticket, turns
 from megatron_fsdp.pending import PendingSums
 from megatron_fsdp.reduction import Reduction
+
+# Looked up for every gradient.
+_GRAD: Any = torch._C.TensorBase.grad
+_get_grad, _set_grad = _GRAD.__get__, _GRAD.__set__
+_STRIDED = torch.strided
 
 __all__ = ["GradState", "GradientBuffer", "GradientObserver", "GradientSpec"]
 
@@ -162,8 +168,8 @@ class GradientBuffer:
 
         It is None where autograd has none, or all of it came as products.
         """
-        gradient = parameter.grad
-        parameter.grad = None
+        gradient = _get_grad(parameter)
+        _set_grad(parameter, None)
         if self._turns is not None:
             self._turns.take(self._small.pack)
         if gradient is not None:
@@ -171,7 +177,11 @@ class GradientBuffer:
                 self._begin_once()
             if not self._trained[index]:
                 return
-            self._pack(index, gradient)
+            if self._copies and not self._filled[index] and gradient.layout is _STRIDED:
+                self._small.copy(index, gradient)
+            else:
+                self._add(index, gradient)
+            self._filled[index] = 1
         elif not self._multiplied[index]:
             if not parameter.requires_grad:
                 self._follow_freezing()
@@ -183,16 +193,12 @@ class GradientBuffer:
             self._num_arrived += 1
         # Only the first and the last of a backward mean anything to the schedule.
         if is_first or self._num_arrived == self.num_trained:
-            observer = self._observer() if self._observer is not None else None
-            if observer is not None:
-                observer.gradient_arrived()
+            self._report()
 
-    def _pack(self, index: int, gradient: torch.Tensor) -> None:
-        if self._copies and not self._filled[index] and gradient.layout is torch.strided:
-            self._small.copy(index, gradient)
-        else:
-            self._add(index, gradient)
-        self._filled[index] = 1
+    def _report(self) -> None:
+        observer = self._observer() if self._observer is not None else None
+        if observer is not None:
+            observer.gradient_arrived()
 
     def _add(self, index: int, gradient: torch.Tensor) -> None:
         self._small.pack()

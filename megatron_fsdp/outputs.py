@@ -30,7 +30,7 @@ _MAX_DEPTH = 3
 
 def watch_output(call: Call, output: Any) -> None:
     """Enter ``call`` when backward reaches any tensor of what its module returned."""
-    for tensor in iterate_tensors(output):
+    for tensor in (output,) if isinstance(output, torch.Tensor) else iterate_tensors(output):
         if tensor.requires_grad:
             _watch(call, tensor)
 

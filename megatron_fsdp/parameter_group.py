@@ -92,7 +92,10 @@ class ParameterGroup:
         if self.weights.remainder is not None:
             self.weights.remainder.watch(self.faces.sharded)
         self.faces.adopt_names(self.name)
-        self._release()
+        # Whether compute weights are whole on every rank all the time.
+        self.rests_whole = self.weights.rests_whole
+        if not self.rests_whole:
+            self._release()
         self.gradients: GradientBuffer | None = None
         if any(face.requires_grad for face in self.faces.sharded):
             self._make_gradients()
@@ -120,11 +123,6 @@ class ParameterGroup:
     def gathered(self) -> DBuffer:
         """The weights that compute uses, allocated from ``unshard`` to ``reshard``."""
         return self.weights.gathered
-
-    @property
-    def rests_whole(self) -> bool:
-        """Whether compute weights are whole on every rank all the time."""
-        return self.weights.rests_whole
 
     @property
     def main_grad(self) -> DBuffer | None:
@@ -322,17 +320,18 @@ class ParameterGroup:
         self.faces.sites.show_sharded()
         self.weight_state = WeightState.SHARDED
         # An error that is being handled is what should be seen; the next reshard finds the change as well.
-        changed = self.faces.changed_in_place() if sys.exc_info()[0] is None else None
+        is_raising = sys.exc_info()[0] is not None
+        changed = None if is_raising else self.faces.changed_in_place()
         if changed is not None:
             self._note_change()
-        self._release(keep_part=keep_part)
+        if not self.rests_whole:
+            self._release(keep_part=keep_part, is_unchanged=changed is None and not is_raising)
         if changed is not None:
             self.faces.refuse_change(changed)
 
-    def _release(self, *, keep_part: bool = False) -> None:
-        if not self.rests_whole:
-            self.faces.released()
-            self.weights.release(keep_generation=self._gathered_generation if keep_part else None)
+    def _release(self, *, keep_part: bool = False, is_unchanged: bool = False) -> None:
+        self.faces.released(is_unchanged=is_unchanged)
+        self.weights.release(keep_generation=self._gathered_generation if keep_part else None)
 
     def _note_change(self) -> None:
         self._is_suspect = True

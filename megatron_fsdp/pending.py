@@ -167,8 +167,7 @@ class PendingSums:
         first = wanted.index(1)
         self._expected = [None] * len(wanted)
         self._expected[first] = self._gradients[first]
-        with torch._C.DisableTorchFunctionSubclass():
-            _set(self._parameters[first], self._gradients[first])
+        self._parameters[first].grad = self._gradients[first]
 
     def show(self) -> None:
         """Set ``.grad`` of all parameters concerned."""

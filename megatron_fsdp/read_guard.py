@@ -21,6 +21,7 @@ RELEASED_VERSION = 1_000_000_000
 
 _VERSION: Any = torch._C.TensorBase._version
 _version = _VERSION.__get__
+_plainly: Any = torch._C._disabled_torch_function_impl
 _set_versions: Any = torch._C._autograd._unsafe_set_version_counter
 
 
@@ -31,28 +32,33 @@ class ReadGuard:
         tensors: as operators see them. Of a DTensor the local part is guarded too.
     """
 
-    __slots__ = ("_released", "_tensors", "_versions")
+    __slots__ = ("_owners", "_released", "_tensors", "_versions")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        locals_ = [tensor._local_tensor for tensor in tensors if isinstance(tensor, DTensor)]
-        self._tensors = (*tensors, *locals_)
+        wrappers = [(index, tensor) for index, tensor in enumerate(tensors) if isinstance(tensor, DTensor)]
+        self._owners: list[int] = [*range(len(tensors)), *(index for index, _ in wrappers)]
+        self._tensors = (*tensors, *(tensor._local_tensor for _, tensor in wrappers))
         self._released = (RELEASED_VERSION,) * len(self._tensors)
-        self._versions = self._current()
+        self._versions = self.current()
 
-    def forbid(self) -> None:
-        """Make autograd refuse what was saved."""
-        self._versions = self._current()
+    def forbid(self, versions: tuple[int, ...] | None = None) -> None:
+        """Make autograd refuse what was saved.
+
+        Args:
+            versions: what ``current`` returns now, where that is known.
+        """
+        self._versions = self.current() if versions is None else versions
         _set_versions(self._tensors, self._released)
 
     def allow(self) -> None:
         """Let autograd use again what was saved since the tensors were last changed in place."""
         _set_versions(self._tensors, self._versions)
 
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """How often each was changed in place, whether or not it is readable."""
-        versions = self._current()
-        return self._versions if versions == self._released else versions
+    def current(self) -> tuple[int, ...]:
+        """Return how often each tensor was changed in place, and after them the local parts of those that have one."""
+        versions: tuple[int, ...] = _plainly(tuple, (), (map(_version, self._tensors),))
+        return versions
 
-    def _current(self) -> tuple[int, ...]:
-        return tuple(map(_version, self._tensors))
+    def index_of(self, position: int) -> int:
+        """Return to which tensor a version in ``current`` belongs."""
+        return self._owners[position]

@@ -20,7 +20,7 @@ from torch import nn
 
 from megatron_fsdp.agreement import FirstUse
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.lanes import trace, wait_for_event
+from megatron_fsdp.lanes import join_lanes, trace, wait_for_event
 from megatron_fsdp.order import ForwardOrder
 from megatron_fsdp.outputs import Attributes, watch_given, watch_made, watch_output
 from megatron_fsdp.parameter_group import WeightState
@@ -428,6 +428,10 @@ class Schedule:
             if unit.requires_gradient_sync and any(buffer.is_filled for buffer in unit.gradients):
                 self._reduce(unit)
         self._reducing.drain(0)
+        # Hooks waited on the streams that autograd gave them. The caller's follows all of it from here on, also in a
+        # graph that ends with the backward (docs/design/order.md, "Streams"). Not before: compute would wait for the
+        # gather of the unit that comes next.
+        join_lanes()
         for unit in self.units():
             self._finalize(unit)
             for buffer in unit.gradients:
@@ -489,10 +493,11 @@ class Schedule:
         self._start_gather(unit, check=check)
         if unit.has_state(WeightState.GATHERING):
             trace("use", unit.name)
-            for group in unit.groups:
-                group.finish_gather()
         for group in unit.groups:
-            group.reveal()
+            if group.weight_state is WeightState.GATHERING:
+                group.finish_gather()
+            else:
+                group.reveal()
 
     def _reshard(self, unit: Unit, *, keep_part: bool = False) -> None:
         if not unit.is_sharded:

@@ -6,8 +6,10 @@ Whatever else somebody registers there is left alone: it is a stranger, and the 
 
 from __future__ import annotations
 
+import collections
+import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,8 @@ from torch import nn
 from megatron_fsdp.ownership import OwnedParameter
 
 __all__ = ["Sites", "Stranger"]
+
+_registered: Callable[[dict[str, nn.Parameter | None], str], nn.Parameter | None] = dict.get
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,11 @@ class Sites:
                 else:
                     # Modules with their own __setattr__ (recurrent ones) keep further references to their weights.
                     self._assigned.append((weakref.ref(site.module), site.attribute, resting, used))
+        # The columns of the plain places, for passes over all of them that leave Python once.
+        self._registries = [registry for registry, *_ in self._plain]
+        self._attributes = [attribute for _, attribute, *_ in self._plain]
+        self._resting = [resting for *_, resting, _ in self._plain]
+        self._used = [used for *_, used in self._plain]
         self._hidden: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
         # By position: what is registered for one call, and what was.
         self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -75,6 +84,8 @@ class Sites:
 
     def strangers(self) -> list[Stranger]:
         """Return what somebody else registered."""
+        if not self._assigned and self._shows(self._resting):
+            return []
         return [
             Stranger(position, self._indices[position], registry.get(attribute))
             for position, (registry, attribute, resting, used) in enumerate(self._places)
@@ -98,24 +109,42 @@ class Sites:
 
     def show_sharded(self) -> None:
         """Register the sharded parameters in the places of the gathered ones."""
-        for registry, attribute, resting, used in self._plain:
-            if registry.get(attribute) is used:
-                registry[attribute] = resting
-        self._assign(is_gathered=False)
+        self._switch(self._used, self._resting)
+        if self._assigned:
+            self._assign(is_gathered=False)
         self.take_back()
         self.shows_gathered = False
 
     def show_unsharded(self) -> None:
         """Register the gathered views in the places of the sharded parameters."""
-        for registry, attribute, resting, used in self._plain:
-            if registry.get(attribute) is resting:
-                registry[attribute] = used
-        self._assign(is_gathered=True)
+        self._switch(self._resting, self._used)
+        if self._assigned:
+            self._assign(is_gathered=True)
         self.shows_gathered = True
+
+    def _shows(self, wanted: Sequence[nn.Parameter]) -> bool:
+        """Whether the plain places hold these."""
+        return all(map(operator.is_, map(_registered, self._registries, self._attributes), wanted))
+
+    def _switch(self, found: Sequence[nn.Parameter], wanted: Sequence[nn.Parameter]) -> None:
+        """Register parameters in the plain places of others; strangers stay."""
+        if self._shows(found):
+            collections.deque(map(operator.setitem, self._registries, self._attributes, wanted), maxlen=0)
+            return
+        for registry, attribute, old, new in zip(self._registries, self._attributes, found, wanted, strict=True):
+            if registry.get(attribute) is old:
+                registry[attribute] = new
 
     def is_gathered_everywhere(self) -> bool:
         """Whether no sharded parameter is registered; ``functional_call`` puts back what it found."""
-        return self.shows_gathered and all(registry.get(name) is not rests for registry, name, rests, _ in self._places)
+        if not self.shows_gathered:
+            return False
+        if not self._assigned and self._shows(self._used):
+            return True
+        for registry, attribute, resting, _ in self._places:  # noqa: SIM110  # asked for in every forward
+            if registry.get(attribute) is resting:
+                return False
+        return True
 
     def _assign(self, *, is_gathered: bool) -> None:
         for reference, attribute, resting, used in self._assigned:

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_fsdp.errors import AgreementError, ConfigError, StateError
 from megatron_fsdp.gradients import GradientBuffer
-from megatron_fsdp.lanes import join_lanes, trace
+from megatron_fsdp.lanes import trace
 from megatron_fsdp.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.pools import BufferPools, SlotChoice
 from megatron_fsdp.precision import MixedPrecisionPolicy
@@ -386,10 +386,6 @@ class InFlight:
                         buffer.wait()
                     except RuntimeError as error:
                         AgreementError.raise_for(unit.name, "the reduction of its gradients", error)
-        if not num_kept:
-            # Hooks waited on the streams that autograd gave them. The caller's follows all of it from here on, also in
-            # a graph that ends with the backward (docs/design/order.md, "Streams").
-            join_lanes()
 
 
 def alive(references: Iterable[weakref.ref[Unit]]) -> list[Unit]:

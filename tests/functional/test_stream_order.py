@@ -171,6 +171,39 @@ def test_gradients_of_a_branch_on_another_stream_are_packed_before_they_are_redu
     assert run_ranks(1, races_of_branches, hidden, fuses) == [[]]
 
 
+# ---------------------------------------------------------------- no wait too many
+
+
+def gathers_awaited() -> list[tuple[bool, bool]]:
+    """For each layer but the first, in the midst of its backward, while the one before it is being gathered.
+
+    Returns:
+        Whether gradients of it were packed, and whether compute waits for that gather.
+    """
+    seen = []
+    with driven() as (double, _):
+        model = Stack(Block(), Block(hidden=1), Block(hidden=17), Block())
+        shard_each(model)
+
+        def look(gradient: torch.Tensor) -> None:
+            gathers = double.lanes[0]
+            num_waiting = sum(group.gradients.num_arrived for group in groups_of(model) if group.gradients is not None)
+            seen.append((num_waiting > 0, double.compute.follows(gathers)))
+
+        def watch(output: torch.Tensor) -> None:
+            output.register_hook(look)
+
+        for layer in list(model.layers)[1:]:
+            # Its output has a gradient when the linear layers behind it have theirs.
+            layer.get_submodule("norm").register_forward_hook(lambda _, args, output: watch(output))
+        model(inputs(0, 0)).square().mean().backward()
+    return seen
+
+
+def test_compute_waits_for_a_gather_only_where_it_uses_the_weights() -> None:
+    assert run_ranks(1, gathers_awaited) == [[(True, False)] * 3]
+
+
 # ---------------------------------------------------------------- captures
 
 
