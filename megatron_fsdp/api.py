@@ -15,7 +15,7 @@ from dbuffer import Partial, PlacementError, Replicate
 from dbuffer.mesh import make_reduce_groups, mesh_axes
 from megatron_fsdp.agreement import Wrapping
 from megatron_fsdp.asked_gradients import serve_asked_gradients
-from megatron_fsdp.building import GranularityChoice, GroupBuilder
+from megatron_fsdp.building import GranularityChoice, GroupPlanner
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.exclusion import is_no_shard
 from megatron_fsdp.megatron_call import refuse_megatron_call
@@ -26,6 +26,7 @@ from megatron_fsdp.optimizer_steps import mark_replaced
 from megatron_fsdp.originals import Originals, check_conversion
 from megatron_fsdp.outputs import watch_readers
 from megatron_fsdp.ownership import OwnedParameter, collect_parameters, group_parameters, mark_owned
+from megatron_fsdp.parameter_group import ParameterGroup
 from megatron_fsdp.precision import as_policy
 from megatron_fsdp.schedule import Schedule
 from megatron_fsdp.strategy import Placements
@@ -104,11 +105,12 @@ def fully_shard(
         ignored = tuple(ignored_params or ())
         owned = collect_parameters(modules, _is_unit, ignored, target)
         _check_shard_placement(owned, shard_placement_fn)
-        build = GroupBuilder(target, policy, offload_of(offload_policy, target.placements), grad_divisor, granularity)
+        plan = GroupPlanner(target, policy, offload_of(offload_policy, target.placements), grad_divisor, granularity)
         # Until all ranks are through, everything can be put back.
         with Originals(modules):
             _move_to(modules, buffer_device(target.mesh), owned)
-            groups = [group for like in group_parameters(owned) for group in build(like, name)]
+            plans = [each for like in group_parameters(owned) for each in plan(like)]
+            groups = [ParameterGroup(each.owned, each.plan, each.spec, name) for each in plans]
             unit = Unit(name, modules, groups, policy)
             unit.check_reshard(reshard_after_forward)
             check_conversion(modules)

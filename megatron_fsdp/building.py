@@ -1,29 +1,40 @@
-"""GroupBuilder: from a unit's parameters to its parameter groups."""
+"""GroupPlanner: from a unit's parameters to what its parameter groups are built from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from dbuffer import Granularity
-from megatron_fsdp.fused_linear import fuse_linear_layers
+from dbuffer import Granularity, Plan
 from megatron_fsdp.meshes import ShardingTarget, buffer_device
 from megatron_fsdp.offload import Offload
 from megatron_fsdp.ownership import OwnedParameter, granularities
-from megatron_fsdp.parameter_group import ParameterGroup
 from megatron_fsdp.precision import MixedPrecisionPolicy
 from megatron_fsdp.regions import unit_regions
 from megatron_fsdp.weights import GroupSpec
 
-__all__ = ["GranularityChoice", "GroupBuilder"]
+__all__ = ["GranularityChoice", "GroupPlan", "GroupPlanner"]
 
 GranularityChoice = Granularity | Callable[[nn.Parameter], Granularity | None] | None
 
 
-class GroupBuilder:
-    """Makes the parameter groups of one unit."""
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """One parameter group to be built.
+
+    Attributes:
+        owned: its parameters. plan: where each lies in the flat buffers. spec: everything else.
+    """
+
+    owned: Sequence[OwnedParameter]
+    plan: Plan
+    spec: GroupSpec
+
+
+class GroupPlanner:
+    """Divides parameters of one unit into groups."""
 
     def __init__(
         self,
@@ -39,7 +50,7 @@ class GroupBuilder:
         self._granularity = granularity
         self._divisor = target.mesh.size() * grad_divisor
 
-    def __call__(self, like: Sequence[OwnedParameter], name: str) -> Iterator[ParameterGroup]:
+    def __call__(self, like: Sequence[OwnedParameter]) -> Iterator[GroupPlan]:
         """Yield the groups (one per region) for parameters that can share buffers."""
         first = like[0].parameter
         dtypes = self._policy.dtypes_for(first.dtype, requires_grad=first.requires_grad)
@@ -48,8 +59,6 @@ class GroupBuilder:
         mesh, placements = self._target.mesh, self._target.placements
         spec = GroupSpec(mesh, placements, buffer_device(mesh), dtypes, self._divisor, is_meta=first.is_meta)
         spec = replace(spec, fuses_weight_gradients=self._policy.fuse_weight_gradients)
-        if spec.fuses_weight_gradients:
-            fuse_linear_layers(like)
         if like[0].is_replicated:
             spec = replace(spec, placements=placements.no_shard_on_all_axes())
         elif self._offload.is_on:
@@ -61,4 +70,4 @@ class GroupBuilder:
             None if self._granularity is None else granularities(like, self._granularity),
         )
         for region in regions:
-            yield ParameterGroup([like[index] for index in region.indices], region.plan, spec, name)
+            yield GroupPlan([like[index] for index in region.indices], region.plan, spec)

@@ -22,6 +22,7 @@ from dbuffer import BufferPlacement, DBuffer, Flat, FlatDTensor, Plan, SlotPool
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import AgreementError, StateError
 from megatron_fsdp.faces import Faces, is_laid_out_like
+from megatron_fsdp.fused_linear import fuse_linear_layers
 from megatron_fsdp.gradients import GradientBuffer, GradientSpec
 from megatron_fsdp.lanes import Ticket, join_lanes, lane
 from megatron_fsdp.offload import hand_back
@@ -71,6 +72,8 @@ class ParameterGroup:
         self._function: ReduceFunction | None = None
         # Before the buffers: their memory goes back to an allocator that knows nothing of lanes.
         weakref.finalize(self, join_lanes).atexit = False
+        if spec.fuses_weight_gradients:
+            fuse_linear_layers(owned)
         self._build(spec)
         if not spec.is_meta:
             self.weights.fill([parameter.local_tensor for parameter in owned])
