@@ -27,7 +27,7 @@ from megatron_fsdp.flat_optimizer import FlatOptimizer
 from megatron_fsdp.flat_parameters import flat_parameters
 from megatron_fsdp.fused_linear import expert_matmul
 from megatron_fsdp.huggingface import prepare_model
-from megatron_fsdp.installation import check_neighbour
+from megatron_fsdp.installation import check_neighbour as _check_neighbour
 from megatron_fsdp.lanes import record_transcript
 from megatron_fsdp.materialize import materialize
 from megatron_fsdp.meshes import DataParallelMeshDims
@@ -47,7 +47,7 @@ from megatron_fsdp.watch import Watch
 
 FSDPModule = FsdpModule
 
-check_neighbour(__file__)
+_check_neighbour(__file__)
 
 __all__ = [
     "AdamW",
