@@ -14,6 +14,7 @@ INTEGRATIONS = [
     "peft>=0.19",
     "pyyaml>=6",
     "tensorboard>=2.20",
+    "torchao>=0.18",
     "torchtitan>=0.3; python_version >= '3.11'",
     "transformers>=5.20",
 ]

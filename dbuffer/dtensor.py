@@ -19,7 +19,6 @@ from torch.utils import _foreach_utils
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dbuffer.errors import PlacementError
-from dbuffer.mesh import mesh_axes
 from dbuffer.ragged_autograd import (
     convert_gradients_of,
     enter_local,
@@ -153,9 +152,15 @@ class FlatDTensor(PlacedTensor):
         return FlatDTensor(made._local_tensor, made._spec, requires_grad=made.requires_grad)
 
     def _stable_hash_for_caching(self) -> str:
-        """Return what distinguishes it in caches on disk that all ranks share: compiled functions know their rows."""
-        ranks = [axis.rank for axis in mesh_axes(self._spec.mesh)]
-        return f"{super()._stable_hash_for_caching()} {ranks}"
+        """Keep compiled functions out of caches on disk.
+
+        Their keys hold neither the rows of each rank nor what a DTensor beside this one is made of: optimizer state of
+        4 bits would be given to code that was compiled for FP32, and crash.
+        """
+        # Takes seconds to import, and a compiler that asks has done so.
+        from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+
+        raise BypassAOTAutogradCache("the rows of a sharded tensor are those of one rank and one model")
 
     # What torch.distributed.checkpoint asks of a tensor: rows of flattened dimensions are no single box.
 

@@ -95,7 +95,9 @@ class GatheredWeight(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        refuse_change(self._fsdp_place, ".data = ...")
+        # Routers of Megatron assign their own values, moved to the device where they are.
+        if value.dtype is not self.dtype or not value.is_set_to(self):
+            refuse_change(self._fsdp_place, ".data = ...")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a copy that is an ordinary parameter."""

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from megatron_fsdp.conversion import apply_to_group
 from megatron_fsdp.errors import ConfigError, StateError
@@ -28,6 +29,8 @@ __all__ = [
     "unit_of",
     "units_below",
 ]
+
+_innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 T = TypeVar("T")
 
@@ -335,7 +338,12 @@ def _before_forward(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if unit is unit.schedule.root:
         unit.trees[id(module)].check(module, lambda: units_below(module))
-    unit.schedule.before_forward(unit, module)
+    if _innermost_transform() is None:
+        unit.schedule.before_forward(unit, module)
+    else:
+        # A transform of torch.func would wrap buffers and what collectives return.
+        with temporarily_clear_interpreter_stack():
+            unit.schedule.before_forward(unit, module)
     policy = unit.policy
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         cast = caster(policy.param_dtype)

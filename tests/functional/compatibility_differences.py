@@ -74,6 +74,25 @@ def other_dimension(fsdp: Any) -> object:
     return module.weight.placements
 
 
+@difference(
+    "a 2-D mesh without names",
+    theirs="AssertionError: Please init the 2D mesh for HSDP with mesh_dim_names specified",
+    ours=("ok", 14),
+    num_ranks=4,
+)
+def no_names(fsdp: Any) -> object:
+    module = nn.Linear(4, 7, bias=False)
+    weight = module.weight.detach().clone().requires_grad_()
+    fsdp.fully_shard(module, mesh=init_device_mesh("cpu", (2, 2)))
+    module(inputs(dist.get_rank(), 0)[:, :4]).square().mean().backward()
+    for rank in range(4):
+        (nn.functional.linear(inputs(rank, 0)[:, :4], weight).square().mean() / 4).backward()
+    torch.testing.assert_close(whole(module.weight.grad, module.weight), weight.grad)
+    held = torch.tensor([module.weight.to_local().numel()])
+    dist.all_reduce(held)
+    return "ok", int(held) // 4
+
+
 @difference("two dtypes in one unit", theirs="AssertionError: FSDP expects uniform original", ours=torch.bfloat16)
 def two_dtypes(fsdp: Any) -> object:
     model = fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()))

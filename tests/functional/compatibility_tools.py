@@ -1,6 +1,7 @@
 """Scenarios: what PyTorch's own tools, and plain use of a module, see of a sharded model."""
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,61 @@ def names(fsdp: Any) -> Outcome:
     parameters = [(name, tuple(value.shape), value.requires_grad) for name, value in model.named_parameters()]
     buffers = [(name, value.dtype, type(value).__name__) for name, value in model.named_buffers()]
     return outcome(model, train(model), parameters, buffers, list(model.state_dict()))
+
+
+NORMS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "layer": (lambda: nn.LayerNorm(6), False),
+    "rms": (lambda: nn.RMSNorm(6), False),
+    "group": (lambda: nn.GroupNorm(3, 6), True),
+    "batch": (lambda: nn.BatchNorm2d(6), True),
+    "batch 1-d": (lambda: nn.BatchNorm1d(6), False),
+}
+
+
+def through_norm(fsdp: Any, name: str, dtype: torch.dtype, options: dict[str, Any]) -> Outcome:
+    """Train layers around a norm that is a unit of its own, whose policy has ``options``."""
+    make, is_image = NORMS[name]
+    ends = (nn.Conv2d(1, 6, 3), nn.Conv2d(6, 2, 3)) if is_image else (nn.Linear(8, 6), nn.Linear(6, 5))
+    model = nn.Sequential(ends[0], make(), ends[1])
+    for index, module in enumerate((*model, model)):
+        policy = fsdp.MixedPrecisionPolicy(**(options if index == 1 else {"param_dtype": dtype}))
+        fsdp.fully_shard(module, mp_policy=policy)
+    seen: list[torch.dtype] = []
+    for module in model:
+        module.register_forward_hook(lambda module, args, out: seen.extend((args[0].dtype, out.dtype)))
+    gradients, losses = [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        x = torch.randn((4, 1, 6, 6) if is_image else (4, 8), generator=generator)
+        try:
+            loss = model(x).float().square().mean()
+        except RuntimeError as error:
+            return Outcome((), {}, (str(error),))
+        loss.backward()
+        gradients += [whole(p.grad, p) for p in model.parameters()]
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    entries = dict(enumerate(gradients)) | dict(model.named_buffers())
+    return Outcome(tuple(losses), {str(name): value for name, value in entries.items()}, (seen,))
+
+
+@scenario("norm layers that are units, in bf16 and fp16", tolerance=0.0)
+def norms(fsdp: Any) -> Outcome:
+    """Their inputs are cast like others'; statistics stay FP32, so BatchNorm on CPU wants a policy of its own."""
+    found = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        own = ({"param_dtype": dtype}, {"output_dtype": dtype}, {"param_dtype": torch.float32, "output_dtype": dtype})
+        for name in NORMS:
+            # PyTorch warns that RMSNorm of bf16 with FP32 weights is slow.
+            for index, options in enumerate(own if name != "rms" else own[::2]):
+                torch.manual_seed(0)
+                found[f"{name} {dtype} {index}"] = through_norm(fsdp, name, dtype, options)
+    weights = {f"{case}: {key}": value for case, each in found.items() for key, value in each.weights.items()}
+    facts = tuple(each.facts for each in found.values())
+    assert sum(isinstance(each.facts[0], str) for each in found.values()) == 4
+    return Outcome(tuple(loss for each in found.values() for loss in each.losses), weights, facts)
 
 
 @scenario("evaluation")

@@ -241,3 +241,39 @@ def test_gathered_weights_are_those_loaded_right_after_load_state_dict() -> None
     for worst in run_ranks(2, weights_after_load):
         assert len(worst) == 12
         assert max(worst) == 0.0
+
+
+class Moves(nn.Linear):
+    """Moves its weight to a device where it may be already, as routers of Megatron do in each forward."""
+
+    factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data.to(device=x.device)
+        if self.factor != 1:
+            self.weight.data = self.weight.data * self.factor
+        return super().forward(x)
+
+
+def train_moved(factor: float) -> str | float:
+    """Return how far the gradient is from that of a plain layer on the data of all ranks, or what is raised."""
+    layer = Moves(7, 5)
+    weight, bias = layer.weight.detach().clone().requires_grad_(), layer.bias.detach().clone()
+    layer.factor = factor
+    fully_shard(layer)
+    try:
+        layer(inputs(dist.get_rank(), 0)).square().mean().backward()
+    except ValueError as error:
+        return str(error)
+    for rank in range(dist.get_world_size()):
+        (nn.functional.linear(inputs(rank, 0), weight, bias).square().mean() / dist.get_world_size()).backward()
+    assert weight.grad is not None
+    return float((whole(layer.weight.grad, layer.weight) - weight.grad).abs().max())
+
+
+def test_a_gathered_weight_may_be_assigned_its_own_memory_and_nothing_else() -> None:
+    for error in run_ranks(2, train_moved, 1.0):
+        assert isinstance(error, float), error
+        assert error < 1e-6
+    for refusal in run_ranks(2, train_moved, 0.5):
+        assert "parameter 'weight' was changed in place while it was gathered (.data = ...)" in str(refusal)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import FlatDTensor
-from megatron_fsdp import FSDPModule, MixedPrecisionPolicy
+from megatron_fsdp import AdamW, FSDPModule, MixedPrecisionPolicy, fully_shard
 from tests.functional.models import (
     Model,
     differing,
@@ -258,6 +258,80 @@ def test_a_gradient_scaler_leaves_out_the_same_step_on_every_rank() -> None:
     assert wanted["scale"].item() == 32.0
     for found in run_ranks(3, train_scaled_sharded):
         assert differing(found, wanted, 1e-5) == []
+
+
+SCALED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, object]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "SGD, fused": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "AdamW, foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    "AdamW, one by one": (torch.optim.AdamW, {"lr": 0.01, "foreach": False}),
+    "AdamW, fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "AdamW over flat buffers": (AdamW, {"lr": 0.01}),
+}
+
+
+def overflow(model: Model, ranks: list[int], name: str, *, is_clipped: bool) -> State:
+    """Overflow in one rank's loss of the third step; the optimizer is built after the first forward."""
+    kind, options = SCALED[name]
+    if not dist.is_initialized() and kind is AdamW:
+        kind = torch.optim.AdamW
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2), []
+    optimizer = None
+    for step in range(5):
+        for rank in ranks:
+            tokens = draw_tokens(rank, step)
+            loss = loss_of(model(tokens), tokens) / len(ranks)
+            if optimizer is None:
+                optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
+            scaler.scale(loss * float("inf") if step == 2 and rank == 1 else loss).backward()
+        assert optimizer is not None
+        if dist.is_initialized() and model.head.weight.grad is not None and not isinstance(model.head.weight, DTensor):
+            dist.all_reduce(model.head.weight.grad, dist.ReduceOp.AVG)
+        if is_clipped:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return whole_state(model) | {"scales": torch.tensor(scales)}
+
+
+def overflow_sharded(name: str, is_clipped: bool, is_mixed: bool) -> State:
+    model = make_model()
+    ignored = {model.head.weight} if is_mixed else set()
+    for block in model.blocks:
+        fully_shard(block)
+    # All of it in units that release their weights, so that the optimizer meets sharded parameters after a forward.
+    fully_shard(model, ignored_params=ignored, reshard_after_forward=True)
+    return overflow(model, [dist.get_rank()], name, is_clipped=is_clipped)
+
+
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["all sharded", "one ignored"])
+@pytest.mark.parametrize("is_clipped", [False, True], ids=["", "unscaled and clipped"])
+@pytest.mark.parametrize("name", SCALED)
+def test_an_overflow_on_one_rank_leaves_out_the_step_of_all(name: str, is_clipped: bool, is_mixed: bool) -> None:
+    wanted = overflow(make_model(), [0, 1], name, is_clipped=is_clipped)
+    assert wanted["scales"].tolist() == [64.0, 128.0, 64.0, 64.0, 128.0]
+    for found in run_ranks(2, overflow_sharded, name, is_clipped, is_mixed):
+        assert differing(found, wanted, 1e-5) == []
+
+
+def built_between(policy: bool | None) -> list[str]:
+    """Return what is shown plain between forward and backward."""
+    model = make_model()
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=policy)
+    fully_shard(model, reshard_after_forward=policy)
+    model(draw_tokens(0))
+    return [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+
+
+def test_after_a_forward_only_the_root_shows_plain_parameters() -> None:
+    for found in run_ranks(2, built_between, None):
+        assert found
+        assert not any(name.startswith("blocks") for name in found)
+    assert run_ranks(2, built_between, True) == [[], []]
 
 
 # ---------------------------------------------------------------------- files of each rank's own part

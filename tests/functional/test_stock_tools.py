@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.functional.models import differing, draw_tokens, loss_of, make_mesh, make_model, shard_model, world_mesh
+from tests.functional.models import differing, draw_tokens, loss_of, make_mesh, make_model, shard_model
 from tests.functional.training import History, Recipe, disagreements, train_replicated, train_sharded
 from tests.harness import run_ranks
 
@@ -75,24 +75,29 @@ def test_full_tensor_gives_every_rank_the_whole_parameters_and_gradients(
 # ---------------------------------------------------------------------- clip_grad_norm_
 
 INF = float("inf")
-NORMS = [(2.0, True), (2.0, False), (1.0, None), (3.0, True), (INF, True), (INF, False)]
+NORMS = [(2.0, True), (2.0, False), (1.0, None), (1.0, False), (3.0, True), (INF, True), (INF, False)]
 MAX_NORM = 0.125
 
 
-def clip_with_torch(norm_type: float, foreach: bool | None) -> tuple[float, State]:
-    model = shard_model(make_model(), world_mesh())
+def clip_with_torch(norm_type: float, foreach: bool | None, mesh_shape: tuple[int, ...]) -> tuple[float, State]:
+    strategy = "optim_grads_params" if len(mesh_shape) == 1 else "hsdp"
+    model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
     tokens = draw_tokens(dist.get_rank())
     loss_of(model(tokens), tokens).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type, foreach=foreach)
     return full(norm).item(), full_gradients(model)
 
 
+@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)], ids=str)
 @pytest.mark.parametrize(("norm_type", "foreach"), NORMS)
-def test_torch_finds_the_norm_of_the_whole_gradient_and_scales_it(norm_type: float, foreach: bool | None) -> None:
-    wanted = whole_gradients(NUM_RANKS)
+def test_torch_finds_the_norm_of_the_whole_gradient_and_scales_it(
+    norm_type: float, foreach: bool | None, mesh_shape: tuple[int, ...]
+) -> None:
+    num_ranks = torch.Size(mesh_shape).numel()
+    wanted = whole_gradients(num_ranks)
     wanted_norm = nn.utils.get_total_norm(wanted.values(), norm_type)
     scaled = {name: value * (MAX_NORM / wanted_norm) for name, value in wanted.items()}
-    for norm, gradients in run_ranks(NUM_RANKS, clip_with_torch, norm_type, foreach):
+    for norm, gradients in run_ranks(num_ranks, clip_with_torch, norm_type, foreach, mesh_shape):
         assert norm == pytest.approx(wanted_norm.item(), rel=1e-6)
         assert differing(gradients, scaled, 1e-6) == []
 

@@ -10,6 +10,7 @@ _NEEDS = {
     "test_torchtitan*": "torchtitan",
     "test_megatron*": "megatron",
     "test_script*": "tensorboard",
+    "test_torchao*": "torchao",
 }
 
 collect_ignore_glob = [files for files, package in _NEEDS.items() if importlib.util.find_spec(package) is None]

@@ -1,0 +1,95 @@
+"""Derivatives in forward mode through sharded units equal those of the whole model, whoever gathers the weights."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import forward_ad
+
+from megatron_fsdp import fully_shard
+from tests.functional.replica import inputs, three_blocks, whole
+from tests.harness import run_ranks
+
+# PyTorch's own rules for forward mode are scripted when they are first needed.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def by_jvp(model: nn.Module, x: torch.Tensor, tangent: torch.Tensor) -> Pair:
+    output: Pair = torch.func.jvp(model, (x,), (tangent,))
+    return output
+
+
+def by_jacobian(model: nn.Module, x: torch.Tensor, tangent: torch.Tensor) -> Pair:
+    jacobian = torch.func.jacfwd(lambda each: model(each).sum())(x)
+    return jacobian, (jacobian * tangent).sum()
+
+
+def by_dual_numbers(model: nn.Module, x: torch.Tensor, tangent: torch.Tensor) -> Pair:
+    with forward_ad.dual_level():
+        output = forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent)))
+        assert output.tangent is not None
+        return output.primal, output.tangent
+
+
+WAYS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], Pair]] = {
+    "jvp": by_jvp,
+    "jacfwd": by_jacobian,
+    "dual numbers": by_dual_numbers,
+}
+
+
+def worst_difference(name: str, is_released: bool, is_recorded: bool) -> tuple[float, float]:
+    """Return how far values and derivatives are from the whole model's; and gradients of a training step after it."""
+    torch.manual_seed(0)
+    model = three_blocks()
+    torch.manual_seed(0)
+    oracle = three_blocks()
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=is_released)
+    fully_shard(model, reshard_after_forward=is_released)
+    x, tangent = inputs(dist.get_rank(), 0), inputs(dist.get_rank(), 1)
+    with torch.set_grad_enabled(is_recorded):
+        pairs = zip(WAYS[name](model, x, tangent), WAYS[name](oracle, x, tangent), strict=True)
+        derivatives = max(float((found - wanted).detach().abs().max()) for found, wanted in pairs)
+    model(x).square().mean().backward()
+    for rank in range(dist.get_world_size()):
+        (oracle(inputs(rank, 0)).square().mean() / dist.get_world_size()).backward()
+    gradients = 0.0
+    for parameter, wanted_parameter in zip(model.parameters(), oracle.parameters(), strict=True):
+        assert wanted_parameter.grad is not None
+        difference = whole(parameter.grad, parameter) - wanted_parameter.grad
+        gradients = max(gradients, float(difference.abs().max()))
+    return derivatives, gradients
+
+
+@pytest.mark.parametrize("is_recorded", [True, False], ids=["", "no_grad"])
+@pytest.mark.parametrize("is_released", [True, False], ids=["released", "kept"])
+@pytest.mark.parametrize("name", WAYS)
+def test_derivatives_along_inputs_equal_the_whole_models(name: str, is_released: bool, is_recorded: bool) -> None:
+    for derivatives, gradients in run_ranks(2, worst_difference, name, is_released, is_recorded):
+        assert derivatives < 1e-5
+        assert gradients < 1e-5
+
+
+def refusal(is_released: bool) -> str:
+    torch.manual_seed(0)
+    model = three_blocks()
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=is_released)
+    fully_shard(model, reshard_after_forward=is_released)
+    try:
+        torch.func.grad(lambda x: model(x).sum())(inputs(0, 0))
+    except ValueError as error:
+        return str(error)
+    return "nothing raised"
+
+
+@pytest.mark.parametrize("is_released", [True, False], ids=["released", "kept"])
+def test_a_transform_that_records_its_own_backward_is_refused_by_the_units_name(is_released: bool) -> None:
+    for found in run_ranks(2, refusal, is_released):
+        assert found.startswith("unit ")
+        assert "create_graph=True is not supported" in found
