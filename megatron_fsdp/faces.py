@@ -265,6 +265,8 @@ class Faces:
             if current is face and local.data_ptr() == wanted.data_ptr():
                 continue
             self._adopt(index, current, unit)
+            if current is not face:
+                face.grad = None  # A parameter that is loaded by assign=True brings no gradient.
             is_changed = True
         self.sites.register()
         return is_changed

@@ -19,11 +19,14 @@ import torch
 from torch import nn
 
 from megatron_fsdp.agreement import FirstUse
+from megatron_fsdp.asked_gradients import refuse_gathered
 from megatron_fsdp.errors import StateError
+from megatron_fsdp.gradients import GradientBuffer
 from megatron_fsdp.lanes import trace, wait_for_event
+from megatron_fsdp.missing_gradients import MissingGradients
 from megatron_fsdp.order import ForwardOrder
 from megatron_fsdp.outputs import Attributes, watch_given, watch_made, watch_output
-from megatron_fsdp.parameter_group import WeightState
+from megatron_fsdp.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.pending import open_backwards
 from megatron_fsdp.pools import BufferPools
 from megatron_fsdp.unit import Call, InFlight, Unit, alive, is_in_backward
@@ -82,6 +85,7 @@ class Schedule:
         self._ahead: weakref.ref[Unit] | None = None
         # Weak: a circle would keep slots until the garbage collector comes.
         self._first_use = FirstUse(weakref.WeakMethod(self._served))
+        self._missing = MissingGradients(self._first_use.tokens)
 
     def adopt(self, root: Unit, units: Iterable[Unit]) -> None:
         """Serve ``units``, of which ``root`` is the outermost."""
@@ -127,10 +131,12 @@ class Schedule:
         if unit is self.root and not unit.awaits(module):
             self._start_pass()
         if self._open_call(unit, module):
+            # First, since to release weights is to take back what strangers lend to the call.
+            self._release_stale(unit)
             unit.meet_strangers()
             self._release_lingering(unit)
             unit.follow_requires_grad()
-            self._unshard_fresh(unit)
+            self._unshard(unit, check=True)
             self._prefetch_forward(unit)
 
     def after_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -241,11 +247,10 @@ class Schedule:
         if call is not None and torch.is_grad_enabled():
             watch_made(call, output)
 
-    def _unshard_fresh(self, unit: Unit) -> None:
+    def _release_stale(self, unit: Unit) -> None:
         for group in unit.groups:
             if group.weight_state is not WeightState.SHARDED and group.is_stale():
                 group.reshard()
-        self._unshard(unit, check=True)
 
     def _prefetch_forward(self, unit: Unit) -> None:
         self._order.visit(unit)
@@ -309,6 +314,10 @@ class Schedule:
             self._closed.discard(id(unit))
         if unit.num_arrived == unit.num_gradients and not unit.awaits_inner(self._closed):
             self._close(unit)
+
+    def gradients_missing(self, unit: Unit) -> None:
+        """Note that a unit's gradients are reduced without some of them."""
+        self._missing.say(unit.groups)
 
     def _served(self) -> tuple[Unit | None, Iterable[Unit]]:
         return self.root, self.units()
@@ -418,6 +427,7 @@ class Schedule:
 
         Outside of any, finish what earlier ones left under way.
         """
+        is_for_others = is_in_backward() and not self._any_gradient
         if not is_in_backward():
             self.recover()
             self._settle()
@@ -428,26 +438,38 @@ class Schedule:
             if unit.requires_gradient_sync and any(buffer.is_filled for buffer in unit.gradients):
                 self._reduce(unit)
         self._reducing.drain(0)
+        self._finalize()
         for unit in self.units():
-            self._finalize(unit)
             for buffer in unit.gradients:
                 if buffer.has_sum_under_way:
                     buffer.show_pending()
                     self._has_sums = True
         self._reset_backward()
+        if is_for_others:
+            refuse_gathered(group for unit in self.units() for group in unit.groups)
         for listener in tuple(self.after_backward) if self.is_last_backward else ():
             listener()
 
-    def _finalize(self, unit: Unit) -> None:
-        for group in unit.groups:
+    def _finalize(self) -> None:
+        final = [pair for unit in self.units() for pair in self._final(unit)]
+        groups = [group for group, _ in final]
+        self._missing.say(groups)
+        for group, buffer in final:
+            trace("final", group.name)
+            buffer.complete()
+        self._missing.settle(groups, self.units())
+        for group, buffer in final:
+            buffer.show()
+            if self.is_last_backward:
+                group.suspect_change()
+
+    def _final(self, unit: Unit) -> Iterator[tuple[ParameterGroup, GradientBuffer]]:
+        """Yield the groups whose sums are complete when this backward ends, and their gradients."""
+        is_last = self.is_last_backward and unit.requires_all_reduce
+        for group in unit.groups if unit.requires_gradient_sync else ():
             buffer = group.gradients
-            if buffer is None or not buffer.is_partial or not unit.requires_gradient_sync:
-                continue
-            if buffer.rests_final or (self.is_last_backward and unit.requires_all_reduce):
-                trace("final", unit.name)
-                buffer.finalize()
-                if self.is_last_backward:
-                    group.suspect_change()
+            if buffer is not None and buffer.is_partial and (buffer.rests_final or is_last):
+                yield group, buffer
 
     def _reset_backward(self) -> None:
         self._is_backward_open = False

@@ -111,7 +111,11 @@ class Meddling:
     def _do_add(self, which: str, then: str) -> None:
         """Add a module that the model calls."""
         self._forget_graphs()
-        places = [path for path, module in self.model.named_modules() if isinstance(module, nn.ModuleList)]
+        lists = [path for path, module in self.model.named_modules() if isinstance(module, nn.ModuleList)]
+        # Who puts it where no unit is has to reduce its gradients too.
+        places = [path for path in lists if self.program.owns(path)]
+        if not places:
+            return
         path = places[int(which) % len(places)]
         modules = self.model.get_submodule(path)
         assert isinstance(modules, nn.ModuleList)

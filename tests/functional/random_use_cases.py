@@ -183,6 +183,48 @@ def _own_gradients() -> Iterator[tuple[str, Program]]:
     yield "gradients asked of the sharded parameters", _two("autograd kept, forward, backward")
 
 
+def _unused() -> Iterator[tuple[str, Program]]:
+    for strategy in ALL:
+        yield (
+            f"{strategy}: nobody uses a weight, and momentum moves it not",
+            _one(Part("spare", size=3), "forward, backward, step, forward, backward, step", strategy, optimizer="adam"),
+        )
+        yield (
+            f"{strategy}: a weight that nobody uses is frozen between two microbatches",
+            _one(Part("spare", size=3), "forward, backward no_sync, forward, freeze 5 shown, backward, step", strategy),
+        )
+        sometimes = Part("sometimes", (Part("linear", size=3),), 3)
+        step = "forward, backward microbatch, forward, backward last, clip ours, step, zero_grad none"
+        yield (
+            f"{strategy}: some ranks use a weight in some microbatches",
+            _one(sometimes, ", ".join([step] * 3), strategy, optimizer="adam"),
+        )
+    yield (
+        "a sum is set to zero in which a weight has no gradient",
+        _one(Part("spare", size=3), "forward, backward no_sync, zero_grad zero, forward, backward, step"),
+    )
+    yield (
+        "a hook on a weight that the second of two sums does not use",
+        _one(
+            Part("sometimes", (Part("linear", size=3),), 3),
+            ", ".join(("posthook all kept", *["forward, backward"] * 5, "step")),
+        ),
+    )
+
+
+def _loaded() -> Iterator[tuple[str, Program]]:
+    for strategy in ALL:
+        for accumulates in ("", " no_sync"):
+            actions = f"forward, backward{accumulates}, load assign, step, forward, backward, step"
+            yield f"{strategy}: weights are assigned after a backward{accumulates}", _two(actions, strategy)
+
+
+def _kept() -> Iterator[tuple[str, Program]]:
+    actions = f"{AGAIN}, functional sharded, functional whole, {AGAIN}"
+    yield "another model's weights while old ones are gathered", _two(actions, keeps_weights=True)
+    yield "gradients asked of what a model shows after forward", _two("autograd shown, forward, backward, step")
+
+
 def _others() -> Iterator[tuple[str, Program]]:
     yield (
         "integers among the parameters of a flat optimizer",
@@ -200,7 +242,8 @@ def _others() -> Iterator[tuple[str, Program]]:
 CASES: Mapping[str, Program] = {
     name: program
     for cases in (
-        _side_outputs, _interruptions, _thrown_away, _frozen, _replaced, _changed, _hooked, _own_gradients, _others,
+        _side_outputs, _interruptions, _thrown_away, _frozen, _replaced, _changed, _hooked, _own_gradients, _unused,
+        _loaded, _kept, _others,
     )
     for name, program in cases()
 }  # fmt: skip
