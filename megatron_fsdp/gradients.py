@@ -35,6 +35,8 @@ from megatron_fsdp.reduction import Reduction
 
 __all__ = ["GradState", "GradientBuffer", "GradientObserver", "GradientSpec"]
 
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
 
 class GradientBuffer:
     """The gradients of one parameter group.
@@ -57,6 +59,8 @@ class GradientBuffer:
         self.num_trained = sum(self._trained)
         self._arrived = bytearray(len(self._parameters))
         self._num_arrived = 0
+        # Autograd's number of the backward that entered the unit.
+        self.task = -1
         self._filled = bytearray(len(self._parameters))
         # Parameters of which a product was added since their last arrival, and whether this backward has begun here.
         self._multiplied = bytearray(len(self._parameters))
@@ -181,11 +185,12 @@ class GradientBuffer:
                 self._follow_freezing()
             return
         self._multiplied[index] = 0
+        self.missing[index] = 0
         is_first = not self._num_arrived
-        if not self._arrived[index]:
+        # One from a backward inside of it, by reentrant checkpointing, need not be all of the gradient.
+        if not self._arrived[index] and self.task == _graph_task():
             self._arrived[index] = 1
             self._num_arrived += 1
-            self.missing[index] = 0
         # Only the first and the last of a backward mean anything to the schedule.
         if is_first or self._num_arrived == self.num_trained:
             observer = self._observer() if self._observer is not None else None

@@ -279,7 +279,7 @@ class Schedule:
             self._unshard_again(unit)
             return
         call.entered = self.num_backwards
-        unit.expect(call)
+        unit.enter(call)
         self._leave_passed(call)
         self._active[id(unit)] = unit.reference
         self._closed.discard(id(unit))

@@ -321,6 +321,13 @@ class Unit:
         """Make room for a packed gradient buffer."""
         self.schedule.make_room()
 
+    def enter(self, call: Call) -> None:
+        """Take notice that backward has reached an output of a call."""
+        self.expect(call)
+        task = torch._C._current_graph_task_id()
+        for buffer in self.gradients:
+            buffer.task = task
+
     def gradients_missing(self) -> None:
         """Tell the schedule that gradients are reduced of which some are missing."""
         self.schedule.gradients_missing(self)

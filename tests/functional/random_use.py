@@ -107,6 +107,7 @@ class Trainee(Meddling):
         counter: of forwards. pending: losses that await a backward, one list per forward with one loss per rank.
         is_synced: whether gradients are complete. is_doubtful: whether a backward broke off that nobody cleared up.
         unclear: whose leftovers were set to zero: those of a backward that "broke off", or of a sum "under way".
+        is_tampered: whether gathered weights were changed in a way that shows at the next forward.
         seen: what the action just done gave, to be compared.
     """
 
@@ -121,6 +122,7 @@ class Trainee(Meddling):
     is_synced: bool = True
     is_doubtful: bool = False
     unclear: str = ""
+    is_tampered: bool = False
     stash: list[torch.Tensor] | None = None
     seen: list[tuple[str, Any]] = field(default_factory=list)
     kept: dict[str, nn.Parameter] = field(default_factory=dict)

@@ -160,6 +160,7 @@ def _changed() -> Iterator[tuple[str, Program]]:
 
 
 def _hooked() -> Iterator[tuple[str, Program]]:
+    yield "a hook on what a root keeps gathered", _two("forward, posthook all shown, backward, step")
     for strategy in ("no_shard", "optim_grads_params", "hfsdp"):
         for face in ("kept", "shown"):
             for hook in ("hook", "posthook"):
@@ -225,6 +226,17 @@ def _kept() -> Iterator[tuple[str, Program]]:
     yield "gradients asked of what a model shows after forward", _two("autograd shown, forward, backward, step")
 
 
+def _recomputed() -> Iterator[tuple[str, Program]]:
+    for size in (3, 4):
+        inner = Part("sum", (Part("checkpoint", (Part("linear"),), size), Part("linear")), 4)
+        part = Part("gated", (Part("linear"), inner), 2)
+        for strategy in ("optim_grads", "optim_grads_params", "hfsdp"):
+            yield (
+                f"{strategy}: a part of a unit is recomputed ({size}) in the backward of two forwards",
+                Program(part, "forward, forward, backward, step", _wraps(strategy, "parts.1", ""), mesh=MESH),
+            )
+
+
 def _others() -> Iterator[tuple[str, Program]]:
     yield (
         "integers among the parameters of a flat optimizer",
@@ -243,7 +255,7 @@ CASES: Mapping[str, Program] = {
     name: program
     for cases in (
         _side_outputs, _interruptions, _thrown_away, _frozen, _replaced, _changed, _hooked, _own_gradients, _unused,
-        _loaded, _kept, _others,
+        _loaded, _kept, _recomputed, _others,
     )
     for name, program in cases()
 }  # fmt: skip

@@ -121,6 +121,7 @@ class _Run:
 
     def _step(self, action: str) -> tuple[str, str] | None:
         """Do one action on both; return the outcome and text of a verdict if that is the end."""
+        self.sharded.is_tampered = self.sharded.is_tampered and not action.startswith(("forward", "evaluate"))
         mine = self._try(self.sharded, action)
         errors = self._exchange(mine)
         if any((one is None) != (mine is None) or (one and mine and one[0] != mine[0]) for one in errors):
@@ -174,6 +175,8 @@ class _Run:
 
     def _compared(self, differences: list[str]) -> tuple[str, str] | None:
         """Compare weights and gradients; return a verdict if they or what is known already differ on any rank."""
+        if self.sharded.is_tampered:
+            return None
         pairs = list(self._pairs())
         shapes = [(name, type(mine).__name__, theirs is None) for name, mine, theirs in pairs]
         if any(other != shapes for other in self._exchange(shapes)):
@@ -197,8 +200,9 @@ class _Run:
     def _pairs(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield every weight and every gradient of both sides that can be compared now."""
         shown = dict(self.sharded.model.named_parameters(remove_duplicate=False))
+        first = {id(one): name for name, one in self.plain.model.named_parameters()}
         for name, wanted in self.plain.model.named_parameters(remove_duplicate=False):
-            mine, kept = shown.get(name), self.sharded.kept.get(name)
+            mine, kept = shown.get(name), self.sharded.kept.get(first[id(wanted)])
             # While weights are gathered the model shows other tensors, which "look" looks at.
             is_gathered = isinstance(kept, DTensor) and not isinstance(mine, DTensor)
             holder = kept if is_gathered and mine is not self.sharded.late.get(name) else mine
