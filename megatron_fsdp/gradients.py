@@ -290,6 +290,7 @@ class GradientBuffer:
         if not reduce and not self.rests_partial:
             return
         if not num_arrived and not self.is_filled:
+            self._follow_freezing()
             if not any(self._trained):
                 return
             self._begin()

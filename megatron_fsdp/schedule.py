@@ -351,8 +351,12 @@ class Schedule:
                     buffer.settle()
             self._has_sums = False
 
+    def _latest_first(self) -> list[Unit]:
+        """Return the units that backward is in, inner ones before those around them, in one order on every rank."""
+        return sorted(alive(self._active.values()), key=Unit.first_begin, reverse=True)
+
     def _leave_passed(self, call: Call) -> None:
-        for unit in alive(self._active.values()):
+        for unit in self._latest_first():
             if unit is call.unit:
                 continue
             outstanding = list(unit.outstanding_calls())
@@ -368,7 +372,7 @@ class Schedule:
     def _before_recomputation(self, unit: Unit, module: nn.Module) -> None:
         # Reentrant checkpointing runs the first forward without a graph, so no output is watched, and this is where
         # backward is seen to move on. Units whose outputs are watched are left by the watch.
-        for other in alive(self._active.values()):
+        for other in self._latest_first():
             if other is not unit and not any(other.outstanding_calls()) and not other.encloses(unit):
                 self._close(other)
                 self._leave(other)
@@ -431,7 +435,7 @@ class Schedule:
         if not is_in_backward():
             self.recover()
             self._settle()
-        for unit in sorted(alive(self._active.values()), key=Unit.first_begin, reverse=True):
+        for unit in self._latest_first():
             self._close(unit)
             self._leave(unit)
         for unit in self.units():

@@ -213,6 +213,30 @@ def _unused() -> Iterator[tuple[str, Program]]:
     )
 
 
+def _uneven() -> Iterator[tuple[str, Program]]:
+    checkpoint = Part("checkpoint", (Part("linear", size=5), Part("sometimes", (Part("norm"),))), 4)
+    before = Part("mlp", (Part("sometimes", (Part("linear", size=5), Part("empty", size=3)), 2),))
+    actions = ", ".join(["forward, backward, step, zero_grad zero"] * 3)
+    yield (
+        "some ranks use none of the weights of a unit inside of another one",
+        Program(
+            Part("gated", (before, checkpoint), 2),
+            actions,
+            _wraps("optim_grads_params", "parts.0.up", "parts.0", "parts.1.parts.1", "parts.1", ""),
+            mesh=(1, 3),
+        ),
+    )
+    yield (
+        "a weight of a unit that some ranks do not use is frozen before backward",
+        Program(
+            Part("gated", (Part("sometimes", (Part("linear"),)), Part("linear")), 2),
+            "forward, freeze 2 kept, backward, step, zero_grad none, forward, backward, step",
+            _wraps("optim_grads_params", "parts.0", ""),
+            mesh=(1, 3),
+        ),
+    )
+
+
 def _loaded() -> Iterator[tuple[str, Program]]:
     for strategy in ALL:
         for accumulates in ("", " no_sync"):
@@ -255,7 +279,7 @@ CASES: Mapping[str, Program] = {
     name: program
     for cases in (
         _side_outputs, _interruptions, _thrown_away, _frozen, _replaced, _changed, _hooked, _own_gradients, _unused,
-        _loaded, _kept, _recomputed, _others,
+        _uneven, _loaded, _kept, _recomputed, _others,
     )
     for name, program in cases()
 }  # fmt: skip
