@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import guard_released_storage
 from megatron_fsdp import CPUOffloadPolicy, Placements, fsdp_no_shard, fully_shard
+from megatron_fsdp.gathered_weight import GatheredWeight
 from tests.functional.random_meddling import whole
 from tests.functional.random_models import GRANULARITIES, POLICIES, build, parts_with_paths
 from tests.functional.random_side_parts import ENCLOSING, KINDS
@@ -200,12 +201,16 @@ class _Run:
     def _pairs(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield every weight and every gradient of both sides that can be compared now."""
         shown = dict(self.sharded.model.named_parameters(remove_duplicate=False))
-        first = {id(one): name for name, one in self.plain.model.named_parameters()}
+        names: dict[int, str] = {}
+        for name, one in self.plain.model.named_parameters(remove_duplicate=False):
+            if name in self.sharded.kept:
+                names.setdefault(id(one), name)
         for name, wanted in self.plain.model.named_parameters(remove_duplicate=False):
-            mine, kept = shown.get(name), self.sharded.kept.get(first[id(wanted)])
+            mine, kept = shown.get(name), self.sharded.kept.get(names.get(id(wanted), name))
             # While weights are gathered the model shows other tensors, which "look" looks at.
             is_gathered = isinstance(kept, DTensor) and not isinstance(mine, DTensor)
-            holder = kept if is_gathered and mine is not self.sharded.late.get(name) else mine
+            is_own = mine is self.sharded.late.get(name) and not isinstance(mine, GatheredWeight)
+            holder = kept if is_gathered and not is_own else mine
             yield f"weight of {name}", holder, wanted
             if not self.plain.is_synced or self.plain.is_doubtful or holder is None:
                 continue
