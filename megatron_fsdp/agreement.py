@@ -67,11 +67,16 @@ class FirstUse:
     """The moment before the first collective of a root's units, when the ranks agree on what these are.
 
     Not the first forward: where weights rest whole, one rank may run the model alone.
+
+    Attributes:
+        tokens: a name of the agreement of each set of ranks, which nothing else has in the job's store; empty where
+            this process is the only one.
     """
 
     def __init__(self, subject: weakref.WeakMethod[Callable[[], tuple[Unit | None, Iterable[Unit]]]]) -> None:
         self._subject = subject
         self._is_over = False
+        self.tokens: dict[tuple[int, ...], str] = {}
 
     def before_gather(self, unit: Unit) -> None:
         """A unit is about to be gathered; raises as ``agree`` does."""
@@ -100,7 +105,8 @@ class FirstUse:
         for ranks in sorted(meshes):
             lines = [line for unit in units for line in _settings(unit, ranks)]
             complaint = f"model {name!r}: the ranks of a mesh have other units, or units with other settings"
-            meet(ranks, Statement(f"runs the model {name!r}", tuple(lines), complaint, _UNITS_ADVICE))
+            statement = Statement(f"runs the model {name!r}", tuple(lines), complaint, _UNITS_ADVICE)
+            self.tokens[ranks] = meet(ranks, statement)
         self._is_over = True
 
 

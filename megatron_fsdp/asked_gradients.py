@@ -5,20 +5,59 @@ Forward uses gathered weights in their place: their gradients are asked for inst
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dbuffer.collectives import all_reduce
 from dbuffer.ragged_backward import set_leaf_source
+from megatron_fsdp.errors import StateError
 from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter
 
-__all__ = ["serve_asked_gradients"]
+__all__ = ["refuse_gathered", "serve_asked_gradients"]
 
 
 def serve_asked_gradients() -> None:
     """Let ``torch.autograd.grad`` and ``backward(inputs=...)`` for sharded parameters give what they ask for."""
     set_leaf_source(_GatheredLeaves())
+
+
+# Gathered weights, by identity, that the backward under way asks for in the place of sharded ones.
+_served: set[int] = set()
+
+
+def refuse_gathered(groups: Iterable[ParameterGroup]) -> None:
+    """Refuse, at the end of a backward, that it was asked for gradients of gathered weights by name.
+
+    Raises:
+        StateError: it was: these are this rank's alone.
+    """
+    for group in groups:
+        if math.prod(axis.size for axis in group.main_weight.axes) == 1:
+            continue
+        for name, face, leaf in zip(group.parameters, group.faces.sharded, group.faces.gathered, strict=True):
+            if face.requires_grad and id(leaf) not in _served and _is_captured(leaf):
+                raise StateError(
+                    f"unit {group.name!r}: torch.autograd.grad was asked for the gradient of parameter {name!r} by its "
+                    "gathered weight, which the model shows while it computes: that gradient is this rank's alone. Ask "
+                    "for the sharded parameter, taken from model.parameters() before forward, to get the mean over "
+                    "ranks; or call backward() and read .grad."
+                )
+
+
+def _is_captured(leaf: torch.Tensor) -> bool:
+    if not leaf.requires_grad:
+        return False
+    # The node is found by a view, which is never read: whoever looks for reads of released storage need not see it.
+    with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True  # what it says of leaves whose gradients torch.autograd.grad returns
+    return False
 
 
 class _GatheredLeaves:
@@ -27,7 +66,11 @@ class _GatheredLeaves:
     def leaf_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the gathered weights of a parameter; None where no unit owns it."""
         group = group_of_parameter(parameter)
-        return None if group is None else group.faces.gathered[_position(group, parameter)]
+        if group is None:
+            return None
+        leaf = group.faces.gathered[_position(group, parameter)]
+        _served.add(id(leaf))
+        return leaf
 
     def reduce(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
@@ -36,6 +79,7 @@ class _GatheredLeaves:
 
         A group's gradients are packed and reduced together, as at the end of a backward. Every rank calls it.
         """
+        _served.clear()
         asked: dict[int, tuple[ParameterGroup, dict[int, int]]] = {}
         for number, parameter in enumerate(parameters):
             group = group_of_parameter(parameter)

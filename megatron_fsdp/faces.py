@@ -220,7 +220,7 @@ class Faces:
         self._required[index] = requires_grad
         if requires_grad and not self._listening[index]:
             self._listening[index] = 1
-            used.register_post_accumulate_grad_hook(_gradient_hook(self._receiver, index))
+            torch.Tensor.register_post_accumulate_grad_hook(used, _gradient_hook(self._receiver, index))  # type: ignore[no-untyped-call]  # torch's stub
 
     def name_of(self, index: int) -> str:
         """Return the name of a parameter within its unit."""
@@ -273,6 +273,8 @@ class Faces:
             if current is face and local.data_ptr() == wanted.data_ptr():
                 continue
             self._adopt(index, current, unit)
+            if current is not face:
+                face.grad = None  # A parameter that is loaded by assign=True brings no gradient.
             is_changed = True
         self.sites.register()
         return is_changed

@@ -203,7 +203,8 @@ class FlatParameter(nn.Parameter):
         if missing:
             raise StateError(
                 f"{missing[0]} has no gradient, but others have that share a flat parameter with it. Give all of them "
-                "a gradient or none, or use an optimizer over model.parameters()."
+                "a gradient or none, leave a parameter that no rank uses out of the optimizer, or use an optimizer "
+                "over model.parameters()."
             )
         if gradients is None or gradients.state is not GradState.FINAL:
             return self._packed(shown)

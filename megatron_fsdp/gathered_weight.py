@@ -99,6 +99,12 @@ class GatheredWeight(nn.Parameter):
         if value.dtype is not self.dtype or not value.is_set_to(self):
             refuse_change(self._fsdp_place, ".data = ...")
 
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """Register a hook on the sharded parameter: its ``.grad`` is the mean over ranks; this one's is taken away."""
+        group = self._fsdp_place.owner()
+        assert group is not None
+        return group.parameters[self._fsdp_place.parameter].register_post_accumulate_grad_hook(hook)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a copy that is an ordinary parameter."""
         copied = memo.get(id(self))

@@ -55,5 +55,8 @@ class GradientObserver(Protocol):
     def before_packing(self) -> None:
         """A packed buffer is about to be allocated."""
 
+    def gradients_missing(self) -> None:
+        """A buffer is about to be reduced without gradients of some parameters."""
+
     def gradient_arrived(self) -> None:
         """A gradient was packed."""

@@ -9,6 +9,7 @@ a loss that uses a sharded parameter beside the gathered weights, is added at th
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import weakref
@@ -40,6 +41,8 @@ _STRIDED = torch.strided
 
 __all__ = ["GradState", "GradientBuffer", "GradientObserver", "GradientSpec"]
 
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
 
 class GradientBuffer:
     """The gradients of one parameter group.
@@ -62,10 +65,15 @@ class GradientBuffer:
         self.num_trained = sum(self._trained)
         self._arrived = bytearray(len(self._parameters))
         self._num_arrived = 0
+        # Autograd's number of the backward that entered the unit.
+        self.task = -1
         self._filled = bytearray(len(self._parameters))
         # Parameters of which a product was added since their last arrival, and whether this backward has begun here.
         self._multiplied = bytearray(len(self._parameters))
         self._is_begun = False
+        # Parameters of which this sum has no gradient so far (``missing_gradients.py``), and those that had one before.
+        self.missing = bytearray(len(self._parameters))
+        self._had = bytearray(len(self._parameters))
         self._carry: torch.Tensor | None = None
         # The last backward that brought gradients, by the schedule's count.
         self._backward = 0
@@ -187,8 +195,10 @@ class GradientBuffer:
                 self._follow_freezing()
             return
         self._multiplied[index] = 0
+        self.missing[index] = 0
         is_first = not self._num_arrived
-        if not self._arrived[index]:
+        # One from a backward inside of it, by reentrant checkpointing, need not be all of the gradient.
+        if not self._arrived[index] and self.task == _graph_task():
             self._arrived[index] = 1
             self._num_arrived += 1
         # Only the first and the last of a backward mean anything to the schedule.
@@ -286,10 +296,14 @@ class GradientBuffer:
         if not reduce and not self.rests_partial:
             return
         if not num_arrived and not self.is_filled:
+            self._follow_freezing()
             if not any(self._trained):
                 return
             self._begin()
         self._fill_missing()
+        observer = self._observer() if reduce and 1 in self.missing and self._observer is not None else None
+        if observer is not None:
+            observer.gradients_missing()
         if self.rests_partial:
             self.state = GradState.PARTIAL
         else:
@@ -373,10 +387,14 @@ class GradientBuffer:
         if self._sums is None:
             self._sums = PendingSums(self._parameters, self._final_gradients(), _describer(self))
         if self._sums.is_under_way:
+            added = bytearray(map(operator.gt, self._trained, self._sums.wanted))
+            self.missing = _either(self.missing, added)
             self._sums.wanted = _either(self._trained, self._sums.wanted)
             self.show_pending()
             return
         shown = self._shown()
+        self._had = bytearray(map(self._has_had, range(len(shown)), shown))
+        self.missing = bytearray(self._trained)
         if not any(_given(shown)):
             self.state = GradState.EMPTY
             self._sums.begin(bytearray(self._trained))
@@ -395,6 +413,14 @@ class GradientBuffer:
                 self._carry = self._final.local_buffer.clone()
                 self.state = GradState.EMPTY
 
+    def _has_had(self, index: int, shown: torch.Tensor | None) -> bool:
+        """Whether a plain model would have a gradient beside the one that is summed up next."""
+        assert self._sums is not None
+        if self._sums.sum_of(index, shown) is None:
+            return shown is not None
+        # Of a sum that was set to zero: a sum of nothing is none still.
+        return bool(self._had[index] or not self.missing[index])
+
     def show_pending(self) -> None:
         """Let ``.grad`` of all parameters of a sum under way say so."""
         assert self._sums is not None
@@ -409,10 +435,12 @@ class GradientBuffer:
         for index, gradient in enumerate(shown):
             pending = self._sums.sum_of(index, gradient)
             if pending is not None:
+                if pending.is_added:
+                    self.missing[index] = 0
                 pending.is_zeroed = False
             elif gradient is not None:
                 self._sums[index].add(self._owner_faces.own_rows(index, gradient))
-                self._sums.wanted[index] = 1
+                self._sums.wanted[index] = self._had[index] = 1
 
     def settle(self) -> None:
         """Take notice, before a backward, of what users did to ``.grad`` while a sum was under way: throw it away.
@@ -441,7 +469,8 @@ class GradientBuffer:
 
     def _drop_one(self, index: int) -> None:
         assert self._sums is not None
-        self._sums.wanted[index] = self._trained[index]
+        self._had[index] = self._has_had(index, self._shown()[index])
+        self._sums.wanted[index] = self.missing[index] = self._trained[index]
         self._filled[index] = 0
         if self.state is GradState.PARTIAL:
             self.main_grad.get_local_tensor(index).zero_()
@@ -474,8 +503,8 @@ class GradientBuffer:
                 if rows.data_ptr() != mine.data_ptr():
                     mine.view(-1).copy_(rows.reshape(-1))
 
-    def finalize(self) -> None:
-        """Reduce the axes that still hold partial sums, and set ``.grad`` of the sharded parameters."""
+    def complete(self) -> None:
+        """Reduce the axes that still hold partial sums; ``show`` sets ``.grad`` of the sharded parameters then."""
         if self.state is not GradState.PARTIAL:
             return
         if self._final is not self.main_grad:
@@ -485,7 +514,6 @@ class GradientBuffer:
                 self._carry = None
         self._add_direct_gradients()
         self.state = GradState.FINAL
-        self.show()
 
     def _add_direct_gradients(self) -> None:
         assert self._sums is not None
@@ -555,7 +583,7 @@ class GradientBuffer:
         self._cast.take_back()
 
     def show(self) -> None:
-        """Set ``.grad`` of every sharded parameter to its part of the final gradients."""
+        """Set ``.grad`` of every sharded parameter to its part of the final gradients, but of those in ``missing``."""
         faces, wanted = self._final_gradients(), self._trained
         if self._sums is not None and self._sums.is_under_way:
             if self.num_trained < len(faces):
@@ -563,6 +591,11 @@ class GradientBuffer:
                 wanted = _either(self._trained, self._sums.wanted)
             self._sums.forget()
             self._sums.end()
+        if 1 in self.missing:
+            # They keep what they had, and nothing was accumulated of which hooks could be told.
+            clear_grads(itertools.compress(self._parameters, self.missing))
+            assign_grads(self._parameters, faces, bytes(map(operator.and_, self.missing, self._had)))
+            wanted = bytearray(map(operator.gt, wanted, self.missing))
         # Autograd accumulates into the gathered parameters, so it calls no hook of the sharded ones.
         for call_hook in assign_grads(self._parameters, faces, wanted):
             call_hook()

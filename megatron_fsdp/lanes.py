@@ -26,6 +26,7 @@ __all__ = [
     "Ticket",
     "Turns",
     "drive_with",
+    "is_capturing",
     "join_lanes",
     "lane",
     "latest_submission",
@@ -34,6 +35,7 @@ __all__ = [
     "trace",
     "turns",
     "wait_for_event",
+    "wait_on_host",
 ]
 
 Operation = Callable[[list[dist.Work] | None], None]
@@ -317,6 +319,21 @@ def drive_with(streams: Streams) -> Iterator[None]:
             each.clear()
             each.update(saved)
         _latest[:] = latest
+
+
+def wait_on_host(device: torch.device) -> None:
+    """Let the host wait until compute has done all that it was given; nothing to do on CPU."""
+    compute = _compute_of(device)
+    if compute is not None:
+        event = compute.streams.event()
+        event.record(compute.streams.current(device))
+        event.synchronize()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is issued now is captured into a graph."""
+    compute = _compute_of(device)
+    return compute is not None and compute.streams.is_capturing()
 
 
 def wait_for_event(event: torch.Event) -> None:

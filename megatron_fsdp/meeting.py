@@ -30,7 +30,7 @@ from dbuffer.mesh import job_timeout
 from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.verdict import rank_list
 
-__all__ = ["Statement", "excuse", "meet"]
+__all__ = ["Statement", "excuse", "job_store", "meet"]
 
 _ABSENT = "-"
 # Where processes that end with an exception say so.
@@ -138,7 +138,7 @@ class _Room:
         ranks = tuple(sorted(ranks))
         if len(ranks) < 2 or not dist.is_initialized() or dist.get_rank() not in ranks:
             return None
-        store = _store()
+        store = job_store()
         if store is None:
             return None
         world: Any = dist.group.WORLD
@@ -235,13 +235,13 @@ def _leave_word() -> None:
     error = getattr(sys, "last_value", None)
     if error is None or not dist.is_initialized():
         return
-    store: Any = _store()
+    store: Any = job_store()
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     with contextlib.suppress(AttributeError, RuntimeError):
         store.append(_ENDED, f"{dist.get_rank()} {time.time()} {reason}\n")
 
 
-def _store() -> Store | None:
+def job_store() -> Store | None:
     """Return the job's store; None where one process stands for all ranks, so that nobody else would come."""
     store: Store = dist.distributed_c10d._get_default_store()
     inner: Any = store

@@ -186,7 +186,7 @@ class FsdpModule:
         """Accept FSDP2's switch: reductions are always sums here, and the division is part of the fold."""
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Accept FSDP2's switch: parameters without a gradient always take part, with zeros, so ranks cannot differ."""
+        """Accept FSDP2's switch: parameters without a gradient here always take part, with zeros."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Allow this many packed gradient buffers at once. More of them let backward run further ahead of reductions.

@@ -34,29 +34,30 @@ class PendingSum:
 
     Attributes:
         is_zeroed: somebody zeroed it, so that it reads as zeros. added: what was added to it, None for nothing.
+        is_added: whether anything was.
     """
 
-    __slots__ = ("_describe", "_like", "_touched", "added", "is_zeroed")
+    __slots__ = ("_describe", "_like", "_touched", "added", "is_added", "is_zeroed")
 
     def __init__(self, describe: Callable[[], str], like: torch.Tensor, touched: list[bool]) -> None:
         self._describe = describe
         self._touched = touched
         self._like = (like.shape, like.dtype, like.device)
-        self.is_zeroed = False
+        self.is_zeroed = self.is_added = False
         self.added: torch.Tensor | None = None
 
     def forget(self) -> None:
         """Forget what happened."""
-        self.is_zeroed, self.added = False, None
+        self.is_zeroed, self.is_added, self.added = False, False, None
 
     def zero(self) -> None:
         """Take notice of ``zero_``."""
         self._touched[0] = True
-        self.is_zeroed, self.added = True, None
+        self.is_zeroed, self.is_added, self.added = True, False, None
 
     def add(self, value: torch.Tensor, alpha: float = 1) -> None:
         """Take notice of ``add_``: what autograd accumulates for a loss that uses a sharded parameter itself."""
-        self._touched[0] = True
+        self._touched[0] = self.is_added = True
         added = self._own()
         if value.numel() == added.numel():
             added, value = added.view(-1), value.reshape(-1)
@@ -115,7 +116,10 @@ class _PendingRows(torch.Tensor):
             target.pending.add(args[1], **(kwargs or {}))
             return target
         result = func(*_readable(args), **{name: _readable(value) for name, value in (kwargs or {}).items()})
-        return target if target is not None and result is target.pending.added else result
+        if target is not None and result is target.pending.added:
+            target.pending.is_added = True
+            return target
+        return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
         return "zeros" if self.pending.is_zeroed else "a sum under way"

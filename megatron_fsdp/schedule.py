@@ -19,11 +19,14 @@ import torch
 from torch import nn
 
 from megatron_fsdp.agreement import FirstUse
+from megatron_fsdp.asked_gradients import refuse_gathered
 from megatron_fsdp.errors import StateError
+from megatron_fsdp.gradients import GradientBuffer
 from megatron_fsdp.lanes import join_lanes, trace, wait_for_event
+from megatron_fsdp.missing_gradients import MissingGradients
 from megatron_fsdp.order import ForwardOrder
 from megatron_fsdp.outputs import Attributes, watch_given, watch_made, watch_output
-from megatron_fsdp.parameter_group import WeightState
+from megatron_fsdp.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.pending import open_backwards
 from megatron_fsdp.pools import BufferPools
 from megatron_fsdp.unit import Call, InFlight, Unit, alive, is_in_backward
@@ -82,6 +85,7 @@ class Schedule:
         self._ahead: weakref.ref[Unit] | None = None
         # Weak: a circle would keep slots until the garbage collector comes.
         self._first_use = FirstUse(weakref.WeakMethod(self._served))
+        self._missing = MissingGradients(self._first_use.tokens)
 
     def adopt(self, root: Unit, units: Iterable[Unit]) -> None:
         """Serve ``units``, of which ``root`` is the outermost."""
@@ -127,10 +131,12 @@ class Schedule:
         if unit is self.root and not unit.awaits(module):
             self._start_pass()
         if self._open_call(unit, module):
+            # First, since to release weights is to take back what strangers lend to the call.
+            self._release_stale(unit)
             unit.meet_strangers()
             self._release_lingering(unit)
             unit.follow_requires_grad()
-            self._unshard_fresh(unit)
+            self._unshard(unit, check=True)
             self._prefetch_forward(unit)
 
     def after_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -241,11 +247,10 @@ class Schedule:
         if call is not None and torch.is_grad_enabled():
             watch_made(call, output)
 
-    def _unshard_fresh(self, unit: Unit) -> None:
+    def _release_stale(self, unit: Unit) -> None:
         for group in unit.groups:
             if group.weight_state is not WeightState.SHARDED and group.is_stale():
                 group.reshard()
-        self._unshard(unit, check=True)
 
     def _prefetch_forward(self, unit: Unit) -> None:
         self._order.visit(unit)
@@ -274,7 +279,7 @@ class Schedule:
             self._unshard_again(unit)
             return
         call.entered = self.num_backwards
-        unit.expect(call)
+        unit.enter(call)
         self._leave_passed(call)
         self._active[id(unit)] = unit.reference
         self._closed.discard(id(unit))
@@ -310,6 +315,10 @@ class Schedule:
         if unit.num_arrived == unit.num_gradients and not unit.awaits_inner(self._closed):
             self._close(unit)
 
+    def gradients_missing(self, unit: Unit) -> None:
+        """Note that a unit's gradients are reduced without some of them."""
+        self._missing.say(unit.groups)
+
     def _served(self) -> tuple[Unit | None, Iterable[Unit]]:
         return self.root, self.units()
 
@@ -342,8 +351,12 @@ class Schedule:
                     buffer.settle()
             self._has_sums = False
 
+    def _latest_first(self) -> list[Unit]:
+        """Return the units that backward is in, inner ones before those around them, in one order on every rank."""
+        return sorted(alive(self._active.values()), key=Unit.first_begin, reverse=True)
+
     def _leave_passed(self, call: Call) -> None:
-        for unit in alive(self._active.values()):
+        for unit in self._latest_first():
             if unit is call.unit:
                 continue
             outstanding = list(unit.outstanding_calls())
@@ -359,7 +372,7 @@ class Schedule:
     def _before_recomputation(self, unit: Unit, module: nn.Module) -> None:
         # Reentrant checkpointing runs the first forward without a graph, so no output is watched, and this is where
         # backward is seen to move on. Units whose outputs are watched are left by the watch.
-        for other in alive(self._active.values()):
+        for other in self._latest_first():
             if other is not unit and not any(other.outstanding_calls()) and not other.encloses(unit):
                 self._close(other)
                 self._leave(other)
@@ -418,10 +431,11 @@ class Schedule:
 
         Outside of any, finish what earlier ones left under way.
         """
+        is_for_others = is_in_backward() and not self._any_gradient
         if not is_in_backward():
             self.recover()
             self._settle()
-        for unit in sorted(alive(self._active.values()), key=Unit.first_begin, reverse=True):
+        for unit in self._latest_first():
             self._close(unit)
             self._leave(unit)
         for unit in self.units():
@@ -432,26 +446,38 @@ class Schedule:
         # graph that ends with the backward (docs/design/order.md, "Streams"). Not before: compute would wait for the
         # gather of the unit that comes next.
         join_lanes()
+        self._finalize()
         for unit in self.units():
-            self._finalize(unit)
             for buffer in unit.gradients:
                 if buffer.has_sum_under_way:
                     buffer.show_pending()
                     self._has_sums = True
         self._reset_backward()
+        if is_for_others:
+            refuse_gathered(group for unit in self.units() for group in unit.groups)
         for listener in tuple(self.after_backward) if self.is_last_backward else ():
             listener()
 
-    def _finalize(self, unit: Unit) -> None:
-        for group in unit.groups:
+    def _finalize(self) -> None:
+        final = [pair for unit in self.units() for pair in self._final(unit)]
+        groups = [group for group, _ in final]
+        self._missing.say(groups)
+        for group, buffer in final:
+            trace("final", group.name)
+            buffer.complete()
+        self._missing.settle(groups, self.units())
+        for group, buffer in final:
+            buffer.show()
+            if self.is_last_backward:
+                group.suspect_change()
+
+    def _final(self, unit: Unit) -> Iterator[tuple[ParameterGroup, GradientBuffer]]:
+        """Yield the groups whose sums are complete when this backward ends, and their gradients."""
+        is_last = self.is_last_backward and unit.requires_all_reduce
+        for group in unit.groups if unit.requires_gradient_sync else ():
             buffer = group.gradients
-            if buffer is None or not buffer.is_partial or not unit.requires_gradient_sync:
-                continue
-            if buffer.rests_final or (self.is_last_backward and unit.requires_all_reduce):
-                trace("final", unit.name)
-                buffer.finalize()
-                if self.is_last_backward:
-                    group.suspect_change()
+            if buffer is not None and buffer.is_partial and (buffer.rests_final or is_last):
+                yield group, buffer
 
     def _reset_backward(self) -> None:
         self._is_backward_open = False

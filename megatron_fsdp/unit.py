@@ -56,6 +56,9 @@ class Driver(Protocol):
     def begin_backward(self) -> int:
         """A backward is under way; return its number."""
 
+    def gradients_missing(self, unit: Unit) -> None:
+        """Gradients of the unit are about to be reduced, and some parameters have none."""
+
     def gradient_arrived(self, unit: Unit) -> None:
         """One more gradient of the unit is packed."""
 
@@ -317,6 +320,17 @@ class Unit:
     def before_packing(self) -> None:
         """Make room for a packed gradient buffer."""
         self.schedule.make_room()
+
+    def enter(self, call: Call) -> None:
+        """Take notice that backward has reached an output of a call."""
+        self.expect(call)
+        task = torch._C._current_graph_task_id()
+        for buffer in self.gradients:
+            buffer.task = task
+
+    def gradients_missing(self) -> None:
+        """Tell the schedule that gradients are reduced of which some are missing."""
+        self.schedule.gradients_missing(self)
 
     def gradient_arrived(self) -> None:
         """Tell the schedule that one more gradient is packed."""

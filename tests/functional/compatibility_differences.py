@@ -172,7 +172,7 @@ def mesh_of_gathered_parameters(fsdp: Any) -> object:
 # ---------------------------------------------------------------- parameters and gradients
 
 
-@difference("a parameter that no rank used", theirs=[False, True], ours=[False, False])
+@difference("a parameter that no rank used", theirs=[False, True], ours=[False, True])
 def unused(fsdp: Any) -> object:
     model = nn.Sequential(nn.Linear(3, 3, bias=False))
     model[0].idle = nn.Linear(3, 3, bias=False)

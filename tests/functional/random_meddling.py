@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp import FsdpModule
-from tests.functional.random_models import Leaf, Part
+from tests.functional.random_models import Leaf, Part, parts_with_paths
+from tests.functional.random_side_parts import ENCLOSING
 
 __all__ = ["Meddling", "whole"]
 
@@ -28,6 +29,9 @@ class Meddling:
     """Mixed into ``Trainee``, whose attributes it uses."""
 
     model: nn.Module
+    program: Any
+    is_sharded: bool
+    is_tampered: bool
     kept: dict[str, nn.Parameter]
     late: dict[str, nn.Parameter]
 
@@ -37,8 +41,15 @@ class Meddling:
                 parameter.register_hook(_halve)
 
     def _do_posthook(self, which: str, face: str) -> None:
-        for parameter in self._named(which, face).values():
-            if parameter.requires_grad:
+        # Each of them runs a backward of its own in that of the plain model, which sees all ranks: its hooks are called
+        # more often than those of one rank.
+        again = [
+            path
+            for path, part in parts_with_paths(self.program.part, enclosing=ENCLOSING)
+            if part.kind == "checkpoint" and part.size % 2
+        ]
+        for name, parameter in self._named(which, face).items():
+            if parameter.requires_grad and not any(name.startswith(f"{path}.") for path in again):
                 parameter.register_post_accumulate_grad_hook(_halve_grad)
 
     # ------------------------------------------------------------------ weights
@@ -47,6 +58,8 @@ class Meddling:
         self._forget_graphs()
         parameters = [one for one in self._named(which, face).values() if one.is_floating_point()]
         if how == "foreach":
+            # No operator of this kind can be seen when it changes gathered weights: the next forward has to refuse it.
+            self.is_tampered |= self.is_sharded and not all(isinstance(one, DTensor) for one in parameters)
             with torch.no_grad():
                 torch._foreach_mul_(parameters, 0.8)
         for parameter in parameters:
@@ -111,7 +124,11 @@ class Meddling:
     def _do_add(self, which: str, then: str) -> None:
         """Add a module that the model calls."""
         self._forget_graphs()
-        places = [path for path, module in self.model.named_modules() if isinstance(module, nn.ModuleList)]
+        lists = [path for path, module in self.model.named_modules() if isinstance(module, nn.ModuleList)]
+        # Who puts it where no unit is has to reduce its gradients too.
+        places = [path for path in lists if self.program.owns(path)]
+        if not places:
+            return
         path = places[int(which) % len(places)]
         modules = self.model.get_submodule(path)
         assert isinstance(modules, nn.ModuleList)

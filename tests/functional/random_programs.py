@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tests.functional.random_models import COMPOSITES, POLICIES, SHAPES, Part, Wrap, parts_with_paths
-from tests.functional.random_side_parts import ENCLOSING, SIDE_KINDS
-from tests.functional.random_use import Program
+from tests.functional.random_models import COMPOSITES, POLICIES, SHAPES, Part, Wrap, build, parts_with_paths
+from tests.functional.random_side_parts import ENCLOSING, KINDS, SIDE_KINDS
+from tests.functional.random_use import Program, is_below
 
 __all__ = ["draw", "smaller"]
 
@@ -22,7 +22,7 @@ ODDITIES: tuple[str, ...] = (
     "side", "side", "side", "bomb", "fuse", "drop", "two forwards", "zero_grad", "accumulate", "freeze", "live freeze",
     "replace", "late tie", "add", "clamped", "renormed", "borrowing", "weight", "load", "unshard", "poke", "grad",
     "functional", "hook", "posthook", "stash", "penalty", "autograd", "copy", "groups", "evaluate", "state", "look",
-    "choose", "backward twice",
+    "choose", "backward twice", "sometimes", "sometimes",
 )  # fmt: skip
 
 
@@ -38,14 +38,18 @@ class _Draw:
         self.odd = set(source.sample(sorted(set(ODDITIES)), count)) if count else set()
         if count and source.random() < 0.15:
             self.odd.add("side")
+        if "sometimes" in self.odd:
+            # What is not there on all ranks cannot raise on all of them, or be taken from all.
+            self.odd -= {"side", "bomb", "fuse", "stash"}
 
     def chance(self, probability: float) -> bool:
         return self.source.random() < probability
 
     def program(self) -> Program:
         part = Part("gated", tuple(self.part(2) for _ in range(self.source.randint(1, 3))), self.source.randint(1, 3))
-        if self.chance(0.1):
-            part = replace(part, kind="chain")
+        if self.chance(0.1) and "sometimes" not in self.odd:
+            # Each part of it is a model of its own, which other ranks must not do without.
+            part = replace(part, kind="chain", parts=tuple(replace(one, is_replicated=False) for one in part.parts))
         num_ranks = self.source.choice((1, 2, 2, 2, 2, 2, 2, 3, 3, 4))
         num_outer = self.source.choice([size for size in range(1, num_ranks + 1) if num_ranks % size == 0])
         wraps = tuple(self.wraps(part, num_ranks, num_ranks // num_outer))
@@ -72,7 +76,7 @@ class _Draw:
         kinds = [*PLAIN_COMPOSITES, "mlp", "mlp"]
         if "side" in self.odd and self.chance(0.6):
             kinds = list(SIDE_KINDS)
-        own = [kind for kind in ("clamped", "renormed", "borrowing") if kind in self.odd]
+        own = [kind for kind in ("clamped", "renormed", "borrowing", "sometimes") if kind in self.odd]
         if own and self.chance(0.5):
             kinds = own
         kind, size = self.source.choice(kinds), self.source.randint(1, 4)
@@ -93,6 +97,8 @@ class _Draw:
         usual = self.source.choice(STRATEGIES)
         is_mixed, reshard = self.chance(0.3), self.source.choice((None, None, None, True, False, 1))
         policy = self.source.choice(["none"] * 8 + [name for name in POLICIES if name not in UNLIKE_ADAM])
+        rare = [path for path, one in parts_with_paths(part, enclosing=ENCLOSING) if one.kind == "sometimes"]
+        paths = [path for path in paths if not any(is_below(path, one) and path != one for one in rare)]
         chosen = [path for path in paths if path and self.chance(0.55)]
         if part.kind == "chain":
             chosen = [path for path in paths if path.count(".") == 1 or (path and path in chosen)]
@@ -206,6 +212,7 @@ class _Draw:
             "evaluate": lambda: (f"evaluate {self.source.choice(('no_grad', 'inference', 'eval', 'train'))}", ""),
             "state": lambda: ("state", ""),
             "look": lambda: ("look", ""),
+            "choose": lambda: (f"choose {self.number()} {self.source.choice(('None', 'True', 'False', '1'))}", ""),
         }
         if oddity in simple:
             yield simple[oddity]()
@@ -246,10 +253,16 @@ def smaller(program: Program, fails: Callable[[Program], bool], seconds: float) 
         for candidate in _candidates(program):
             if time.monotonic() > deadline:
                 return program
-            if fails(candidate):
+            if _has_owners(candidate) and fails(candidate):
                 program, is_shrinking = candidate, True
                 break
     return program
+
+
+def _has_owners(program: Program) -> bool:
+    """Whether units own all parameters; those of a plain module in a sharded model are the user's to reduce."""
+    parameters = build(program.part, program.ties, KINDS).named_parameters(remove_duplicate=False)
+    return all(program.owns(name.rpartition(".")[0]) for name, _ in parameters)
 
 
 def _candidates(program: Program) -> Iterator[Program]:

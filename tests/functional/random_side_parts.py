@@ -143,6 +143,15 @@ class Renormed(Composite):
         return super().forward(x + self.table(tokens % self.part.size).to(x.dtype), tokens, turn)
 
 
+class Sometimes(Composite):
+    """Uses what is below it or not, as the data says: not on all ranks, in not all microbatches."""
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int) -> torch.Tensor:
+        if int(tokens.sum() + self.part.size) % 2:
+            return super().forward(x, tokens, turn)
+        return x.view_as(x)
+
+
 class Borrowing(Composite):
     """Uses a weight of a module below it itself, after that module has run."""
 
@@ -173,4 +182,5 @@ KINDS: Mapping[str, Maker] = {
     "clamped": Clamped,
     "renormed": Renormed,
     "borrowing": Borrowing,
+    "sometimes": Sometimes,
 }

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp import AdamW, FlatOptimizer, FsdpModule, clip_grad_norm_, fully_shard_optimizer, microbatch, no_sync
 from tests.functional.random_meddling import Meddling
-from tests.functional.random_models import BATCH, WIDTH, Description, Part, Wrap
-from tests.functional.random_side_parts import side_loss
+from tests.functional.random_models import BATCH, WIDTH, Description, Part, Wrap, parts_with_paths
+from tests.functional.random_side_parts import ENCLOSING, side_loss
 
-__all__ = ["Bomb", "Interrupt", "Program", "Trainee"]
+__all__ = ["Bomb", "Interrupt", "Program", "Trainee", "is_below"]
 
 MAX_NORM = 0.3
 
@@ -54,10 +54,21 @@ class Program(Description):
         """The actions one by one."""
         return tuple(filter(None, self.actions.split(", ")))
 
+    def owns(self, path: str) -> bool:
+        """Whether a unit owns what is registered in a module, or added to it."""
+        whole = [path for path, part in parts_with_paths(self.part, enclosing=ENCLOSING) if part.is_replicated]
+        units = [unit for wrap in self.wraps for unit in wrap.paths if not any(is_below(unit, one) for one in whole)]
+        return any(is_below(path, unit) for unit in units)
+
     @property
     def num_ranks(self) -> int:
         """How many ranks it needs."""
         return self.mesh[0] * self.mesh[1]
+
+
+def is_below(path: str, above: str) -> bool:
+    """Whether a module's path is another one's, or below it."""
+    return not above or path == above or path.startswith(f"{above}.")
 
 
 class Bomb(RuntimeError):
@@ -95,6 +106,8 @@ class Trainee(Meddling):
             that somebody registered later.
         counter: of forwards. pending: losses that await a backward, one list per forward with one loss per rank.
         is_synced: whether gradients are complete. is_doubtful: whether a backward broke off that nobody cleared up.
+        unclear: whose leftovers were set to zero: those of a backward that "broke off", or of a sum "under way".
+        is_tampered: whether gathered weights were changed in a way that shows at the next forward.
         seen: what the action just done gave, to be compared.
     """
 
@@ -108,6 +121,8 @@ class Trainee(Meddling):
     fuses: list[Exception | KeyboardInterrupt] = field(default_factory=list)
     is_synced: bool = True
     is_doubtful: bool = False
+    unclear: str = ""
+    is_tampered: bool = False
     stash: list[torch.Tensor] | None = None
     seen: list[tuple[str, Any]] = field(default_factory=list)
     kept: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -232,6 +247,7 @@ class Trainee(Meddling):
                 loss.backward()
         self.is_synced = how in ("", "last", "twice")
         self.is_doubtful = self.is_doubtful and not self.is_synced
+        self.unclear = "" if self.is_synced and self.unclear == "under way" else self.unclear
 
     def _backward_by_rank(self, pending: list[list[torch.Tensor]]) -> None:
         """Let every rank's backward get as far as it gets, and add up what parameters have then."""
@@ -272,6 +288,12 @@ class Trainee(Meddling):
             self.model.zero_grad()
         else:
             self.optimizer.zero_grad(set_to_none=how == "none")
+        if how != "zero":
+            self.unclear = ""
+        elif self.is_doubtful or self.unclear == "broke off":
+            self.unclear = "broke off"
+        elif not self.is_synced:
+            self.unclear = "under way"
         self.is_synced, self.is_doubtful = True, False
 
     def _do_step(self) -> None:

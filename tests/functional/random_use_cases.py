@@ -160,6 +160,7 @@ def _changed() -> Iterator[tuple[str, Program]]:
 
 
 def _hooked() -> Iterator[tuple[str, Program]]:
+    yield "a hook on what a root keeps gathered", _two("forward, posthook all shown, backward, step")
     for strategy in ("no_shard", "optim_grads_params", "hfsdp"):
         for face in ("kept", "shown"):
             for hook in ("hook", "posthook"):
@@ -183,6 +184,83 @@ def _own_gradients() -> Iterator[tuple[str, Program]]:
     yield "gradients asked of the sharded parameters", _two("autograd kept, forward, backward")
 
 
+def _unused() -> Iterator[tuple[str, Program]]:
+    for strategy in ALL:
+        yield (
+            f"{strategy}: nobody uses a weight, and momentum moves it not",
+            _one(Part("spare", size=3), "forward, backward, step, forward, backward, step", strategy, optimizer="adam"),
+        )
+        yield (
+            f"{strategy}: a weight that nobody uses is frozen between two microbatches",
+            _one(Part("spare", size=3), "forward, backward no_sync, forward, freeze 5 shown, backward, step", strategy),
+        )
+        sometimes = Part("sometimes", (Part("linear", size=3),), 3)
+        step = "forward, backward microbatch, forward, backward last, clip ours, step, zero_grad none"
+        yield (
+            f"{strategy}: some ranks use a weight in some microbatches",
+            _one(sometimes, ", ".join([step] * 3), strategy, optimizer="adam"),
+        )
+    yield (
+        "a sum is set to zero in which a weight has no gradient",
+        _one(Part("spare", size=3), "forward, backward no_sync, zero_grad zero, forward, backward, step"),
+    )
+    yield (
+        "a hook on a weight that the second of two sums does not use",
+        _one(
+            Part("sometimes", (Part("linear", size=3),), 3),
+            ", ".join(("posthook all kept", *["forward, backward"] * 5, "step")),
+        ),
+    )
+
+
+def _uneven() -> Iterator[tuple[str, Program]]:
+    checkpoint = Part("checkpoint", (Part("linear", size=5), Part("sometimes", (Part("norm"),))), 4)
+    before = Part("mlp", (Part("sometimes", (Part("linear", size=5), Part("empty", size=3)), 2),))
+    actions = ", ".join(["forward, backward, step, zero_grad zero"] * 3)
+    yield (
+        "some ranks use none of the weights of a unit inside of another one",
+        Program(
+            Part("gated", (before, checkpoint), 2),
+            actions,
+            _wraps("optim_grads_params", "parts.0.up", "parts.0", "parts.1.parts.1", "parts.1", ""),
+            mesh=(1, 3),
+        ),
+    )
+    yield (
+        "a weight of a unit that some ranks do not use is frozen before backward",
+        Program(
+            Part("gated", (Part("sometimes", (Part("linear"),)), Part("linear")), 2),
+            "forward, freeze 2 kept, backward, step, zero_grad none, forward, backward, step",
+            _wraps("optim_grads_params", "parts.0", ""),
+            mesh=(1, 3),
+        ),
+    )
+
+
+def _loaded() -> Iterator[tuple[str, Program]]:
+    for strategy in ALL:
+        for accumulates in ("", " no_sync"):
+            actions = f"forward, backward{accumulates}, load assign, step, forward, backward, step"
+            yield f"{strategy}: weights are assigned after a backward{accumulates}", _two(actions, strategy)
+
+
+def _kept() -> Iterator[tuple[str, Program]]:
+    actions = f"{AGAIN}, functional sharded, functional whole, {AGAIN}"
+    yield "another model's weights while old ones are gathered", _two(actions, keeps_weights=True)
+    yield "gradients asked of what a model shows after forward", _two("autograd shown, forward, backward, step")
+
+
+def _recomputed() -> Iterator[tuple[str, Program]]:
+    for size in (3, 4):
+        inner = Part("sum", (Part("checkpoint", (Part("linear"),), size), Part("linear")), 4)
+        part = Part("gated", (Part("linear"), inner), 2)
+        for strategy in ("optim_grads", "optim_grads_params", "hfsdp"):
+            yield (
+                f"{strategy}: a part of a unit is recomputed ({size}) in the backward of two forwards",
+                Program(part, "forward, forward, backward, step", _wraps(strategy, "parts.1", ""), mesh=MESH),
+            )
+
+
 def _others() -> Iterator[tuple[str, Program]]:
     yield (
         "integers among the parameters of a flat optimizer",
@@ -200,7 +278,8 @@ def _others() -> Iterator[tuple[str, Program]]:
 CASES: Mapping[str, Program] = {
     name: program
     for cases in (
-        _side_outputs, _interruptions, _thrown_away, _frozen, _replaced, _changed, _hooked, _own_gradients, _others,
+        _side_outputs, _interruptions, _thrown_away, _frozen, _replaced, _changed, _hooked, _own_gradients, _unused,
+        _uneven, _loaded, _kept, _recomputed, _others,
     )
     for name, program in cases()
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """The closed list of errors by which the engine may refuse what a plain model would do. Nothing else may be raised."""
 
+from tests.functional.random_side_parts import SIDE_KINDS
 from tests.functional.random_use_run import Refusal
 
 __all__ = ["REFUSALS"]
@@ -15,8 +16,10 @@ REFUSALS = (
     Refusal(
         "StateError",
         r"has no gradient, but others have that share a flat parameter with it",
-        ("grad none", "freeze", "thaw"),
+        ("grad none", "freeze", "thaw", "spare", "pick", "sometimes", *SIDE_KINDS),
     ),
+    # The gradient of what one rank computes with.
+    Refusal("StateError", r"torch.autograd.grad was asked for the gradient of .* by its gathered", ("autograd shown",)),
     # Second thoughts on what was sharded.
     Refusal("StateError", r"was frozen when it was sharded, so it has no main weight of", ("thaw",)),
     # Registered in a parameter's place, or beside the parameters, after fully_shard.

@@ -302,6 +302,73 @@ def test_gradients_of_sharded_parameters_that_are_asked_for_are_the_means_over_r
     assert run_ranks(num_ranks(strategy), ask, strategy) == [[]] * num_ranks(strategy)
 
 
+class Rooted(nn.Module):
+    """A block, and a layer that the root owns, whose weights stay gathered between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.last = Block(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., 3) for (..., WIDTH)."""
+        result: torch.Tensor = self.last(self.block(x))
+        return result
+
+
+def rooted() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    oracle = Rooted()
+    model = copy.deepcopy(oracle)
+    fully_shard(model.block)
+    return fully_shard(model), oracle
+
+
+def ask_for_gathered() -> list[float]:
+    """Ask by a gathered weight, in vain; return by how much the gradients of a backward afterwards are off."""
+    model, oracle = rooted()
+    sharded = model.last.weight
+    loss = loss_of(model, dist.get_rank())
+    assert not isinstance(model.last.weight, DTensor)
+    with pytest.raises(StateError, match=r"parameter 'last\.weight' by its gathered weight.*Ask for the sharded param"):
+        torch.autograd.grad(loss, [model.last.bias.new_zeros(1).requires_grad_(), model.last.weight], allow_unused=True)
+    (found,) = torch.autograd.grad(loss_of(model, dist.get_rank()), [sharded])
+    (wanted,) = torch.autograd.grad(mean_loss(oracle), [oracle.last.weight])
+    # For inputs alone nothing is refused.
+    x = inputs(dist.get_rank(), 0).requires_grad_()
+    torch.autograd.grad(model(x).sum(), [x])
+    loss_of(model, dist.get_rank()).backward()
+    mean_loss(oracle).backward()
+    return [_off(found, wanted), off(model, oracle)]
+
+
+def test_what_autograd_gives_for_gathered_weights_is_refused() -> None:
+    assert all(max(found) < 2e-6 for found in run_ranks(2, ask_for_gathered))
+
+
+def hook_gathered() -> tuple[list[bool], float]:
+    """Square gradients in a hook on a gathered weight; return what it got, and by how much they are off."""
+    model, oracle = rooted()
+    seen = []
+
+    def square(parameter: torch.Tensor) -> None:
+        seen.append(isinstance(parameter, DTensor))
+        assert parameter.grad is not None
+        parameter.grad.square_()
+
+    loss = loss_of(model, dist.get_rank())
+    for one in (model, oracle):
+        one.last.weight.register_post_accumulate_grad_hook(square)
+    loss.backward()
+    mean_loss(oracle).backward()
+    return seen, off(model, oracle)
+
+
+def test_a_hook_on_gathered_weights_is_the_sharded_parameters() -> None:
+    for seen, difference in run_ranks(2, hook_gathered):
+        assert seen == [True, False]
+        assert difference < 2e-6
+
+
 def ask_for_what_is_not_there() -> bool:
     model, _ = pair("optim_grads_params")
     parameters = list(model.parameters())
@@ -353,7 +420,6 @@ def penalize(strategy: str) -> dict[str, float]:
         for _ in range(2):
             loss(model, dist.get_rank()).backward()
             mean_loss(oracle, loss).backward()
-        oracle.unused.grad = torch.zeros(3, 2) if oracle.unused.grad is None else oracle.unused.grad  # type: ignore[union-attr]
         found[name] = off(model, oracle)
     return {name: value for name, value in found.items() if not value < 5e-6}
 

@@ -1,0 +1,222 @@
+"""A parameter that no rank used has no gradient, as in a plain model; one that some ranks used has the mean."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from dbuffer import CollectiveCall, observe_collectives
+from megatron_fsdp import FsdpModule, Placements, fully_shard, microbatch, no_sync
+from tests.functional.random_meddling import whole
+from tests.functional.replica import WIDTH
+from tests.harness import run_ranks
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp", "hfsdp")
+NUM_BRANCHES = 3
+
+
+class Branches(nn.Module):
+    """Two sets of linear branches, of which each call names those that it uses, and layers around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.first = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BRANCHES))
+        self.second = Branched()
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, used: Sequence[int]) -> torch.Tensor:
+        """Return (..., WIDTH) for (..., WIDTH)."""
+        x = self.entry(x)
+        for number in used:
+            x = x + torch.tanh(self.first[number](x))
+        result: torch.Tensor = self.head(self.second(x, used))
+        return result
+
+
+class Branched(nn.Module):
+    """Linear branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BRANCHES))
+
+    def forward(self, x: torch.Tensor, used: Sequence[int]) -> torch.Tensor:
+        """Return (..., WIDTH) for (..., WIDTH)."""
+        x = x * 2
+        for number in used:
+            x = x + torch.tanh(self.branches[number](x))
+        return x
+
+
+def make(strategy: str) -> tuple[nn.Module, FsdpModule]:
+    """Return a plain model and the same one in two units."""
+    torch.manual_seed(0)
+    oracle = Branches()
+    model = copy.deepcopy(oracle)
+    num_ranks = dist.get_world_size()
+    is_wide = strategy in ("hsdp", "hfsdp")
+    shape, names = ((num_ranks // 2, 2), ("outer", "inner")) if is_wide else ((num_ranks,), ("all",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    placements = getattr(Placements, strategy)(*range(mesh.ndim))
+    fully_shard(model.second, mesh, placements)
+    sharded = fully_shard(model, mesh, placements)
+    assert isinstance(sharded, FsdpModule)
+    return oracle, sharded
+
+
+def data(rank: int, number: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+# By step, microbatch and rank: which branches are used. ``rank`` counts from 0; more ranks begin again.
+Uses = Sequence[Sequence[Sequence[Sequence[int]]]]
+ALL = (0, 1, 2)
+SCRIPTS: dict[str, Uses] = {
+    "all by all, then one by none": ([[ALL, ALL]], [[(0, 1), (0, 1)]], [[ALL, ALL]], [[(0,), (0,)]]),
+    "each rank another": ([[(0,), (1,)]], [[(1,), (2,)]], [[(0, 1), (0, 2)]], [[ALL, (1,)]]),
+    "only one rank misses some": ([[ALL, (0,)]], [[ALL, (1,)]], [[(1, 2), (2,)]]),
+    "in other microbatches": ([[(0,), (1,)], [(1,), (0,)]], [[(0,), (0,)], [(2,), (0,)]], [[(1,), (1,)], [(1,), (1,)]]),
+    "none at all": ([[(), ()]], [[(0, 1), ()]], [[(), ()]]),
+}
+ACCUMULATIONS: dict[str, Callable[[FsdpModule, bool], Any]] = {
+    "no_sync": lambda model, is_last: microbatch(model, True) if is_last else no_sync(model),
+    "microbatch": microbatch,
+    "sums": lambda model, is_last: microbatch(model, True),
+}
+
+
+def differences(script: str, strategy: str, accumulation: str, sets_to_none: bool = True) -> list[str]:
+    """Train with an optimizer that tells zeros from no gradient; return what differs from the plain model."""
+    oracle, model = make(strategy)
+    ours, theirs = (torch.optim.AdamW(one.parameters(), lr=0.1, weight_decay=0.5, eps=0.1) for one in (model, oracle))
+    num_ranks, found, number = dist.get_world_size(), [], 0
+    for step, microbatches in enumerate(SCRIPTS[script]):
+        for position, uses in enumerate(microbatches):
+            number += 1
+            with ACCUMULATIONS[accumulation](model, position == len(microbatches) - 1):
+                rank = dist.get_rank()
+                model(data(rank, number), uses[rank % len(uses)]).square().mean().backward()
+            for rank in range(num_ranks):
+                (oracle(data(rank, number), uses[rank % len(uses)]).square().mean() / num_ranks).backward()
+        for (name, mine), wanted in zip(model.named_parameters(), oracle.parameters(), strict=True):
+            if (mine.grad is None) != (wanted.grad is None):
+                found.append(f"step {step}: {name}.grad is {mine.grad}, wanted {wanted.grad}")
+            elif wanted.grad is not None and not torch.allclose(whole(mine.grad), wanted.grad, atol=1e-5):
+                found.append(f"step {step}: {name}.grad differs")
+        ours.step()
+        theirs.step()
+        ours.zero_grad(sets_to_none)
+        theirs.zero_grad(sets_to_none)
+        for (name, mine), wanted in zip(model.named_parameters(), oracle.parameters(), strict=True):
+            if not torch.allclose(whole(mine), wanted, atol=1e-5):
+                found.append(f"step {step}: {name} differs")
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_only_what_no_rank_used_has_no_gradient(script: str, strategy: str) -> None:
+    num_ranks = 4 if strategy in ("hsdp", "hfsdp") else 2
+    assert run_ranks(num_ranks, differences, script, strategy, "microbatch", timeout=60) == [[]] * num_ranks
+
+
+@pytest.mark.parametrize("accumulation", ["no_sync", "sums"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_a_gradient_of_any_microbatch_counts(strategy: str, accumulation: str) -> None:
+    assert run_ranks(2, differences, "in other microbatches", strategy, accumulation, timeout=60) == [[]] * 2
+
+
+def test_gradients_that_were_set_to_zero_are_there() -> None:
+    script = "all by all, then one by none"
+    assert run_ranks(2, differences, script, "optim_grads_params", "microbatch", False, timeout=60) == [[]] * 2
+
+
+def traffic(script: str) -> list[tuple[int, int]]:
+    """Return how many requests a rank makes to the store in each step, and how many collectives that give a maximum."""
+    _, model = make("optim_grads_params")
+    store: Any = dist.distributed_c10d._get_default_store()
+    counts: Counter[str] = Counter()
+
+    def observe(call: CollectiveCall) -> None:
+        counts["collectives"] += call.kind == "all_reduce"
+
+    result = []
+    for number, ((uses,), add) in enumerate(zip(SCRIPTS[script], [store.add] * len(SCRIPTS[script]), strict=True)):
+        counts.clear()
+        rank = dist.get_rank()
+
+        def counted(*arguments: Any, add: Callable[..., Any] = add) -> Any:
+            counts["requests"] += "missing" in arguments[0]
+            return add(*arguments)
+
+        with observe_collectives(observe), mock.patch.object(type(store), "add", lambda _, *words: counted(*words)):
+            model(data(rank, number), uses[rank % len(uses)]).square().mean().backward()
+        result.append((counts["requests"], counts["collectives"]))
+        model.zero_grad()
+    return result
+
+
+def test_ranks_ask_only_where_all_of_them_miss_something() -> None:
+    # The first says so and looks what the others said; the second step goes on asking, and the third finds an end.
+    assert run_ranks(2, traffic, "all by all, then one by none") == [[(0, 0), (2, 1), (0, 1), (2, 1)]] * 2
+    assert run_ranks(2, traffic, "only one rank misses some") == [
+        [(0, 0), (0, 0), (2, 1)],
+        [(2, 0), (2, 0), (2, 1)],
+    ]
+
+
+def after_an_interruption() -> list[str]:
+    """Return names without gradients, after a backward that raised on a rank that had said that it misses some."""
+    _, model = make("optim_grads_params")
+    rank = dist.get_rank()
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("stop")
+
+    x = data(rank, 0).requires_grad_()
+    x.register_hook(fail)
+    # Raises behind everything: the gradients of the inner unit are reduced by then.
+    with pytest.raises(RuntimeError, match="stop"):
+        model(x, (0,)).square().mean().backward()
+    model.zero_grad()
+    model(data(rank, 1), ALL if rank else (0,)).square().mean().backward()
+    first = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    model.zero_grad()
+    model(data(rank, 2), (2,)).square().mean().backward()
+    return first + [name for name, parameter in model.named_parameters() if parameter.grad is None]
+
+
+def test_what_was_said_in_a_backward_that_raised_misleads_nobody() -> None:
+    unused = [f"{where}.{number}.{name}" for where in ("first", "second.branches") for number in (0, 1)
+              for name in ("weight", "bias")]  # fmt: skip
+    assert run_ranks(2, after_an_interruption, timeout=60) == [unused] * 2
+
+
+def kept_keys() -> int:
+    """Return how many keys in the job's store the words of many accumulations leave."""
+    _, model = make("optim_grads_params")
+    store: Any = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    before = store.num_keys()
+    dist.barrier()
+    rank = dist.get_rank()
+    for number in range(20):
+        model(data(rank, number), (0, 1) if rank else ALL).square().mean().backward()
+        model.zero_grad()
+    dist.barrier()
+    after = store.num_keys()
+    dist.barrier()
+    return int(after - before)
+
+
+def test_the_store_does_not_fill_up() -> None:
+    # Those of the last accumulation, and what the first use leaves.
+    assert max(run_ranks(2, kept_keys, timeout=60)) < 15
