@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dbuffer import StorageError
 from megatron_fsdp.errors import StateError
@@ -98,6 +99,25 @@ class GatheredWeight(nn.Parameter):
         # Routers of Megatron assign their own values, moved to the device where they are.
         if value.dtype is not self.dtype or not value.is_set_to(self):
             refuse_change(self._fsdp_place, ".data = ...")
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The sharded parameter's, averaged over ranks: what autograd leaves here is taken over at once."""
+        group = self._fsdp_place.owner()
+        gradient: torch.Tensor | None = None if group is None else group.parameters[self._fsdp_place.parameter].grad
+        return gradient
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        group = self._fsdp_place.owner()
+        if group is not None:
+            sharded = group.parameters[self._fsdp_place.parameter]
+            is_whole = value is not None and not isinstance(value, DTensor) and value.shape == sharded.shape
+            sharded.grad = group.laid_out(sharded, value) if is_whole else value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
         """Register a hook on the sharded parameter: its ``.grad`` is the mean over ranks; this one's is taken away."""

@@ -395,6 +395,8 @@ def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bo
 
 def _before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for below in units_below(module):
+        # What was assigned in the place of a parameter is what the values are for.
+        below.settle_strangers()
         for group in below.groups:
             group.reshard()
     _materialize_for(module, prefix, state_dict)

@@ -182,6 +182,9 @@ def _own_gradients() -> Iterator[tuple[str, Program]]:
                 _two(f"grad {how} all kept, clip ours, step, forward, backward, clip ours, step", strategy),
             )
     yield "gradients asked of the sharded parameters", _two("autograd kept, forward, backward")
+    for how in ("none", "ones", "zero"):
+        actions = f"forward, backward, forward, grad {how} all shown, backward, step"
+        yield f"gradients of what a model shows after forward: {how}", _two(actions, keeps_weights=True)
 
 
 def _unused() -> Iterator[tuple[str, Program]]:
@@ -244,6 +247,12 @@ def _loaded() -> Iterator[tuple[str, Program]]:
             yield f"{strategy}: weights are assigned after a backward{accumulates}", _two(actions, strategy)
 
 
+def _loaded_into_replaced() -> Iterator[tuple[str, Program]]:
+    for how in ("whole", "sharded"):
+        actions = f"forward, backward, step, zero_grad none, replace 1 like keep, load {how}, forward, backward, step"
+        yield f"weights are loaded, {how}, after one was replaced", _two(actions)
+
+
 def _kept() -> Iterator[tuple[str, Program]]:
     actions = f"{AGAIN}, functional sharded, functional whole, {AGAIN}"
     yield "another model's weights while old ones are gathered", _two(actions, keeps_weights=True)
@@ -279,7 +288,7 @@ CASES: Mapping[str, Program] = {
     name: program
     for cases in (
         _side_outputs, _interruptions, _thrown_away, _frozen, _replaced, _changed, _hooked, _own_gradients, _unused,
-        _uneven, _loaded, _kept, _recomputed, _others,
+        _uneven, _loaded, _loaded_into_replaced, _kept, _recomputed, _others,
     )
     for name, program in cases()
 }  # fmt: skip
