@@ -126,7 +126,7 @@ class Timeline:
                 self._wrap(group, "refresh", recorder.blocking(unit, GATHER))
             for buffer in unit.gradients:
                 self._wrap(buffer, "close", recorder.closing(unit))
-                self._wrap(buffer, "finalize", recorder.blocking(unit, REDUCE))
+                self._wrap(buffer, "complete", recorder.blocking(unit, REDUCE))
         for schedule in schedules.values():
             self._wrap(schedule, "before_backward", recorder.entering)
             self._wrap(schedule, "finish", recorder.finishing)
