@@ -42,9 +42,6 @@ __all__ = ["FlatDTensor", "FlatRows", "RaggedShard", "num_flags_set", "rebind", 
 
 _GRAD: Any = torch.Tensor.grad
 _REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
-_get_grad, _set_grad = _GRAD.__get__, _GRAD.__set__
-# Calls a function with the functions of subclasses switched off; faster than to switch them off and on again.
-_plainly: Any = torch._C._disabled_torch_function_impl
 _num_flags_set = [0]
 
 
@@ -83,12 +80,14 @@ class FlatDTensor(PlacedTensor):
     @property
     def grad(self) -> torch.Tensor | None:
         """As of any tensor; a property of its own because optimizers read it of every parameter in every step."""
-        gradient: torch.Tensor | None = _plainly(_get_grad, (), (self,))
-        return gradient
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient: torch.Tensor | None = _GRAD.__get__(self)
+            return gradient
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        _plainly(_set_grad, (), (self, value))
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -98,8 +97,9 @@ class FlatDTensor(PlacedTensor):
     @property
     def requires_grad(self) -> bool:
         """As of any tensor; a property of its own so that a change is noticed."""
-        flag: bool = _plainly(_REQUIRES_GRAD.__get__, (), (self,))
-        return flag
+        with torch._C.DisableTorchFunctionSubclass():
+            flag: bool = _REQUIRES_GRAD.__get__(self)
+            return flag
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
