@@ -123,11 +123,13 @@ def _forget(free: dict[int, list[torch.UntypedStorage]]) -> None:
 def from_communicator(group: dist.ProcessGroup, device: torch.device) -> Allocate | None:
     """Return the allocator of a communicator's own memory, which it need not copy through buffers; None if it has none.
 
-    For NCCL that is memory it has registered (user buffers).
+    For NCCL that is memory it has registered (user buffers). It registers with a communicator, which it makes at the
+    first collective where ``init_process_group`` got no ``device_id``: made here, so every rank calls this.
     """
     backend = group._get_backend(device)
     if not backend.supports_tensor_alloc(device):
         return None
+    backend.eager_connect_single_device(device)
     return lambda num_bytes: backend.allocate_tensor(num_bytes, dtype=torch.uint8, device=device)
 
 

@@ -168,6 +168,10 @@ class _Backend:
 
     def __init__(self, *, has_memory: bool) -> None:
         self._has_memory = has_memory
+        self._is_connected = False
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self._is_connected = True
 
     def _get_backend(self, device: torch.device) -> "_Backend":
         return self
@@ -176,6 +180,7 @@ class _Backend:
         return self._has_memory
 
     def allocate_tensor(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        assert self._is_connected, "NCCL has no communicator to register memory with"
         return torch.full((numel,), 7, dtype=dtype, device=device)
 
 
