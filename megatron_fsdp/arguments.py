@@ -56,13 +56,10 @@ def flags_markdown() -> str:
         "for every `fully_shard` of a model; `config.apply(model)` sets the rest afterwards. What concerns",
         "losses, checks, checkpoints and the start of a run is done by [the training script](training_script.md).",
         "",
-        "The last column names a test that fails when a flag loses its effect; of flags without any, the one that asks",
-        "each of them for its notice.",
-        "",
         "This file is written by `python -m megatron_fsdp.arguments > docs/flags.md`.",
     ]
     for title, flags in SECTIONS.items():
-        lines += _heading(title, "Flag | Default, and other values | Meaning | Effect here | Test")
+        lines += _heading(title, "Flag | Default, and other values | Meaning | Effect here")
         lines += [_row(flag) for flag in flags]
     lines += ["", *UNDER_THE_LAUNCHER]
     lines += _heading("Refused", "Flag | | | Reason")
@@ -79,8 +76,7 @@ def _row(flag: Flag) -> str:
     values += [f"`{choice}`" for choice in flag.choices if choice != flag.default]
     dest = "" if flag.dest == attribute(flag.name) else f"`{flag.dest}`: "
     effect = f"{flag.effect.value}: {flag.here}"
-    file, _, test = flag.test.partition("::")
-    return f"| `{flag.name}` | {dest}{', '.join(values)} | {flag.meaning} | {effect} | `{test}` in {file} |"
+    return f"| `{flag.name}` | {dest}{', '.join(values)} | {flag.meaning} | {effect} |"
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["NOTICE_TEST", "Effect", "Flag", "Value", "attribute"]
+__all__ = ["Effect", "Flag", "Value", "attribute"]
 
 Value = bool | int | float | str | tuple[str, ...] | None
-NOTICE_TEST = "test_config_words.py::test_a_flag_that_does_nothing_here_says_so_once_with_the_reason"
 
 
 class Effect(enum.Enum):
@@ -32,7 +31,6 @@ class Flag:
         effect: whether it does anything here, and if not, why.
         meaning: what it means in Megatron-LM.
         here: what happens here.
-        test: the file and the test that show it; for flags that do nothing, the one that asks each for its notice.
         choices: legal values; empty for any.
         kind: type of the value; a tuple takes several words.
         dest: attribute of the namespace, and field of ``FsdpConfig``.
@@ -43,7 +41,6 @@ class Flag:
     effect: Effect
     meaning: str
     here: str
-    test: str = NOTICE_TEST
     choices: tuple[str | int, ...] = ()
     kind: type = bool
     dest: str = ""

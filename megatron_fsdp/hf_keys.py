@@ -28,7 +28,7 @@ class Key:
         name: without the prefix ``fsdp_``, which may stand before each spelling.
         default: as in ``TrainingArguments``; None where it depends on the model or on other keys.
         effect: whether it does anything here, and if not, why. meaning: in transformers and accelerate.
-        here: what happens here. test: the file and the test that show it.
+        here: what happens here.
         choices: legal values; empty for any. refused_choices: those of them that are refused, and why.
         kind: type of the value; a tuple is a list, or names with commas between them.
         others: other spellings. older: those of earlier releases, which are noticed.
@@ -40,7 +40,6 @@ class Key:
     effect: Effect
     meaning: str
     here: str
-    test: str
     choices: tuple[str | int, ...] = ()
     kind: type = bool
     others: tuple[str, ...] = ()
@@ -60,7 +59,6 @@ class Key:
 
 
 _ACTS, _ALWAYS = Effect.ACTS, Effect.ALWAYS
-_UNITS, _PREPARE, _CONFIG = "test_hf_units.py::", "test_hf_prepare.py::", "test_hf_config.py::"
 _XLA = "it is for PyTorch/XLA, which has a sharding engine of its own; leave it out"
 
 # Rows stay rows: the formatter would give every field a line of its own.
@@ -68,62 +66,52 @@ _XLA = "it is for PyTorch/XLA, which has a sharding engine of its own; leave it 
 KEYS: tuple[Key, ...] = (
     Key("version", None, _ACTS, "1: PyTorch's older engine, 2: FSDP2",
         "this engine serves both; it decides how reshard_after_forward is read. Not given: 1 if a strategy is named",
-        _CONFIG + "test_a_strategy_s_name_without_a_version_means_version_1", choices=(1, 2), kind=int),
+        choices=(1, 2), kind=int),
     Key("reshard_after_forward", True, _ACTS, "release weights between forward and backward; version 1: a strategy",
         "of each unit, except the last norm with the head and the model around the units, which keep theirs",
-        _UNITS + "test_units_are_released_after_forward_unless_told_not_to", choices=STRATEGIES, kind=str),
+        choices=STRATEGIES, kind=str),
     Key("sharding_strategy", None, _ACTS, "version 1: what is sharded, by name or number",
         "SHARD_GRAD_OP keeps weights until backward, NO_SHARD shards nothing, HYBRID shards inside each host",
-        _CONFIG + "test_a_strategy_of_version_1_has_its_meaning", choices=STRATEGIES, kind=str),
+        choices=STRATEGIES, kind=str),
     Key("auto_wrap_policy", "TRANSFORMER_BASED_WRAP", _ACTS, "which modules become units",
-        "NO_WRAP makes one unit of the model", _UNITS + "test_no_wrap_makes_one_unit",
+        "NO_WRAP makes one unit of the model",
         choices=("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"), kind=str),
     Key("transformer_layer_cls_to_wrap", None, _ACTS, "classes of layers, by name; a list, or commas between them",
-        "each instance is a unit; not given: the model's _no_split_modules",
-        _UNITS + "test_layers_become_units_by_the_names_of_their_classes", kind=tuple,
+        "each instance is a unit; not given: the model's _no_split_modules", kind=tuple,
         others=("transformer_cls_names_to_wrap",)),
     Key("min_num_params", 0, _ACTS, "SIZE_BASED_WRAP: smallest number of parameters of a unit",
-        "counted without those of units inside; needed with SIZE_BASED_WRAP, refused without",
-        _UNITS + "test_a_module_is_a_unit_once_it_has_enough_parameters_that_no_unit_inside_has", kind=int),
+        "counted without those of units inside; needed with SIZE_BASED_WRAP, refused without", kind=int),
     Key("cpu_offload", False, _ACTS, "weights, gradients and the optimizer step live in CPU memory", "the same",
-        _PREPARE + "test_cpu_offload_reaches_every_unit", others=("offload_params",)),
+        others=("offload_params",)),
     Key("state_dict_type", "FULL_STATE_DICT", Effect.NOTHING, "how checkpoints are written",
         "the function that is called decides: save_pretrained and export_safetensors write whole weights, "
         "save_checkpoint shards",
-        _CONFIG + "test_local_state_dicts_are_refused",
         choices=("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"), kind=str,
         refused_choices={"LOCAL_STATE_DICT": "flat buffers are no format; give SHARDED_STATE_DICT"}),
     Key("cpu_ram_efficient_loading", False, _ACTS, "only the first rank reads the weights",
-        "the other ranks receive their shards, one tensor at a time; they may build the model on the meta device",
-        _PREPARE + "test_ranks_with_a_meta_model_receive_the_first_rank_s_weights"),
-    Key("sync_module_states", False, _ACTS, "version 1: every rank gets the first rank's weights", "the same",
-        _PREPARE + "test_sync_module_states_makes_ranks_agree"),
+        "the other ranks receive their shards, one tensor at a time; they may build the model on the meta device"),
+    Key("sync_module_states", False, _ACTS, "version 1: every rank gets the first rank's weights", "the same"),
     Key("activation_checkpointing", False, _ACTS, "compute the activations of layers again in backward",
-        "of each unit, random state included; refused together with the model's own gradient checkpointing",
-        _PREPARE + "test_checkpointed_layers_compute_their_forward_again_and_train_alike"),
+        "of each unit, random state included; refused together with the model's own gradient checkpointing"),
     Key("activation_checkpointing_offload", False, Effect.LATER, "keep the inputs of such layers in CPU memory",
-        "refused if true", _CONFIG + "test_what_cannot_be_done_is_refused",
+        "refused if true",
         refusal="inputs of checkpointed layers stay on the device; leave it out"),
     Key("ignored_modules", None, _ACTS, "modules that are not sharded: a regular expression of whole names, or a list",
-        "their parameters are left alone: whole, and not reduced",
-        _UNITS + "test_parameters_of_ignored_modules_stay_as_they_are", kind=tuple),
+        "their parameters are left alone: whole, and not reduced", kind=tuple),
     Key("forward_prefetch", False, _ALWAYS, "start the next unit's gather while one computes",
-        "gathers run ahead in the order of the last step", _CONFIG + "test_a_silent_key_is_noticed"),
+        "gathers run ahead in the order of the last step"),
     Key("backward_prefetch", "NO_PREFETCH", _ALWAYS, "version 1: when backward gathers the next unit",
-        "as BACKWARD_PRE", _CONFIG + "test_a_silent_key_is_noticed",
+        "as BACKWARD_PRE",
         choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"), kind=str, older=("backward_prefetch_policy",)),
     Key("use_orig_params", True, _ALWAYS, "version 1: the optimizer sees the model's own parameters",
-        "parameters keep their names and shapes", _CONFIG + "test_a_silent_key_is_noticed"),
-    Key("limit_all_gathers", True, _ALWAYS, "version 1: bound the gathers in flight", "two units at a time",
-        _CONFIG + "test_a_silent_key_is_noticed"),
-    Key("xla", False, Effect.HARDWARE, "PyTorch/XLA's engine", "refused if true",
-        _CONFIG + "test_what_cannot_be_done_is_refused", refusal=_XLA),
-    Key("xla_fsdp_v2", False, Effect.HARDWARE, "PyTorch/XLA's second engine", "refused if true",
-        _CONFIG + "test_what_cannot_be_done_is_refused", refusal=_XLA),
+        "parameters keep their names and shapes"),
+    Key("limit_all_gathers", True, _ALWAYS, "version 1: bound the gathers in flight", "two units at a time"),
+    Key("xla", False, Effect.HARDWARE, "PyTorch/XLA's engine", "refused if true", refusal=_XLA),
+    Key("xla_fsdp_v2", False, Effect.HARDWARE, "PyTorch/XLA's second engine", "refused if true", refusal=_XLA),
     Key("xla_fsdp_settings", None, Effect.HARDWARE, "settings of PyTorch/XLA's engine", "refused unless empty",
-        _CONFIG + "test_what_cannot_be_done_is_refused", kind=dict, refusal=_XLA),
+        kind=dict, refusal=_XLA),
     Key("xla_fsdp_grad_ckpt", False, Effect.HARDWARE, "checkpointing of PyTorch/XLA's engine", "refused if true",
-        _CONFIG + "test_what_cannot_be_done_is_refused", refusal=_XLA),
+        refusal=_XLA),
 )
 # fmt: on
 
@@ -137,7 +125,7 @@ def key_of(name: str) -> Key | None:
 
 def keys_markdown() -> str:
     """Return the table of all keys."""
-    lines = ["| Key | Default, and other values | Meaning | Effect here | Test |", "|---|---|---|---|---|"]
+    lines = ["| Key | Default, and other values | Meaning | Effect here |", "|---|---|---|---|"]
     return "\n".join(lines + [_row(key) for key in KEYS]) + "\n"
 
 
@@ -151,8 +139,7 @@ def _row(key: Key) -> str:
     names = ", ".join(f"`{spelling}`" for spelling in (key.name, *key.others))
     names += "".join(f", once `{spelling}`" for spelling in key.older)
     effect = f"{key.effect.value}: {key.here}"
-    file, _, test = key.test.partition("::")
-    return f"| {names} | {', '.join(values)} | {key.meaning} | {effect} | `{test}` in {file} |"
+    return f"| {names} | {', '.join(values)} | {key.meaning} | {effect} |"
 
 
 def _main(paths: Sequence[str]) -> None:

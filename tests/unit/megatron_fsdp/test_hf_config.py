@@ -346,13 +346,6 @@ def test_the_command_replaces_the_table_and_nothing_else(tmp_path: Path) -> None
     assert path.read_text() == f"before\n<!-- keys: begin -->\n{keys_markdown()}<!-- keys: end -->\nafter\n"
 
 
-@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
-def test_the_test_that_a_row_names_exists(key: Key) -> None:
-    file, _, name = key.test.partition("::")
-    (path,) = (ROOT / "tests").rglob(file)
-    assert f"def {name}(" in path.read_text(encoding="utf-8")
-
-
 def test_spellings_are_unique_and_every_key_that_acts_has_a_setting() -> None:
     spellings = [spelling for key in KEYS for spelling in key.spellings]
     assert len(set(spellings)) == len(spellings)
