@@ -118,7 +118,7 @@ class Trainee(Meddling):
     is_sharded: bool
     counter: int = 0
     pending: list[list[torch.Tensor]] = field(default_factory=list)
-    fuses: list[Exception | KeyboardInterrupt] = field(default_factory=list)
+    fuses: list[type[BaseException]] = field(default_factory=list)
     is_synced: bool = True
     is_doubtful: bool = False
     unclear: str = ""
@@ -194,7 +194,7 @@ class Trainee(Meddling):
         self.counter += 1
         hooks = []
         if words[:1] in (("bomb",), ("early",), ("fuse",)):
-            hooks.append(self._arm(words[0], self._module(words[1]), RAISED[words[2]]()))
+            hooks.append(self._arm(words[0], self._module(words[1]), RAISED[words[2]]))
         losses = []
         try:
             for rank in self.ranks:
@@ -212,7 +212,8 @@ class Trainee(Meddling):
         parameters = [p for p in self._named("all", face).values() if p.requires_grad and p.is_floating_point()]
         return sum((parameter.float().square().sum() for parameter in parameters), torch.zeros(())) / 50
 
-    def _arm(self, how: str, module: nn.Module, error: Exception | KeyboardInterrupt) -> Any:
+    def _arm(self, how: str, module: nn.Module, error: type[BaseException]) -> Any:
+        # A new one each time: autograd's graph keeps the hook, and an error the frames that it went through.
         def explode(*_: Any) -> None:
             raise error
 
