@@ -1,0 +1,7 @@
+"""Matrix optimizers over sharded weights: ownership of matrices is a plan, and a step follows it."""
+
+from megatron_fsdp.optim.matrix_views import MatrixView
+from megatron_fsdp.optim.muon import Muon, MuonOptions
+from megatron_fsdp.optim.newton_schulz import COEFFICIENT_SETS
+
+__all__ = ["COEFFICIENT_SETS", "MatrixView", "Muon", "MuonOptions"]
