@@ -3,5 +3,15 @@
 from megatron_fsdp.optim.matrix_views import MatrixView
 from megatron_fsdp.optim.muon import Muon, MuonOptions
 from megatron_fsdp.optim.newton_schulz import COEFFICIENT_SETS
+from megatron_fsdp.optim.ownership_page import OwnershipReport, explain_ownership
+from megatron_fsdp.optim.param_groups import muon_param_groups
 
-__all__ = ["COEFFICIENT_SETS", "MatrixView", "Muon", "MuonOptions"]
+__all__ = [
+    "COEFFICIENT_SETS",
+    "MatrixView",
+    "Muon",
+    "MuonOptions",
+    "OwnershipReport",
+    "explain_ownership",
+    "muon_param_groups",
+]

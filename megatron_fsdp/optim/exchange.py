@@ -6,7 +6,6 @@ it. Every rank issues the same collectives in the same order, whatever it owns (
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -319,8 +318,31 @@ class Exchange:
         whole = self.ownership.works[share.work].block
         is_tall = whole.rows >= whole.columns
         x = (part.T if is_tall else part).to(iteration.dtype)
-        result = newton_schulz_team(x, iteration, functools.partial(all_reduce, axis=team, op="sum"))
+        result = newton_schulz_team(x, iteration, _Team(team))
         return result.T if is_tall else result
+
+
+@dataclass(frozen=True, slots=True)
+class _Team:
+    """Neighbouring ranks that share one matrix."""
+
+    axis: MeshAxis
+
+    @property
+    def size(self) -> int:
+        return self.axis.size
+
+    @property
+    def rank(self) -> int:
+        return self.axis.rank
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        all_reduce(tensor, self.axis, "sum")
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        whole = rows.new_empty(self.axis.size * rows.shape[0], rows.shape[1])
+        all_gather(whole.view(-1), rows.view(-1), self.axis)
+        return whole
 
 
 def _by_work(shares: Sequence[Share]) -> list[list[Share]]:

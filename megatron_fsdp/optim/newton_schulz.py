@@ -8,8 +8,9 @@ Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -18,6 +19,7 @@ from megatron_fsdp.errors import ConfigError
 __all__ = [
     "COEFFICIENT_SETS",
     "Iteration",
+    "Team",
     "coefficients",
     "newton_schulz",
     "newton_schulz_flops",
@@ -28,7 +30,28 @@ __all__ = [
 ]
 
 Coefficients = tuple[float, float, float]
-Reduce = Callable[[torch.Tensor], None]
+
+
+class Team(Protocol):
+    """The ranks that share one matrix, as one of them sees them."""
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        ...
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Add up a tensor over the members, in place."""
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return all members' rows, (size x count, columns), from (count, columns) of each."""
+        ...
+
 
 _SIMPLE: Coefficients = (3.4445, -4.7750, 2.0315)
 
@@ -139,9 +162,9 @@ def newton_schulz_flops(rows: int, columns: int, num_steps: int = 5) -> int:
 
 
 def team_flops(rows: int, columns: int, size: int, num_steps: int = 5) -> int:
-    """Return the operations of each member of a team: its part of the long side, and the Gram matrix's square."""
+    """Return the operations of each member of a team: its part of the long side, its rows of the Gram polynomial."""
     small, large = sorted((rows, columns))
-    return num_steps * (4 * small * small * -(-large // size) + 2 * small**3)
+    return num_steps * (4 * small * small * -(-large // size) + 2 * small * small * -(-small // size))
 
 
 def newton_schulz(matrices: torch.Tensor, iteration: Iteration) -> torch.Tensor:
@@ -156,28 +179,29 @@ def newton_schulz(matrices: torch.Tensor, iteration: Iteration) -> torch.Tensor:
     Returns:
         The same shape and dtype.
     """
+    if matrices.device.type == "cpu":
+        # Memory of its own for each: how a product is rounded may depend on where a matrix begins.
+        return torch.stack([_alone(matrix.clone(), iteration) for matrix in matrices])
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices
-    if matrices.device.type == "cpu":
-        results = [_iterated(each, iteration) for each in x]
-        x = results[0][None] if len(results) == 1 else torch.stack(results)
-    else:
-        for each in x:
-            each.div_(each.norm().clamp(min=iteration.eps))
-        for a, b, c in iteration.coefficients:
-            gram = x @ x.mT
-            factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            x = torch.baddbmm(x, factor, x, beta=a)
+    for each in x:
+        each.div_(each.norm().clamp(min=iteration.eps))
+    for a, b, c in iteration.coefficients:
+        gram = torch.bmm(x, x.mT)
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, factor, x, beta=a)
     return x.mT if is_tall else x
 
 
-def _iterated(x: torch.Tensor, iteration: Iteration) -> torch.Tensor:
+def _alone(matrix: torch.Tensor, iteration: Iteration) -> torch.Tensor:
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
     x.div_(x.norm().clamp(min=iteration.eps))
     for a, b, c in iteration.coefficients:
         gram = x @ x.T
         factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.addmm(x, factor, x, beta=a)
-    return x
+    return x.T if is_tall else x
 
 
 def newton_schulz_gram(matrices: torch.Tensor, iteration: Iteration) -> torch.Tensor:
@@ -211,26 +235,31 @@ def newton_schulz_gram(matrices: torch.Tensor, iteration: Iteration) -> torch.Te
     return x.mT if is_tall else x
 
 
-def newton_schulz_team(part: torch.Tensor, iteration: Iteration, sum_over_team: Reduce) -> torch.Tensor:
+def newton_schulz_team(part: torch.Tensor, iteration: Iteration, team: Team) -> torch.Tensor:
     """Return this member's part of the semi-orthogonal factor of a matrix whose long side a team has cut.
 
     The Gram matrix of the short side is the sum of the parts' Gram matrices: one all-reduce of m x m FP32 numbers in
-    every step, and one of the squared norm. Its square is computed by every member. The result is that of the whole
-    matrix up to the order of the sums.
+    every step, and one of the squared norm. Each member computes some rows of the polynomial ``b A + c A A``, which are
+    gathered. The result is that of the whole matrix up to the order of the sums.
 
     Args:
         part: (short side, this member's share of the long side) in ``iteration.dtype``.
-        sum_over_team: sums an FP32 tensor over the members, in place.
     """
     square = torch.linalg.vector_norm(part, dtype=torch.float32).square()
-    sum_over_team(square)
+    team.sum(square)
     norm = square.sqrt().to(iteration.dtype)
     x = part / norm.clamp(min=iteration.eps)
+    small = part.shape[0]
+    count = -(-small // team.size)
+    first, last = min(team.rank * count, small), min((team.rank + 1) * count, small)
     for a, b, c in iteration.coefficients:
         wide = x.float()
         gram = wide @ wide.T
-        sum_over_team(gram)
+        team.sum(gram)
         gram = gram.to(iteration.dtype)
-        factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        mine = gram.new_zeros(count, small)
+        own = gram[first:last]
+        mine[: last - first] = torch.addmm(own, own, gram, beta=b, alpha=c)
+        factor = team.gather(mine)[:small]
         x = torch.addmm(x, factor, x, beta=a)
     return x

@@ -183,7 +183,9 @@ def cuts_of(name: str) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     if name == "qkv":
         # Two groups of queries, keys and values, interleaved as in Megatron.
         for first, size in zip((0, rows, rows + HEAD_DIM), sizes, strict=True):
-            yield lambda p, first=first, size=size: torch.cat([p[first + g : first + g + size] for g in (0, sum(sizes))])
+            yield lambda p, first=first, size=size: torch.cat(
+                [p[first + g : first + g + size] for g in (0, sum(sizes))]
+            )
     elif name == "queries":
         yield from (lambda p, h=h: p[HEAD_DIM * h : HEAD_DIM * (h + 1)] for h in range(HEADS))
     elif name == "output":

@@ -1,20 +1,31 @@
 """Muon over sharded weights takes the steps of ``torch.optim.Muon`` over whole matrices, to the bit."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from dbuffer import Flat, Partial, Replicate
-from megatron_fsdp import Placements
+from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements
 from megatron_fsdp.optim import Muon, MuonOptions
+from megatron_fsdp.optim.newton_schulz import Iteration
 from tests.functional.models import differing, make_mesh, whole_state
-from tests.functional.muon_model import Whole, make_matrices, param_groups, shard_matrices, train_sharded
+from tests.functional.muon_model import (
+    Matrices,
+    Whole,
+    cuts_of,
+    make_matrices,
+    param_groups,
+    shard_matrices,
+    train_sharded,
+)
 from tests.harness import run_ranks
 
-NUM_STEPS = 20
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 _REPLICATED, _SUMS, _CUT = (Replicate(), Replicate()), (Partial(), Partial()), (Flat(), Flat())
 ZERO = {name: getattr(Placements, name)(0) for name in ("no_shard", "optim", "optim_grads", "optim_grads_params")}
@@ -24,25 +35,176 @@ TWO_AXES = {
     "no_shard on two axes": Placements((0, 1), _REPLICATED, _SUMS, _REPLICATED),
     "optim_grads_params on two axes": Placements((0, 1), _CUT, _CUT, _CUT),
 }
+# Small buckets, so that several are in flight.
+SMALL_BUCKETS = MuonOptions(bucket_bytes=300)
+Weights = dict[str, torch.Tensor]
 
 
-def train_with_each(mesh_shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-    """Train with every strategy of a mesh, in small buckets so that several are in flight."""
+def train_with_each(mesh_shape: tuple[int, ...], num_steps: int) -> dict[str, Weights]:
+    """Train with every strategy of a mesh."""
     mesh = make_mesh(mesh_shape)
     found = {}
     for name, placements in (ZERO if len(mesh_shape) == 1 else TWO_AXES).items():
         model = shard_matrices(make_matrices(), mesh, placements)
-        optimizer = Muon(param_groups(model), options=MuonOptions(bucket_bytes=300), **options)
-        train_sharded(model, optimizer, range(NUM_STEPS), dist.get_rank())
+        optimizer = Muon(param_groups(model), options=SMALL_BUCKETS, **OPTIONS)
+        train_sharded(model, optimizer, range(num_steps), dist.get_rank())
         found[name] = whole_state(model)
     return found
 
 
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
-def test_weights_equal_those_of_whole_matrices_to_the_bit_on_every_strategy(mesh_shape: tuple[int, ...]) -> None:
+def compare_with_whole(mesh_shape: tuple[int, ...], num_steps: int) -> None:
     num_ranks = torch.Size(mesh_shape).numel()
     whole = Whole(OPTIONS)
-    whole.train(range(NUM_STEPS), range(num_ranks))
+    whole.train(range(num_steps), range(num_ranks))
     wanted = whole.weights()
-    for found in run_ranks(num_ranks, train_with_each, mesh_shape, OPTIONS):
+    for found in run_ranks(num_ranks, train_with_each, mesh_shape, num_steps):
         assert {name: differing(weights, wanted) for name, weights in found.items()} == {name: [] for name in found}
+
+
+@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)], ids=str)
+def test_weights_equal_those_of_whole_matrices_to_the_bit_on_every_strategy(mesh_shape: tuple[int, ...]) -> None:
+    compare_with_whole(mesh_shape, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2), (1, 2), (2, 1)], ids=str)
+def test_twenty_steps_equal_those_of_whole_matrices_on_every_strategy(mesh_shape: tuple[int, ...]) -> None:
+    compare_with_whole(mesh_shape, 20)
+
+
+# ---------------------------------------------------------------------- ways to carry a step out
+
+
+def run(optimizer: Muon, model: nn.Module, steps: range = range(3)) -> Weights:
+    train_sharded(model, optimizer, steps, dist.get_rank())
+    return whole_state(model)
+
+
+def sharded(
+    policy: MixedPrecisionPolicy | None = None, placements: Placements = ZERO["optim_grads_params"]
+) -> Matrices:
+    return shard_matrices(make_matrices(), make_mesh((dist.get_world_size(),)), placements, policy)
+
+
+def each_way() -> dict[str, Any]:
+    """Train for three steps in ways that are compared with whole runs, and count."""
+    found: dict[str, Any] = {}
+    for name, options in {
+        "momentum alone": {"nesterov": False, "momentum": 0.9},
+        "like AdamW": {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3},
+    }.items():
+        model = sharded()
+        found[name] = run(Muon(param_groups(model), **OPTIONS, **options), model)
+    model = sharded()
+    single = MuonOptions(comm_dtype=torch.float32)
+    found["fp32 on the wire"] = run(Muon(param_groups(model), options=single, **OPTIONS), model)
+    model = sharded()
+    optimizer = Muon(param_groups(model), options=MuonOptions(ns_dtype=torch.float32), **OPTIONS)
+    found["fp32"] = run(optimizer, model)
+    model = sharded()
+    team = MuonOptions(ns_dtype=torch.float32, max_team=4)
+    optimizer = Muon(param_groups(model), options=team, **OPTIONS)
+    found["team"] = run(optimizer, model)
+    found["teams"] = sum(each.exchange.ownership.num_teams for each in optimizer.domains())
+    model = sharded()
+    gram = MuonOptions(ns_dtype=torch.float32, use_gram=True)
+    found["gram"] = run(Muon(param_groups(model), options=gram, **OPTIONS), model)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, split_main_params=True, main_grads_dtype=torch.float32)
+    for name, chosen in {
+        "split": policy,
+        "not split": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    }.items():
+        model = sharded(chosen)
+        optimizer = Muon(param_groups(model), **OPTIONS)
+        train_sharded(model, optimizer, range(3), dist.get_rank())
+        units = [unit for unit in model.modules() if isinstance(unit, FsdpModule)]
+        joined = [group.weights.values().local_buffer.clone() for unit in units for group in unit.parameter_groups]
+        found[name] = torch.cat(joined)
+    model = sharded()
+    optimizer = Muon(param_groups(model), **OPTIONS)
+    with counting() as calls:
+        train_sharded(model, optimizer, range(2), dist.get_rank())
+    found["calls"], found["owned"] = calls, optimizer.num_orthogonalized
+    return found
+
+
+@contextmanager
+def counting() -> Iterator[list[int]]:
+    """Note the number of matrices in every call of Newton-Schulz, and whether gradients were accumulating."""
+    calls: list[int] = []
+    original = Iteration.__call__
+
+    def counted(self: Iteration, matrices: torch.Tensor) -> torch.Tensor:
+        calls.append(len(matrices))
+        return original(self, matrices)
+
+    with mock.patch.object(Iteration, "__call__", counted):
+        yield calls
+
+
+@pytest.fixture(scope="module")
+def ways() -> list[dict[str, Any]]:
+    return run_ranks(4, each_way)
+
+
+def whole_run(options: Mapping[str, Any] | None = None, num_ranks: int = 4) -> Weights:
+    whole = Whole({**OPTIONS, **(options or {})})
+    whole.train(range(3), range(num_ranks))
+    return whole.weights()
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("momentum alone", {"nesterov": False, "momentum": 0.9}),
+        ("like AdamW", {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}),
+        ("fp32 on the wire", {}),
+    ],
+)
+def test_options_of_torchs_muon_mean_the_same(ways: list[dict[str, Any]], way: str, options: dict[str, Any]) -> None:
+    wanted = whole_run(options)
+    assert [differing(found[way], wanted) for found in ways] == [[]] * 4
+
+
+def in_fp32(matrix: torch.Tensor, coefficients: Any, num_steps: int, eps: float) -> torch.Tensor:
+    """Do what torch's function does without its rounding to bf16."""
+    x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(num_steps):
+        gram = x @ x.T
+        factor = torch.addmm(gram, gram, gram, beta=coefficients[1], alpha=coefficients[2])
+        x = torch.addmm(x, factor, x, beta=coefficients[0])
+    return x.T if matrix.size(0) > matrix.size(1) else x
+
+
+def whole_run_in_fp32() -> Weights:
+    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", in_fp32):
+        return whole_run()
+
+
+def test_newton_schulz_in_fp32_equals_whole_matrices_to_the_bit(ways: list[dict[str, Any]]) -> None:
+    wanted = whole_run_in_fp32()
+    assert [differing(found["fp32"], wanted) for found in ways] == [[]] * 4
+
+
+def test_teams_and_the_gram_form_agree_with_whole_matrices(ways: list[dict[str, Any]]) -> None:
+    wanted = whole_run_in_fp32()
+    assert ways[0]["teams"] > 0
+    for found in ways:
+        # Gradients follow the weights in steps of 1/64, so a difference of a rounding could flip one; here none does.
+        assert differing(found["team"], wanted, 1e-5) == []
+        assert differing(found["gram"], wanted, 1e-5) == []
+
+
+def test_split_main_weights_take_the_steps_of_fp32_ones(ways: list[dict[str, Any]]) -> None:
+    for found in ways:
+        assert torch.equal(found["split"], found["not split"])
+
+
+def test_each_matrix_is_one_ranks_work_once_a_step(ways: list[dict[str, Any]]) -> None:
+    num_steps = 2
+    num_matrices = sum(1 for name, _ in make_matrices().named_parameters() for _ in cuts_of(name.rpartition(".")[2]))
+    owned = [sum(found["calls"]) for found in ways]
+    assert owned == [found["owned"] for found in ways]
+    assert sum(owned) == num_steps * num_matrices
+    assert max(owned) <= num_steps * (num_matrices / 4 + 2)
