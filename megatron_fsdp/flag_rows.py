@@ -118,7 +118,7 @@ _OTHER = (
          "weights are gathered and used in fp16; the training script refuses it, for want of loss scaling",
          test=_DTYPE_RULES),
     Flag("--optimizer", "adam", Effect.ACTS, "the optimizer; Megatron FSDP takes adam and sgd",
-         "any elementwise optimizer of PyTorch works over the sharded parameters; the flag takes adam and sgd",
+         "adam, sgd and muon (docs/muon.md); in code any elementwise optimizer of PyTorch works as well",
          test=_EFFECTS + "test_optimizer_decides_which_one_steps",
          choices=("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"), kind=str),
     Flag("--use-precision-aware-optimizer", False, Effect.PACKAGE, "optimizer state in low precision",

@@ -185,8 +185,11 @@ class Muon(Optimizer):
                     group.adopt(self.state, gradient.present)
                     group.prepare(gradient, flat, rows, clip_on(factor, flat.device))
                 flats.append(flat)
-            domain.exchange.run(flats, lambda: waiting.pop()() if waiting else None)
+            # Collectives and products run where compute does, which is elsewhere for offloaded weights.
+            there = [flat.to(group.device) for group, flat in zip(domain.groups, flats, strict=True)]
+            domain.exchange.run(there, lambda: waiting.pop()() if waiting else None)
             self.num_orthogonalized += domain.exchange.num_owned
+            flats = [whole.to(flat.device) for whole, flat in zip(there, flats, strict=True)]
             for group, gradient, flat in zip(domain.groups, present, flats, strict=True):
                 if gradient is not None:
                     group.apply(flat, gradient.present, rows)

@@ -256,7 +256,7 @@ CONTRADICTIONS = [
     ),
     (
         "--use-megatron-fsdp --optimizer lion",
-        "--use-megatron-fsdp needs --optimizer adam or sgd (found lion):",
+        "--use-megatron-fsdp needs --optimizer adam, sgd or muon (found lion):",
         "--use-megatron-fsdp --optimizer sgd",
     ),
     (
