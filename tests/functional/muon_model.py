@@ -127,7 +127,7 @@ def train_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, steps: ran
 
 
 class Whole:
-    """The run in one process: ``torch.optim.Muon`` over a parameter for each matrix, ``torch.optim.AdamW`` for the rest.
+    """The run in one process: ``torch.optim.Muon`` over a parameter for each matrix, and ``torch.optim.AdamW``.
 
     Args:
         muon: options of ``torch.optim.Muon``. num_layers: of the model.
