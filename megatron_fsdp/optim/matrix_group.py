@@ -215,8 +215,11 @@ class MatrixGroup(GroupGradients):
         template = self._faces[index]
         assert isinstance(template, FlatDTensor)
         start, stop = self._second_range(index)
+        rows = self._second[start:stop].view(template.to_local().shape)
+        if rows.dtype is template.dtype:
+            return FlatDTensor(rows, template._spec, requires_grad=False)
         return FlatDTensor.from_local(
-            self._second[start:stop].view(template.to_local().shape),
+            rows,
             template.device_mesh,
             template.placements,
             run_check=False,
