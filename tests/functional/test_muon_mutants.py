@@ -60,12 +60,12 @@ def twice_on_replicas() -> Iterator[None]:
 
 def replicas_left_out() -> AbstractContextManager[Any]:
     """Updates that owners in other replicas made never arrive."""
-    return mock.patch.object(Exchange, "_share_with_replicas", lambda self, flats: None)
+    return mock.patch.object(Exchange, "_share_with_replicas", return_value=None)
 
 
 def pieces_left_out() -> AbstractContextManager[Any]:
     """Updates that owners made never come back to other shards."""
-    return mock.patch.object(Exchange, "_take_back", lambda self, bucket, flight, flats: None)
+    return mock.patch.object(Exchange, "_take_back", return_value=None)
 
 
 def decay_forgotten() -> AbstractContextManager[Any]:

@@ -330,7 +330,7 @@ def load_foreign_state() -> bool:
     train_sharded(model, optimizer, range(1), 0)
     document = optimizer.state_dict()
     document["state"][0] = {"exp_avg": torch.zeros(2)}
-    other, fresh = sharded((1,), Placements.optim_grads_params(0))
+    _, fresh = sharded((1,), Placements.optim_grads_params(0))
     with pytest.raises(ConfigError, match="momentum_buffer"):
         fresh.load_state_dict(document)
     return True
