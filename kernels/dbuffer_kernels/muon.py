@@ -1,6 +1,6 @@
 """``muon_momentum`` and ``muon_apply``: what of a Muon step is element-wise, one pass over flat buffers each.
 
-Between them lies the work on whole matrices: the first leaves what Newton-Schulz is to see, the second takes the result.
+Between them lies the work on whole matrices: one leaves what Newton-Schulz is to see, the other takes its result.
 """
 
 from __future__ import annotations
@@ -170,18 +170,37 @@ def muon_momentum_kernel(
     first = tl.load(entry + 1)
     stop = tl.load(entry + 2)
     row = rows + tl.load(entry + 3) * 2
-    index = start + tl.arange(0, BLOCK)
-    mask = (index >= first) & (index < stop)
-    mu = tl.load(row).to(COMPUTE)
-    towards = (1.0 - tl.load(row)).to(COMPUTE)
-    g = tl.load(gradient + index, mask=mask).to(COMPUTE)
+    mu = tl.load(row)
+    is_nesterov = tl.load(row + 1) != 0.0
+    factor = tl.full((), 1.0, COMPUTE)
     if HAS_CLIP:
-        g = g * tl.load(clip).to(COMPUTE)
-    kept = interpolated(tl.load(momentum + index, mask=mask).to(COMPUTE), g, towards)
-    kept = kept.to(momentum.dtype.element_ty)
+        factor = tl.load(clip).to(COMPUTE)
+    index = start + tl.arange(0, BLOCK)
+    # Whole blocks carry no mask: it would split every 16-byte access into single elements.
+    if (first <= start) & (start + BLOCK <= stop):
+        move(index, None, gradient, momentum, out, factor, mu, is_nesterov)
+    else:
+        move(index, (index >= first) & (index < stop), gradient, momentum, out, factor, mu, is_nesterov)
+
+
+@device_function
+def move(
+    index: tl.tensor,
+    mask: tl.tensor,
+    gradient: tl.tensor,
+    momentum: tl.tensor,
+    out: tl.tensor,
+    factor: tl.tensor,
+    mu: tl.tensor,
+    is_nesterov: tl.tensor,
+) -> None:
+    """Read, step and write the elements ``index`` (all of them where ``mask`` is None) in the dtype of ``factor``."""
+    g = tl.load(gradient + index, mask=mask).to(factor.dtype) * factor
+    kept = tl.load(momentum + index, mask=mask).to(factor.dtype)
+    kept = interpolated(kept, g, (1.0 - mu).to(factor.dtype)).to(momentum.dtype.element_ty)
     tl.store(momentum + index, kept, mask=mask)
-    kept = kept.to(COMPUTE)
-    seen = tl.where(tl.load(row + 1) != 0.0, interpolated(g, kept, mu), kept)
+    kept = kept.to(factor.dtype)
+    seen = tl.where(is_nesterov, interpolated(g, kept, mu.to(factor.dtype)), kept)
     # By way of the momentum's dtype, as torch computes the update in that.
     tl.store(out + index, seen.to(momentum.dtype.element_ty).to(out.dtype.element_ty), mask=mask)
 
@@ -211,16 +230,38 @@ def muon_apply_kernel(
     first = tl.load(entry + 1)
     stop = tl.load(entry + 2)
     row = rows + tl.load(entry + 3) * 2
+    decay = tl.load(row).to(COMPUTE)
+    alpha = tl.load(row + 1).to(COMPUTE)
     index = start + tl.arange(0, BLOCK)
-    mask = (index >= first) & (index < stop)
+    if (first <= start) & (start + BLOCK <= stop):
+        add(index, None, update, weight, model, remainder, decay, alpha, HAS_MODEL, IS_SPLIT)
+    else:
+        mask = (index >= first) & (index < stop)
+        add(index, mask, update, weight, model, remainder, decay, alpha, HAS_MODEL, IS_SPLIT)
+
+
+@device_function
+def add(
+    index: tl.tensor,
+    mask: tl.tensor,
+    update: tl.tensor,
+    weight: tl.tensor,
+    model: tl.tensor,
+    remainder: tl.tensor,
+    decay: tl.tensor,
+    alpha: tl.tensor,
+    HAS_MODEL: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+) -> None:
+    """Read, step and write the elements ``index`` (all of them where ``mask`` is None) in the dtype of ``decay``."""
     w = tl.load(weight + index, mask=mask)
     if IS_SPLIT:
         w = joined(w, tl.load(remainder + index, mask=mask))
-    w = w.to(COMPUTE) * tl.load(row).to(COMPUTE)
+    w = w.to(decay.dtype) * decay
     if not IS_SPLIT:
         # torch rounds between the two, which matters to 16-bit weights.
-        w = w.to(weight.dtype.element_ty).to(COMPUTE)
-    w = tl.fma(tl.load(row + 1).to(COMPUTE), tl.load(update + index, mask=mask).to(COMPUTE), w)
+        w = w.to(weight.dtype.element_ty).to(decay.dtype)
+    w = tl.fma(tl.load(update + index, mask=mask).to(decay.dtype), alpha, w)
     if IS_SPLIT:
         tl.store(weight + index, upper_half(w), mask=mask)
         tl.store(remainder + index, lower_half(w), mask=mask)
