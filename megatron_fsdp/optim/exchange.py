@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,22 @@ from dbuffer.collectives import all_gather, all_reduce, all_to_all, wait_for
 from dbuffer.mesh import MeshAxis, neighbours
 from megatron_fsdp.optim.matrix_views import MatrixBlock, Rectangle
 from megatron_fsdp.optim.newton_schulz import Iteration, newton_schulz_team
-from megatron_fsdp.optim.ownership import Ownership, Share
+from megatron_fsdp.optim.ownership import MatrixWork, Ownership, Share
 
-__all__ = ["Exchange", "OwnerRanks", "Source"]
+__all__ = ["Exchange", "OwnerRanks", "Solver", "Source"]
+
+
+class Solver(Protocol):
+    """What an owner does with its matrices; equal ones are given matrices of one shape together."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which it takes them."""
+        ...
+
+    def __call__(self, matrices: torch.Tensor, works: Sequence[MatrixWork]) -> torch.Tensor:
+        """Return what becomes of (matrices, rows, columns), which it may overwrite; ``works`` says which they are."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +74,13 @@ class Source:
 
     Attributes:
         flat: number of the flat buffer. base: where in it the piece begins. held: the parameter's elements in it.
-        iteration: how the matrix is made semi-orthogonal.
+        solver: what its owner does with the matrix.
     """
 
     flat: int
     base: int
     held: range
-    iteration: Iteration
+    solver: Solver
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +95,11 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Batch:
-    """Matrices of one shape and one iteration: (count, rows, columns)."""
+    """Matrices of one shape and one solver: (count, rows, columns)."""
 
     count: int
     shape: tuple[int, int]
-    iteration: Iteration
+    solver: Solver
     is_team: bool
 
     @property
@@ -129,7 +143,7 @@ class Exchange:
         ranks: who shares them.
         bucket_numel: elements that an owner takes in one bucket, at least one matrix.
     Attributes:
-        num_owned: matrices, and parts of some, that this rank makes semi-orthogonal in each step.
+        num_owned: matrices, and parts of some, that this rank works on in each step.
     """
 
     def __init__(self, ownership: Ownership, sources: Sequence[Source], ranks: OwnerRanks, bucket_numel: int) -> None:
@@ -146,7 +160,7 @@ class Exchange:
         self.num_owned = sum(len(bucket.slots) for bucket in (self._local, *self._buckets))
 
     def run(self, flats: Sequence[torch.Tensor], meanwhile: Callable[[], None]) -> None:
-        """Replace every matrix in the flat buffers by what its iteration makes of it; all ranks call it.
+        """Replace every matrix in the flat buffers by what its solver makes of it; all ranks call it.
 
         Args:
             flats: 1-D, this rank's parts, all of one dtype, which is that of the messages.
@@ -194,7 +208,7 @@ class Exchange:
             if shard != ranks.shard:
                 bucket.sent[shard] += [(source.flat, piece) for piece in mine]
                 continue
-            slot = self._add_slot(bucket, share, block, source.iteration)
+            slot = self._add_slot(bucket, share, block, source.solver)
             bucket.kept += [(source.flat, piece, slot) for piece in mine]
             for holder, held in work.holders:
                 if holder != shard:
@@ -205,15 +219,15 @@ class Exchange:
             self._buckets.append(self._empty_bucket())
         return self._buckets[number]
 
-    def _add_slot(self, bucket: _Bucket, share: Share, block: MatrixBlock, iteration: Iteration) -> int:
+    def _add_slot(self, bucket: _Bucket, share: Share, block: MatrixBlock, solver: Solver) -> int:
         shape, is_team = (block.rows, block.columns), share.size > 1
         for number, batch in enumerate(bucket.batches):
-            if not is_team and not batch.is_team and (batch.shape, batch.iteration) == (shape, iteration):
+            if not is_team and not batch.is_team and (batch.shape, batch.solver) == (shape, solver):
                 batch.count += 1
                 bucket.slots.append(_Slot(share, block, number, batch.count - 1))
                 return len(bucket.slots) - 1
         bucket.slots.append(_Slot(share, block, len(bucket.batches), 0))
-        bucket.batches.append(_Batch(1, shape, iteration, is_team))
+        bucket.batches.append(_Batch(1, shape, solver, is_team))
         return len(bucket.slots) - 1
 
     # ------------------------------------------------------------------ messages
@@ -302,15 +316,18 @@ class Exchange:
             self._keep(bucket, batches, flats)
 
     def _solve(self, bucket: _Bucket, batches: Sequence[torch.Tensor]) -> None:
-        """Replace every matrix by its semi-orthogonal factor."""
-        for memory, batch in zip(batches, bucket.batches, strict=True):
+        """Replace every matrix by what its solver makes of it."""
+        works = self.ownership.works
+        for number, (memory, batch) in enumerate(zip(batches, bucket.batches, strict=True)):
             if not batch.is_team:
-                memory.copy_(batch.iteration(memory.to(batch.iteration.dtype)))
+                mine = [works[slot.share.work] for slot in bucket.slots if slot.batch == number]
+                memory.copy_(batch.solver(memory.to(batch.solver.dtype), mine))
         # Last, and in the order of the matrices on all members: each step waits for the others.
         teams = [slot for slot in bucket.slots if slot.share.size > 1]
         for slot in sorted(teams, key=lambda slot: slot.share.work):
-            memory, iteration = batches[slot.batch][0], bucket.batches[slot.batch].iteration
-            memory.copy_(self._solve_in_team(memory, slot.share, iteration))
+            memory, solver = batches[slot.batch][0], bucket.batches[slot.batch].solver
+            assert isinstance(solver, Iteration)
+            memory.copy_(self._solve_in_team(memory, slot.share, solver))
 
     def _solve_in_team(self, part: torch.Tensor, share: Share, iteration: Iteration) -> torch.Tensor:
         assert self.ranks.shards is not None

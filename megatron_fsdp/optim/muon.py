@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.moments import ABSENT, KEYS, GroupGradients, GroupMoments
 from megatron_fsdp.nonfinite import Reading, check_policy, clip_factor, may_step
-from megatron_fsdp.optim.exchange import Exchange, OwnerRanks, Source
+from megatron_fsdp.optim.exchange import Exchange, OwnerRanks, Solver, Source
 from megatron_fsdp.optim.matrix_group import MOMENTUM, MatrixGroup, MatrixMember, StepRows
 from megatron_fsdp.optim.matrix_views import MatrixBlock, MatrixView
 from megatron_fsdp.optim.newton_schulz import Iteration, coefficients, scale_factor
@@ -233,7 +233,8 @@ class Muon(Optimizer):
         for block, ratio in plain.blocks:
             columns = slice(block.first_column, block.last_column)
             matrix = torch.cat([seen[start:stop, columns] for start, stop in block.row_ranges])
-            update = plain.iteration(matrix[None].to(plain.iteration.dtype, copy=True))[0].to(seen.dtype)
+            work = MatrixWork(f"plain parameter {plain.number}", block, ())
+            update = plain.solver(matrix[None].to(plain.solver.dtype, copy=True), [work])[0].to(seen.dtype)
             self.num_orthogonalized += 1
             sizes = [stop - start for start, stop in block.row_ranges]
             for (start, stop), piece in zip(block.row_ranges, update.split(sizes), strict=True):
@@ -308,8 +309,13 @@ class Muon(Optimizer):
         parameters = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
         flags = tuple(_flags(group) for group in self.param_groups)
         if self._binding is None or not self._binding.fits(parameters, flags):
-            self._binding = _bind(self.param_groups, self.options, flags, parameters)
+            self._binding = _bind(self.param_groups, self.options, self.solver_of, flags, parameters)
         return self._binding
+
+    def solver_of(self, group: Mapping[str, Any]) -> Solver:
+        """Return what owners do with the matrices of a param group."""
+        steps = coefficients(group["ns_coefficients"], int(group["ns_steps"]))
+        return Iteration(steps, float(group["eps"]), self.options.ns_dtype, self.options.use_gram)
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,12 +378,13 @@ class Domain:
 
 @dataclass(frozen=True, slots=True)
 class _PlainMatrices:
-    """A parameter of Muon's that no sharded module owns, with its matrices and their factors."""
+    """A parameter of Muon's that no sharded module owns, the how manieth, with its matrices and their factors."""
 
     parameter: torch.Tensor
     group: int
+    number: int
     blocks: tuple[tuple[MatrixBlock, float], ...]
-    iteration: Iteration
+    solver: Solver
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,11 +502,6 @@ def _blocks_of(parameter: torch.Tensor, group: Mapping[str, Any]) -> tuple[tuple
     return tuple((block, scale_factor(block.rows, block.columns, mode) * extra) for block in blocks)
 
 
-def _iteration_of(group: Mapping[str, Any], options: MuonOptions) -> Iteration:
-    steps = coefficients(group["ns_coefficients"], int(group["ns_steps"]))
-    return Iteration(steps, float(group["eps"]), options.ns_dtype, options.use_gram)
-
-
 class _Factors:
     """Numbers the rows of ``StepRows.apply`` as they are asked for."""
 
@@ -513,6 +515,7 @@ class _Factors:
 def _bind(
     param_groups: Sequence[dict[str, Any]],
     options: MuonOptions,
+    solver_of: Callable[[Mapping[str, Any]], Solver],
     flags: tuple[Any, ...],
     parameters: Sequence[torch.Tensor],
 ) -> _Binding:
@@ -526,8 +529,8 @@ def _bind(
         if owner is not None:
             owners[id(owner)] = owner
         elif group["use_muon"]:
-            iteration = _iteration_of(group, options)
-            plain_matrices.append(_PlainMatrices(parameter, number, _blocks_of(parameter, group), iteration))
+            blocks = _blocks_of(parameter, group)
+            plain_matrices.append(_PlainMatrices(parameter, number, len(plain_matrices), blocks, solver_of(group)))
         else:
             plain.append(PlainParameter(parameter, number, False))
     factors = _Factors()
@@ -545,14 +548,14 @@ def _bind(
             matrices.append(MatrixGroup(owner, members, found, factors.row, options.moments_dtype))
         else:
             moments.append(GroupMoments(owner, members, options.moments_dtype, is_capturable=False))
-    domains = tuple(_domains(matrices, param_groups, options))
+    domains = tuple(_domains(matrices, [solver_of(g) if g["use_muon"] else None for g in param_groups], options))
     order = tuple(factors.numbers)
     kept = (tuple(matrices), tuple(moments), domains, tuple(plain_matrices), tuple(plain))
     return _Binding(tuple(parameters), flags, *kept, order)
 
 
 def _domains(
-    matrices: Sequence[MatrixGroup], param_groups: Sequence[Mapping[str, Any]], options: MuonOptions
+    matrices: Sequence[MatrixGroup], solvers: Sequence[Solver | None], options: MuonOptions
 ) -> Iterator[Domain]:
     by_ranks: dict[tuple[int, int], tuple[OwnerRanks, list[MatrixGroup]]] = {}
     for each in matrices:
@@ -564,7 +567,7 @@ def _domains(
         works: list[MatrixWork] = []
         sources: list[Source] = []
         for flat, each in enumerate(members):
-            for work, source in _works(each, flat, ranks, param_groups, options):
+            for work, source in _works(each, flat, ranks, solvers):
                 works.append(work)
                 sources.append(source)
         max_team = options.max_team if ranks.num_shards > 1 else 1
@@ -574,20 +577,18 @@ def _domains(
 
 
 def _works(
-    each: MatrixGroup,
-    flat: int,
-    ranks: OwnerRanks,
-    param_groups: Sequence[Mapping[str, Any]],
-    options: MuonOptions,
+    each: MatrixGroup, flat: int, ranks: OwnerRanks, solvers: Sequence[Solver | None]
 ) -> Iterator[tuple[MatrixWork, Source]]:
     owner = each.group
     assert owner is not None
     plan, names = owner.plan, tuple(owner.parameters)
     for index, member in each.matrices.items():
-        iteration = _iteration_of(param_groups[member.group], options)
+        solver = solvers[member.group]
+        assert solver is not None
+        num_steps = len(solver.coefficients) if isinstance(solver, Iteration) else 5
         holders = holders_of(plan.offsets[index], plan.tensor_numel(index), plan.numel // ranks.num_shards)
         name = f"{owner.name}.{names[index]}"
         for block, _ in member.blocks:
             held = tuple(holder for holder in holders if block.overlap(holder[1]))
-            work = MatrixWork(name, block, held, len(iteration.coefficients))
-            yield work, Source(flat, each.base(index), each.held(index), iteration)
+            work = MatrixWork(name, block, held, num_steps)
+            yield work, Source(flat, each.base(index), each.held(index), solver)

@@ -98,7 +98,7 @@ class Iteration:
     dtype: torch.dtype = torch.bfloat16
     is_gram: bool = False
 
-    def __call__(self, matrices: torch.Tensor) -> torch.Tensor:
+    def __call__(self, matrices: torch.Tensor, works: Sequence[object] = ()) -> torch.Tensor:
         """Return the result for a batch of shape (matrices, rows, columns) in ``dtype``; the input is overwritten."""
         return (newton_schulz_gram if self.is_gram else newton_schulz)(matrices, self)
 
@@ -133,7 +133,8 @@ def scale_factor(rows: int, columns: int, mode: str | None) -> float:
 
     ``original`` (the default) and ``shape_scaling``: sqrt(max(1, rows / columns)), Jordan et al. 2024;
     ``match_rms_adamw``: 0.2 sqrt(max(rows, columns)), Moonshot, "Muon is scalable for LLM training" (2025);
-    ``spectral``: sqrt(max(rows, columns)); ``unit_rms_norm`` and ``spectral_unclamped``: sqrt(rows / columns).
+    ``spectral``: sqrt(max(rows, columns)); ``unit_rms_norm`` and ``spectral_unclamped``: sqrt(rows / columns);
+    ``none``: 1.
     Names are those of ``torch.optim.Muon`` and Emerging-Optimizers.
 
     Args:
@@ -149,9 +150,11 @@ def scale_factor(rows: int, columns: int, mode: str | None) -> float:
         return math.sqrt(max(rows, columns))
     if mode in ("unit_rms_norm", "spectral_unclamped"):
         return math.sqrt(rows / columns)
+    if mode == "none":
+        return 1.0
     raise ConfigError(
         f"Muon(adjust_lr_fn={mode!r}): wanted 'original', 'match_rms_adamw', 'shape_scaling', 'spectral', "
-        "'unit_rms_norm', 'spectral_unclamped' or None"
+        "'unit_rms_norm', 'spectral_unclamped', 'none' or None"
     )
 
 

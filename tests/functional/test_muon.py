@@ -1,6 +1,6 @@
 """Muon over sharded weights takes the steps of ``torch.optim.Muon`` over whole matrices, to the bit."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -134,9 +134,9 @@ def counting() -> Iterator[list[int]]:
     calls: list[int] = []
     original = Iteration.__call__
 
-    def counted(self: Iteration, matrices: torch.Tensor) -> torch.Tensor:
+    def counted(self: Iteration, matrices: torch.Tensor, works: Sequence[object] = ()) -> torch.Tensor:
         calls.append(len(matrices))
-        return original(self, matrices)
+        return original(self, matrices, works)
 
     with mock.patch.object(Iteration, "__call__", counted):
         yield calls

@@ -33,7 +33,7 @@ NUM_STEPS = 2
 
 def sgd_instead() -> AbstractContextManager[Any]:
     """DeepSpeed's default stage stepped with the momentum as it was."""
-    return mock.patch.object(Iteration, "__call__", lambda self, matrices: matrices)
+    return mock.patch.object(Iteration, "__call__", lambda self, matrices, works=(): matrices)
 
 
 def scale_by_local_shape() -> AbstractContextManager[Any]:
