@@ -170,17 +170,15 @@ def muon_momentum_kernel(
     first = tl.load(entry + 1)
     stop = tl.load(entry + 2)
     row = rows + tl.load(entry + 3) * 2
-    mu = tl.load(row)
-    is_nesterov = tl.load(row + 1) != 0.0
     factor = tl.full((), 1.0, COMPUTE)
     if HAS_CLIP:
         factor = tl.load(clip).to(COMPUTE)
     index = start + tl.arange(0, BLOCK)
     # Whole blocks carry no mask: it would split every 16-byte access into single elements.
     if (first <= start) & (start + BLOCK <= stop):
-        move(index, None, gradient, momentum, out, factor, mu, is_nesterov)
+        move(index, None, gradient, momentum, out, factor, row)
     else:
-        move(index, (index >= first) & (index < stop), gradient, momentum, out, factor, mu, is_nesterov)
+        move(index, (index >= first) & (index < stop), gradient, momentum, out, factor, row)
 
 
 @device_function
@@ -191,16 +189,16 @@ def move(
     momentum: tl.tensor,
     out: tl.tensor,
     factor: tl.tensor,
-    mu: tl.tensor,
-    is_nesterov: tl.tensor,
+    row: tl.tensor,
 ) -> None:
     """Read, step and write the elements ``index`` (all of them where ``mask`` is None) in the dtype of ``factor``."""
+    mu = tl.load(row)
     g = tl.load(gradient + index, mask=mask).to(factor.dtype) * factor
     kept = tl.load(momentum + index, mask=mask).to(factor.dtype)
     kept = interpolated(kept, g, (1.0 - mu).to(factor.dtype)).to(momentum.dtype.element_ty)
     tl.store(momentum + index, kept, mask=mask)
     kept = kept.to(factor.dtype)
-    seen = tl.where(is_nesterov, interpolated(g, kept, mu.to(factor.dtype)), kept)
+    seen = tl.where(tl.load(row + 1) != 0.0, interpolated(g, kept, mu.to(factor.dtype)), kept)
     # By way of the momentum's dtype, as torch computes the update in that.
     tl.store(out + index, seen.to(momentum.dtype.element_ty).to(out.dtype.element_ty), mask=mask)
 

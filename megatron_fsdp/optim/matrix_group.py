@@ -172,7 +172,12 @@ class MatrixGroup(GroupGradients):
         views = self._views.get(index) or self._make_views(index)
         values = state.get(face)
         shown = self._shown.get(index)
-        if values and values is shown and all(values.get(key) is view for key, view in views.items()):
+        if (
+            values
+            and shown is not None
+            and values is shown
+            and all(shown.get(key) is view for key, view in views.items())
+        ):
             return
         if values and not all(key in values for key in views):
             raise ConfigError(

@@ -420,7 +420,7 @@ class _Gradients:
         self._binding = binding
         self.matrices = [(each, found) for each in binding.matrices if (found := each.gradient()) is not None]
         self.moments = [(each, found) for each in binding.moments if (found := each.gradient()) is not None]
-        self.plain = [(each, found) for each in binding.plain if (found := each.gradient()) is not None]
+        self.plain = [(plain, rows) for plain in binding.plain if (rows := plain.gradient()) is not None]
 
     def flat(self) -> Iterator[tuple[GroupGradients | PlainParameter, torch.Tensor]]:
         """Yield all of them, 1-D."""

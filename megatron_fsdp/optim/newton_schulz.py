@@ -100,7 +100,7 @@ class Iteration:
 
     def __call__(self, matrices: torch.Tensor, works: Sequence[object] = ()) -> torch.Tensor:
         """Return the result for a batch of shape (matrices, rows, columns) in ``dtype``; the input is overwritten."""
-        return (newton_schulz_gram if self.is_gram else newton_schulz)(matrices, self)
+        return newton_schulz_gram(matrices, self) if self.is_gram else newton_schulz(matrices, self)
 
 
 def coefficients(given: str | Sequence[float], num_steps: int) -> tuple[Coefficients, ...]:
@@ -251,7 +251,7 @@ def newton_schulz_team(part: torch.Tensor, iteration: Iteration, team: Team) -> 
     square = torch.linalg.vector_norm(part, dtype=torch.float32).square()
     team.sum(square)
     norm = square.sqrt().to(iteration.dtype)
-    x = part / norm.clamp(min=iteration.eps)
+    x: torch.Tensor = part / norm.clamp(min=iteration.eps)
     small = part.shape[0]
     count = -(-small // team.size)
     first, last = min(team.rank * count, small), min((team.rank + 1) * count, small)

@@ -92,9 +92,8 @@ class Shampoo(Muon):
             values = self.state.get(owned.parameter, {})
             found = {name: values.pop(f"{name}.{owned.number}", None) for name in (*_FACTORS, "count")}
             if owned.is_mine and all(value is not None for value in found.values()):
-                self._solver.known[owned.key] = _Factors(
-                    *(found[name].float().clone() for name in _FACTORS), count=int(found["count"])
-                )
+                factors = {name: found[name].float().clone() for name in _FACTORS}
+                self._solver.known[owned.key] = _Factors(**factors, count=int(found["count"]))
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -170,7 +169,7 @@ class _Factors:
     right: torch.Tensor
     left_root: torch.Tensor
     right_root: torch.Tensor
-    count: int = 0
+    count: int
 
 
 @dataclass(eq=False)
@@ -205,7 +204,8 @@ class _Preconditioning:
         if key not in self.known:
             rows, columns = matrix.shape
             sizes = (rows, columns, rows, columns)
-            self.known[key] = _Factors(*(torch.zeros(size, size, device=matrix.device) for size in sizes))
+            new = (torch.zeros(size, size, device=matrix.device) for size in sizes)
+            self.known[key] = _Factors(**dict(zip(_FACTORS, new, strict=True)), count=0)
         kept = self.known[key]
         kept.left.lerp_(matrix @ matrix.T, 1 - self.beta2)
         kept.right.lerp_(matrix.T @ matrix, 1 - self.beta2)
@@ -216,10 +216,12 @@ class _Preconditioning:
             kept.right_root = self._root(kept.right / correction)
         kept.count += 1
         update = kept.left_root @ matrix @ kept.right_root
-        return update * (matrix.norm() / update.norm().clamp(min=1e-30))
+        grafted: torch.Tensor = update * (matrix.norm() / update.norm().clamp(min=1e-30))
+        return grafted
 
     def _root(self, mean: torch.Tensor) -> torch.Tensor:
         """Return the inverse fourth root of a symmetric matrix."""
         values, vectors = torch.linalg.eigh(mean)
         values = values.clamp(min=0) + self.eps * values[-1].clamp(min=1e-30)
-        return (vectors * values.pow(-0.25)) @ vectors.T
+        root: torch.Tensor = (vectors * values.pow(-0.25)) @ vectors.T
+        return root

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -361,3 +362,21 @@ def refuse_stranger() -> bool:
         Muon([module.weight])
     fully_shard(nn.Linear(2, 2))
     return True
+
+
+def run_examples() -> int:
+    """Run the examples of docs/muon.md, one after the other; return how many matrices were made semi-orthogonal."""
+    page = Path(__file__).parents[2] / "docs" / "muon.md"
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(code, str(page), "exec"), names)  # what is under test is the text
+    optimizer, model = names["optimizer"], names["model"]
+    model(torch.arange(8)).square().mean().backward()
+    before = model[1].weight.full_tensor()
+    optimizer.step()
+    assert (model[1].weight.full_tensor() - before).abs().max() > 0.01, "the hook scales by 0.9 after the step"
+    return int(optimizer.num_orthogonalized)
+
+
+def test_the_examples_of_the_page_run_on_two_ranks() -> None:
+    assert sum(run_ranks(2, run_examples)) == 2 * 4
