@@ -11,16 +11,20 @@ import torch.distributed as dist
 from torch import nn
 
 from dbuffer import Flat, Partial, Replicate
-from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements
+from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, fully_shard
 from megatron_fsdp.optim import Muon, MuonOptions
 from megatron_fsdp.optim.newton_schulz import Iteration
 from tests.functional.models import differing, make_mesh, whole_state
 from tests.functional.muon_model import (
+    DIVISOR,
+    NUM_MICROBATCHES,
     Matrices,
     Whole,
     cuts_of,
     make_matrices,
+    make_trio,
     param_groups,
+    seed_of,
     shard_matrices,
     train_sharded,
 )
@@ -49,6 +53,11 @@ def train_with_each(mesh_shape: tuple[int, ...], num_steps: int) -> dict[str, We
         optimizer = Muon(param_groups(model), options=SMALL_BUCKETS, **OPTIONS)
         train_sharded(model, optimizer, range(num_steps), dist.get_rank())
         found[name] = whole_state(model)
+    if len(mesh_shape) == 2:
+        model = shard_matrices(make_matrices(), mesh, TWO_AXES["hsdp"])
+        apart = MuonOptions(share_replicas=False)
+        train_sharded(model, Muon(param_groups(model), options=apart, **OPTIONS), range(num_steps), dist.get_rank())
+        found["hsdp, each replica does all"] = whole_state(model)
     return found
 
 
@@ -101,14 +110,12 @@ def each_way() -> dict[str, Any]:
     model = sharded()
     optimizer = Muon(param_groups(model), options=MuonOptions(ns_dtype=torch.float32), **OPTIONS)
     found["fp32"] = run(optimizer, model)
-    model = sharded()
-    team = MuonOptions(ns_dtype=torch.float32, max_team=4)
-    optimizer = Muon(param_groups(model), options=team, **OPTIONS)
-    found["team"] = run(optimizer, model)
-    found["teams"] = sum(each.exchange.ownership.num_teams for each in optimizer.domains())
-    model = sharded()
-    gram = MuonOptions(ns_dtype=torch.float32, use_gram=True)
-    found["gram"] = run(Muon(param_groups(model), options=gram, **OPTIONS), model)
+    for name, options in {"team": {"max_team": 4}, "gram": {"use_gram": True}}.items():
+        trio = fully_shard(make_trio(), make_mesh((dist.get_world_size(),)))
+        trio.set_gradient_divide_factor(DIVISOR)
+        optimizer = Muon(trio.parameters(), options=MuonOptions(ns_dtype=torch.float32, **options), **OPTIONS)
+        found[name] = run(optimizer, trio)
+        found[f"{name}: teams"] = sum(each.exchange.ownership.num_teams for each in optimizer.domains())
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, split_main_params=True, main_grads_dtype=torch.float32)
     for name, chosen in {
         "split": policy,
@@ -188,10 +195,18 @@ def test_newton_schulz_in_fp32_equals_whole_matrices_to_the_bit(ways: list[dict[
 
 
 def test_teams_and_the_gram_form_agree_with_whole_matrices(ways: list[dict[str, Any]]) -> None:
-    wanted = whole_run_in_fp32()
-    assert ways[0]["teams"] > 0
+    trio = make_trio()
+    optimizer = torch.optim.Muon(trio.parameters(), **OPTIONS)
+    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", in_fp32):
+        for step in range(3):
+            for rank in range(4):
+                for index in range(NUM_MICROBATCHES):
+                    (trio(seed_of(rank, step, index)) / DIVISOR).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    wanted = {name: value.detach() for name, value in trio.named_parameters()}
     for found in ways:
-        # Gradients follow the weights in steps of 1/64, so a difference of a rounding could flip one; here none does.
+        assert (found["team: teams"], found["gram: teams"]) == (1, 0)
         assert differing(found["team"], wanted, 1e-5) == []
         assert differing(found["gram"], wanted, 1e-5) == []
 

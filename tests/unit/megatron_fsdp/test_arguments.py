@@ -370,5 +370,5 @@ def settings(line: str) -> Any:
 
 def test_contradictions_are_all_named_at_once() -> None:
     found = refusal("--use-megatron-fsdp --optimizer lion --bf16 --fp16")
-    assert "--optimizer adam or sgd (found lion)" in found
+    assert "--optimizer adam, sgd or muon (found lion)" in found
     assert "--bf16 contradicts --fp16" in found
