@@ -206,7 +206,7 @@ def test_teams_and_the_gram_form_agree_with_whole_matrices(ways: list[dict[str, 
             optimizer.zero_grad()
     wanted = {name: value.detach() for name, value in trio.named_parameters()}
     for found in ways:
-        assert (found["team: teams"], found["gram: teams"]) == (1, 0)
+        assert found["team: teams"] > 0 == found["gram: teams"]
         assert differing(found["team"], wanted, 1e-5) == []
         assert differing(found["gram"], wanted, 1e-5) == []
 
