@@ -135,6 +135,28 @@ class _Flight:
     leaving: torch.Tensor
 
 
+class _Filling:
+    """Which bucket each owner's next matrix goes into, worked out alike by all ranks."""
+
+    def __init__(self, num_ranks: int, bucket_numel: int) -> None:
+        self._bucket_numel = bucket_numel
+        # Of each owner: the number of its last bucket, and the elements in it.
+        self._last = [(0, 0)] * num_ranks
+
+    def next_bucket(self, owners: Sequence[int], blocks: Sequence[MatrixBlock]) -> int:
+        """Return the bucket of a matrix, the same for all members of a team, and count it."""
+        numbers = []
+        for owner, block in zip(owners, blocks, strict=True):
+            number, filled = self._last[owner]
+            is_full = bool(filled) and filled + block.numel > self._bucket_numel
+            numbers.append(number + is_full)
+        chosen = max(numbers)
+        for owner, block in zip(owners, blocks, strict=True):
+            number, filled = self._last[owner]
+            self._last[owner] = (chosen, block.numel + (filled if number == chosen else 0))
+        return chosen
+
+
 class Exchange:
     """The redistribution of one step, laid out once.
 
@@ -154,9 +176,9 @@ class Exchange:
         self._local = self._empty_bucket()
         # By replica: what of this rank's pieces its owners update.
         self._of_replicas: list[list[tuple[int, Rectangle]]] = [[] for _ in range(ranks.num_replicas)]
-        filled = [0] * ownership.num_ranks
+        filling = _Filling(ownership.num_ranks, bucket_numel)
         for members in _by_work(ownership.shares):
-            self._lay_out(members, filled, bucket_numel)
+            self._lay_out(members, filling)
         self.num_owned = sum(len(bucket.slots) for bucket in (self._local, *self._buckets))
 
     def run(self, flats: Sequence[torch.Tensor], meanwhile: Callable[[], None]) -> None:
@@ -190,19 +212,18 @@ class Exchange:
         shards = range(self.ranks.num_shards)
         return _Bucket([[] for _ in shards], [[] for _ in shards])
 
-    def _lay_out(self, members: Sequence[Share], filled: list[int], bucket_numel: int) -> None:
+    def _lay_out(self, members: Sequence[Share], filling: _Filling) -> None:
         """Put one matrix, or the parts of one, into a bucket, the same on all ranks."""
         work, ranks = self.ownership.works[members[0].work], self.ranks
         source = self._sources[members[0].work]
         blocks = (work.block,) if len(members) == 1 else work.block.parts(len(members))
-        number = max(filled[share.owner] // bucket_numel for share in members)
+        owners = [share.owner for share in members]
+        is_local = len(members) == 1 and all(holder[0] == owners[0] % ranks.num_shards for holder in work.holders)
+        bucket = self._local if is_local else self._bucket(filling.next_bucket(owners, blocks))
         for share, block in zip(members, blocks, strict=True):
-            filled[share.owner] += block.numel
             replica, shard = divmod(share.owner, ranks.num_shards)
             mine = [_moved(piece, source.base) for piece in block.rectangles(source.held)]
             self._of_replicas[replica] += [(source.flat, piece) for piece in mine]
-            is_local = len(members) == 1 and all(holder[0] == shard for holder in work.holders)
-            bucket = self._local if is_local else self._bucket(number)
             if replica != ranks.replica:
                 continue
             if shard != ranks.shard:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dbuffer import Flat, Partial, Replicate
-from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, fully_shard
+from dbuffer import CollectiveCall, Flat, Partial, Replicate, observe_collectives
+from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
 from megatron_fsdp.optim import Muon, MuonOptions
 from megatron_fsdp.optim.newton_schulz import Iteration
 from tests.functional.models import differing, make_mesh, whole_state
@@ -129,9 +129,20 @@ def each_way() -> dict[str, Any]:
         found[name] = torch.cat(joined)
     model = sharded()
     optimizer = Muon(param_groups(model), **OPTIONS)
-    with counting() as calls:
+    messages: list[CollectiveCall] = []
+    with counting() as calls, observe_collectives(messages.append):
         train_sharded(model, optimizer, range(2), dist.get_rank())
     found["calls"], found["owned"] = calls, optimizer.num_orthogonalized
+    found["messages"] = sum(call.kind == "all_to_all" for call in messages)
+    model = sharded()
+    # Every matrix is larger than such a bucket.
+    optimizer = Muon(param_groups(model), options=MuonOptions(bucket_bytes=1), **OPTIONS)
+    messages.clear()
+    with observe_collectives(messages.append):
+        train_sharded(model, optimizer, range(1), dist.get_rank())
+    found["messages in tiny buckets"] = sum(call.kind == "all_to_all" for call in messages)
+    fresh = fully_shard_optimizer(Muon(param_groups(model), **OPTIONS)).state_dict()["state"]
+    found["fresh"] = sorted({" ".join(sorted(values)) for values in fresh.values()})
     return found
 
 
@@ -151,7 +162,7 @@ def counting() -> Iterator[list[int]]:
 
 @pytest.fixture(scope="module")
 def ways() -> list[dict[str, Any]]:
-    return run_ranks(4, each_way)
+    return run_ranks(4, each_way, timeout=240.0)
 
 
 def whole_run(options: Mapping[str, Any] | None = None, num_ranks: int = 4) -> Weights:
@@ -222,4 +233,14 @@ def test_each_matrix_is_one_ranks_work_once_a_step(ways: list[dict[str, Any]]) -
     owned = [sum(found["calls"]) for found in ways]
     assert owned == [found["owned"] for found in ways]
     assert sum(owned) == num_steps * num_matrices
+    for found in ways:
+        # There and back once a step: none while gradients accumulate.
+        assert found["messages"] == 2 * num_steps
+        # At most as many buckets as the busiest rank has matrices that travel.
+        assert 2 < found["messages in tiny buckets"] <= 2 * (num_matrices / 4 + 2)
     assert max(owned) <= num_steps * (num_matrices / 4 + 2)
+
+
+def test_the_state_dict_of_a_new_optimizer_shows_where_a_checkpoint_is_read_into(ways: list[dict[str, Any]]) -> None:
+    for found in ways:
+        assert found["fresh"] == ["exp_avg exp_avg_sq step", "momentum_buffer"]
