@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ __all__ = [
     "Waiter",
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "barrier",
     "broadcast",
     "observe_collectives",
@@ -315,6 +316,31 @@ def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.W
         _notify("all_reduce", axis, tensor)
     reduce_op = dist.ReduceOp.MAX if op == "max" else _reduce_op(op)
     _finish(_start(dist.all_reduce, tensor, op=reduce_op, group=axis.reduce_group, waits=works is None), works)
+
+
+def all_to_all(
+    output: torch.Tensor,
+    source: torch.Tensor,
+    axis: MeshAxis,
+    sizes: tuple[Sequence[int], Sequence[int]],
+    works: list[dist.Work] | None = None,
+) -> None:
+    """Send a part of ``source`` to every rank of the axis and receive one from each, of any sizes, zero included.
+
+    Args:
+        output, source: 1-D, of one dtype; parts for and from the ranks follow each other in rank order.
+        sizes: elements received from each rank, and elements sent to each; every rank knows its own.
+        works: when given, the call returns at once and its handle is appended; both tensors must live until then.
+    """
+    received, sent = ([size * output.element_size() for size in each] for each in sizes)
+    if axis.size == 1:
+        output.copy_(source)
+        return
+    if _observers:
+        _notify("all_to_all", axis, output)
+    parts = output.view(torch.uint8), source.view(torch.uint8)
+    splits = {"output_split_sizes": received, "input_split_sizes": sent}
+    _finish(_start(dist.all_to_all_single, *parts, group=axis.reduce_group, waits=works is None, **splits), works)
 
 
 def start_maximum(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:

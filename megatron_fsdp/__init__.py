@@ -34,6 +34,7 @@ from megatron_fsdp.meshes import DataParallelMeshDims
 from megatron_fsdp.module import FsdpModule, UnshardHandle, register_fsdp_forward_method
 from megatron_fsdp.nonfinite import check_gradients
 from megatron_fsdp.offload import CPUOffloadPolicy, OffloadPolicy
+from megatron_fsdp.optim import MatrixView, Muon, MuonOptions, muon_param_groups
 from megatron_fsdp.optimizer import clip_grad_norm_, fully_shard_optimizer
 from megatron_fsdp.parameter_group import ParameterGroup
 from megatron_fsdp.precision import MixedPrecisionPolicy
@@ -64,8 +65,11 @@ __all__ = [
     "FsdpConfig",
     "FsdpError",
     "FsdpModule",
+    "MatrixView",
     "MegatronFSDP",
     "MixedPrecisionPolicy",
+    "Muon",
+    "MuonOptions",
     "NonfiniteGradientError",
     "OffloadPolicy",
     "OwnershipError",
@@ -94,6 +98,7 @@ __all__ = [
     "load_checkpoint",
     "materialize",
     "microbatch",
+    "muon_param_groups",
     "no_sync",
     "prepare_model",
     "record_transcript",

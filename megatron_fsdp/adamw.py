@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.moments import ABSENT, KEYS, GroupMoments, state_values
 from megatron_fsdp.nonfinite import Reading, check_policy, clip_factor, may_step
-from megatron_fsdp.optimizer_state import lay_out_loaded_state, parameters_of
+from megatron_fsdp.optimizer_state import hide_state, lay_out_loaded_state, reveal_state
 from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
 from megatron_fsdp.update import PlainParameter, Rows, global_norm, group_update, plain_update
 
@@ -50,6 +50,8 @@ class AdamW(torch.optim.AdamW):
     """
 
     steps_split_weights = True
+    # What steps one small parameter as this class does.
+    plain_kind = torch.optim.AdamW
 
     def __init__(
         self,
@@ -169,7 +171,7 @@ class AdamW(torch.optim.AdamW):
         for key, values in state_dict["state"].items():
             state_values(values, f"parameter {key!r} in the state dict")
         # After the user's hooks, which may replace the state, and before torch casts it to the parameters' dtypes.
-        handle = self.register_load_state_dict_pre_hook(_hide_moments)
+        handle = self.register_load_state_dict_pre_hook(functools.partial(hide_state, keys=KEYS[1:]))
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -187,8 +189,7 @@ class AdamW(torch.optim.AdamW):
         # load_state_dict comes here too, and must not drop the flat buffers.
         for name, value in (("_binding", None), ("grad_norm", None), ("_entries", ())):
             self.__dict__.setdefault(name, value)
-        for values in state.get("state", {}).values():
-            values.update({key: value.tensor for key, value in values.items() if isinstance(value, _Hidden)})
+        reveal_state(state)
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self._step_supports_amp_scaling = False
         refreshes_itself(self)
@@ -284,41 +285,3 @@ def _refuse_options(param_groups: Iterable[dict[str, Any]]) -> None:
                 f"AdamW({name}=True) is not supported: found it in the options of a param group. Use "
                 f"torch.optim.AdamW with fully_shard_optimizer, or leave {name} False."
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Hidden:
-    """A tensor of a state dict that ``torch.optim`` passes on as it is."""
-
-    tensor: torch.Tensor
-
-
-def _hide_moments(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Cast moments to the dtypes that they have here, and hide them from ``torch.optim``.
-
-    It would cast them to the dtypes of the parameters, which may be narrower, and a DTensor that it casts may forget
-    its rows (docs/design/facade.md, "Known limit").
-    """
-    assert isinstance(optimizer, AdamW)
-    keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    state = dict(state_dict["state"])
-    for key, parameter in zip(keys, parameters_of(optimizer), strict=False):
-        if key in state:
-            owner = group_of_parameter(parameter)
-            dtype = optimizer.moments_dtype or (parameter.dtype if owner is None else owner.spec.dtypes.stepped)
-            state[key] = {
-                name: _Hidden(_cast(value, dtype, parameter.device)) if name in KEYS[1:] else value
-                for name, value in state[key].items()
-            }
-    return {**state_dict, "state": state}
-
-
-def _cast(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if not isinstance(value, DTensor):
-        return value.to(device=device, dtype=dtype)
-    if value.dtype is dtype:
-        return value
-    local = value.to_local().to(dtype)
-    return DTensor.from_local(
-        local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-    )

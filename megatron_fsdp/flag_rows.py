@@ -103,7 +103,7 @@ _OTHER = (
     Flag("--fp16", False, Effect.ACTS, "fp16 model weights",
          "weights are gathered and used in fp16; the training script refuses it, for want of loss scaling"),
     Flag("--optimizer", "adam", Effect.ACTS, "the optimizer; Megatron FSDP takes adam and sgd",
-         "any elementwise optimizer of PyTorch works over the sharded parameters; the flag takes adam and sgd",
+         "adam, sgd and muon (docs/muon.md); in code any elementwise optimizer of PyTorch works as well",
          choices=("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"), kind=str),
     Flag("--use-precision-aware-optimizer", False, Effect.PACKAGE, "optimizer state in low precision",
          "its FusedAdam is Transformer Engine's"),

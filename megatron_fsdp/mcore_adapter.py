@@ -31,6 +31,7 @@ from megatron_fsdp.mcore_model import (
 )
 from megatron_fsdp.mcore_names import assign_everywhere
 from megatron_fsdp.mcore_optimizer import OptimizerMethods, adopt_optimizer, refuse_optimizer
+from megatron_fsdp.optim.megatron_muon import MUON_NAMES
 
 __all__ = ["ShardedDataParallel", "get_megatron_optimizer", "install", "uninstall"]
 
@@ -156,7 +157,7 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *positional
     logs, clips by, and the zeros it counts are those of the whole gradient, each element once.
 
     Args:
-        config: ``megatron.core.optimizer.OptimizerConfig``: adam or sgd.
+        config: ``megatron.core.optimizer.OptimizerConfig``: adam, sgd or muon.
         model_chunks: a list of one ``ShardedDataParallel``.
         positional, options: the other arguments of ``megatron.core.optimizer.get_megatron_optimizer``.
     Returns:
@@ -172,7 +173,9 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *positional
     refuse_optimizer(config)
     from megatron.core import optimizer as megatron_optimizers
 
-    plain = dataclasses.replace(config, bf16=False, use_distributed_optimizer=False)
+    # Its own Muon takes whole weights; the groups that it makes for Adam are what is needed of it.
+    kind = "adam" if config.optimizer in MUON_NAMES else config.optimizer
+    plain = dataclasses.replace(config, optimizer=kind, bf16=False, use_distributed_optimizer=False)
     original = getattr(
         megatron_optimizers.get_megatron_optimizer, _ORIGINAL, megatron_optimizers.get_megatron_optimizer
     )
@@ -180,7 +183,7 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *positional
     cls: Any = type(made)
     sharded: Any = object.__new__(_optimizer_class(cls))
     vars(sharded).update(vars(made))
-    return adopt_optimizer(sharded, model_chunks[0].module)
+    return adopt_optimizer(sharded, model_chunks[0].module, config)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.mcore_checkpoint import describe_by_name, load_by_name
 from megatron_fsdp.mcore_model import spell_field
 from megatron_fsdp.module import units_below
+from megatron_fsdp.optim.megatron_muon import MUON_NAMES, megatron_muon
 from megatron_fsdp.optimizer import clip_grad_norm_, fully_shard_optimizer
 from megatron_fsdp.quickstart_module import MegatronFSDP
 
@@ -22,7 +23,7 @@ __all__ = ["OptimizerMethods", "adopt_optimizer", "optimizer_refusals_of", "refu
 # Field of OptimizerConfig, what it may be, and what to do where it is something else.
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("fp16", lambda is_on: not is_on, "there is no loss scaler: use bf16"),
-    ("optimizer", lambda name: name in ("adam", "sgd"), "wanted 'adam' or 'sgd'"),
+    ("optimizer", lambda name: name in ("adam", "sgd", *MUON_NAMES), "wanted 'adam', 'sgd' or 'muon'"),
     (
         "optimizer_cpu_offload",
         lambda is_on: not is_on,
@@ -45,7 +46,7 @@ def refuse_optimizer(config: Any) -> None:
     """Check an ``OptimizerConfig``.
 
     Raises:
-        ConfigError: it asks for more than Adam or SGD over FP32 main weights.
+        ConfigError: it asks for more than Adam, SGD or Muon over FP32 main weights.
     """
     found = optimizer_refusals_of(config)
     if found:
@@ -61,11 +62,18 @@ def optimizer_refusals_of(config: Any, spell: Callable[[str, object], str] = spe
     ]
 
 
-def adopt_optimizer(made: Any, model: MegatronFSDP) -> Any:
-    """Tie a Megatron optimizer to the sharded model whose parameters it updates, and return it."""
+def adopt_optimizer(made: Any, model: MegatronFSDP, asked: Any = None) -> Any:
+    """Tie a Megatron optimizer to the sharded model whose parameters it updates, and return it.
+
+    Args:
+        asked: the ``OptimizerConfig`` that was asked for, where ``made`` has another: Megatron makes Adam for Muon.
+    """
     made._sharded_model = model
-    if made.optimizer is not None:
-        made.optimizer = fully_shard_optimizer(_torch_optimizer(made.optimizer, made.config))
+    config = made.config if asked is None else asked
+    if made.optimizer is not None and config.optimizer in MUON_NAMES:
+        made.optimizer = fully_shard_optimizer(megatron_muon(made.optimizer.param_groups, config, model))
+    elif made.optimizer is not None:
+        made.optimizer = fully_shard_optimizer(_torch_optimizer(made.optimizer, config))
     return made
 
 

@@ -10,6 +10,7 @@ from megatron_fsdp.config import FsdpConfig
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.mcore_model import refusals_of, spell_flag
 from megatron_fsdp.mcore_optimizer import optimizer_refusals_of
+from megatron_fsdp.optim.megatron_muon import MUON_NAMES
 
 __all__ = ["check_flags", "notices_under_megatron", "without_version"]
 
@@ -52,6 +53,11 @@ def check_flags(flags: Sequence[str]) -> FsdpConfig:
     except ConfigError as error:
         found.append(str(error))
     found += [*refusals_of(args, args, spell_flag), *optimizer_refusals_of(args, spell_flag)]
+    if args.optimizer in MUON_NAMES:
+        found.append(
+            f"--optimizer {args.optimizer}: Megatron's scripts refuse it beside --use-megatron-fsdp; take "
+            "mcore_adapter.get_megatron_optimizer in a loop of your own"
+        )
     if found:
         raise ConfigError("; ".join(dict.fromkeys(found)))
     return config

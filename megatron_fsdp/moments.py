@@ -24,7 +24,7 @@ from megatron_fsdp.gradients import GradState
 from megatron_fsdp.nonfinite import Reading
 from megatron_fsdp.parameter_group import ParameterGroup
 
-__all__ = ["FlatGradient", "GroupMoments", "local_range", "state_values"]
+__all__ = ["FlatGradient", "GroupGradients", "GroupMoments", "local_range", "state_values"]
 
 State = MutableMapping[Any, Any]
 KEYS = ("step", "exp_avg", "exp_avg_sq")
@@ -63,46 +63,26 @@ class FlatGradient:
     present: tuple[bool, ...]
 
 
-class GroupMoments:
-    """Both moments and the step counters of one parameter group.
+class GroupGradients:
+    """The gradients of one parameter group as an optimizer over some of its parameters reads them.
 
     Args:
         group: held weakly.
         members: for each parameter of the group in plan order, the number of its param group in the optimizer, or
             ``ABSENT``.
-        dtype: of the moments; None: that of the main weights, FP32 where these are split.
-        is_capturable: whether step counters live beside the weights, to be read by device work alone.
     """
 
-    def __init__(
-        self, group: ParameterGroup, members: Sequence[int], dtype: torch.dtype | None, *, is_capturable: bool
-    ) -> None:
+    def __init__(self, group: ParameterGroup, members: Sequence[int]) -> None:
         main = group.main_weight
         self.members = tuple(members)
-        self.is_capturable = is_capturable
-        self.exp_avg = self._buffer(group, dtype, "exp_avg")
-        self.exp_avg_sq = self._buffer(group, dtype, "exp_avg_sq")
-        self.steps = torch.zeros(len(members), device=main.device if is_capturable else "cpu")
         self.device = group.spec.compute_device
         self._group = weakref.ref(group)
         self._names = tuple(f"unit {group.name!r}: parameter {name!r}" for name in group.parameters)
         self._faces = tuple(group.parameters.values())
         self._pieces = tuple(local_range(main, index) for index in range(len(members)))
-        # The dictionary of ``state`` that shows each parameter, an empty one where none does yet.
-        self._shown: list[dict[str, Any]] = [{} for _ in members]
-        self._views: list[tuple[Any, ...]] = [()] * len(members)
         self._own_gradients: tuple[torch.Tensor | None, ...] = ()
         self._all_present = (True,) * len(members)
-        self._buffers: AdamWBuffers | None = None
-        self._patterns: dict[tuple[int, ...], tuple[Segments, torch.Tensor]] = {}
         self.axes: tuple[MeshAxis, ...] = tuple(group.spread_over(main.placements))
-
-    @staticmethod
-    def _buffer(group: ParameterGroup, dtype: torch.dtype | None, what: str) -> DBuffer:
-        main, dtype = group.main_weight, dtype or group.spec.dtypes.stepped
-        name = f"unit {group.name!r}: {what}"
-        buffer = DBuffer.from_plan(main.plan, main.mesh, main.placements, dtype, main.device, name=name)
-        return buffer.zero_()
 
     @property
     def group(self) -> ParameterGroup | None:
@@ -171,6 +151,37 @@ class GroupMoments:
             offsets.append(start)
         flat = torch.zeros(main.local_buffer.numel(), dtype=group.spec.dtypes.stepped, device=main.device)
         return pack(locals_, flat, offsets)
+
+
+class GroupMoments(GroupGradients):
+    """Both moments and the step counters of one parameter group.
+
+    Args:
+        group, members: as in ``GroupGradients``.
+        dtype: of the moments; None: that of the main weights, FP32 where these are split.
+        is_capturable: whether step counters live beside the weights, to be read by device work alone.
+    """
+
+    def __init__(
+        self, group: ParameterGroup, members: Sequence[int], dtype: torch.dtype | None, *, is_capturable: bool
+    ) -> None:
+        super().__init__(group, members)
+        self.is_capturable = is_capturable
+        self.exp_avg = self._buffer(group, dtype, "exp_avg")
+        self.exp_avg_sq = self._buffer(group, dtype, "exp_avg_sq")
+        self.steps = torch.zeros(len(members), device=group.main_weight.device if is_capturable else "cpu")
+        # The dictionary of ``state`` that shows each parameter, an empty one where none does yet.
+        self._shown: list[dict[str, Any]] = [{} for _ in members]
+        self._views: list[tuple[Any, ...]] = [()] * len(members)
+        self._buffers: AdamWBuffers | None = None
+        self._patterns: dict[tuple[int, ...], tuple[Segments, torch.Tensor]] = {}
+
+    @staticmethod
+    def _buffer(group: ParameterGroup, dtype: torch.dtype | None, what: str) -> DBuffer:
+        main, dtype = group.main_weight, dtype or group.spec.dtypes.stepped
+        name = f"unit {group.name!r}: {what}"
+        buffer = DBuffer.from_plan(main.plan, main.mesh, main.placements, dtype, main.device, name=name)
+        return buffer.zero_()
 
     # ------------------------------------------------------------------ state
 

@@ -170,7 +170,7 @@ def _twin(
     """Return an optimizer of the same kind and hyperparameters, over one small parameter with a gradient."""
     source = getattr(optimizer, "inner", None) or optimizer
     # This project's AdamW is PyTorch's over flat buffers, which a small parameter has not.
-    cls = torch.optim.AdamW if getattr(optimizer, "steps_split_weights", False) else type(source)
+    cls = getattr(source, "plain_kind", type(source))
     generator = torch.Generator().manual_seed(0)
     parameter = torch.randn(_SIZES[:num_dims], generator=generator, dtype=torch.float32).to(dtype).requires_grad_()
     parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(dtype)

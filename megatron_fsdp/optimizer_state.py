@@ -6,11 +6,14 @@ that ``load_state_dict`` brings may be whole, or a DTensor that PyTorch cut by i
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -18,7 +21,14 @@ from dbuffer import FlatDTensor
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.parameter_group import group_of_parameter, is_laid_out_like
 
-__all__ = ["lay_out_loaded_state", "parameters_of", "refuse_split_weights", "state_dtype"]
+__all__ = [
+    "hide_state",
+    "lay_out_loaded_state",
+    "parameters_of",
+    "refuse_split_weights",
+    "reveal_state",
+    "state_dtype",
+]
 
 # The state dictionary that each optimizer had when it was last looked through; loading makes another one.
 _SEEN: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -52,6 +62,48 @@ def lay_out_loaded_state(optimizer: Optimizer, *_: Any) -> None:
             if is_per_element and not (isinstance(value, FlatDTensor) and is_laid_out_like(value, parameter)):
                 values[key] = group.laid_out(parameter, value)
     _SEEN[optimizer] = optimizer.state
+
+
+@dataclass(frozen=True, slots=True)
+class _Hidden:
+    """A tensor of a state dict that ``torch.optim`` passes on as it is."""
+
+    tensor: torch.Tensor
+
+
+def hide_state(optimizer: Optimizer, state_dict: dict[str, Any], *, keys: Collection[str]) -> dict[str, Any]:
+    """Return a state dict with the state under ``keys`` cast to the dtypes that it has here, and hidden.
+
+    ``torch.optim`` would cast it to the dtypes of the parameters, which may be narrower, and a DTensor that it casts
+    may forget its rows (docs/design/facade.md, "Known limit"). ``reveal_state`` undoes it in ``__setstate__``.
+    """
+    indices = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    state = dict(state_dict["state"])
+    for index, parameter in zip(indices, parameters_of(optimizer), strict=False):
+        if index in state:
+            dtype = state_dtype(optimizer, parameter)
+            state[index] = {
+                name: _Hidden(_cast(value, dtype, parameter.device)) if name in keys else value
+                for name, value in state[index].items()
+            }
+    return {**state_dict, "state": state}
+
+
+def reveal_state(document: Mapping[str, Any]) -> None:
+    """Put what ``hide_state`` hid back, in place."""
+    for values in document.get("state", {}).values():
+        values.update({key: value.tensor for key, value in values.items() if isinstance(value, _Hidden)})
+
+
+def _cast(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if not isinstance(value, DTensor):
+        return value.to(device=device, dtype=dtype)
+    if value.dtype is dtype:
+        return value
+    local = value.to_local().to(dtype)
+    return DTensor.from_local(
+        local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
 
 
 def refuse_split_weights(optimizer: Optimizer, *_: Any) -> None:

@@ -46,6 +46,8 @@ _DEFAULTS = {
     "split_main_params": False,
     "reserve": 0,
     "rank": 0,
+    "optimizer": "adamw",
+    "max_team": 1,
 }
 _MACHINE = Machine()
 _RECOMPUTED = {
@@ -91,6 +93,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=None,
         help="keep fp32 main weights as the bf16 weights and their 16-bit remainders; gradients rest in bf16 then",
+    )
+    sharding.add_argument(
+        "--optimizer", choices=("adamw", "muon"), help="muon: Muon for matrices, AdamW for the rest (default adamw)"
+    )
+    sharding.add_argument(
+        "--max-team", type=positive_integer, metavar="N", help="with --optimizer muon: ranks that may share a matrix"
     )
     work = parser.add_argument_group("work of one rank")
     work.add_argument("--micro-batch", type=positive_integer, metavar="N", help="sequences in a forward pass")
@@ -240,6 +248,8 @@ class Options:
             self.moments_dtype(),
             args.activation_bytes and args.activation_bytes * workload.micro_batch,
             int(str(self["reserve"])),
+            str(self["optimizer"]),
+            int(str(self["max_team"])),
         )
 
     def strategy_for(self, sizes: Sequence[int]) -> str:
@@ -260,6 +270,11 @@ class Options:
         yield f"moments are {moments or self['main_dtype']}: " + (
             self.cause("moments_dtype") if moments else "as main weights"
         )
+        if setup.optimizer == "muon":
+            team = (
+                f"teams of up to {setup.max_team} ranks share one" if setup.max_team > 1 else "each is one rank's work"
+            )
+            yield f"Muon steps matrices, {team}: {self.cause('optimizer')}, {self.cause('max_team')}"
         work = setup.workload
         yield (
             f"{work.num_microbatches:,} x {work.micro_batch:,} sequences of {work.sequence_length:,} tokens per rank: "

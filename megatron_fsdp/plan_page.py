@@ -51,6 +51,7 @@ def page(projection: Projection, decisions: Sequence[str], limit_bytes: int | No
         ["what decided it", *(f"- {line}" for line in decisions)],
         unit_lines(report),
         _memory_lines(projection, limit_bytes),
+        *(each.lines() for each in projection.owners),
         _peak_lines(report),
         _padding_lines(report),
         traffic_lines(report),
@@ -149,6 +150,10 @@ def _time_lines(projection: Projection) -> list[str]:
         ("not hidden", format_seconds(time.exposed), ""),
         ("AdamW", format_seconds(time.optimizer), "bound by memory"),
     ]
+    if projection.owners:
+        iteration = sum(each.max_flops for each in projection.owners) / projection.setup.hardware.flops
+        note = f"of it Newton-Schulz on the rank with most, {format_seconds(iteration)}; its messages are not counted"
+        rows[-1] = ("Muon and AdamW", format_seconds(time.optimizer), note)
     return [f"{label:<20}{amount:>12}  {note}".rstrip() for label, amount, note in rows]
 
 
@@ -210,6 +215,7 @@ def to_dict(projection: Projection, decisions: Sequence[str]) -> dict[str, Any]:
             "parts": [dataclasses.asdict(part) for part in projection.memory],
         },
         "report": {**plain, "units": units},
+        **({"owners": [each.to_dict() for each in projection.owners]} if projection.owners else {}),
         "time": {
             **{
                 f"{name}_seconds": getattr(time, name)

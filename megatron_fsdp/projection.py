@@ -11,6 +11,8 @@ import torch
 from megatron_fsdp.cost import Hardware, StepTime, predict_step
 from megatron_fsdp.facts import GroupFacts, ModelFacts
 from megatron_fsdp.forecast import Forecast, forecast_step
+from megatron_fsdp.optim.ownership_page import OwnershipReport, ownership_report
+from megatron_fsdp.optim.planned_ownership import muon_bytes, planned_ownership
 from megatron_fsdp.report import Report, adamw_bytes, report_of
 from megatron_fsdp.shapes import Sharding
 from megatron_fsdp.subject import Subject
@@ -40,7 +42,8 @@ class Setup:
     """How a model is trained.
 
     Attributes:
-        strategy: name of it, for tables. moments_dtype: of AdamW's two; None: the main weights'.
+        strategy: name of it, for tables. moments_dtype: of AdamW's two, or Muon's momentum; None: the main weights'.
+        optimizer: "adamw", or "muon" for matrices and AdamW for the rest. max_team: ranks that may share a matrix.
         activation_bytes: of one microbatch, where the caller knows them; else they are derived or left out.
         reserve_bytes: for what no plan sees: the CUDA context, communication buffers, the allocator's rounding.
     """
@@ -52,11 +55,17 @@ class Setup:
     moments_dtype: torch.dtype | None = None
     activation_bytes: int | None = None
     reserve_bytes: int = 0
+    optimizer: str = "adamw"
+    max_team: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """What one setup takes on one rank."""
+    """What one setup takes on one rank.
+
+    Attributes:
+        owners: with Muon, the work of each set of ranks that shares matrices.
+    """
 
     subject: Subject
     setup: Setup
@@ -64,6 +73,7 @@ class Projection:
     forecast: Forecast
     memory: tuple[MemoryPart, ...]
     time: StepTime
+    owners: tuple[OwnershipReport, ...] = ()
 
     @property
     def memory_bytes(self) -> int:
@@ -100,7 +110,12 @@ def project(subject: Subject, setup: Setup, played: tuple[ModelFacts, Forecast] 
     facts, forecast = played or play(subject, setup)
     sequence_length = workload.sequence_length
     time = predict_step(facts, forecast, lambda unit: subject.work(unit, sequence_length), workload, setup.hardware)
-    return Projection(subject, setup, facts, forecast, tuple(_memory(subject, setup, facts, forecast)), time)
+    owners: tuple[OwnershipReport, ...] = ()
+    if setup.optimizer == "muon":
+        owners = tuple(ownership_report(found) for found in planned_ownership(facts, setup.max_team))
+        time = replace(time, optimizer=time.optimizer + sum(each.max_flops for each in owners) / setup.hardware.flops)
+    memory = tuple(_memory(subject, setup, facts, forecast))
+    return Projection(subject, setup, facts, forecast, memory, time, owners)
 
 
 def play(subject: Subject, setup: Setup) -> tuple[ModelFacts, Forecast]:
@@ -123,11 +138,17 @@ def _memory(subject: Subject, setup: Setup, facts: ModelFacts, forecast: Forecas
             if not buffer.shares:
                 num_bytes = group.local_numel(buffer.placements) * buffer.dtype.itemsize
                 resting[buffer.kind] += counts[key] * num_bytes
-        moments += counts[key] * adamw_bytes(group, setup.moments_dtype)
+        if setup.optimizer != "muon":
+            moments += counts[key] * adamw_bytes(group, setup.moments_dtype)
+    if setup.optimizer == "muon":
+        for unit in facts.units:
+            for group in unit.groups:
+                itemsize = (setup.moments_dtype or group.dtypes.stepped).itemsize
+                moments += muon_bytes(unit, group, itemsize)
     yield MemoryPart("compute weights", resting["model_weight"])
     yield MemoryPart("main weights", resting["main_weight"] + resting["remainder"])
     yield MemoryPart("gradients", resting["main_grad"])
-    yield MemoryPart("AdamW moments", moments)
+    yield MemoryPart("Muon and AdamW state" if setup.optimizer == "muon" else "AdamW moments", moments)
     yield MemoryPart("gathered and packed", max(peak.num_bytes for peak in forecast.peaks.values()))
     yield _activations(subject, setup, facts)
     if setup.reserve_bytes:

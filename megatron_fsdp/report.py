@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import overload
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from dbuffer import BufferPlacement
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.facts import AxisFacts, BufferFacts, GroupFacts, ModelFacts, UnitFacts
 from megatron_fsdp.forecast import Forecast, Issue, Phase, forecast_step
 from megatron_fsdp.inspection import read_facts
+from megatron_fsdp.optim.ownership_page import OwnershipReport, explain_ownership
 from megatron_fsdp.report_page import (
     BufferReport,
     CollectiveReport,
@@ -37,15 +40,26 @@ __all__ = [
 ]
 
 
-def explain(model: nn.Module, num_microbatches: int = 1) -> Report:
+@overload
+def explain(model: nn.Module, num_microbatches: int = 1) -> Report: ...
+
+
+@overload
+def explain(model: Optimizer, num_microbatches: int = 1) -> tuple[OwnershipReport, ...]: ...
+
+
+def explain(model: nn.Module | Optimizer, num_microbatches: int = 1) -> Report | tuple[OwnershipReport, ...]:
     """Report on the sharded modules in ``model``: nothing is run, communicated or changed.
 
     Args:
+        model: or a ``Muon`` optimizer, of which every rank asks who owns which matrix (``explain_ownership``).
         num_microbatches: forward and backward passes per optimizer step, each inside ``microbatch(model, is_last)``.
     Raises:
         StateError: ``model`` holds no sharded module.
         ConfigError: ``num_microbatches`` is less than 1.
     """
+    if isinstance(model, Optimizer):
+        return explain_ownership(model)
     return report_of(read_facts(model), num_microbatches)
 
 

@@ -15,7 +15,7 @@ from dbuffer.collectives import all_reduce
 from dbuffer.mesh import MeshAxis
 from dbuffer_kernels import AdamWBuffers, Segment, Segments, adamw, adamw_row, adamw_rows, sum_of_squares
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.moments import ABSENT, KEYS, FlatGradient, GroupMoments, state_values
+from megatron_fsdp.moments import ABSENT, KEYS, FlatGradient, GroupGradients, GroupMoments, state_values
 
 __all__ = ["PlainParameter", "Rows", "Update", "global_norm", "group_update", "plain_update"]
 
@@ -180,7 +180,7 @@ def _all_of(numel: int, row: int) -> Segments:
     return Segments([Segment(0, numel, row)], numel)
 
 
-def global_norm(gradients: Iterable[tuple[GroupMoments | PlainParameter, torch.Tensor]]) -> torch.Tensor:
+def global_norm(gradients: Iterable[tuple[GroupGradients | PlainParameter, torch.Tensor]]) -> torch.Tensor:
     """Return the norm of all gradients of a step over all ranks: 0-d fp32, on the device of the first.
 
     Every rank calls it with gradients of the same groups. One pass over each gradient, and one all-reduce of a scalar
@@ -194,7 +194,7 @@ def global_norm(gradients: Iterable[tuple[GroupMoments | PlainParameter, torch.T
         total = sum_of_squares(gradient)[0]
         axes: tuple[MeshAxis, ...] = ()
         device = total.device
-        if isinstance(owner, GroupMoments):
+        if isinstance(owner, GroupGradients):
             axes, device = owner.axes, owner.device
         spread.setdefault(tuple(id(axis.gather_group) for axis in axes), (axes, device, []))[2].append(total)
     totals: list[torch.Tensor] = []

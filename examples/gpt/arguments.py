@@ -135,8 +135,8 @@ def _check_training(args: argparse.Namespace, num_ranks: int) -> None:
         raise ConfigError(f"--save-interval {args.save_interval} without --save: name the folder with --save")
     if args.keep_last is not None and args.save is None:
         raise ConfigError(f"--keep-last {args.keep_last} without --save: name the folder with --save")
-    if args.optimizer not in ("adam", "sgd"):
-        raise ConfigError(f"--optimizer {args.optimizer} is not here yet; wanted adam or sgd")
+    if args.optimizer not in ("adam", "sgd", "muon", "dist_muon"):
+        raise ConfigError(f"--optimizer {args.optimizer} is not here yet; wanted adam, sgd or muon")
 
 
 def _check_schedule(args: argparse.Namespace) -> None:

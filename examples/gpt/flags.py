@@ -10,6 +10,7 @@ from typing import NoReturn
 from gpt.learning_rate import DECAY_STYLES, WSD_DECAY_STYLES
 from gpt.tokenizer import add_tokenizer_flags
 from megatron_fsdp import ConfigError, add_megatron_fsdp_args
+from megatron_fsdp.optim import COEFFICIENT_SETS
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -118,11 +119,51 @@ def _add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--adam-beta2", type=_fraction, default=0.999, help="decay of the second moment")
     group.add_argument("--adam-eps", type=_positive_float, default=1e-8, help="added to the denominator")
     group.add_argument("--sgd-momentum", type=_fraction, default=0.9, help="with --optimizer sgd")
+    _add_muon_flags(group)
     group.add_argument("--clip-grad", type=_natural_float, default=1.0, help="largest global norm; 0 = measure only")
     group.add_argument(
         "--skip-nonfinite-steps",
         action="store_true",
         help="leave steps out whose gradients have NaN, instead of stopping",
+    )
+
+
+def _add_muon_flags(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--muon-momentum", type=_fraction, default=0.95, help="with --optimizer muon")
+    group.add_argument(
+        "--muon-no-split-qkv",
+        action="store_false",
+        dest="muon_split_qkv",
+        help="make one matrix of queries, keys and values instead of three",
+    )
+    group.add_argument("--muon-use-nesterov", action="store_true", help="look ahead by one momentum")
+    group.add_argument(
+        "--muon-scale-mode",
+        choices=["spectral", "unit_rms_norm", "shape_scaling"],
+        default="spectral",
+        help="factor of a matrix's learning rate",
+    )
+    group.add_argument(
+        "--muon-extra-scale-factor",
+        type=_positive_float,
+        default=1.0,
+        help="multiplies it; 0.2 makes spectral updates as large as AdamW's",
+    )
+    group.add_argument("--muon-num-ns-steps", type=_positive_int, default=5, help="steps of Newton-Schulz")
+    group.add_argument(
+        "--muon-coefficient-type",
+        choices=list(COEFFICIENT_SETS),
+        default="quintic",
+        help="coefficients of the steps",
+    )
+    group.add_argument(
+        "--muon-fp32-matmul-prec",
+        choices=["low", "medium", "high", "highest"],
+        default="medium",
+        help="low and medium: bf16 products on GPUs; the others, and all on the CPU: FP32",
+    )
+    group.add_argument(
+        "--muon-max-team", type=_positive_int, default=1, help="ranks that may share one matrix, a power of two"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,29 @@ def draw_loss_curve(rows: Sequence[dict[str, Any]], path: Path, *, unit: str = "
         points = [(row["iteration"], row[key]) for row in rows if key in row]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label)
+    axes.set(xlabel="iteration", ylabel=f"loss (nats per {unit})", title="GPT language-model loss")
+    axes.grid(alpha=0.3)
+    if axes.has_data():
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def draw_loss_curves(runs: Mapping[str, Sequence[dict[str, Any]]], path: Path, *, unit: str = "byte") -> None:
+    """Write a PNG of training and validation losses of several runs.
+
+    Args:
+        runs: the rows of each run's JSONL log, by what to call it.
+        path: where the PNG goes; an existing one is replaced. unit: what a token is.
+    """
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, rows in runs.items():
+        color = None
+        for key, label, style in (("lm_loss", name, "-"), ("validation_loss", f"{name}, held-out text", "o")):
+            points = [(row["iteration"], row[key]) for row in rows if key in row]
+            if points:
+                (line,) = axes.plot(*zip(*points, strict=True), style, label=label, color=color)
+                color = line.get_color()
     axes.set(xlabel="iteration", ylabel=f"loss (nats per {unit})", title="GPT language-model loss")
     axes.grid(alpha=0.3)
     if axes.has_data():

@@ -1,4 +1,4 @@
-"""The optimizer of the example: torch's AdamW or SGD, with weight decay for matrices only."""
+"""The optimizer of the example: torch's AdamW or SGD, or Muon, with weight decay for matrices only."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp import ConfigError
+from megatron_fsdp.optim import MatrixView, Muon, MuonOptions, muon_param_groups
 
 
 def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
@@ -19,6 +20,8 @@ def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.O
     Parameters of one dim (biases, norms) are not decayed, as in Megatron. Call it after the model is sharded, so that
     the optimizer holds the parameters that training updates.
     """
+    if args.optimizer in ("muon", "dist_muon"):
+        return build_muon(model, args)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": args.weight_decay},
@@ -27,6 +30,38 @@ def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.O
     if args.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=args.lr, momentum=args.sgd_momentum)
     return torch.optim.AdamW(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps)
+
+
+def build_muon(model: nn.Module, args: argparse.Namespace) -> Muon:
+    """Return Muon for the linear layers of the blocks, and AdamW with the flags of Adam for all else.
+
+    Queries, keys and values are three matrices unless ``--muon-no-split-qkv`` is given; a gated MLP's first weight is
+    two. ``--optimizer dist_muon`` is the same: work is always shared out over the ranks.
+    """
+    views: dict[str, MatrixView] = {}
+    if args.muon_split_qkv:
+        head_dim = args.hidden_size // args.num_attention_heads
+        num_groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+        per_group = args.num_attention_heads // num_groups
+        splits = (per_group * head_dim, head_dim, head_dim)
+        views["*linear_qkv.weight"] = MatrixView(row_splits=splits, is_joined=True)
+    if args.swiglu:
+        views["*linear_fc1.weight"] = MatrixView(row_splits=(args.ffn_hidden_size,))
+    adamw = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_eps, "weight_decay": args.weight_decay}
+    is_bf16 = args.muon_fp32_matmul_prec in ("low", "medium") and next(model.parameters()).device.type == "cuda"
+    return Muon(
+        muon_param_groups(model, views=views),
+        lr=args.lr,
+        weight_decay=args.weight_decay,
+        momentum=args.muon_momentum,
+        nesterov=args.muon_use_nesterov,
+        ns_coefficients=args.muon_coefficient_type,
+        ns_steps=args.muon_num_ns_steps,
+        adjust_lr_fn=args.muon_scale_mode,
+        extra_scale_factor=args.muon_extra_scale_factor,
+        adamw=adamw,
+        options=MuonOptions(ns_dtype=torch.bfloat16 if is_bf16 else torch.float32, max_team=args.muon_max_team),
+    )
 
 
 def write_parameter_groups(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:

@@ -7,6 +7,7 @@ from dbuffer_kernels.accumulate import accumulate
 from dbuffer_kernels.adamw import Segments, adamw, adamw_row, adamw_rows
 from dbuffer_kernels.cast import cast_copy
 from dbuffer_kernels.launch import backend, use_backend
+from dbuffer_kernels.muon import MuonWeights, muon_apply, muon_momentum
 from dbuffer_kernels.norm import sum_of_squares
 from dbuffer_kernels.pack import pack
 from dbuffer_kernels.reference import AdamWBuffers, Segment
@@ -15,6 +16,7 @@ from dbuffer_kernels.split import join_weight, split_weight
 
 __all__ = [
     "AdamWBuffers",
+    "MuonWeights",
     "Segment",
     "Segments",
     "accumulate",
@@ -25,6 +27,8 @@ __all__ = [
     "cast_copy",
     "cast_stochastic",
     "join_weight",
+    "muon_apply",
+    "muon_momentum",
     "pack",
     "reference",
     "split_weight",

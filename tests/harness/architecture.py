@@ -22,6 +22,7 @@ WIDE_SIGNATURES = {
     "fully_shard": "PyTorch's own, with placements and granularity",
     "fully_shard_model": "Megatron-FSDP's own",
     "AdamW.__init__": "PyTorch's own",
+    "Muon.__init__": "PyTorch's own, with the AdamW beside it",
 }
 VAGUE_NAMES = ("utils", "util", "helpers", "misc")
 

@@ -48,8 +48,8 @@ def test_use_megatron_fsdp_shards_what_is_replicated_without(text: str) -> None:
 
 def test_optimizer_decides_which_one_steps(text: str) -> None:
     flags = f"--micro-batch-size 2 --data-path {text} {SHARDED}"
-    names = [run_ranks(1, kinds, f"{flags} --optimizer {name}")[0][1] for name in ("adam", "sgd")]
-    assert names == ["AdamW", "SGD"]
+    names = [run_ranks(1, kinds, f"{flags} --optimizer {name}")[0][1] for name in ("adam", "sgd", "muon")]
+    assert names == ["AdamW", "SGD", "Muon"]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

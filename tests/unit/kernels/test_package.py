@@ -55,9 +55,12 @@ def run(program: str) -> None:
 
 
 def test_the_package_exports_exactly_its_documented_names() -> None:
-    ops = "accumulate adamw cast_copy cast_stochastic join_weight pack split_weight sum_of_squares"
+    ops = (
+        "accumulate adamw cast_copy cast_stochastic join_weight muon_apply muon_momentum pack split_weight "
+        "sum_of_squares"
+    )
     functions = [*ops.split(), "adamw_row", "adamw_rows", "backend", "use_backend"]
-    classes = ["AdamWBuffers", "Segment", "Segments"]
+    classes = ["AdamWBuffers", "MuonWeights", "Segment", "Segments"]
     assert dbuffer_kernels.__all__ == sorted([*functions, *classes, "reference"])
     kinds = dict.fromkeys(functions, types.FunctionType) | dict.fromkeys(classes, type)
     for name in dbuffer_kernels.__all__:

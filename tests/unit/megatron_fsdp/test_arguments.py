@@ -254,7 +254,7 @@ CONTRADICTIONS = [
     ),
     (
         "--use-megatron-fsdp --optimizer lion",
-        "--use-megatron-fsdp needs --optimizer adam or sgd (found lion):",
+        "--use-megatron-fsdp needs --optimizer adam, sgd or muon (found lion):",
         "--use-megatron-fsdp --optimizer sgd",
     ),
     (
@@ -367,6 +367,6 @@ def settings(line: str) -> Any:
 
 
 def test_contradictions_are_all_named_at_once() -> None:
-    found = refusal("--use-megatron-fsdp --optimizer muon --bf16 --fp16")
-    assert "--optimizer adam or sgd (found muon)" in found
+    found = refusal("--use-megatron-fsdp --optimizer lion --bf16 --fp16")
+    assert "--optimizer adam, sgd or muon (found lion)" in found
     assert "--bf16 contradicts --fp16" in found

@@ -46,6 +46,7 @@ def test_settings_that_this_engine_does_are_accepted() -> None:
     refuse_configs(model_config(cuda_graph_impl="none", fp8=None), ddp_config(average_in_collective=True))
     refuse_optimizer(optimizer_config())
     refuse_optimizer(optimizer_config(optimizer="sgd"))
+    refuse_optimizer(optimizer_config(optimizer="muon"))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_megatrons_groups_become_a_mesh_of_instances_and_others_are_refused() ->
 @pytest.mark.parametrize(
     "changes",
     [
-        {"optimizer": "muon"},
+        {"optimizer": "lion"},
         {"fp16": True},
         {"optimizer_cpu_offload": True},
         {"use_precision_aware_optimizer": True},
@@ -162,6 +163,62 @@ def test_optimizers_of_fused_kernels_give_way_to_pytorchs_with_the_same_groups(c
         {"lr": 0.1, "wd_mult": 1.0, "weight_decay": 0.01},
         {"lr": 0.3, "wd_mult": 0.0, "weight_decay": 0.01},
     ]
+
+
+class Attention(nn.Module):
+    """The parameters of a Megatron layer that matter to Muon, with what says how they are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=3, hidden_size=12)
+        self.embedding = nn.Embedding(5, 12)
+        self.embedding.weight.is_embedding_or_output_parameter = True  # type: ignore[assignment]
+        self.linear_qkv = nn.Linear(12, 24)
+        self.linear_proj = nn.Linear(12, 12, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.embedding(tokens)
+        hidden = self.linear_qkv(hidden)[..., :12]
+        projected: torch.Tensor = self.linear_proj(hidden)
+        return projected
+
+
+def adopt_muon() -> tuple[list[dict[str, Any]], bool]:
+    """Return the groups that Megatron's become, and whether a step moves all weights."""
+    model = fully_shard_model(Attention(), [nn.Linear])
+    named = dict(model.named_parameters())
+    decayed = [parameter for parameter in named.values() if parameter.ndim > 1]
+    groups = [{"params": decayed, "wd_mult": 1.0}, {"params": [named["linear_qkv.bias"]], "wd_mult": 0.0}]
+    fields = {"momentum": 0.9, "split_qkv": True, "use_nesterov": True, "scale_mode": "spectral",
+              "num_ns_steps": 4, "extra_scale_factor": 0.2}  # fmt: skip
+    config = optimizer_config(optimizer="muon", **{f"muon_{name}": value for name, value in fields.items()})
+    made = adopt_optimizer(SimpleNamespace(optimizer=FusedAdam(groups), config=optimizer_config()), model, config)
+    before = {name: parameter.full_tensor().clone() for name, parameter in named.items()}
+    model(torch.arange(5)[None]).square().sum().backward()
+    made.optimizer.step()
+    moved = all(not torch.equal(before[name], named[name].full_tensor()) for name in before)
+    names = {id(parameter): name for name, parameter in named.items()}
+    return [
+        {
+            "names": [names[id(parameter)] for parameter in group["params"]],
+            "rows": group.get("view", {}).get("row_splits"),
+            **{key: group.get(key) for key in ("wd_mult", "momentum", "nesterov", "ns_steps", "betas")},
+        }
+        for group in made.optimizer.param_groups
+    ], moved
+
+
+def test_muon_takes_the_matrices_of_megatrons_groups_and_adamw_the_rest() -> None:
+    for groups, moved in run_ranks(2, adopt_muon):
+        muon = {"wd_mult": 1.0, "momentum": 0.9, "nesterov": True, "ns_steps": 4, "betas": None}
+        adamw = {"rows": None, "momentum": None, "nesterov": None, "ns_steps": None, "betas": (0.8, 0.9)}
+        assert groups == [
+            {"names": ["embedding.weight"], "wd_mult": 1.0, **adamw},
+            {"names": ["linear_qkv.weight"], "rows": (6, 3, 3), **muon},
+            {"names": ["linear_proj.weight"], "rows": (), **muon},
+            {"names": ["linear_qkv.bias"], "wd_mult": 0.0, **adamw},
+        ]
+        assert moved
 
 
 def test_the_adapter_imports_no_megatron_by_itself() -> None:

@@ -108,6 +108,28 @@ def test_json_counts_every_unit_and_byte_once(run: Run) -> None:
     assert plain["memory"]["total_bytes"] == sum(parts.values())
 
 
+def test_muon_is_planned_with_its_owners_and_their_state(run: Run) -> None:
+    page = run(*EIGHT_RANKS, "--optimizer", "muon", "--max-team", "4")
+    assert re.search(r"muon +224 matrices  28 on each of 8 ranks", page)
+    assert "Muon steps matrices, teams of up to 4 ranks share one: --optimizer muon, --max-team 4" in page
+    plain, adamw = (plan_of(run, *EIGHT_RANKS, "--optimizer", name) for name in ("muon", "adamw"))
+    parts = {part["name"]: part["num_bytes"] for part in plain["memory"]["parts"]}
+    outer = (128256 * 2 + 1) * 4096 + 32 * 2 * 4096
+    matrices = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
+    assert parts["Muon and AdamW state"] == pytest.approx((4 * matrices + 8 * outer) / 8, rel=1e-3)
+    (owners,) = plain["owners"]
+    assert owners["num_elements"] == matrices
+    assert owners["redundant_flops"] == pytest.approx(8 * owners["mean_flops"])
+    assert plain["time"]["optimizer_seconds"] > adamw["time"]["optimizer_seconds"]
+    assert "owners" not in adamw
+
+
+def test_every_key_of_the_owners_is_documented(run: Run) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "planning.md").read_text(encoding="utf-8")
+    (owners,) = plan_of(run, "plan", "--model", "gpt2", "--mesh", "8", "--optimizer", "muon")["owners"]
+    assert not [key for key in owners if f"`{key}`" not in text]
+
+
 def test_every_key_of_the_json_is_documented(run: Run) -> None:
     text = (Path(__file__).parents[3] / "docs" / "planning.md").read_text(encoding="utf-8")
     plain = plan_of(run, "plan", "--model", "gpt2", "--mesh", "8", "--fit", "80GiB", "--micro-batch", "1")
@@ -241,6 +263,7 @@ def test_without_matplotlib_the_extra_is_named(
         ("--model gpt2 --mesh 8 --bandwidth 1G 2G", "--bandwidth has 2 values, --mesh 1 axes; give one for each"),
         ("--model gpt2 --mesh 8 --bandwidth 400Gb/s", "'Gb/s' is no unit that fits here; write it as 50GB/s"),
         ("--model gpt2 --mesh 8 --gpus 8", "--gpus 8 belongs to --fit SIZE"),
+        ("--model gpt2 --mesh 8 --max-team 4", "--max-team 4 belongs to --optimizer muon"),
         ("--model gpt2 --mesh 8 --unit-class A", "--unit-class A belongs to --factory"),
         ("--model gpt2 --fit 80 --gpus 8", "'80' has no unit; write it as 80GiB or 80GB"),
         ("--model gpt2 --fit 80GiB", "--fit needs --gpus N"),

@@ -1,0 +1,41 @@
+r"""Draw the losses of several training runs into one chart, from the logs that they wrote.
+
+    python examples/compare_runs.py --output losses.png AdamW=runs/gpt Muon=runs/gpt-muon
+
+Also prints each run's last validation loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpt.loss_curve import draw_loss_curves
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Draw the chart and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER", help="what to call a run, and its --save folder")
+    parser.add_argument("--output", type=Path, required=True, help="PNG to write")
+    args = parser.parse_args(arguments)
+    runs = {}
+    for run in args.runs:
+        name, _, folder = run.partition("=")
+        log = Path(folder) / "log.jsonl"
+        if not folder or not log.exists():
+            parser.error(f"{run!r}: wanted NAME=FOLDER with a log.jsonl in the folder")
+        runs[name] = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+        validation = [row for row in runs[name] if "validation_loss" in row]
+        if validation:
+            last = validation[-1]
+            print(f"{name}: validation loss {last['validation_loss']:.4f} at iteration {last['iteration']}")
+    draw_loss_curves(runs, args.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,269 @@
+"""``muon_momentum`` and ``muon_apply``: what of a Muon step is element-wise, one pass over flat buffers each.
+
+Between them lies the work on whole matrices: one leaves what Newton-Schulz is to see, the other takes its result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dbuffer_kernels.adamw import ADAMW_BLOCK, Segments
+from dbuffer_kernels.launch import device_function, element_type, launch, runs_on_triton, without_grad
+from dbuffer_kernels.split import join_weight, joined, lower_half, split_weight, upper_half
+
+if TYPE_CHECKING:
+    # At run time launch.jit binds this name, so that importing the package does not import Triton.
+    import triton.language as tl
+
+__all__ = ["MuonWeights", "muon_apply", "muon_apply_kernel", "muon_momentum", "muon_momentum_kernel"]
+
+_NUM_COLUMNS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MuonWeights:
+    """What ``muon_apply`` writes, 1-D and of one length.
+
+    Attributes:
+        weight: the main weights, or their upper halves where there is a ``remainder``.
+        model_weight: their copy in compute dtype; None for none.
+        remainder: int16, the lower halves of FP32 weights; None for none.
+    """
+
+    weight: Tensor
+    model_weight: Tensor | None = None
+    remainder: Tensor | None = None
+
+
+@without_grad
+def muon_momentum(
+    gradient: Tensor, momentum: Tensor, out: Tensor, segments: Segments, rows: Tensor, *, clip: Tensor | None = None
+) -> None:
+    """Update the momentum of every element of ``segments`` and write what Newton-Schulz is to see.
+
+    In the order and with the roundings of ``torch.optim.Muon``, with the columns ``(mu, is Nesterov)`` of ``rows``::
+
+        g = gradient * clip
+        momentum = lerp(momentum, g, 1 - mu)
+        out = lerp(g, momentum, mu) if is Nesterov else momentum
+
+    On the CPU the bits are torch's. Moves the gradient and ``out`` once and the momentum twice: 14 bytes per element
+    with an FP32 gradient and momentum and a bf16 ``out``; memory bound.
+
+    Args:
+        gradient, momentum, out: 1-D, of one length; other elements of ``out`` are left as they are.
+        rows: fp64 of shape (rows, 2) on the same device.
+        clip: a 0-d fp32 tensor on that device, multiplied into every gradient.
+    Raises:
+        ValueError: segments of buffers of another length, or too few rows.
+    """
+    _check("muon_momentum", segments, rows, gradient, momentum, out)
+    if runs_on_triton(out):
+        table = segments.table(out.device)
+        launch(
+            muon_momentum_kernel,
+            table.shape[0],
+            out.device,
+            gradient,
+            momentum,
+            out,
+            rows if clip is None else clip,
+            rows,
+            table,
+            COMPUTE=element_type(_compute(momentum)),
+            HAS_CLIP=clip is not None,
+            block=ADAMW_BLOCK,
+        )
+        return
+    table_of_rows = rows.tolist()
+    for segment in segments.ranges:
+        place = slice(segment.start, segment.stop)
+        mu, is_nesterov = table_of_rows[segment.row]
+        g = gradient[place].to(momentum.dtype)
+        if clip is not None:
+            g = g * clip.to(g.dtype)
+        kept = momentum[place]
+        kept.lerp_(g, 1 - mu)
+        out[place].copy_(g.lerp(kept, mu) if is_nesterov else kept)
+
+
+@without_grad
+def muon_apply(update: Tensor, weights: MuonWeights, segments: Segments, rows: Tensor) -> None:
+    """Decay the weights of ``segments`` and add their update: ``w = w * decay; w = w + alpha * update``.
+
+    Two roundings, as in ``torch.optim.Muon``; columns ``(decay, alpha)`` of ``rows`` are ``1 - lr * weight_decay`` and
+    minus the learning rate times the matrix's factor. Moves the update and ``model_weight`` once and weights twice: 12
+    bytes per element with FP32 weights, a bf16 update and a bf16 copy.
+
+    Args:
+        update: 1-D, as long as the weights.
+        rows: fp64 of shape (rows, 2) on the same device.
+    Raises:
+        ValueError: segments of buffers of another length, or too few rows.
+    """
+    _check("muon_apply", segments, rows, update, weights.weight)
+    weight, model, remainder = weights.weight, weights.model_weight, weights.remainder
+    if runs_on_triton(weight):
+        table = segments.table(weight.device)
+        launch(
+            muon_apply_kernel,
+            table.shape[0],
+            weight.device,
+            update,
+            weight,
+            weight if model is None else model,
+            weight if remainder is None else remainder,
+            rows,
+            table,
+            COMPUTE=element_type(torch.float32 if remainder is not None else _compute(weight)),
+            HAS_MODEL=model is not None,
+            IS_SPLIT=remainder is not None,
+            block=ADAMW_BLOCK,
+        )
+        return
+    table_of_rows = rows.tolist()
+    for segment in segments.ranges:
+        place = slice(segment.start, segment.stop)
+        decay, alpha = table_of_rows[segment.row]
+        w = weight[place]
+        if remainder is not None:
+            w = join_weight(w, remainder[place], torch.empty_like(w, dtype=torch.float32))
+        w.mul_(decay).add_(update[place], alpha=alpha)
+        if remainder is not None:
+            split_weight(w, weight[place], remainder[place])
+        if model is not None:
+            model[place].copy_(w)
+
+
+def _compute(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
+
+
+def _check(op: str, segments: Segments, rows: Tensor, *tensors: Tensor) -> None:
+    if any(tensor.numel() != segments.numel for tensor in tensors):
+        raise ValueError(
+            f"{op}: buffers of {[tensor.numel() for tensor in tensors]} elements and segments of a buffer of "
+            f"{segments.numel}; wanted one length."
+        )
+    if rows.dim() != 2 or rows.shape[1] != _NUM_COLUMNS or rows.shape[0] < segments.num_rows:
+        raise ValueError(f"{op}: rows of shape {tuple(rows.shape)}; wanted (at least {segments.num_rows}, 2).")
+
+
+def muon_momentum_kernel(
+    gradient: tl.tensor,
+    momentum: tl.tensor,
+    out: tl.tensor,
+    clip: tl.tensor,
+    rows: tl.tensor,
+    table: tl.tensor,
+    COMPUTE: tl.constexpr,
+    HAS_CLIP: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Update the part of one segment that lies in one block; ``table`` is that of ``Segments``."""
+    entry = table + tl.program_id(0).to(tl.int64) * 4
+    start = tl.load(entry) * BLOCK
+    first = tl.load(entry + 1)
+    stop = tl.load(entry + 2)
+    row = rows + tl.load(entry + 3) * 2
+    factor = tl.full((), 1.0, COMPUTE)
+    if HAS_CLIP:
+        factor = tl.load(clip).to(COMPUTE)
+    index = start + tl.arange(0, BLOCK)
+    # Whole blocks carry no mask: it would split every 16-byte access into single elements.
+    if (first <= start) & (start + BLOCK <= stop):
+        move(index, None, gradient, momentum, out, factor, row)
+    else:
+        move(index, (index >= first) & (index < stop), gradient, momentum, out, factor, row)
+
+
+@device_function
+def move(
+    index: tl.tensor,
+    mask: tl.tensor,
+    gradient: tl.tensor,
+    momentum: tl.tensor,
+    out: tl.tensor,
+    factor: tl.tensor,
+    row: tl.tensor,
+) -> None:
+    """Read, step and write the elements ``index`` (all of them where ``mask`` is None) in the dtype of ``factor``."""
+    mu = tl.load(row)
+    g = tl.load(gradient + index, mask=mask).to(factor.dtype) * factor
+    kept = tl.load(momentum + index, mask=mask).to(factor.dtype)
+    kept = interpolated(kept, g, (1.0 - mu).to(factor.dtype)).to(momentum.dtype.element_ty)
+    tl.store(momentum + index, kept, mask=mask)
+    kept = kept.to(factor.dtype)
+    seen = tl.where(tl.load(row + 1) != 0.0, interpolated(g, kept, mu.to(factor.dtype)), kept)
+    # By way of the momentum's dtype, as torch computes the update in that.
+    tl.store(out + index, seen.to(momentum.dtype.element_ty).to(out.dtype.element_ty), mask=mask)
+
+
+@device_function
+def interpolated(begin: tl.tensor, end: tl.tensor, weight: tl.tensor) -> tl.tensor:
+    """Return torch's lerp: from the nearer end, the product and the sum fused."""
+    difference = end - begin
+    return tl.where(weight < 0.5, tl.fma(weight, difference, begin), tl.fma(-difference, 1.0 - weight, end))
+
+
+def muon_apply_kernel(
+    update: tl.tensor,
+    weight: tl.tensor,
+    model: tl.tensor,
+    remainder: tl.tensor,
+    rows: tl.tensor,
+    table: tl.tensor,
+    COMPUTE: tl.constexpr,
+    HAS_MODEL: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Update the part of one segment that lies in one block; ``table`` is that of ``Segments``."""
+    entry = table + tl.program_id(0).to(tl.int64) * 4
+    start = tl.load(entry) * BLOCK
+    first = tl.load(entry + 1)
+    stop = tl.load(entry + 2)
+    row = rows + tl.load(entry + 3) * 2
+    decay = tl.load(row).to(COMPUTE)
+    alpha = tl.load(row + 1).to(COMPUTE)
+    index = start + tl.arange(0, BLOCK)
+    if (first <= start) & (start + BLOCK <= stop):
+        add(index, None, update, weight, model, remainder, decay, alpha, HAS_MODEL, IS_SPLIT)
+    else:
+        mask = (index >= first) & (index < stop)
+        add(index, mask, update, weight, model, remainder, decay, alpha, HAS_MODEL, IS_SPLIT)
+
+
+@device_function
+def add(
+    index: tl.tensor,
+    mask: tl.tensor,
+    update: tl.tensor,
+    weight: tl.tensor,
+    model: tl.tensor,
+    remainder: tl.tensor,
+    decay: tl.tensor,
+    alpha: tl.tensor,
+    HAS_MODEL: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+) -> None:
+    """Read, step and write the elements ``index`` (all of them where ``mask`` is None) in the dtype of ``decay``."""
+    w = tl.load(weight + index, mask=mask)
+    if IS_SPLIT:
+        w = joined(w, tl.load(remainder + index, mask=mask))
+    w = w.to(decay.dtype) * decay
+    if not IS_SPLIT:
+        # torch rounds between the two, which matters to 16-bit weights.
+        w = w.to(weight.dtype.element_ty).to(decay.dtype)
+    w = tl.fma(tl.load(update + index, mask=mask).to(decay.dtype), alpha, w)
+    if IS_SPLIT:
+        tl.store(weight + index, upper_half(w), mask=mask)
+        tl.store(remainder + index, lower_half(w), mask=mask)
+    else:
+        tl.store(weight + index, w.to(weight.dtype.element_ty), mask=mask)
+    if HAS_MODEL:
+        tl.store(model + index, w.to(model.dtype.element_ty), mask=mask)

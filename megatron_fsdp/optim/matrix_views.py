@@ -1,0 +1,225 @@
+"""Matrix views: which matrices a parameter consists of, said by the user and never guessed from its shape."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_fsdp.errors import ConfigError
+
+__all__ = ["MatrixBlock", "MatrixView", "Rectangle"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Elements of one matrix that lie regularly in a flat piece of its parameter.
+
+    Attributes:
+        start, stride: of the first element in the piece, and from one row to the next.
+        rows, columns: of the rectangle. row, column: of its first element in the matrix.
+    """
+
+    start: int
+    stride: int
+    rows: int
+    columns: int
+    row: int
+    column: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the rectangle."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixBlock:
+    """One matrix inside a parameter that is seen as (all leading dims, last dim).
+
+    Attributes:
+        width: columns of the parameter. row_ranges: the matrix's rows, (start, stop) in the parameter, in order.
+        first_column, last_column: the columns from the first to before the last.
+    """
+
+    width: int
+    row_ranges: tuple[tuple[int, int], ...]
+    first_column: int
+    last_column: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the matrix."""
+        return sum(stop - start for start, stop in self.row_ranges)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the matrix."""
+        return self.last_column - self.first_column
+
+    @property
+    def numel(self) -> int:
+        """Elements of the matrix."""
+        return self.rows * self.columns
+
+    def parts(self, size: int) -> tuple[MatrixBlock, ...]:
+        """Return the matrix cut along its longer side into parts that are as even as can be."""
+        length = max(self.rows, self.columns)
+        cuts = [length * part // size for part in range(size + 1)]
+        if self.rows >= self.columns:
+            return tuple(self._row_part(start, stop) for start, stop in itertools.pairwise(cuts))
+        return tuple(
+            MatrixBlock(self.width, self.row_ranges, self.first_column + start, self.first_column + stop)
+            for start, stop in itertools.pairwise(cuts)
+        )
+
+    def _row_part(self, first: int, last: int) -> MatrixBlock:
+        found, before = [], 0
+        for start, stop in self.row_ranges:
+            low, high = max(first - before, 0), min(last - before, stop - start)
+            if low < high:
+                found.append((start + low, start + high))
+            before += stop - start
+        return MatrixBlock(self.width, tuple(found), self.first_column, self.last_column)
+
+    def overlap(self, held: range) -> int:
+        """Return how many of the matrix's elements are among ``held``, a range of the flattened parameter."""
+        return sum(rectangle.numel for rectangle in self.rectangles(held))
+
+    def rectangles(self, held: range) -> Iterator[Rectangle]:
+        """Yield the matrix's elements among ``held``, a range of the flattened parameter.
+
+        They come in the order of the matrix's rows; positions count from the first element of ``held``.
+        """
+        before = 0
+        is_whole = self.columns == self.width
+        for start, stop in self.row_ranges:
+            if is_whole:
+                first, last = max(start * self.width, held.start), min(stop * self.width, held.stop)
+                if first < last:
+                    yield from self._of_whole_rows(first, last, before - start, held.start)
+            else:
+                yield from self._of_cut_rows(start, stop, before - start, held)
+            before += stop - start
+
+    def _of_whole_rows(self, first: int, last: int, shift: int, origin: int) -> Iterator[Rectangle]:
+        """Yield elements ``first`` to ``last`` of the parameter, all of which are the matrix's: one run."""
+        row, column = divmod(first, self.width)
+        yield Rectangle(first - origin, last - first, 1, last - first, row + shift, column)
+
+    def _of_cut_rows(self, start: int, stop: int, shift: int, held: range) -> Iterator[Rectangle]:
+        """Yield the matrix's columns of rows of which at most the first and the last are held in part."""
+        width = self.width
+        first_row, last_row = max(start, held.start // width), min(stop, -(-held.stop // width))
+        row = first_row
+        while row < last_row:
+            low = max(self.first_column, held.start - row * width)
+            high = min(self.last_column, held.stop - row * width)
+            is_full = low == self.first_column and high == self.last_column
+            count = 1
+            if is_full:
+                # The last row is full too if what is held reaches the matrix's last column in it.
+                count = max(min(last_row, (held.stop - self.last_column) // width + 1) - row, 1)
+            if low < high:
+                place = row * width + low - held.start
+                yield Rectangle(place, width, count, high - low, row + shift, low - self.first_column)
+            row += count
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixView:
+    """How a parameter is seen as matrices; the default sees a 2-D parameter as one.
+
+    A parameter of shape (d1, ..., dk, rows, columns) with ``batch_dims=k`` is d1 x ... x dk matrices: the experts of a
+    layer, each of its own. Each of these may be cut further into rows, columns or both.
+
+    Attributes:
+        batch_dims: leading dims that count matrices.
+        row_splits: sizes of blocks of rows that are matrices by themselves, repeated as often as the rows allow:
+            ``(head_dim,)`` makes a matrix of every head of a query projection, ``(inner, inner)`` two of a fused gate
+            and up projection.
+        column_splits: the same for columns: ``(head_dim,)`` for an output projection.
+        is_joined: the blocks of one position of all repetitions are one matrix: with Megatron's interleaved
+            ``row_splits=(q, k, v)`` all query rows together, all keys, all values.
+    """
+
+    batch_dims: int = 0
+    row_splits: tuple[int, ...] = ()
+    column_splits: tuple[int, ...] = ()
+    is_joined: bool = False
+
+    @classmethod
+    def of(cls, given: MatrixView | Mapping[str, Any] | None) -> MatrixView:
+        """Return a view from itself, from what ``to_plain`` returned, or the default for None.
+
+        Raises:
+            ConfigError: unknown keys, or sizes that are none.
+        """
+        if isinstance(given, MatrixView):
+            return given
+        plain = dict(given or {})
+        known = {field.name for field in fields(cls)}
+        if plain.keys() - known:
+            raise ConfigError(f"matrix view: unknown {sorted(plain.keys() - known)}; wanted some of {sorted(known)}")
+        for name in ("row_splits", "column_splits"):
+            plain[name] = tuple(plain.get(name) or ())
+            if any(size < 1 for size in plain[name]):
+                raise ConfigError(f"matrix view: {name}={plain[name]}; wanted sizes of at least 1")
+        return cls(**plain)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the view as a dictionary of numbers, which param groups and checkpoints hold."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def blocks(self, shape: Sequence[int], name: str) -> tuple[MatrixBlock, ...]:
+        """Return the matrices of a parameter.
+
+        Args:
+            shape: of the whole parameter, as the user sees it. name: of the parameter, for messages.
+        Raises:
+            ConfigError: the shape has other dims than the view, or sizes that the splits do not divide.
+        """
+        shape = tuple(shape)
+        if len(shape) != self.batch_dims + 2:
+            raise ConfigError(
+                f"Muon: {name} has shape {shape}, and its view wants {self.batch_dims} batch dims and a matrix. "
+                + _cure(shape)
+            )
+        rows, columns = shape[-2:]
+        count = math.prod(shape[:-2])
+        row_pieces = _pieces(rows, self.row_splits, f"Muon: {name} of shape {shape}: row_splits")
+        column_pieces = _pieces(columns, self.column_splits, f"Muon: {name} of shape {shape}: column_splits")
+        merged = _joined(row_pieces, len(self.row_splits)) if self.is_joined else [(piece,) for piece in row_pieces]
+        return tuple(
+            MatrixBlock(columns, tuple((start + offset, stop + offset) for start, stop in ranges), *limits)
+            for offset in range(0, count * rows, max(rows, 1))
+            for ranges in merged
+            for limits in column_pieces
+            if rows and columns
+        )
+
+
+def _cure(shape: Sequence[int]) -> str:
+    if len(shape) < 2:
+        return "Biases, norms and gains belong in a param group with use_muon=False, which AdamW steps."
+    if len(shape) == 2:
+        return "Leave the view of a plain matrix out."
+    return (
+        f"Say which of its dims count matrices, view=MatrixView(batch_dims={len(shape) - 2}) for experts in front, or "
+        "put it in a param group with use_muon=False."
+    )
+
+
+def _pieces(length: int, sizes: Sequence[int], what: str) -> list[tuple[int, int]]:
+    if not sizes:
+        return [(0, length)]
+    if length % sum(sizes):
+        raise ConfigError(f"{what}={tuple(sizes)} add up to {sum(sizes)}, which does not divide {length}")
+    bounds = list(itertools.accumulate(tuple(sizes) * (length // sum(sizes)), initial=0))
+    return list(itertools.pairwise(bounds))
+
+
+def _joined(pieces: Sequence[tuple[int, int]], count: int) -> list[tuple[tuple[int, int], ...]]:
+    return [tuple(pieces[position :: max(count, 1)]) for position in range(max(count, 1))]

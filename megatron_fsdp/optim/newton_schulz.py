@@ -1,0 +1,268 @@
+"""Newton-Schulz: the nearest semi-orthogonal matrix by matrix products alone, of one matrix, a batch, or a team's rows.
+
+With X of m rows and n columns, m <= n (a taller one is transposed), its Frobenius norm brought to 1, each step is
+``A = X X^T; X <- a X + (b A + c A A) X``: an odd polynomial of the singular values that drives them towards 1. Source:
+Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_fsdp.errors import ConfigError
+
+__all__ = [
+    "COEFFICIENT_SETS",
+    "Iteration",
+    "Team",
+    "coefficients",
+    "newton_schulz",
+    "newton_schulz_flops",
+    "newton_schulz_gram",
+    "newton_schulz_team",
+    "scale_factor",
+    "team_flops",
+]
+
+Coefficients = tuple[float, float, float]
+
+
+class Team(Protocol):
+    """The ranks that share one matrix, as one of them sees them."""
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        ...
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Add up a tensor over the members, in place."""
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return all members' rows, (size x count, columns), from (count, columns) of each."""
+        ...
+
+
+_SIMPLE: Coefficients = (3.4445, -4.7750, 2.0315)
+
+COEFFICIENT_SETS: dict[str, tuple[Coefficients, ...]] = {
+    "simple": (_SIMPLE,),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    "polar_express": (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+        (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+        (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+        (1.875, -1.25, 0.375),
+    ),
+    "deepseekv4": (*(_SIMPLE,) * 8, (2.0, -1.5, 0.5), (2.0, -1.5, 0.5)),
+}
+"""Coefficients (a, b, c) of each step by name, as NVIDIA's Emerging-Optimizers calls them. ``simple``: Jordan et al.
+2024; ``quintic``: the tuned five of modded-nanogpt; ``polar_express``: Amsel et al. 2025, for singular values from
+1e-3; ``deepseekv4``: eight simple steps, then two that converge."""
+
+# Sets whose last step goes on where there are more steps; the others begin again.
+_REPEATS_LAST = ("polar_express", "deepseekv4")
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """How a matrix is made semi-orthogonal.
+
+    Attributes:
+        coefficients: (a, b, c) of each step. eps: the least norm that is divided by.
+        dtype: in which the matrix is held and multiplied. is_gram: iterate on the small Gram matrix instead.
+    """
+
+    coefficients: tuple[Coefficients, ...]
+    eps: float = 1e-7
+    dtype: torch.dtype = torch.bfloat16
+    is_gram: bool = False
+
+    def __call__(self, matrices: torch.Tensor, works: Sequence[object] = ()) -> torch.Tensor:
+        """Return the result for a batch of shape (matrices, rows, columns) in ``dtype``; the input is overwritten."""
+        return newton_schulz_gram(matrices, self) if self.is_gram else newton_schulz(matrices, self)
+
+
+def coefficients(given: str | Sequence[float], num_steps: int) -> tuple[Coefficients, ...]:
+    """Return (a, b, c) of each step.
+
+    Args:
+        given: a name of ``COEFFICIENT_SETS``, or three numbers that serve every step as in ``torch.optim.Muon``.
+        num_steps: 1 <= num_steps < 100.
+    Raises:
+        ConfigError: another name, another count of numbers, or of steps.
+    """
+    if not 1 <= num_steps < 100:
+        raise ConfigError(f"Muon(ns_steps={num_steps}): wanted 1 to 99 steps")
+    if isinstance(given, str):
+        if given not in COEFFICIENT_SETS:
+            known = ", ".join(map(repr, COEFFICIENT_SETS))
+            raise ConfigError(f"Muon(ns_coefficients={given!r}): wanted one of {known}, or three numbers (a, b, c)")
+        steps = COEFFICIENT_SETS[given]
+        if given in _REPEATS_LAST:
+            return (*steps, *(steps[-1],) * num_steps)[:num_steps]
+        return (steps * num_steps)[:num_steps]
+    numbers = tuple(map(float, given))
+    if len(numbers) != 3:
+        raise ConfigError(f"Muon(ns_coefficients={given!r}): wanted three numbers (a, b, c), or the name of a set")
+    return (numbers,) * num_steps
+
+
+def scale_factor(rows: int, columns: int, mode: str | None) -> float:
+    """Return what the learning rate of a matrix is multiplied by.
+
+    ``original`` (the default) and ``shape_scaling``: sqrt(max(1, rows / columns)), Jordan et al. 2024;
+    ``match_rms_adamw``: 0.2 sqrt(max(rows, columns)), Moonshot, "Muon is scalable for LLM training" (2025);
+    ``spectral``: sqrt(max(rows, columns)); ``unit_rms_norm`` and ``spectral_unclamped``: sqrt(rows / columns);
+    ``none``: 1.
+    Names are those of ``torch.optim.Muon`` and Emerging-Optimizers.
+
+    Args:
+        rows, columns: of the whole matrix, never of a rank's part.
+    Raises:
+        ConfigError: another mode.
+    """
+    if mode is None or mode in ("original", "shape_scaling"):
+        return math.sqrt(max(1, rows / columns))
+    if mode == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    if mode == "spectral":
+        return math.sqrt(max(rows, columns))
+    if mode in ("unit_rms_norm", "spectral_unclamped"):
+        return math.sqrt(rows / columns)
+    if mode == "none":
+        return 1.0
+    raise ConfigError(
+        f"Muon(adjust_lr_fn={mode!r}): wanted 'original', 'match_rms_adamw', 'shape_scaling', 'spectral', "
+        "'unit_rms_norm', 'spectral_unclamped', 'none' or None"
+    )
+
+
+def newton_schulz_flops(rows: int, columns: int, num_steps: int = 5) -> int:
+    """Return the floating-point operations for one matrix: ``num_steps * (4 m m n + 2 m m m)`` with m <= n."""
+    small, large = sorted((rows, columns))
+    return num_steps * (4 * small * small * large + 2 * small**3)
+
+
+def team_flops(rows: int, columns: int, size: int, num_steps: int = 5) -> int:
+    """Return the operations of each member of a team: its part of the long side, its rows of the Gram polynomial."""
+    small, large = sorted((rows, columns))
+    return num_steps * (4 * small * small * -(-large // size) + 2 * small * small * -(-small // size))
+
+
+def newton_schulz(matrices: torch.Tensor, iteration: Iteration) -> torch.Tensor:
+    """Return the semi-orthogonal factors of matrices of one shape.
+
+    Arithmetic and roundings are those of ``torch.optim.Muon`` for each matrix by itself, so results do not depend on
+    what else is in the batch. On accelerators the products are batched; the CPU has no launches to save, and rounds
+    products of tiny FP32 matrices in a batch otherwise than alone.
+
+    Args:
+        matrices: (matrices, rows, columns) in ``iteration.dtype``; overwritten.
+    Returns:
+        The same shape and dtype.
+    """
+    if matrices.device.type == "cpu":
+        # Memory of its own for each: how a product is rounded may depend on where a matrix begins.
+        return torch.stack([_alone(matrix.clone(), iteration) for matrix in matrices])
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if is_tall else matrices
+    for each in x:
+        each.div_(each.norm().clamp(min=iteration.eps))
+    for a, b, c in iteration.coefficients:
+        gram = torch.bmm(x, x.mT)
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, factor, x, beta=a)
+    return x.mT if is_tall else x
+
+
+def _alone(matrix: torch.Tensor, iteration: Iteration) -> torch.Tensor:
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x.div_(x.norm().clamp(min=iteration.eps))
+    for a, b, c in iteration.coefficients:
+        gram = x @ x.T
+        factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, factor, x, beta=a)
+    return x.T if is_tall else x
+
+
+def newton_schulz_gram(matrices: torch.Tensor, iteration: Iteration) -> torch.Tensor:
+    """Return what ``newton_schulz`` does up to rounding, by iterating on the m x m Gram matrix.
+
+    Two steps at a time are taken on ``R = X X^T``, whose polynomials commute, and their product ``Q`` is applied to X
+    at the end: 8 m m n operations and some m x m x m ones instead of 20 m m n. Longer without a restart R, which is
+    rounded, gets negative eigenvalues. In bf16 the result is off by a quarter (docs/design/muon.md), so that is
+    refused by ``Muon``.
+
+    Args:
+        matrices: (matrices, rows, columns), FP32 or FP16; overwritten.
+    """
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if is_tall else matrices
+    for each in x:
+        # FP16 squares overflow above 256.
+        norm = torch.linalg.vector_norm(each, dtype=torch.float32)
+        each.div_(norm.clamp(min=iteration.eps))
+    identity = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    steps = iteration.coefficients
+    for first in range(0, len(steps), 2):
+        r = x @ x.mT
+        q = identity.expand_as(r)
+        for a, b, c in steps[first : first + 2]:
+            z = torch.baddbmm(r, r, r, beta=b, alpha=c)
+            q = torch.baddbmm(q, z, q, beta=a)
+            half = torch.baddbmm(r, z, r, beta=a)
+            r = torch.baddbmm(half, z, half, beta=a)
+        x = torch.bmm(q, x)
+    return x.mT if is_tall else x
+
+
+def newton_schulz_team(part: torch.Tensor, iteration: Iteration, team: Team) -> torch.Tensor:
+    """Return this member's part of the semi-orthogonal factor of a matrix whose long side a team has cut.
+
+    The Gram matrix of the short side is the sum of the parts' Gram matrices: one all-reduce of m x m FP32 numbers in
+    every step, and one of the squared norm. Each member computes some rows of the polynomial ``b A + c A A``, which are
+    gathered. The result is that of the whole matrix up to the order of the sums.
+
+    Args:
+        part: (short side, this member's share of the long side) in ``iteration.dtype``.
+    """
+    square = torch.linalg.vector_norm(part, dtype=torch.float32).square()
+    team.sum(square)
+    norm = square.sqrt().to(iteration.dtype)
+    x: torch.Tensor = part / norm.clamp(min=iteration.eps)
+    small = part.shape[0]
+    count = -(-small // team.size)
+    first, last = min(team.rank * count, small), min((team.rank + 1) * count, small)
+    for a, b, c in iteration.coefficients:
+        wide = x.float()
+        gram = wide @ wide.T
+        team.sum(gram)
+        gram = gram.to(iteration.dtype)
+        mine = gram.new_zeros(count, small)
+        own = gram[first:last]
+        mine[: last - first] = torch.addmm(own, own, gram, beta=b, alpha=c)
+        factor = team.gather(mine)[:small]
+        x = torch.addmm(x, factor, x, beta=a)
+    return x

@@ -1,0 +1,150 @@
+"""Param groups for Muon: which parameters of a model are matrices, by what is said of them and never by shape alone."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.optim.matrix_views import MatrixView
+
+__all__ = ["OUTER_NAMES", "muon_param_groups"]
+
+OUTER_NAMES = (
+    *("*word_embeddings.weight", "*position_embeddings.weight", "*tok_embeddings.weight", "*embed_tokens.weight"),
+    *("*wte.weight", "*wpe.weight", "*output_layer.weight", "*lm_head.weight", "*embed_out.weight", "output.weight"),
+    *("head.weight", "*score.weight", "*classifier.weight"),
+)
+"""What embeddings and output layers are called in Megatron, torchtitan, Hugging Face and GPT-2."""
+
+Rule = Callable[[str, torch.Tensor], bool | None]
+
+
+def muon_param_groups(
+    model: nn.Module,
+    *,
+    views: Mapping[str, MatrixView] | None = None,
+    adamw: Sequence[str] = (),
+    rule: Rule | None = None,
+    muon_options: Mapping[str, Any] | None = None,
+    adamw_options: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the param groups of a model for ``Muon``: one for each kind of view, and those of AdamW.
+
+    What decides on a parameter, the first that says anything: ``rule``; ``views`` and ``adamw``, patterns of names; the
+    parameter's attributes ``use_muon`` and ``is_embedding_or_output_parameter``, as megatron-core sets them; its
+    module: weights of ``nn.Linear`` are matrices, ``nn.Embedding``, weights tied to one, and output layers (by the
+    usual names, or ``get_output_embeddings()``) are not. Vectors go to AdamW. A parameter of two dims or more of which
+    nothing is known is an error.
+
+    Args:
+        views: how parameters with matching names are seen, such as ``{"*.qkv.weight": MatrixView(...)}``.
+        adamw: names, as ``fnmatch`` patterns, that AdamW steps.
+        rule: takes name and parameter; True for Muon, False for AdamW, None for the next.
+        muon_options, adamw_options: put into the groups. Vectors are not decayed unless ``adamw_options`` says so.
+    Returns:
+        Dicts with ``params``, ``use_muon`` and, for matrices, ``view``.
+    Raises:
+        ConfigError: a parameter of which nothing is known, a pattern that matches nothing, or no matrix at all.
+    """
+    views = dict(views or {})
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    _refuse_idle(("views", views), named)
+    _refuse_idle(("adamw", adamw), named)
+    modules = _Modules(model)
+    muon: dict[MatrixView, list[torch.Tensor]] = {}
+    matrices: list[torch.Tensor] = []
+    vectors: list[torch.Tensor] = []
+    for name, parameter in named:
+        view = _view_of(name, views)
+        if _is_muons(name, parameter, view, adamw, rule, modules):
+            muon.setdefault(view or MatrixView(), []).append(parameter)
+        else:
+            (matrices if parameter.ndim > 1 else vectors).append(parameter)
+    if not muon:
+        raise ConfigError(
+            f"muon_param_groups: no parameter of {type(model).__name__} is a matrix for Muon; name some with "
+            "views={...}"
+        )
+    groups = [
+        {"params": found, "use_muon": True, "view": view.to_plain(), **(muon_options or {})}
+        for view, found in muon.items()
+    ]
+    others = [(matrices, dict(adamw_options or {})), (vectors, {"weight_decay": 0.0, **(adamw_options or {})})]
+    return [*groups, *({"params": found, "use_muon": False, **options} for found, options in others if found)]
+
+
+class _Modules:
+    """What the modules say about parameters: which are of linear layers, which of embeddings and outputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.linear: set[int] = set()
+        self.outer: set[int] = set()
+        for module in model.modules():
+            weight = module._parameters.get("weight")
+            if weight is not None and isinstance(module, nn.Linear):
+                self.linear.add(id(weight))
+            if weight is not None and isinstance(module, nn.Embedding):
+                self.outer.add(id(weight))
+            finder = getattr(module, "get_output_embeddings", None)
+            head = finder() if callable(finder) else None
+            if isinstance(head, nn.Module):
+                self.outer |= {id(parameter) for parameter in head.parameters()}
+
+
+def _view_of(name: str, views: Mapping[str, MatrixView]) -> MatrixView | None:
+    return next((view for pattern, view in views.items() if fnmatch.fnmatchcase(name, pattern)), None)
+
+
+def _is_muons(
+    name: str,
+    parameter: torch.Tensor,
+    view: MatrixView | None,
+    adamw: Sequence[str],
+    rule: Rule | None,
+    modules: _Modules,
+) -> bool:
+    said = None if rule is None else rule(name, parameter)
+    if said is not None:
+        return said
+    if view is not None:
+        return True
+    if parameter.ndim < 2 or any(fnmatch.fnmatchcase(name, pattern) for pattern in adamw):
+        return False
+    said = _attributes_say(parameter)
+    if said is None:
+        said = _module_says(name, parameter, modules)
+    if said is None:
+        raise ConfigError(
+            f"muon_param_groups: nothing says whether parameter {name!r} of shape {tuple(parameter.shape)} is one: "
+            f"give views={{{name!r}: MatrixView(...)}} (batch_dims for experts), adamw=({name!r},), or set its "
+            "attribute use_muon"
+        )
+    return said
+
+
+def _attributes_say(parameter: torch.Tensor) -> bool | None:
+    if getattr(parameter, "is_embedding_or_output_parameter", False):
+        return False
+    said = getattr(parameter, "use_muon", None)
+    return None if said is None else bool(said)
+
+
+def _module_says(name: str, parameter: torch.Tensor, modules: _Modules) -> bool | None:
+    is_outer = any(fnmatch.fnmatchcase(name, pattern) for pattern in OUTER_NAMES)
+    if id(parameter) in modules.outer or is_outer:
+        return False
+    return True if id(parameter) in modules.linear else None
+
+
+def _refuse_idle(what: tuple[str, Any], named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    argument, patterns = what
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in named):
+            raise ConfigError(
+                f"muon_param_groups: {argument} has {pattern!r}, which is the name of no trained parameter"
+            )

@@ -1,0 +1,246 @@
+"""Muon over sharded weights takes the steps of ``torch.optim.Muon`` over whole matrices, to the bit."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dbuffer import CollectiveCall, Flat, Partial, Replicate, observe_collectives
+from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
+from megatron_fsdp.optim import Muon, MuonOptions
+from megatron_fsdp.optim.newton_schulz import Iteration
+from tests.functional.models import differing, make_mesh, whole_state
+from tests.functional.muon_model import (
+    DIVISOR,
+    NUM_MICROBATCHES,
+    Matrices,
+    Whole,
+    cuts_of,
+    make_matrices,
+    make_trio,
+    param_groups,
+    seed_of,
+    shard_matrices,
+    train_sharded,
+)
+from tests.harness import run_ranks
+
+OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
+_REPLICATED, _SUMS, _CUT = (Replicate(), Replicate()), (Partial(), Partial()), (Flat(), Flat())
+ZERO = {name: getattr(Placements, name)(0) for name in ("no_shard", "optim", "optim_grads", "optim_grads_params")}
+TWO_AXES = {
+    "hsdp": Placements.hsdp(0, 1),
+    "hfsdp": Placements.hfsdp(0, 1),
+    "no_shard on two axes": Placements((0, 1), _REPLICATED, _SUMS, _REPLICATED),
+    "optim_grads_params on two axes": Placements((0, 1), _CUT, _CUT, _CUT),
+}
+# Small buckets, so that several are in flight.
+SMALL_BUCKETS = MuonOptions(bucket_bytes=300)
+Weights = dict[str, torch.Tensor]
+
+
+def train_with_each(mesh_shape: tuple[int, ...], num_steps: int) -> dict[str, Weights]:
+    """Train with every strategy of a mesh."""
+    mesh = make_mesh(mesh_shape)
+    found = {}
+    for name, placements in (ZERO if len(mesh_shape) == 1 else TWO_AXES).items():
+        model = shard_matrices(make_matrices(), mesh, placements)
+        optimizer = Muon(param_groups(model), options=SMALL_BUCKETS, **OPTIONS)
+        train_sharded(model, optimizer, range(num_steps), dist.get_rank())
+        found[name] = whole_state(model)
+    if len(mesh_shape) == 2:
+        model = shard_matrices(make_matrices(), mesh, TWO_AXES["hsdp"])
+        apart = MuonOptions(share_replicas=False)
+        train_sharded(model, Muon(param_groups(model), options=apart, **OPTIONS), range(num_steps), dist.get_rank())
+        found["hsdp, each replica does all"] = whole_state(model)
+    return found
+
+
+def compare_with_whole(mesh_shape: tuple[int, ...], num_steps: int) -> None:
+    num_ranks = torch.Size(mesh_shape).numel()
+    whole = Whole(OPTIONS)
+    whole.train(range(num_steps), range(num_ranks))
+    wanted = whole.weights()
+    for found in run_ranks(num_ranks, train_with_each, mesh_shape, num_steps):
+        assert {name: differing(weights, wanted) for name, weights in found.items()} == {name: [] for name in found}
+
+
+@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)], ids=str)
+def test_weights_equal_those_of_whole_matrices_to_the_bit_on_every_strategy(mesh_shape: tuple[int, ...]) -> None:
+    compare_with_whole(mesh_shape, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2), (1, 2), (2, 1)], ids=str)
+def test_twenty_steps_equal_those_of_whole_matrices_on_every_strategy(mesh_shape: tuple[int, ...]) -> None:
+    compare_with_whole(mesh_shape, 20)
+
+
+# ---------------------------------------------------------------------- ways to carry a step out
+
+
+def run(optimizer: Muon, model: nn.Module, steps: range = range(3)) -> Weights:
+    train_sharded(model, optimizer, steps, dist.get_rank())
+    return whole_state(model)
+
+
+def sharded(
+    policy: MixedPrecisionPolicy | None = None, placements: Placements = ZERO["optim_grads_params"]
+) -> Matrices:
+    return shard_matrices(make_matrices(), make_mesh((dist.get_world_size(),)), placements, policy)
+
+
+def each_way() -> dict[str, Any]:
+    """Train for three steps in ways that are compared with whole runs, and count."""
+    found: dict[str, Any] = {}
+    for name, options in {
+        "momentum alone": {"nesterov": False, "momentum": 0.9},
+        "like AdamW": {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3},
+    }.items():
+        model = sharded()
+        found[name] = run(Muon(param_groups(model), **OPTIONS, **options), model)
+    model = sharded()
+    single = MuonOptions(comm_dtype=torch.float32)
+    found["fp32 on the wire"] = run(Muon(param_groups(model), options=single, **OPTIONS), model)
+    model = sharded()
+    optimizer = Muon(param_groups(model), options=MuonOptions(ns_dtype=torch.float32), **OPTIONS)
+    found["fp32"] = run(optimizer, model)
+    for name, options in {"team": {"max_team": 4}, "gram": {"use_gram": True}}.items():
+        trio = fully_shard(make_trio(), make_mesh((dist.get_world_size(),)))
+        trio.set_gradient_divide_factor(DIVISOR)
+        optimizer = Muon(trio.parameters(), options=MuonOptions(ns_dtype=torch.float32, **options), **OPTIONS)
+        found[name] = run(optimizer, trio)
+        found[f"{name}: teams"] = sum(each.exchange.ownership.num_teams for each in optimizer.domains())
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, split_main_params=True, main_grads_dtype=torch.float32)
+    for name, chosen in {
+        "split": policy,
+        "not split": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    }.items():
+        model = sharded(chosen)
+        optimizer = Muon(param_groups(model), **OPTIONS)
+        train_sharded(model, optimizer, range(3), dist.get_rank())
+        units = [unit for unit in model.modules() if isinstance(unit, FsdpModule)]
+        joined = [group.weights.values().local_buffer.clone() for unit in units for group in unit.parameter_groups]
+        found[name] = torch.cat(joined)
+    model = sharded()
+    optimizer = Muon(param_groups(model), **OPTIONS)
+    messages: list[CollectiveCall] = []
+    with counting() as calls, observe_collectives(messages.append):
+        train_sharded(model, optimizer, range(2), dist.get_rank())
+    found["calls"], found["owned"] = calls, optimizer.num_orthogonalized
+    found["messages"] = sum(call.kind == "all_to_all" for call in messages)
+    model = sharded()
+    # Every matrix is larger than such a bucket.
+    optimizer = Muon(param_groups(model), options=MuonOptions(bucket_bytes=1), **OPTIONS)
+    messages.clear()
+    with observe_collectives(messages.append):
+        train_sharded(model, optimizer, range(1), dist.get_rank())
+    found["messages in tiny buckets"] = sum(call.kind == "all_to_all" for call in messages)
+    fresh = fully_shard_optimizer(Muon(param_groups(model), **OPTIONS)).state_dict()["state"]
+    found["fresh"] = sorted({" ".join(sorted(values)) for values in fresh.values()})
+    return found
+
+
+@contextmanager
+def counting() -> Iterator[list[int]]:
+    """Note the number of matrices in every call of Newton-Schulz, and whether gradients were accumulating."""
+    calls: list[int] = []
+    original = Iteration.__call__
+
+    def counted(self: Iteration, matrices: torch.Tensor, works: Sequence[object] = ()) -> torch.Tensor:
+        calls.append(len(matrices))
+        return original(self, matrices, works)
+
+    with mock.patch.object(Iteration, "__call__", counted):
+        yield calls
+
+
+@pytest.fixture(scope="module")
+def ways() -> list[dict[str, Any]]:
+    return run_ranks(4, each_way, timeout=240.0)
+
+
+def whole_run(options: Mapping[str, Any] | None = None, num_ranks: int = 4) -> Weights:
+    whole = Whole({**OPTIONS, **(options or {})})
+    whole.train(range(3), range(num_ranks))
+    return whole.weights()
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("momentum alone", {"nesterov": False, "momentum": 0.9}),
+        ("like AdamW", {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}),
+        ("fp32 on the wire", {}),
+    ],
+)
+def test_options_of_torchs_muon_mean_the_same(ways: list[dict[str, Any]], way: str, options: dict[str, Any]) -> None:
+    wanted = whole_run(options)
+    assert [differing(found[way], wanted) for found in ways] == [[]] * 4
+
+
+def in_fp32(matrix: torch.Tensor, coefficients: Any, num_steps: int, eps: float) -> torch.Tensor:
+    """Do what torch's function does without its rounding to bf16."""
+    x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(num_steps):
+        gram = x @ x.T
+        factor = torch.addmm(gram, gram, gram, beta=coefficients[1], alpha=coefficients[2])
+        x = torch.addmm(x, factor, x, beta=coefficients[0])
+    return x.T if matrix.size(0) > matrix.size(1) else x
+
+
+def whole_run_in_fp32() -> Weights:
+    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", in_fp32):
+        return whole_run()
+
+
+def test_newton_schulz_in_fp32_equals_whole_matrices_to_the_bit(ways: list[dict[str, Any]]) -> None:
+    wanted = whole_run_in_fp32()
+    assert [differing(found["fp32"], wanted) for found in ways] == [[]] * 4
+
+
+def test_teams_and_the_gram_form_agree_with_whole_matrices(ways: list[dict[str, Any]]) -> None:
+    trio = make_trio()
+    optimizer = torch.optim.Muon(trio.parameters(), **OPTIONS)
+    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", in_fp32):
+        for step in range(3):
+            for rank in range(4):
+                for index in range(NUM_MICROBATCHES):
+                    (trio(seed_of(rank, step, index)) / DIVISOR).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    wanted = {name: value.detach() for name, value in trio.named_parameters()}
+    for found in ways:
+        assert found["team: teams"] > 0 == found["gram: teams"]
+        assert differing(found["team"], wanted, 1e-5) == []
+        assert differing(found["gram"], wanted, 1e-5) == []
+
+
+def test_split_main_weights_take_the_steps_of_fp32_ones(ways: list[dict[str, Any]]) -> None:
+    for found in ways:
+        assert torch.equal(found["split"], found["not split"])
+
+
+def test_each_matrix_is_one_ranks_work_once_a_step(ways: list[dict[str, Any]]) -> None:
+    num_steps = 2
+    num_matrices = sum(1 for name, _ in make_matrices().named_parameters() for _ in cuts_of(name.rpartition(".")[2]))
+    owned = [sum(found["calls"]) for found in ways]
+    assert owned == [found["owned"] for found in ways]
+    assert sum(owned) == num_steps * num_matrices
+    for found in ways:
+        # There and back once a step: none while gradients accumulate.
+        assert found["messages"] == 2 * num_steps
+        # At most as many buckets as the busiest rank has matrices that travel.
+        assert 2 < found["messages in tiny buckets"] <= 2 * (num_matrices / 4 + 2)
+    assert max(owned) <= num_steps * (num_matrices / 4 + 2)
+
+
+def test_the_state_dict_of_a_new_optimizer_shows_where_a_checkpoint_is_read_into(ways: list[dict[str, Any]]) -> None:
+    for found in ways:
+        assert found["fresh"] == ["exp_avg exp_avg_sq step", "momentum_buffer"]

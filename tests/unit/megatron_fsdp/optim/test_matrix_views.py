@@ -1,0 +1,106 @@
+"""Views say which matrices a parameter has; every element is in exactly one of them, on every shard."""
+
+import itertools
+
+import pytest
+import torch
+
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.optim import MatrixView
+from megatron_fsdp.optim.matrix_views import MatrixBlock
+
+SHAPE = (3, 12, 7)
+VIEWS = {
+    "experts": MatrixView(batch_dims=1),
+    "heads": MatrixView(batch_dims=1, row_splits=(4,)),
+    "joined": MatrixView(batch_dims=1, row_splits=(3, 1, 2), is_joined=True),
+    "columns": MatrixView(batch_dims=1, column_splits=(3, 4)),
+    "both": MatrixView(batch_dims=1, row_splits=(5, 7), column_splits=(2, 5)),
+}
+
+
+def taken(block: MatrixBlock, held: range) -> torch.Tensor:
+    """Read a matrix from a flat range by its rectangles; what is outside of the range is -1."""
+    flat = torch.arange(held.start, held.stop)
+    found = torch.full((block.rows * block.columns,), -1)
+    for piece in block.rectangles(held):
+        source = flat.as_strided((piece.rows, piece.columns), (piece.stride, 1), piece.start)
+        first = piece.row * block.columns + piece.column
+        found.as_strided((piece.rows, piece.columns), (block.columns, 1), first).copy_(source)
+    return found.view(block.rows, block.columns)
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_matrices_of_a_parameter_have_each_element_once(view: MatrixView) -> None:
+    whole = range(3 * 12 * 7)
+    elements = torch.cat([taken(block, whole).flatten() for block in view.blocks(SHAPE, "experts")])
+    assert elements.sort().values.tolist() == list(whole)
+
+
+def test_joined_blocks_are_those_of_one_position() -> None:
+    parameter = torch.arange(12 * 2).view(12, 2)
+    blocks = MatrixView(row_splits=(3, 1, 2), is_joined=True).blocks((12, 2), "qkv")
+    rows = [[0, 1, 2, 6, 7, 8], [3, 9], [4, 5, 10, 11]]
+    assert [taken(block, range(24)).tolist() for block in blocks] == [parameter[picked].tolist() for picked in rows]
+
+
+def test_column_blocks_are_cut_between_columns() -> None:
+    parameter = torch.arange(3 * 6).view(3, 6)
+    first, second = MatrixView(column_splits=(2, 4)).blocks((3, 6), "output")
+    assert taken(first, range(18)).tolist() == parameter[:, :2].tolist()
+    assert taken(second, range(18)).tolist() == parameter[:, 2:].tolist()
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("step", [1, 5, 7, 50, 84])
+def test_shards_of_any_length_hold_a_matrix_together(view: MatrixView, step: int) -> None:
+    bounds = [*range(0, 252, step), 252]
+    for block in view.blocks(SHAPE, "experts"):
+        whole = taken(block, range(252))
+        parts = [taken(block, range(start, stop)) for start, stop in itertools.pairwise(bounds)]
+        assert torch.equal(torch.stack(parts).amax(0), whole)
+        assert sum(int((part >= 0).sum()) for part in parts) == block.numel
+        held = [range(start, stop) for start, stop in itertools.pairwise(bounds)]
+        assert [block.overlap(each) for each in held] == [int((part >= 0).sum()) for part in parts]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_parts_of_a_team_cut_the_longer_side_evenly(view: MatrixView, size: int) -> None:
+    for block in view.blocks(SHAPE, "experts"):
+        parts = block.parts(size)
+        along = 0 if block.rows >= block.columns else 1
+        joined = torch.cat([taken(part, range(252)) for part in parts], dim=along)
+        assert torch.equal(joined, taken(block, range(252)))
+        lengths = [(part.rows, part.columns)[along] for part in parts]
+        assert max(lengths) - min(lengths) <= 1
+
+
+def test_a_view_survives_a_param_group() -> None:
+    view = VIEWS["both"]
+    assert MatrixView.of(view.to_plain()) == view
+    assert MatrixView.of(None) == MatrixView()
+
+
+@pytest.mark.parametrize(
+    ("view", "shape", "words"),
+    [
+        (MatrixView(), (5,), ["'bias'", "(5,)", "use_muon=False"]),
+        (MatrixView(), (3, 5, 7), ["'bias'", "batch_dims=1"]),
+        (MatrixView(row_splits=(4,)), (6, 2), ["'bias'", "row_splits=(4,)", "6"]),
+        (MatrixView(column_splits=(2, 3)), (6, 4), ["'bias'", "column_splits=(2, 3)", "4"]),
+    ],
+)
+def test_a_parameter_that_does_not_fit_is_refused_with_its_name(
+    view: MatrixView, shape: tuple[int, ...], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        view.blocks(shape, "parameter 'bias'")
+    assert all(word in str(error.value) for word in words)
+
+
+def test_a_view_with_unknown_keys_is_refused() -> None:
+    with pytest.raises(ConfigError, match="heads"):
+        MatrixView.of({"heads": 3})
+    with pytest.raises(ConfigError, match="at least 1"):
+        MatrixView.of({"row_splits": (0,)})

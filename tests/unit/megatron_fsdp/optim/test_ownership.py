@@ -1,0 +1,125 @@
+"""Ownership is balanced within what can be proved, covers every matrix once, and keeps to the bytes it promises."""
+
+import itertools
+import warnings
+
+import pytest
+
+from dbuffer.errors import PaddingWarning
+from megatron_fsdp import catalog
+from megatron_fsdp.optim.matrix_views import MatrixBlock
+from megatron_fsdp.optim.ownership import MatrixWork, Ownership, holders_of, plan_ownership
+from megatron_fsdp.optim.planned_ownership import planned_ownership
+from megatron_fsdp.plan_options import mesh_axes_of, placements_of
+from megatron_fsdp.precision import MixedPrecisionPolicy
+from megatron_fsdp.shapes import Sharding, architecture_facts
+
+MAX_TEAM = 64
+
+
+def works(shapes: list[tuple[int, int]], shard_numel: int) -> list[MatrixWork]:
+    """Lay matrices out one after the other."""
+    found, offset = [], 0
+    for rows, columns in shapes:
+        block = MatrixBlock(columns, ((0, rows),), 0, columns)
+        found.append(MatrixWork(f"{rows}x{columns}", block, holders_of(offset, rows * columns, shard_numel)))
+        offset += rows * columns
+    return found
+
+
+def test_the_longest_work_goes_first_to_who_has_least() -> None:
+    found = plan_ownership(works([(2, 2), (8, 8), (4, 4), (4, 4)], 200), 3)
+    owners = [share.owner for share in found.shares]
+    assert sorted(owners[1:]) == [0, 1, 2]
+    assert owners[0] != owners[1]
+    assert found.max_flops == found.works[1].flops() == found.bound_flops
+
+
+def test_among_equals_the_rank_that_holds_most_owns() -> None:
+    # Shards of 30 elements: the second matrix lies on shards 0 to 2, most of it on 1.
+    found = plan_ownership(works([(5, 4), (5, 9)], 30), 3)
+    assert [share.owner for share in found.shares] == [0, 1]
+
+
+def test_replicas_divide_the_work() -> None:
+    found = plan_ownership(works([(4, 4)] * 8, 64), 2, 2)
+    counts = [sum(share.owner == rank for share in found.shares) for rank in range(4)]
+    assert counts == [2, 2, 2, 2]
+
+
+def test_received_elements_are_those_of_a_step_worked_out_by_hand() -> None:
+    # Two matrices of 16 on two shards of 16: each rank owns what it holds, and nothing travels.
+    assert plan_ownership(works([(4, 4)] * 2, 16), 2).received_numel == (0, 0)
+    # One of 32 on both: its owner gets the other half, the other rank its update.
+    found = plan_ownership(works([(4, 8)], 16), 2)
+    assert found.received_numel == (16, 16)
+
+
+def test_a_matrix_above_the_mean_is_shared_where_teams_are_allowed() -> None:
+    shapes = [(64, 64), (8, 8), (8, 8), (8, 8)]
+    alone, team = (plan_ownership(works(shapes, 1072), 4, max_team=size) for size in (1, 4))
+    assert alone.num_teams == 0
+    assert team.num_teams == 1
+    assert team.max_flops < 0.3 * alone.max_flops
+    members = [share for share in team.shares if share.work == 0]
+    assert [share.owner for share in members] == [0, 1, 2, 3]
+    assert [share.part for share in members] == [0, 1, 2, 3]
+
+
+def test_the_bound_counts_what_must_pile_up() -> None:
+    # Three equal matrices on two ranks: one gets two, above the mean of one and a half.
+    found = plan_ownership(works([(4, 4)] * 3, 24), 2)
+    assert found.bound_flops == 2 * found.works[0].flops() == found.max_flops
+    assert found.gap == 0
+
+
+def test_no_matrix_is_left_out_or_given_twice() -> None:
+    found = plan_ownership(works([(3, 5), (16, 16), (2, 9), (31, 7)], 127), 4, max_team=4)
+    for number, shares in itertools.groupby(found.shares, key=lambda share: share.work):
+        members = list(shares)
+        assert [share.part for share in members] == list(range(members[0].size)), number
+    assert {share.work for share in found.shares} == {0, 1, 2, 3}
+    assert sum(found.owned_numel) == found.matrix_numel
+
+
+def catalog_ownership(name: str, num_ranks: int, max_team: int = MAX_TEAM) -> Ownership:
+    sizes = (num_ranks,)
+    sharding = Sharding(mesh_axes_of(sizes), placements_of("optim_grads_params", sizes), MixedPrecisionPolicy())
+    architecture = catalog.architecture(catalog.load(name))
+    with warnings.catch_warnings():
+        # Who owns what does not depend on padding; the plan page lists it.
+        warnings.simplefilter("ignore", PaddingWarning)
+        (found,) = planned_ownership(architecture_facts(architecture, sharding), max_team)
+    return found
+
+
+def check_balance(found: Ownership) -> None:
+    mean_numel = found.matrix_numel / found.num_ranks
+    assert found.max_flops <= 1.05 * max(found.mean_flops, found.largest_flops)
+    assert found.gap <= 0.02
+    # Two bytes each in bf16: 4.2 P / N on average, and for nobody much more.
+    assert found.mean_received <= 2.1 * mean_numel
+    assert max(found.received_numel) <= max(1.3 * found.mean_received, 2.1 * mean_numel)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3-8b"])
+def test_owners_of_a_published_model_are_balanced(name: str) -> None:
+    check_balance(catalog_ownership(name, 64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [8, 16, 32, 64, 128, 256, 512, 1024])
+@pytest.mark.parametrize("name", catalog.names())
+def test_owners_of_every_published_model_are_balanced(name: str, num_ranks: int) -> None:
+    check_balance(catalog_ownership(name, num_ranks))
+
+
+def test_embeddings_and_heads_are_no_matrices() -> None:
+    found = catalog_ownership("llama3-8b", 8, max_team=1)
+    assert len(found.works) == 32 * 7
+    assert not any("embed" in work.name or "lm_head" in work.name for work in found.works)
+
+
+def test_experts_are_matrices_each() -> None:
+    found = catalog_ownership("mixtral-8x7b", 8, max_team=1)
+    assert len(found.works) == 32 * (4 + 1 + 8 * 2)
