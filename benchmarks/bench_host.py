@@ -22,8 +22,8 @@ from torch import nn
 from benchmarks.engines import ENGINES, Precision, world_mesh
 from benchmarks.harness import Row, Samples, interleaved, ratio
 from benchmarks.null_group import null_world
-from megatron_fsdp.gradients import GradientBuffer
-from megatron_fsdp.schedule import Schedule
+from megatron_fsdp.runtime.gradients import GradientBuffer
+from megatron_fsdp.runtime.schedule import Schedule
 
 WIDTH = 1024
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness import Row, Samples, interleaved
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
-from megatron_fsdp.adamw import AdamW
+from megatron_fsdp.optim.adamw import AdamW
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -108,7 +108,7 @@ def _param_groups(model: nn.Module, are_two: bool) -> Any:
 
 
 def _without_launches(step: Callable[[], object]) -> None:
-    with mock.patch("megatron_fsdp.update.adamw", _launch_nothing):
+    with mock.patch("megatron_fsdp.optim.adamw_update.adamw", _launch_nothing):
         step()
 
 

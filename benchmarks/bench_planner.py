@@ -17,8 +17,8 @@ from pathlib import Path
 from benchmarks.harness import Row, Samples, samples_of
 from dbuffer import Block, PaddingLimits, plan, plan_regions
 from dbuffer import Row as Rows
-from megatron_fsdp import catalog
-from megatron_fsdp.catalog import Architecture, UnitShapes
+from megatron_fsdp.planning import catalog
+from megatron_fsdp.planning.catalog import Architecture, UnitShapes
 
 SHARDS = (2, 8, 64, 128, 512, 1024, 4096)
 DOCUMENT = Path(__file__).parents[1] / "docs" / "padding.md"

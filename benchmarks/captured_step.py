@@ -18,7 +18,7 @@ from benchmarks.harness import Row, Samples, interleaved, ratio
 from benchmarks.models import Shape
 from benchmarks.null_group import null_world
 from benchmarks.torch_engines import LEARNING_RATE, make_model, world_mesh
-from dbuffer.pool import can_exchange_memory
+from dbuffer.slot_pool import can_exchange_memory
 
 __all__ = ["captured_rows"]
 

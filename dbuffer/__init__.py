@@ -2,15 +2,15 @@
 
 from dbuffer.buffer import DBuffer
 from dbuffer.collectives import CollectiveCall, observe_collectives
-from dbuffer.dtensor import FlatDTensor, FlatRows, RaggedShard
+from dbuffer.dtensor.flat_dtensor import FlatDTensor, FlatRows, RaggedShard
 from dbuffer.errors import DBufferError, LayoutError, MeshError, PaddingWarning, PlacementError, StorageError
-from dbuffer.granularity import Block, Element, Granularity, Row, Whole
 from dbuffer.layout import first_dimension_granularity
-from dbuffer.meter import MemoryMeter, memory_meter
+from dbuffer.memory_meter import MemoryMeter, memory_meter
 from dbuffer.placements import BufferPlacement, Flat, Partial, Replicate
-from dbuffer.plan import PaddingLimits, Plan, Region, check_plan
-from dbuffer.planner import plan, plan_regions
-from dbuffer.pool import SlotPool
+from dbuffer.planner.granularity import Block, Element, Granularity, Row, Whole
+from dbuffer.planner.plan import PaddingLimits, Plan, Region, check_plan
+from dbuffer.planner.regions import plan, plan_regions
+from dbuffer.slot_pool import SlotPool
 from dbuffer.storage import guard_released_storage
 
 __all__ = [

@@ -1,35 +1,34 @@
 """DBuffer: tensors in one flat buffer that is placed on a device mesh.
 
 The buffer knows where its tensors lie (the plan) and where its data lives (one placement per mesh axis). Collectives
-change the second and never the first, so a tensor is a view in every state that holds all of it.
-"""
+change the second and never the first, so a tensor is a view in every state that holds all of it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dbuffer import collectives
-from dbuffer.buffer_dtensor import buffer_dtensor
+from dbuffer.dtensor.from_buffer import buffer_dtensor
 from dbuffer.errors import LayoutError, MeshError, PlacementError
-from dbuffer.granularity import Granularity
 from dbuffer.layout import Layout, first_dimension_granularity, make_layout
 from dbuffer.mesh import axis_index, mesh_axes
 from dbuffer.placements import BufferPlacement, Flat, Partial, Replicate, flat_axes, validate_placements
-from dbuffer.plan import Plan
-from dbuffer.planner import plan as make_plan
+from dbuffer.planner.granularity import Granularity
+from dbuffer.planner.plan import Plan
+from dbuffer.planner.regions import plan as make_plan
 from dbuffer.storage import FlatStorage
 from dbuffer_kernels import cast_copy
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-__all__ = ["DBuffer"]
+__all__ = [
+    "DBuffer",
+    "Route",
+]
 
 
 class DBuffer:
@@ -396,3 +395,35 @@ class DBuffer:
             f"DBuffer({self.name!r}, {len(self.plan.shapes)} tensors, {self.plan.numel} elements of {self.dtype}, "
             f"{self.placements}, {self.nbytes} bytes here{'' if self.is_allocated else ', released'})"
         )
+
+
+class Route:
+    """Does ``source.redistribute(out.placements, out=out)`` as often as it is called.
+
+    The first call is that very one, with all its checks; where one collective is all there is to it, later calls issue
+    it at once.
+    """
+
+    def __init__(self, source: DBuffer, out: DBuffer) -> None:
+        self._source, self._out = source, out
+        pairs = zip(source.placements, out.placements, source.axes, strict=True)
+        self._changes = [(before, after, axis) for before, after, axis in pairs if before != after]
+        self._is_checked = False
+
+    def __call__(self, works: list[dist.Work] | None = None) -> None:
+        """Issue it.
+
+        Args:
+            works: as in ``DBuffer.redistribute``.
+        """
+        source, out = self._source, self._out
+        if self._is_checked and len(self._changes) == 1:
+            before, after, axis = self._changes[0]
+            if isinstance(before, Flat) and isinstance(after, Replicate):
+                collectives.all_gather(out.local_buffer, source.local_buffer, axis, works)
+                return
+            if isinstance(before, Partial) and isinstance(after, Flat):
+                collectives.reduce_scatter(out.local_buffer, source.local_buffer, axis, before.reduce_op, works)
+                return
+        source.redistribute(out.placements, out=out, works=works)
+        self._is_checked = True

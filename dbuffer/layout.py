@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from dbuffer.errors import PlacementError
-from dbuffer.granularity import Block, Granularity, Row
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement, flat_axes, shard_index
-from dbuffer.plan import Plan
+from dbuffer.planner.granularity import Block, Granularity, Row
+from dbuffer.planner.plan import Plan
 
 __all__ = ["Layout", "cuts_inside_slices", "first_dimension_granularity", "make_layout", "only_flat_axis"]
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from dbuffer.errors import StorageError
-from dbuffer.meter import memory_meter
-from dbuffer.pool import SlotPool
+from dbuffer.memory_meter import memory_meter
+from dbuffer.slot_pool import SlotPool
 
 __all__ = ["FlatStorage", "guard_released_storage"]
 

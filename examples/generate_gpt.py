@@ -24,9 +24,9 @@ from gpt.model_config import GptConfig
 from gpt.sample import Sampling, generate_tokens
 from gpt.tokenizer import Tokenizer, build_tokenizer
 from megatron_fsdp import ConfigError, FsdpError
-from megatron_fsdp.checkpoint import load_checkpoint
-from megatron_fsdp.checkpoint_ranks import checkpoint_ranks
-from megatron_fsdp.checkpoint_reader import open_checkpoint
+from megatron_fsdp.checkpoint.api import load_checkpoint
+from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
+from megatron_fsdp.checkpoint.reader import open_checkpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,16 @@
 # Before anything else of this package is imported: NVIDIA's distribution installs a file of this name over it.
 __distribution__ = "megatron-fsdp-dbuffer"
 
-from megatron_fsdp.adamw import AdamW
 from megatron_fsdp.api import fully_shard, microbatch, no_sync, replicate, share_comm_ctx
-from megatron_fsdp.arguments import add_megatron_fsdp_args
-from megatron_fsdp.audit import Audit
-from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
-from megatron_fsdp.checkpoint_background import SaveHandle
-from megatron_fsdp.checkpoint_full import full_state_dict
-from megatron_fsdp.checkpoint_manifest import DamagedCheckpointError
-from megatron_fsdp.checkpoint_series import CheckpointSeries
-from megatron_fsdp.config import FsdpConfig
+from megatron_fsdp.build.no_shard import fsdp_no_shard
+from megatron_fsdp.checkpoint.api import load_checkpoint, save_checkpoint
+from megatron_fsdp.checkpoint.async_save import SaveHandle
+from megatron_fsdp.checkpoint.manifest import DamagedCheckpointError
+from megatron_fsdp.checkpoint.model_state import full_state_dict
+from megatron_fsdp.checkpoint.safetensors_model import export_safetensors, import_safetensors
+from megatron_fsdp.checkpoint.series import CheckpointSeries
+from megatron_fsdp.config.fsdp_config import FsdpConfig
+from megatron_fsdp.config.parser import add_megatron_fsdp_args
 from megatron_fsdp.errors import (
     AgreementError,
     CheckpointError,
@@ -22,29 +22,31 @@ from megatron_fsdp.errors import (
     OwnershipError,
     StateError,
 )
-from megatron_fsdp.exclusion import fsdp_no_shard
-from megatron_fsdp.flat_optimizer import FlatOptimizer
-from megatron_fsdp.flat_parameters import flat_parameters
-from megatron_fsdp.fused_linear import expert_matmul
-from megatron_fsdp.huggingface import prepare_model
 from megatron_fsdp.installation import check_neighbour as _check_neighbour
-from megatron_fsdp.lanes import record_transcript
-from megatron_fsdp.materialize import materialize
-from megatron_fsdp.meshes import DataParallelMeshDims
-from megatron_fsdp.module import FsdpModule, UnshardHandle, register_fsdp_forward_method
-from megatron_fsdp.nonfinite import check_gradients
-from megatron_fsdp.offload import CPUOffloadPolicy, OffloadPolicy
+from megatron_fsdp.integrations.huggingface.prepare import prepare_model
+from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model, fully_shard_model_and_optimizer
+from megatron_fsdp.integrations.megatron.module import MegatronFSDP
+from megatron_fsdp.observability.audit import Audit
+from megatron_fsdp.observability.timeline import Timeline
+from megatron_fsdp.observability.watch import Watch
 from megatron_fsdp.optim import MatrixView, Muon, MuonOptions, muon_param_groups
-from megatron_fsdp.optimizer import clip_grad_norm_, fully_shard_optimizer
-from megatron_fsdp.parameter_group import ParameterGroup
-from megatron_fsdp.precision import MixedPrecisionPolicy
-from megatron_fsdp.quickstart import fully_shard_model, fully_shard_model_and_optimizer
-from megatron_fsdp.quickstart_module import MegatronFSDP
-from megatron_fsdp.report import Report, explain
-from megatron_fsdp.safetensors_model import export_safetensors, import_safetensors
-from megatron_fsdp.strategy import Placements
-from megatron_fsdp.timeline import Timeline
-from megatron_fsdp.watch import Watch
+from megatron_fsdp.optim.adamw import AdamW
+from megatron_fsdp.optim.flat_optimizer import FlatOptimizer
+from megatron_fsdp.optim.flat_parameters import flat_parameters
+from megatron_fsdp.optim.grad_norm import clip_grad_norm_
+from megatron_fsdp.optim.nonfinite import check_gradients
+from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
+from megatron_fsdp.planning.report import Report, explain
+from megatron_fsdp.policy.mesh import DataParallelMeshDims
+from megatron_fsdp.policy.offload import CPUOffloadPolicy, OffloadPolicy
+from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+from megatron_fsdp.policy.strategy import Placements
+from megatron_fsdp.runtime.fused_linear import expert_matmul
+from megatron_fsdp.runtime.hooks import register_fsdp_forward_method
+from megatron_fsdp.runtime.lanes import record_transcript
+from megatron_fsdp.runtime.materialize import materialize
+from megatron_fsdp.runtime.module import FsdpModule, UnshardHandle
+from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
 FSDPModule = FsdpModule
 

@@ -13,9 +13,9 @@ __all__ = ["COMMANDS", "main"]
 # Name, module with ``add_arguments(parser)`` and ``run(args) -> int``, and what it is for. Modules are imported when
 # their command is called.
 COMMANDS = (
-    ("plan", "megatron_fsdp.plan_command", "plan memory, traffic and time of a training step from shapes alone"),
-    ("checkpoint", "megatron_fsdp.checkpoint_command", "inspect, verify, export or import a checkpoint"),
-    ("timeline", "megatron_fsdp.timeline_command", "draw the lanes of a step, and what it waited for, from a trace"),
+    ("plan", "megatron_fsdp.cli.plan", "plan memory, traffic and time of a training step from shapes alone"),
+    ("checkpoint", "megatron_fsdp.cli.checkpoint", "inspect, verify, export or import a checkpoint"),
+    ("timeline", "megatron_fsdp.cli.timeline", "draw the lanes of a step, and what it waited for, from a trace"),
 )
 
 

@@ -13,25 +13,27 @@ from torch.distributed.tensor import Shard
 
 from dbuffer import Partial, PlacementError, Replicate
 from dbuffer.mesh import make_reduce_groups, mesh_axes
-from megatron_fsdp.agreement import Wrapping
-from megatron_fsdp.asked_gradients import serve_asked_gradients
-from megatron_fsdp.building import GranularityChoice, GroupPlanner
+from megatron_fsdp.build.builder import GranularityChoice, GroupPlanner
+from megatron_fsdp.build.grouping import group_parameters
+from megatron_fsdp.build.no_shard import is_no_shard
+from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, mark_owned
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.exclusion import is_no_shard
-from megatron_fsdp.megatron_call import refuse_megatron_call
-from megatron_fsdp.meshes import buffer_device, sharding_target
-from megatron_fsdp.module import FsdpModule, convert, unit_of, units_below
-from megatron_fsdp.offload import offload_of
-from megatron_fsdp.optimizer_steps import mark_replaced
-from megatron_fsdp.originals import Originals, check_conversion
-from megatron_fsdp.outputs import watch_readers
-from megatron_fsdp.ownership import OwnedParameter, collect_parameters, group_parameters, mark_owned
-from megatron_fsdp.parameter_group import ParameterGroup
-from megatron_fsdp.precision import as_policy
-from megatron_fsdp.schedule import Schedule
-from megatron_fsdp.strategy import Placements
-from megatron_fsdp.tree import Tree
-from megatron_fsdp.unit import Unit
+from megatron_fsdp.policy.megatron_call import refuse_megatron_call
+from megatron_fsdp.policy.mesh import buffer_device, sharding_target
+from megatron_fsdp.policy.offload import offload_of
+from megatron_fsdp.policy.precision import as_policy
+from megatron_fsdp.policy.strategy import Placements
+from megatron_fsdp.runtime.agreement import Wrapping
+from megatron_fsdp.runtime.asked_gradients import serve_asked_gradients
+from megatron_fsdp.runtime.freshness import mark_replaced
+from megatron_fsdp.runtime.hooks import convert
+from megatron_fsdp.runtime.module import FsdpModule, unit_of, units_below
+from megatron_fsdp.runtime.originals import Originals, check_conversion
+from megatron_fsdp.runtime.outputs import watch_readers
+from megatron_fsdp.runtime.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.schedule import Schedule
+from megatron_fsdp.runtime.tree import Tree
+from megatron_fsdp.runtime.unit import Unit
 
 __all__ = ["fully_shard", "microbatch", "no_sync", "replicate", "share_comm_ctx"]
 

@@ -12,7 +12,7 @@ from gpt.flags import build_parser
 from gpt.tensorboard import check_tensorboard
 from gpt.tokenizer import vocabulary_size
 from megatron_fsdp import ConfigError, FsdpConfig
-from megatron_fsdp.arguments import FLAGS
+from megatron_fsdp.config.parser import FLAGS
 
 # Flags of the table that a replicated model serves as well.
 _OF_THE_SCRIPT = frozenset(

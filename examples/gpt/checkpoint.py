@@ -11,9 +11,9 @@ from typing import Any
 
 from gpt.model_config import GptConfig
 from megatron_fsdp import ConfigError
-from megatron_fsdp.checkpoint_ranks import checkpoint_ranks
-from megatron_fsdp.checkpoint_reader import open_checkpoint
-from megatron_fsdp.checkpoint_series import CheckpointSeries
+from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
+from megatron_fsdp.checkpoint.reader import open_checkpoint
+from megatron_fsdp.checkpoint.series import CheckpointSeries
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

@@ -22,7 +22,7 @@ from gpt.parallel import build_model, unwrapped
 from gpt.tokenizer import Tokenizer, build_tokenizer
 from gpt.train_log import TrainLog
 from megatron_fsdp import FsdpConfig, explain, fully_shard_optimizer
-from megatron_fsdp.checkpoint_background import finish_pending_save
+from megatron_fsdp.checkpoint.async_save import finish_pending_save
 
 DEFAULT_FOLDER = Path("runs/gpt")
 

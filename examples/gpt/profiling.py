@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from gpt.launch import Ranks
 from gpt.train_log import TrainLog
 from megatron_fsdp import FsdpModule
-from megatron_fsdp.timeline import Timeline
-from megatron_fsdp.timeline_files import add_to_trace
+from megatron_fsdp.observability.timeline import Timeline
+from megatron_fsdp.observability.timeline_files import add_to_trace
 
 
 class StepProfiler:

@@ -17,7 +17,7 @@ from gpt.checkpoint import (
 from gpt.job import Job
 from gpt.parallel import unwrapped
 from gpt.tokenizer import tokenizer_flags
-from megatron_fsdp.checkpoint_partial import load_matching
+from megatron_fsdp.checkpoint.partial import load_matching
 
 
 def resume(job: Job) -> TrainingState:

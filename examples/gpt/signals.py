@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbuffer.collectives import wait_for
+from dbuffer.gloo import wait_for
 
 
 class StopSignal:

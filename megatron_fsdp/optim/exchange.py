@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from dbuffer.collectives import all_gather, all_reduce, all_to_all, wait_for
+from dbuffer.collectives import all_gather, all_reduce, all_to_all
+from dbuffer.gloo import wait_for
 from dbuffer.mesh import MeshAxis, neighbours
 from megatron_fsdp.optim.matrix_views import MatrixBlock, Rectangle
 from megatron_fsdp.optim.newton_schulz import Iteration, newton_schulz_team

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from dbuffer import DBuffer, FlatDTensor
 from dbuffer_kernels import AdamWBuffers, MuonWeights, Segment, Segments, muon_apply, muon_momentum
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.moments import ABSENT, KEYS, FlatGradient, GroupGradients
+from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, FlatGradient, GroupGradients
+from megatron_fsdp.optim.adamw_update import Update
 from megatron_fsdp.optim.matrix_views import MatrixBlock
-from megatron_fsdp.parameter_group import ParameterGroup
-from megatron_fsdp.update import Update
+from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
 __all__ = ["MOMENTUM", "MatrixGroup", "MatrixMember", "StepRows"]
 

@@ -14,17 +14,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.moments import ABSENT, KEYS, GroupGradients, GroupMoments
-from megatron_fsdp.nonfinite import Reading, check_policy, clip_factor, may_step
+from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, GroupGradients, GroupMoments
+from megatron_fsdp.optim.adamw_update import PlainParameter, Rows, Update, group_update, plain_update
 from megatron_fsdp.optim.exchange import Exchange, OwnerRanks, Solver, Source
+from megatron_fsdp.optim.grad_norm import global_norm
+from megatron_fsdp.optim.loaded_state import hide_state, lay_out_loaded_state, reveal_state
 from megatron_fsdp.optim.matrix_group import MOMENTUM, MatrixGroup, MatrixMember, StepRows
 from megatron_fsdp.optim.matrix_views import MatrixBlock, MatrixView
 from megatron_fsdp.optim.newton_schulz import Iteration, coefficients, scale_factor
+from megatron_fsdp.optim.nonfinite import Reading, check_policy, clip_factor, may_step
 from megatron_fsdp.optim.owner_ranks import owner_ranks
 from megatron_fsdp.optim.ownership import MatrixWork, holders_of, plan_ownership
-from megatron_fsdp.optimizer_state import hide_state, lay_out_loaded_state, reveal_state
-from megatron_fsdp.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
-from megatron_fsdp.update import PlainParameter, Rows, Update, global_norm, group_update, plain_update
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
 
 __all__ = ["Domain", "Muon"]
 

@@ -9,9 +9,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.formatting import format_bytes
 from megatron_fsdp.optim.muon import Muon
 from megatron_fsdp.optim.ownership import Ownership
-from megatron_fsdp.report_page import format_bytes
 
 __all__ = ["OwnershipReport", "explain_ownership", "ownership_report"]
 

@@ -11,7 +11,8 @@ from typing import Any
 from unittest import mock
 
 import pretrain_gpt
-from megatron_fsdp import checkpoint_series, checkpoint_writer
+from megatron_fsdp.checkpoint import series as checkpoint_series
+from megatron_fsdp.checkpoint import writer as checkpoint_writer
 
 # Where in a save: the function, and whether the rank dies before it or after it. Only rank 0 calls those of rank 0.
 SAVE_MOMENTS: dict[str, tuple[Any, str, bool, int]] = {

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from dbuffer import collectives
 from dbuffer.mesh import MeshAxis
 from dbuffer_kernels import accumulate
-from megatron_fsdp import gradients, optimizer, reduction
+from megatron_fsdp.optim import sharded_optimizer as optimizer
+from megatron_fsdp.runtime import gradients
+from megatron_fsdp.runtime import gradients as reduction
 
 Works = list[dist.Work] | None
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")

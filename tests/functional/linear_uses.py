@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard, gradients
-from megatron_fsdp.fused_linear import add_product
+from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard
+from megatron_fsdp.runtime import gradients
+from megatron_fsdp.runtime.fused_linear import add_product
 from tests.functional.replica import WIDTH, Block, Case, Stack, inputs, squared, three_blocks
 
 

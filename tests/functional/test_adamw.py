@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, fully_shard_optimizer
-from megatron_fsdp.adamw import AdamW
+from megatron_fsdp.optim.adamw import AdamW
 from tests.functional.adamw_comparison import differing_state, groups_of, torch_adamw, two_groups
 from tests.functional.models import (
     Model,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.adamw import AdamW
+from megatron_fsdp.optim.adamw import AdamW
 from tests.functional.adamw_comparison import differing_state, torch_adamw, two_groups
 from tests.functional.models import (
     Model,

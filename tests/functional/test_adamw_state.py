@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import distribute_tensor
 
 from megatron_fsdp import ConfigError, fully_shard_optimizer
-from megatron_fsdp.adamw import AdamW
+from megatron_fsdp.optim.adamw import AdamW
 from tests.functional.models import Model, differing, make_mesh, make_model, shard_model, train, whole_state
 from tests.harness import run_ranks
 

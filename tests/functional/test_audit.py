@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from megatron_fsdp import Audit, ConfigError, MixedPrecisionPolicy, StateError, Watch, fully_shard_optimizer, microbatch
-from megatron_fsdp.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.parameter_group import ParameterGroup
 from tests.functional.models import Model, draw_tokens, loss_of, make_mesh, make_model, shard_model, whole_state
 from tests.harness import run_ranks
 

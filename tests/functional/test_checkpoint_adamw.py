@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_fsdp import MixedPrecisionPolicy, load_checkpoint, save_checkpoint
-from megatron_fsdp.adamw import AdamW
+from megatron_fsdp.optim.adamw import AdamW
 from tests.functional.checkpoint_cases import (
     LAYOUTS,
     Layout,

@@ -15,9 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp import CheckpointError, checkpoint_manifest, checkpoint_writer, load_checkpoint, save_checkpoint
-from megatron_fsdp.checkpoint_manifest import MANIFEST, DamagedCheckpointError
-from megatron_fsdp.checkpoint_metadata import METADATA, read_metadata, tensors_by_file
+from megatron_fsdp import CheckpointError, load_checkpoint, save_checkpoint
+from megatron_fsdp.checkpoint import manifest as checkpoint_manifest
+from megatron_fsdp.checkpoint import writer as checkpoint_writer
+from megatron_fsdp.checkpoint.dcp_metadata import METADATA, read_metadata, tensors_by_file
+from megatron_fsdp.checkpoint.manifest import MANIFEST, DamagedCheckpointError
 from tests.functional.checkpoint_cases import Layout, State, full_optimizer_state, message_of, train_alone
 from tests.functional.models import differing, whole_state
 from tests.harness import RankError, run_ranks

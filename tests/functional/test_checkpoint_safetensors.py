@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from megatron_fsdp import CheckpointError, checkpoint_full, safetensors_folder
-from megatron_fsdp.checkpoint_full import full_state_dict
-from megatron_fsdp.checkpoint_model import local_part
-from megatron_fsdp.safetensors_model import export_safetensors, import_safetensors
+from megatron_fsdp import CheckpointError
+from megatron_fsdp.checkpoint import model_state as checkpoint_full
+from megatron_fsdp.checkpoint import safetensors_folder
+from megatron_fsdp.checkpoint.model_state import full_state_dict, local_part
+from megatron_fsdp.checkpoint.safetensors_model import export_safetensors, import_safetensors
 from tests.functional.checkpoint_cases import LAYOUTS, Layout, State, message_of
 from tests.functional.models import differing, draw_tokens, loss_of, make_model, whole_state
 from tests.harness import run_ranks
@@ -35,7 +36,7 @@ def export(layout: Layout, folder: str) -> int:
         return gather(tensor).as_subclass(Counted)
 
     gather = checkpoint_full.whole
-    with mock.patch("megatron_fsdp.safetensors_model.whole", count):
+    with mock.patch("megatron_fsdp.checkpoint.safetensors_model.whole", count):
         export_safetensors(model, folder, name_map=NAME_MAP, max_file_bytes=500)
     return most[0]
 

@@ -13,9 +13,9 @@ import torch.distributed.fsdp as fsdp
 from torch.distributed.fsdp import _fully_shard
 
 import megatron_fsdp
-from megatron_fsdp.quickstart import fully_shard_model
-from megatron_fsdp.quickstart_module import MegatronFSDP
-from megatron_fsdp.quickstart_notices import ACCEPTED, Accepted
+from megatron_fsdp.integrations.megatron.accepted import ACCEPTED, Accepted
+from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
+from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from tests.functional import (
     compatibility_arguments,
     compatibility_communication,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import memory_meter
-from dbuffer.pool import can_exchange_memory
+from dbuffer.slot_pool import can_exchange_memory
 from megatron_fsdp import (
     AdamW,
     FsdpModule,

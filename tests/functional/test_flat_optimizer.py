@@ -23,7 +23,7 @@ from megatron_fsdp import (
     load_checkpoint,
     save_checkpoint,
 )
-from megatron_fsdp.flat_parameters import FlatParameter
+from megatron_fsdp.optim.flat_parameters import FlatParameter
 from tests.functional.adamw_comparison import differing_state, two_groups
 from tests.functional.checkpoint_cases import message_of
 from tests.functional.models import Model, differing, make_mesh, make_model, shard_model, train, whole_state

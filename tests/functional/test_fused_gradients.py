@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp import MixedPrecisionPolicy
-from megatron_fsdp.structure import iterate_tensors
+from megatron_fsdp.runtime.pytree import iterate_tensors
 from tests.functional.linear_uses import USES, counted_products, dropping_a_layer, shard_as
 from tests.functional.replica import Case, Comparison, Stack, compare, shard_layers, squared, three_blocks
 from tests.harness import run_ranks

@@ -15,9 +15,14 @@ from torch.nn import functional
 
 from megatron_fsdp import CheckpointError, fully_shard_model, fully_shard_optimizer, load_checkpoint
 from megatron_fsdp.__main__ import main
-from megatron_fsdp.checkpoint_partial import load_matching
-from megatron_fsdp.mcore_checkpoint import check_was_read, describe_by_name, lay_out_for_megatron, load_by_name
-from megatron_fsdp.safetensors_folder import FolderReader
+from megatron_fsdp.checkpoint.partial import load_matching
+from megatron_fsdp.checkpoint.safetensors_folder import FolderReader
+from megatron_fsdp.integrations.megatron.checkpoint import (
+    check_was_read,
+    describe_by_name,
+    lay_out_for_megatron,
+    load_by_name,
+)
 from tests.functional.checkpoint_cases import message_of
 from tests.functional.models import differing
 from tests.harness import run_ranks

@@ -129,7 +129,7 @@ def skip_by_hand(caplog_level: int) -> tuple[bool, bool, int, list[str]]:
     records: list[str] = []
     handler = logging.Handler(caplog_level)
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("megatron_fsdp.nonfinite").addHandler(handler)
+    logging.getLogger("megatron_fsdp.optim.nonfinite").addHandler(handler)
     backward(model, 0, is_spoiled=True)
     bad = check_gradients(model, clip_grad_norm_(model, 1.0), "skip")
     model.zero_grad()
@@ -138,7 +138,7 @@ def skip_by_hand(caplog_level: int) -> tuple[bool, bool, int, list[str]]:
     calls: list[CollectiveCall] = []
     with observe_collectives(calls.append):
         good = check_gradients(model, norm, "skip")
-    logging.getLogger("megatron_fsdp.nonfinite").removeHandler(handler)
+    logging.getLogger("megatron_fsdp.optim.nonfinite").removeHandler(handler)
     return bad, good, len(calls), records
 
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron_fsdp import AdamW, CheckpointError, fully_shard_optimizer, load_checkpoint, save_checkpoint
-from megatron_fsdp.flat_optimizer import FlatOptimizer
+from megatron_fsdp.optim.flat_optimizer import FlatOptimizer
 from tests.functional.checkpoint_cases import full_optimizer_state, message_of
 from tests.functional.models import Model, differing, make_model, shard_model, train, whole_state, world_mesh
 from tests.harness import run_ranks

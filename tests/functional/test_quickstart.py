@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp import FsdpModule, fully_shard
 from megatron_fsdp import MixedPrecisionPolicy as Policy
-from megatron_fsdp.quickstart import fully_shard_model, fully_shard_model_and_optimizer
-from megatron_fsdp.quickstart_module import MegatronFSDP
-from megatron_fsdp.quickstart_notices import ACCEPTED
+from megatron_fsdp.integrations.megatron.accepted import ACCEPTED
+from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model, fully_shard_model_and_optimizer
+from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from tests.functional.replica import (
     Block,
     Case,
@@ -154,7 +154,7 @@ def logged(action: Any) -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron_fsdp.quickstart")
+    logger = logging.getLogger("megatron_fsdp.integrations.megatron.fully_shard_model")
     logger.addHandler(handler)
     try:
         action()

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer import observe_collectives
 from megatron_fsdp import StateError
-from megatron_fsdp.quickstart import fully_shard_model
-from megatron_fsdp.quickstart_module import MegatronFSDP
+from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
+from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from tests.functional.replica import Block, inputs, squared, three_blocks, units_of, whole
 from tests.harness import run_ranks
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from dbuffer import Flat, Partial, Replicate, memory_meter
-from dbuffer.pool import can_exchange_memory
+from dbuffer.slot_pool import can_exchange_memory
 from megatron_fsdp import (
     FsdpConfig,
     FsdpModule,
@@ -28,13 +28,13 @@ from megatron_fsdp import (
     microbatch,
     no_sync,
 )
-from megatron_fsdp.pools import SlotChoice
+from megatron_fsdp.runtime.memory_slots import SlotChoice
 from tests.functional.replica import Block, Stack, inputs
 from tests.harness import run_ranks
 
 HIDDEN_SIZES = (97, 13, 131, 101, 131, 111)
 STEPS = 3
-# What older versions answer is tested in tests/unit/dbuffer/test_pool.py.
+# What older versions answer is tested in tests/unit/dbuffer/test_slot_pool.py.
 pytestmark = pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")
 
 
@@ -265,7 +265,7 @@ def with_memory_of_the_communicator(model: nn.Module) -> None:
         return allocate
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_fsdp.pools.from_communicator", lent)
+        patch.setattr("megatron_fsdp.runtime.memory_slots.from_communicator", lent)
         for module in model.modules():
             if isinstance(module, FsdpModule):
                 module.set_allocate_memory_from_process_group_for_comm(True)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_fsdp import fully_shard
-from megatron_fsdp.module import unit_of
+from megatron_fsdp.runtime.module import unit_of
 from tests.functional.models import (
     Model,
     differing,

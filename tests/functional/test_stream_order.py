@@ -22,7 +22,7 @@ from megatron_fsdp import (
     Watch,
     fully_shard,
 )
-from megatron_fsdp.lanes import drive_with, latest_submission
+from megatron_fsdp.runtime.lanes import drive_with, latest_submission
 from tests.functional.replica import WIDTH, Block, Stack, inputs, shard_each
 from tests.harness import run_ranks
 from tests.harness.streams import CaptureError, Queue, StreamDouble, Watching

@@ -14,10 +14,10 @@ from torch.optim import optimizer as optimizers
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import Audit, ConfigError, StateError, Watch, fully_shard, fully_shard_optimizer
-from megatron_fsdp.lanes import lane
-from megatron_fsdp.module import units_below
-from megatron_fsdp.timeline import Timeline
-from megatron_fsdp.timeline_record import COMPUTE, GATHER, LANES, REDUCE, TimelineRecord, UnitTimes
+from megatron_fsdp.observability.timeline import Timeline
+from megatron_fsdp.observability.timeline_record import COMPUTE, GATHER, LANES, REDUCE, TimelineRecord, UnitTimes
+from megatron_fsdp.runtime.lanes import lane
+from megatron_fsdp.runtime.module import units_below
 from tests.functional.models import Model, draw_tokens, loss_of, make_mesh, make_model, shard_model, train, whole_state
 from tests.functional.test_uneven_use import Dropped, Skipped, shard_blocks
 from tests.functional.test_uneven_use import loss as skipping_loss

@@ -11,9 +11,9 @@ from benchmarks.bench_link import WIDTH, Layer, least_exposed
 from benchmarks.engines import world_mesh
 from benchmarks.simulated_link import Link, link_world
 from megatron_fsdp import Placements, fully_shard, fully_shard_optimizer
-from megatron_fsdp import timeline_clock as clocks
-from megatron_fsdp.timeline import Timeline
-from megatron_fsdp.timeline_record import GATHER, REDUCE, TimelineRecord
+from megatron_fsdp.observability import timeline_clock as clocks
+from megatron_fsdp.observability.timeline import Timeline
+from megatron_fsdp.observability.timeline_record import GATHER, REDUCE, TimelineRecord
 
 RANKS, NUMEL, LAYERS, COLLECTIVE = 8, 4096, 5, 10.0
 

@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer import Element
-from megatron_fsdp import CPUOffloadPolicy, Placements, fully_shard, meeting
+from megatron_fsdp import CPUOffloadPolicy, Placements, fully_shard
+from megatron_fsdp.runtime import meeting
 from tests.functional.replica import Block, Stack, squared
 from tests.harness import run_ranks
 

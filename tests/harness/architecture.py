@@ -9,8 +9,30 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-# The packages from the lowest floor up; a file imports its own floor and those before it.
-FLOORS = ("dbuffer_kernels", "dbuffer", "megatron_fsdp")
+# Rooms from the lowest up: a file imports its own room and those on lines before it, not its neighbours on its line.
+# A module belongs to the longest name here that it starts with. docs/architecture.md says what each room is for.
+FOLDER_ORDER = (
+    ("dbuffer_kernels",),
+    ("dbuffer.errors",),
+    ("dbuffer.placements", "dbuffer.planner", "dbuffer.memory_meter"),
+    ("dbuffer.mesh", "dbuffer.slot_pool", "dbuffer.clerk"),
+    ("dbuffer.layout", "dbuffer.gloo", "dbuffer.storage"),
+    ("dbuffer.collectives",),
+    ("dbuffer.dtensor",),
+    ("dbuffer.buffer",),
+    ("dbuffer",),
+    ("megatron_fsdp.installation",),
+    ("megatron_fsdp.errors", "megatron_fsdp.formatting"),
+    ("megatron_fsdp.policy",),
+    ("megatron_fsdp.build",),
+    ("megatron_fsdp.runtime",),
+    ("megatron_fsdp.api", "megatron_fsdp.optim"),
+    ("megatron_fsdp.checkpoint", "megatron_fsdp.planning", "megatron_fsdp.config"),
+    ("megatron_fsdp.integrations", "megatron_fsdp.observability"),
+    ("megatron_fsdp.cli", "megatron_fsdp"),
+)
+# The packages from the lowest floor up.
+FLOORS = tuple(dict.fromkeys(room.partition(".")[0] for line in FOLDER_ORDER for room in line))
 FOLDERS = ("dbuffer", "kernels", "megatron_fsdp", "examples", "benchmarks", "tests")
 # Folders on the import path, which are no part of a module's name.
 PATH_FOLDERS = ("kernels", "examples")
@@ -26,7 +48,8 @@ WIDE_SIGNATURES = {
 }
 VAGUE_NAMES = ("utils", "util", "helpers", "misc")
 
-COLLECTIVES_FILE = "dbuffer.collectives"
+# The second one has the collectives of gloo that are made of others.
+COLLECTIVES_FILES = ("dbuffer.collectives", "dbuffer.gloo")
 COLLECTIVES = frozenset(
     """all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single all_reduce
     all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather
@@ -39,14 +62,14 @@ TORCH_ONLY_NAMES = frozenset(
     _coalescing_manager""".split()
 )
 
-LANES_FILE = "megatron_fsdp.lanes"
+LANES_FILE = "megatron_fsdp.runtime.lanes"
 STREAM_NAMES = frozenset(
     """torch.Event torch.Stream torch.cuda.Event torch.cuda.ExternalStream torch.cuda.Stream torch.cuda.StreamContext
     torch.cuda.current_stream torch.cuda.default_stream torch.cuda.set_stream torch.cuda.stream""".split()
 )
 STREAM_METHODS = frozenset({"record_event", "record_stream", "wait_event", "wait_stream"})
 
-MEGATRON_FILE = "megatron_fsdp.mcore_adapter"
+MEGATRON_FILE = "megatron_fsdp.integrations.megatron.adapter"
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -111,15 +134,37 @@ def library(sources: Iterable[Source]) -> list[Source]:
 
 
 def upward_imports(sources: Sequence[Source]) -> list[str]:
-    """A package imports the packages on the floors below, nothing above and nothing beside the library."""
+    """A file imports its own room and the rooms below; nothing above, beside, or outside of the library."""
     outside = {source.package for source in sources} - set(FLOORS)
+    lines = {room: line for line, names in enumerate(FOLDER_ORDER) for room in names}
     found = []
     for source in library(sources):
-        above = outside | set(FLOORS[FLOORS.index(source.package) + 1 :])
+        room = room_of(source.module)
         for entry in imports(source):
-            if entry.target.partition(".")[0] in above:
-                found.append(f"{entry.place}: imports {entry.target}; {source.package} may know only what is below it")
+            if entry.target.partition(".")[0] in outside:
+                found.append(f"{entry.place}: imports {entry.target}; the library does not know what uses it")
+            elif entry.target.partition(".")[0] in FLOORS:
+                target = room_of(entry.target)
+                if lines[target] > lines[room] or (lines[target] == lines[room] and target != room):
+                    found.append(f"{entry.place}: imports {entry.target}; {room} may know only the rooms below it")
     return found
+
+
+def room_of(module: str) -> str:
+    """Return the room of FOLDER_ORDER that a module belongs to."""
+    rooms = [room for names in FOLDER_ORDER for room in names]
+    return max((room for room in rooms if module == room or module.startswith(f"{room}.")), key=len)
+
+
+def room_imports(sources: Sequence[Source]) -> set[tuple[str, str]]:
+    """Return which room imports which other one, as pairs."""
+    pairs = {
+        (room_of(source.module), room_of(entry.target))
+        for source in library(sources)
+        for entry in imports(source)
+        if entry.target.partition(".")[0] in FLOORS
+    }
+    return {(above, below) for above, below in pairs if above != below}
 
 
 def import_cycles(sources: Sequence[Source]) -> list[str]:
@@ -168,16 +213,16 @@ def vague_files(sources: Iterable[Source]) -> list[str]:
 
 
 def stray_collectives(sources: Iterable[Source]) -> list[str]:
-    """torch's collective functions are called in one file, which knows their names in every version of torch."""
+    """torch's collective functions are called in one place, which knows their names in every version of torch."""
     found = []
     for source in library(sources):
-        if source.module == COLLECTIVES_FILE:
+        if source.module in COLLECTIVES_FILES:
             continue
         for name, place in spelled_names(source):
             prefix, _, last = name.rpartition(".")
             is_torch = prefix.startswith("torch.distributed") and last in COLLECTIVES
             if is_torch or last in TORCH_ONLY_NAMES:
-                found.append(f"{place}: spells {name}; wanted a function of {COLLECTIVES_FILE}")
+                found.append(f"{place}: spells {name}; wanted a function of {COLLECTIVES_FILES[0]}")
     return found
 
 

@@ -1,8 +1,8 @@
 """A double of CUDA's streams: what runs stays in host order on the CPU, and vector clocks say what a GPU would promise.
 
-Give a ``StreamDouble`` to ``megatron_fsdp.lanes.drive_with``; then lanes are streams of it. Inside ``watching`` every
-operator is an access of the stream that is current, or of the host where all it touches is the host's, and two accesses
-of the same bytes, one of which writes, are a race unless events or waits order them.
+Give a ``StreamDouble`` to ``megatron_fsdp.runtime.lanes.drive_with``; then lanes are streams of it. Inside
+``watching`` every operator is an access of the stream that is current, or of the host where all it touches is the
+host's, and two accesses of the same bytes, one of which writes, are a race unless events or waits order them.
 """
 
 from __future__ import annotations

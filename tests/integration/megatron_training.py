@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp import mcore_adapter
+from megatron_fsdp.integrations.megatron import adapter as mcore_adapter
 from tests.integration.cuda_double import cuda_double
 
 # It says at import which faster packages are missing.

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import observe_collectives
 from megatron_fsdp import FsdpModule
-from megatron_fsdp.huggingface import accelerate_fsdp2
+from megatron_fsdp.integrations.huggingface.prepare import accelerate_fsdp2
 from tests.integration.ranks import run_ranks
 from tests.integration.test_transformers_trainer import reset_accelerate
 from tests.integration.tiny_models import draw_tokens, make_model, train, whole_state, worst

@@ -24,7 +24,7 @@ from transformers import Trainer, TrainingArguments
 
 from megatron_fsdp import FsdpModule
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.huggingface import accelerate_fsdp2, prepare_model
+from megatron_fsdp.integrations.huggingface.prepare import accelerate_fsdp2, prepare_model
 from tests.integration.adapters import QUIET, make_lora
 from tests.integration.ranks import run_ranks
 from tests.integration.test_transformers_trainer import Samples, reset_accelerate

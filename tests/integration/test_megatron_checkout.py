@@ -56,7 +56,10 @@ def test_losses_norms_and_weights_are_those_of_its_ddp_and_a_resumed_run_goes_on
 ) -> None:
     wanted = run(tmp_path, 4, flags, is_ours=False)
     found = run(tmp_path, 4, flags, is_ours=True)
-    assert found["classes"] == ["megatron_fsdp.mcore_model", "megatron.core.distributed.fsdp.mcore_fsdp_adapter"]
+    assert found["classes"] == [
+        "megatron_fsdp.integrations.megatron.data_parallel",
+        "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+    ]
     for (loss, norm, _), (wanted_loss, wanted_norm, _) in zip(found["figures"], wanted["figures"], strict=True):
         assert loss == pytest.approx(wanted_loss, rel=1e-5)
         assert norm == pytest.approx(wanted_norm, rel=1e-5)

@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
-from megatron_fsdp import mcore_adapter
-from megatron_fsdp.mcore_model import DataParallelMethods
-from megatron_fsdp.module import FsdpModule
+from megatron_fsdp.integrations.megatron import adapter as mcore_adapter
+from megatron_fsdp.integrations.megatron.data_parallel import DataParallelMethods
+from megatron_fsdp.runtime.module import FsdpModule
 from tests.integration.megatron_training import (
     EXPERTS,
     DistributedDataParallelConfig,

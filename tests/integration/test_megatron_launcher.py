@@ -97,7 +97,10 @@ def test_a_script_of_a_checkout_trains_on_this_engine_as_under_megatrons_ddp(che
     assert found["name"] == "__main__"
     # A checkout without the flag never sees it.
     assert found["arguments"] == [str(checkout / "pretrain_tiny.py"), *flags]
-    assert found["engine"] == ["megatron_fsdp.mcore_model", "megatron.core.distributed.fsdp.mcore_fsdp_adapter"]
+    assert found["engine"] == [
+        "megatron_fsdp.integrations.megatron.data_parallel",
+        "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+    ]
     for (loss, norm, _), (wanted_loss, wanted_norm, _) in zip(
         found["figures"], run_ranks(2, figures_of_ddp)[0], strict=True
     ):

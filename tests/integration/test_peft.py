@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import CollectiveCall, observe_collectives
-from megatron_fsdp.huggingface import prepare_model
+from megatron_fsdp.integrations.huggingface.prepare import prepare_model
 from tests.integration.adapters import QUIET, make_lora, make_prompt
 from tests.integration.ranks import run_ranks
 from tests.integration.test_transformers_trainer import run_trainer

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.module import units_below
-from megatron_fsdp.torchtitan_adapter import parallelize_decoder
+from megatron_fsdp.integrations.torchtitan import parallelize_decoder
+from megatron_fsdp.runtime.module import units_below
 from tests.integration.ranks import run_ranks
 
 # Importing it brings in parts of PyTorch that warn of each other.

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 from megatron_fsdp import FsdpModule
-from megatron_fsdp.huggingface import prepare_model
+from megatron_fsdp.integrations.huggingface.prepare import prepare_model
 from tests.harness import RankError
 from tests.integration.ranks import run_ranks
 from tests.integration.tiny_models import ALL, LENGTH, draw_tokens, logits_of, make_model, whole_state, worst

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.config import FsdpConfig
-from megatron_fsdp.huggingface import prepare_model
+from megatron_fsdp.config.fsdp_config import FsdpConfig
+from megatron_fsdp.integrations.huggingface.prepare import prepare_model
 from tests.integration.ranks import run_ranks
 from tests.integration.tiny_models import ALL, make_model, mean_over_ranks, train, whole_state, worst
 

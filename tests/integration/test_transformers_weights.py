@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_fsdp import export_safetensors, import_safetensors
 from megatron_fsdp.errors import CheckpointError, ConfigError
-from megatron_fsdp.huggingface import prepare_model
+from megatron_fsdp.integrations.huggingface.prepare import prepare_model
 from tests.integration.ranks import run_ranks
 from tests.integration.tiny_models import ALL, logits_of, make_model, train, whole_state, worst
 

@@ -1,7 +1,10 @@
 """The rules between files hold in this repository, and the checks of them find what breaks them."""
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -40,8 +43,9 @@ def test_every_package_of_the_library_is_checked(package: str, repository: list[
 
 
 def sources(**texts: str) -> list[Source]:
-    """Make sources from texts; ``dbuffer__plan`` is dbuffer/plan.py and ``dbuffer____init__`` its package's file."""
-    return [Source(f"{name.replace('__', '/', 1)}.py", text) for name, text in texts.items()]
+    """Make sources from texts; ``dbuffer__buffer`` is dbuffer/buffer.py, ``dbuffer____init__`` its package's file."""
+    paths = {name: "/__init__".join(part.replace("__", "/") for part in name.split("____init__")) for name in texts}
+    return [Source(f"{paths[name]}.py", text) for name, text in texts.items()]
 
 
 def places(violations: list[str]) -> list[str]:
@@ -52,15 +56,17 @@ def places(violations: list[str]) -> list[str]:
     "statement",
     [
         "import megatron_fsdp",
-        "import megatron_fsdp.lanes as lanes",
-        "from megatron_fsdp.lanes import Lane",
+        "import megatron_fsdp.runtime.lanes as lanes",
+        "from megatron_fsdp.runtime.lanes import Lane",
         "if True:\n    import megatron_fsdp",
         "def late():\n    import megatron_fsdp",
         "import tests.harness",
     ],
 )
 def test_an_import_from_a_higher_floor_is_found(statement: str) -> None:
-    found = architecture.upward_imports(sources(dbuffer__plan=statement, tests__harness="", megatron_fsdp__lanes=""))
+    found = architecture.upward_imports(
+        sources(dbuffer__plan=statement, tests__harness="", megatron_fsdp__runtime__lanes="")
+    )
     assert [place.partition(":")[0] for place in places(found)] == ["dbuffer/plan.py"]
 
 
@@ -71,7 +77,10 @@ def test_the_kernels_may_not_import_the_buffers() -> None:
 
 def test_imports_from_lower_floors_and_other_projects_are_allowed() -> None:
     text = "import dbuffer_kernels, torch\nfrom dbuffer.plan import Plan\nfrom . import lanes"
-    assert architecture.upward_imports(sources(megatron_fsdp__api=text, megatron_fsdp__lanes="")) == []
+    assert (
+        architecture.upward_imports(sources(megatron_fsdp__runtime__schedule=text, megatron_fsdp__runtime__lanes=""))
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,6 +102,19 @@ def test_two_files_that_import_each_other_are_found(statement: str) -> None:
 def test_a_file_that_imports_its_own_package_is_found() -> None:
     texts = sources(dbuffer____init__="from dbuffer.plan import Plan", dbuffer__plan="from dbuffer import Plan")
     assert places(architecture.import_cycles(texts)) == ["dbuffer -> dbuffer.plan -> dbuffer"]
+
+
+def test_a_room_imports_neither_the_rooms_above_nor_those_beside_it() -> None:
+    texts = sources(
+        megatron_fsdp__runtime__unit="from megatron_fsdp.api import fully_shard",
+        megatron_fsdp__optim__adamw="from megatron_fsdp.checkpoint.api import a\nimport megatron_fsdp.policy",
+        megatron_fsdp__api="",
+        megatron_fsdp__checkpoint__api="",
+    )
+    assert places(architecture.upward_imports(texts)) == [
+        "megatron_fsdp/runtime/unit.py:1",
+        "megatron_fsdp/optim/adamw.py:1",
+    ]
 
 
 def test_files_that_share_a_lower_file_are_no_cycle() -> None:
@@ -160,17 +182,19 @@ def test_the_engines_own_collectives_may_share_a_name_with_torchs() -> None:
     ],
 )
 def test_a_stream_outside_lanes_is_found(text: str) -> None:
-    found = architecture.stray_streams(sources(megatron_fsdp__schedule=text, megatron_fsdp__lanes=text))
-    assert set(places(found)) == {"megatron_fsdp/schedule.py:2"}
+    found = architecture.stray_streams(
+        sources(megatron_fsdp__runtime__schedule=text, megatron_fsdp__runtime__lanes=text)
+    )
+    assert set(places(found)) == {"megatron_fsdp/runtime/schedule.py:2"}
 
 
 def test_megatron_is_imported_by_its_adapter_alone_and_late() -> None:
     late = "def adapt():\n    from megatron.core import parallel_state"
     early = "from megatron.core import parallel_state"
-    assert architecture.stray_megatron_imports(sources(megatron_fsdp__mcore_adapter=late)) == []
-    assert places(
-        architecture.stray_megatron_imports(sources(megatron_fsdp__mcore_adapter=early, megatron_fsdp__api=late))
-    ) == ["megatron_fsdp/mcore_adapter.py:1", "megatron_fsdp/api.py:2"]
+    assert architecture.stray_megatron_imports(sources(megatron_fsdp__integrations__megatron__adapter=late)) == []
+    both = sources(megatron_fsdp__integrations__megatron__adapter=early, megatron_fsdp__api=late)
+    found = places(architecture.stray_megatron_imports(both))
+    assert found == ["megatron_fsdp/integrations/megatron/adapter.py:1", "megatron_fsdp/api.py:2"]
 
 
 def test_what_is_public_and_undocumented_is_found() -> None:
@@ -194,3 +218,69 @@ class _Draft:
 
 def test_a_module_without_docstring_is_found() -> None:
     assert places(architecture.missing_docstrings(sources(dbuffer__plan=""))) == ["dbuffer/plan.py:1"]
+
+
+# ---------------------------------------------------------------- the pages, and what users import
+
+
+def rooms() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("rooms", Path(__file__).parents[2] / "docs" / "rooms.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_of_the_rooms_is_drawn_from_the_imports() -> None:
+    module = rooms()
+    drawn: str = module.rooms_svg()
+    assert (module.ROOT / "docs" / "rooms.svg").read_text(encoding="utf-8") == drawn, "run: python docs/rooms.py"
+
+
+def test_the_links_in_the_story_of_a_step_point_to_the_lines_of_their_functions() -> None:
+    module = rooms()
+    page = (module.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert module.numbered(page) == page, "run: python docs/rooms.py"
+    assert page.count(".py#L") > 10
+    with pytest.raises(LookupError, match="'nowhere'"):
+        module.numbered("[nowhere](../dbuffer/buffer.py#L1)")
+
+
+@pytest.mark.parametrize("package", ["dbuffer", "megatron_fsdp"])
+def test_a_package_exports_what_its_all_says(package: str) -> None:
+    module = importlib.import_module(package)
+    names = [name for name in module.__all__ if not name.startswith("__")]
+    assert len(set(names)) == len(names)
+    assert all(hasattr(module, name) for name in names)
+    foreign = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name not in names and not isinstance(value, ModuleType)
+    }
+    assert not foreign, "imported into the package and not exported"
+
+
+# Paths from before the rooms, or shorter than these, that users' scripts have.
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("megatron_fsdp.mcore_adapter", "get_megatron_optimizer"),
+        ("megatron_fsdp.huggingface", "prepare_model"),
+        ("megatron_fsdp.torchtitan_adapter", ""),
+        ("megatron_fsdp.arguments", "add_megatron_fsdp_args"),
+        ("megatron_fsdp.catalog", ""),
+        ("megatron_fsdp.timeline", "Timeline"),
+        ("megatron_fsdp.checkpoint", "save_checkpoint"),
+        ("megatron_fsdp.config", "FsdpConfig"),
+        ("megatron_fsdp.megatron", "install"),
+        ("dbuffer.dtensor", ""),
+        ("dbuffer.collectives", "observe_collectives"),
+        ("dbuffer.mesh", "MeshAxis"),
+        ("dbuffer.storage", ""),
+        ("dbuffer.planner", ""),
+    ],
+)
+def test_a_path_that_users_import_from_is_still_there(path: str, name: str) -> None:
+    module = importlib.import_module(path)
+    assert not name or hasattr(module, name)

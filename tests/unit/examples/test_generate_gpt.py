@@ -8,7 +8,7 @@ import torch
 import generate_gpt
 import pretrain_gpt
 from gpt.indexed import IndexedWriter
-from megatron_fsdp.checkpoint import save_checkpoint
+from megatron_fsdp.checkpoint.api import save_checkpoint
 
 TINY = (
     "--num-layers 1 --hidden-size 12 --num-attention-heads 2 --seq-length 9 --micro-batch-size 4 --train-iters 3 "

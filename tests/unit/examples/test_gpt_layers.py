@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dbuffer.collectives import wait_for
+from dbuffer.gloo import wait_for
 from gpt.layers import MixtureOfExperts, Mlp, build_norm, rotated, route
 from gpt.loss import next_token_loss
 from gpt.model import GptConfig, GptModel, Recompute, SelfAttention

@@ -15,7 +15,7 @@ from gpt.launch import Ranks
 from gpt.profiling import StepProfiler
 from gpt.train_log import TrainLog
 from megatron_fsdp import fully_shard
-from megatron_fsdp.timeline_files import read_record
+from megatron_fsdp.observability.timeline_files import read_record
 from tests.harness import run_ranks
 
 FIRST, END = 2, 4

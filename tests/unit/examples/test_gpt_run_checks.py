@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import pretrain_gpt
 from gpt.large_gradients import LargeGradients
-from megatron_fsdp import checkpoint_writer
+from megatron_fsdp.checkpoint import writer as checkpoint_writer
 from tests.unit.examples.jobs import TINY
 
 RUN = (
@@ -96,7 +96,7 @@ def hold_first_write(gate: threading.Event) -> Any:
         assert gate.wait(60)
         return write(*args, **options)
 
-    return mock.patch("megatron_fsdp.checkpoint.write_draft", wait)
+    return mock.patch("megatron_fsdp.checkpoint.api.write_draft", wait)
 
 
 def test_async_save_writes_while_training_goes_on_and_is_whole_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +138,7 @@ def test_a_save_in_the_background_that_fails_ends_the_run_with_the_reason(capsys
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with mock.patch("megatron_fsdp.checkpoint_writer.sync_folder", fail):
+    with mock.patch("megatron_fsdp.checkpoint.writer.sync_folder", fail):
         status = pretrain_gpt.main([*RUN.split(), "--async-save", "--save-interval", "2"])
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -6,13 +6,13 @@ import warnings
 import pytest
 
 from dbuffer.errors import PaddingWarning
-from megatron_fsdp import catalog
 from megatron_fsdp.optim.matrix_views import MatrixBlock
 from megatron_fsdp.optim.ownership import MatrixWork, Ownership, holders_of, plan_ownership
-from megatron_fsdp.optim.planned_ownership import planned_ownership
-from megatron_fsdp.plan_options import mesh_axes_of, placements_of
-from megatron_fsdp.precision import MixedPrecisionPolicy
-from megatron_fsdp.shapes import Sharding, architecture_facts
+from megatron_fsdp.planning import catalog
+from megatron_fsdp.planning.from_shapes import Sharding, architecture_facts
+from megatron_fsdp.planning.options import mesh_axes_of, placements_of
+from megatron_fsdp.planning.planned_ownership import planned_ownership
+from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 
 MAX_TEAM = 64
 

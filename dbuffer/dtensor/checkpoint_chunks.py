@@ -1,0 +1,125 @@
+"""Boxes: a run of rows as the rectangular pieces that checkpoints are made of.
+
+PyTorch's distributed checkpoints know pieces by offsets and sizes. The rows of (E, a, b) that one rank has, flattened,
+are up to three such boxes: the end of one slice, whole slices, the beginning of another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from dbuffer.dtensor.distribution import Distribution
+from dbuffer.dtensor.placement import RaggedShard
+from dbuffer.errors import LayoutError
+
+__all__ = ["Box", "boxes_of_run", "chunks_of", "own_rows", "shard_at", "write_items_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Offsets and sizes of one piece along the flattened dimensions, and where in the run its rows begin."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first: int
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows in the piece."""
+        return math.prod(self.sizes)
+
+
+def boxes_of_run(run: range, sizes: Sequence[int]) -> Iterator[Box]:
+    """Yield the boxes that make up consecutive positions of an index space, in order.
+
+    Args:
+        run: positions in row-major order. sizes: of the index space, (E, a) for expert weights (E, a, b).
+    """
+    yield from _boxes(run.start, run.stop, tuple(sizes), run.start)
+
+
+def _boxes(start: int, stop: int, sizes: tuple[int, ...], origin: int) -> Iterator[Box]:
+    if start >= stop:
+        return
+    if len(sizes) == 1:
+        yield Box((start,), (stop - start,), start - origin)
+        return
+    inner = math.prod(sizes[1:])
+    first_whole, end_whole = -(-start // inner), stop // inner
+    if first_whole > end_whole:
+        yield from _within(start // inner, start, stop, sizes, origin)
+        return
+    yield from _within(start // inner, start, first_whole * inner, sizes, origin)
+    if end_whole > first_whole:
+        count = end_whole - first_whole
+        offsets = (first_whole, *(0 for _ in sizes[1:]))
+        yield Box(offsets, (count, *sizes[1:]), first_whole * inner - origin)
+    yield from _within(end_whole, end_whole * inner, stop, sizes, origin)
+
+
+def _within(index: int, start: int, stop: int, sizes: tuple[int, ...], origin: int) -> Iterator[Box]:
+    base = index * math.prod(sizes[1:])
+    for box in _boxes(start - base, stop - base, sizes[1:], origin - base):
+        yield Box((index, *box.offsets), (1, *box.sizes), box.first)
+
+
+def _pieces(distribution: Distribution, shape: torch.Size) -> Iterator[tuple[ChunkStorageMetadata, Box]]:
+    before = distribution.local_offsets(shape)
+    part = distribution.local_shape(shape)
+    for box in boxes_of_run(distribution.rows, part[:-1]):
+        offsets = [one + other for one, other in zip(before, (*box.offsets, 0), strict=True)]
+        yield ChunkStorageMetadata(torch.Size(offsets), torch.Size((*box.sizes, part[-1]))), box
+
+
+def chunks_of(distribution: Distribution, shape: torch.Size) -> list[ChunkStorageMetadata]:
+    """Return where this rank's rows lie in the whole tensor, for ``torch.distributed.checkpoint``."""
+    return [chunk for chunk, _ in _pieces(distribution, shape)]
+
+
+def write_items_of(fqn: str, distribution: Distribution, shape: torch.Size, local: torch.Tensor) -> list[WriteItem]:
+    """Return what this rank saves of a tensor."""
+    properties = TensorProperties.create_from_tensor(local)
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=shape),
+        )
+        for chunk in chunks_of(distribution, shape)
+    ]
+
+
+def shard_at(
+    offset: torch.Size | None, distribution: Distribution, shape: torch.Size, local: torch.Tensor
+) -> torch.Tensor:
+    """Return the piece of this rank's part that begins at an offset of the whole tensor, as a view.
+
+    Raises:
+        LayoutError: none does.
+    """
+    for chunk, box in _pieces(distribution, shape):
+        if offset is None or tuple(chunk.offsets) == tuple(offset):
+            return local[box.first : box.first + box.num_rows].view(tuple(chunk.sizes))
+    raise LayoutError(
+        f"no piece of this rank begins at offset {tuple(offset or ())} of a tensor of shape {tuple(shape)}"
+    )
+
+
+def own_rows(slices: torch.Tensor, placement: RaggedShard, rows: range) -> torch.Tensor:
+    """Return a rank's own rows of the slices of the first dimension that they touch, which PyTorch gave it."""
+    flat = placement.by_rows(slices)
+    if not rows:
+        return flat[:0]
+    in_slice = flat.shape[0] // max(slices.shape[0], 1)
+    start = rows.start % in_slice
+    return flat[start : start + len(rows)]

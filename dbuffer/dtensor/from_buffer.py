@@ -1,0 +1,99 @@
+"""From a flat buffer to the DTensors that users see, over the buffer's own memory."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils.dlpack import from_dlpack
+
+from dbuffer.dtensor.distribution import Distribution, contiguous_stride
+from dbuffer.dtensor.flat_dtensor import FlatDTensor
+from dbuffer.dtensor.placement import FlatRows, ragged_shard
+from dbuffer.errors import LayoutError, PlacementError
+from dbuffer.layout import Layout, cuts_inside_slices, first_dimension_granularity
+from dbuffer.mesh import flattened_mesh, mesh_axes
+from dbuffer.placements import flat_axes
+
+__all__ = ["buffer_dtensor"]
+
+# What every DLPack version exchanges; other dtypes (float8, bool) keep the view.
+_DLPACK_DTYPES = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+    }
+)
+
+
+def buffer_dtensor(local: torch.Tensor, layout: Layout, index: int, mesh: DeviceMesh, name: str) -> FlatDTensor:
+    """Wrap this rank's part of a buffer's tensor as a DTensor that shares its memory; see ``DBuffer.get_dtensor``."""
+    sizes = tuple(axis.size for axis in mesh_axes(mesh))
+    shape = torch.Size(layout.plan.shapes[index])
+    axes = flat_axes(layout.placements)
+    if any(isinstance(placement, Partial) for placement in layout.placements) or 1 < len(axes) < len(sizes):
+        raise PlacementError(
+            f"{name}: no DTensor describes the placements {layout.placements}: Partial must be reduced first, and of "
+            "several axes one or all may be Flat"
+        )
+    if not axes:
+        return _wrap(local, mesh, tuple(Replicate() for _ in sizes), shape)
+    is_flattened = cuts_inside_slices(shape, layout.plan.granularities[index])
+    if is_flattened and layout.plan.granularities[index].unit_numel(shape) % shape[-1]:
+        raise LayoutError(
+            f"{name}: tensor {index} of shape {tuple(shape)} may be cut inside a row, by "
+            f"{layout.plan.granularities[index]}; use Row(), or {first_dimension_granularity(shape)}, for it to have a "
+            "DTensor"
+        )
+    row_numel, num_rows = math.prod(shape[1:]), shape[0]
+    if is_flattened:
+        local, row_numel, num_rows = local.reshape(-1, shape[-1]), shape[-1], math.prod(shape[:-1])
+    rows = FlatRows(layout.plan.offsets[index], layout.numel, row_numel, num_rows)
+    if len(axes) > 1:
+        return _wrap(local, flattened_mesh(mesh), (ragged_shard(rows, sizes, is_flattened),), shape)
+    ragged = ragged_shard(rows, (), is_flattened)
+    return _wrap(local, mesh, tuple(ragged if axis in axes else Replicate() for axis in range(len(sizes))), shape)
+
+
+def _wrap(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> FlatDTensor:
+    distribution = Distribution(mesh, placements)
+    if not shape.numel() and not distribution.is_whole:
+        # A buffer cannot tell on which rank rows without elements are; the placement says it.
+        local = local.new_empty((len(distribution.rows), *local.shape[1:]))
+    return FlatDTensor(_standalone(local), _spec_of(mesh, placements, shape, local.dtype), requires_grad=False)
+
+
+_SPECS: weakref.WeakValueDictionary[tuple[Any, ...], DTensorSpec] = weakref.WeakValueDictionary()
+
+
+def _spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+    # One object for weights, gradients and optimizer state of one plan: list operators then compare by identity.
+    key = (id(mesh), placements, tuple(type(placement) for placement in placements), shape, dtype)
+    spec = _SPECS.get(key)
+    if spec is None:
+        spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, contiguous_stride(shape), dtype))
+        _SPECS[key] = spec
+    return spec
+
+
+def _standalone(view: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the memory of ``view`` whose storage is that memory alone.
+
+    A view would bring the whole flat buffer along when it is pickled.
+    """
+    if view.numel() == 0 or view.is_meta:
+        return torch.empty_like(view)
+    return from_dlpack(view) if view.dtype in _DLPACK_DTYPES else view

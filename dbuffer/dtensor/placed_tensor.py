@@ -1,0 +1,174 @@
+"""The tensor that stands for a sharded one, without its operators: local part, placements, and the way to the whole."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from dbuffer.dtensor.distribution import Distribution, contiguous_stride
+from dbuffer.errors import PlacementError
+
+__all__ = ["PlacedTensor", "Window", "aligned_local", "is_laid_out_like", "whole_of"]
+
+AnyPlaced = TypeVar("AnyPlaced", bound="PlacedTensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What a view shows that no rank has rows of: elements of the whole ``base``, which is gathered at each use.
+
+    Attributes:
+        base: the tensor that was viewed. size, stride, offset: of the view into the contiguous whole, in elements.
+    """
+
+    base: PlacedTensor
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the view of ``whole``, which is ``base`` gathered."""
+        return whole.as_strided(self.size, self.stride, self.offset)
+
+
+class PlacedTensor(DTensor):
+    """A DTensor with a local part, as operators see it.
+
+    Shape, dtype and dimensions are answered in Python: asking PyTorch would take the way of an operator.
+
+    Attributes:
+        window: for a view of other elements than this rank's rows, where they are; the local part is a copy then.
+        is_unshared: whether the memory is new and nothing else looks at it, so that it may be replaced.
+    """
+
+    window: Window | None = None
+    is_unshared: bool = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Do nothing: DTensor's own costs as much as an operator."""
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The global shape."""
+        return _meta(self).shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """The number of dimensions."""
+        return len(_meta(self).shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The dtype of the elements."""
+        return _meta(self).dtype
+
+    @property
+    def distribution(self) -> Distribution:
+        """How the elements are spread."""
+        return Distribution(self._spec.mesh, self._spec.placements)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all elements, or looks at them through a window."""
+        return all(placement.is_replicate() for placement in self._spec.placements)
+
+    def whole(self) -> torch.Tensor:
+        """Return the whole tensor without a record for autograd; all ranks call it. Its memory may be this tensor's."""
+        if self.window is not None:
+            return self.window.of(self.window.base.whole())
+        return self.distribution.gather(self._local_tensor, self.shape)
+
+    def with_local(self: AnyPlaced, local: torch.Tensor) -> AnyPlaced:
+        """Return a tensor of the same global shape, rows and kind over another local part of any dtype."""
+        spec = self._spec
+        if local.dtype is not self.dtype:
+            spec = _respecified(spec, TensorMeta(self.shape, _meta(self).stride, local.dtype))
+        return type(self)(local, spec, requires_grad=False)
+
+    def with_rows(self: AnyPlaced, local: torch.Tensor) -> AnyPlaced:
+        """Return a tensor whose local part has the same rows as this one's, of any shape and dtype otherwise."""
+        if not local.is_contiguous():
+            local = local.contiguous()
+        meta, shape = _meta(self), local.shape
+        is_alike = shape == self._local_tensor.shape
+        shape = meta.shape if is_alike else torch.Size((meta.shape[0], *shape[1:]))
+        stride = contiguous_stride(shape)
+        if shape == meta.shape and stride == meta.stride and local.dtype is meta.dtype:
+            return type(self)(local, self._spec, requires_grad=False)
+        return type(self)(local, _respecified(self._spec, TensorMeta(shape, stride, local.dtype)), requires_grad=False)
+
+    def with_whole(self: AnyPlaced, whole: torch.Tensor) -> AnyPlaced:
+        """Return a tensor that all ranks hold alike, on the same mesh."""
+        mesh = self._spec.mesh
+        meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+        spec = DTensorSpec(mesh, tuple(Replicate() for _ in range(mesh.ndim)), tensor_meta=meta)
+        return type(self)(whole, spec, requires_grad=False)
+
+    def with_slice(self: AnyPlaced, local: torch.Tensor, first: int, size: torch.Size, stride: Any) -> AnyPlaced:
+        """Return a view whose row 0 lies in row ``first`` of this tensor, over its local part."""
+        distribution = self.distribution.sliced(first, size[0])
+        meta = TensorMeta(size, tuple(stride), local.dtype)
+        spec = DTensorSpec(distribution.mesh, distribution.placements, tensor_meta=meta)
+        return type(self)(local, spec, requires_grad=False)
+
+
+def _meta(tensor: DTensor) -> TensorMeta:
+    return cast(TensorMeta, tensor._spec.tensor_meta)
+
+
+def _respecified(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
+    # A copy keeps what __post_init__ would work out again from the placements.
+    changed = copy.copy(spec)
+    changed.tensor_meta = meta
+    return changed
+
+
+def is_laid_out_like(tensor: DTensor, reference: DTensor) -> bool:
+    """Whether the local parts hold the same rows of two tensors with the same number of rows."""
+    mine, theirs = tensor._spec, reference._spec
+    if mine is theirs:
+        return True
+    if mine.mesh is not theirs.mesh and mine.mesh != theirs.mesh:
+        return False
+    # A RaggedShard equals a plain Shard(0), which says nothing of the rows.
+    return all(
+        one is other or (type(one) is type(other) and one == other)
+        for one, other in zip(mine.placements, theirs.placements, strict=True)
+    )
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an operand as one whole plain tensor, without a record for autograd.
+
+    Raises:
+        PlacementError: a plain tensor of more than one element, which may differ from rank to rank, outside of
+            PyTorch's ``implicit_replication``.
+    """
+    if isinstance(tensor, PlacedTensor):
+        return tensor.whole()
+    if isinstance(tensor, DTensor):
+        is_whole = all(placement.is_replicate() for placement in tensor.placements)
+        return tensor._local_tensor if is_whole else tensor.detach().full_tensor()  # type: ignore[attr-defined]  # torch's stub
+    if tensor.numel() == 1 or DTensor._op_dispatcher._allow_implicit_replication:
+        return tensor
+    raise PlacementError(
+        f"found a plain tensor of shape {tuple(tensor.shape)} beside a sharded one. If every rank holds the same "
+        "values, say so: DTensor.from_local(tensor, p.device_mesh, [Replicate()] * p.device_mesh.ndim), or for all "
+        "plain tensors torch.distributed.tensor.experimental.implicit_replication(); else use p.to_local() or "
+        "p.full_tensor()."
+    )
+
+
+def aligned_local(tensor: torch.Tensor, reference: DTensor) -> torch.Tensor:
+    """Return the part of an operand of the reference's shape that goes with the reference's local part.
+
+    Communicates only where the operand has other rows.
+    """
+    if isinstance(tensor, DTensor) and is_laid_out_like(tensor, reference):
+        return tensor._local_tensor if getattr(tensor, "window", None) is None else whole_of(tensor)
+    return Distribution.of(reference).cut(whole_of(tensor))

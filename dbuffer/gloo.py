@@ -1,0 +1,202 @@
+"""Collectives of gloo with fewer copies and bytes than its own."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dbuffer.clerk import issue
+from dbuffer.mesh import MeshAxis
+
+__all__ = [
+    "Waiter",
+    "wait_for",
+    "wait_with",
+]
+
+Waiter = Callable[[dist.Work], None]
+
+_waiter: list[Waiter] = []
+
+_NO_TIMEOUT = datetime.timedelta(0)
+
+
+def wait_for(work: dist.Work) -> None:
+    """Wait for a collective, by the innermost ``wait_with`` where there is one."""
+    if _waiter:
+        _waiter[-1](work)
+    else:
+        work.wait()
+
+
+@contextmanager
+def wait_with(waiter: Waiter) -> Iterator[None]:
+    """Let ``waiter`` do the waiting for all collectives of this file on tensors in CPU memory while the block runs."""
+    _waiter.append(waiter)
+    try:
+        yield
+    finally:
+        _waiter[:] = [other for other in _waiter if other is not waiter]
+
+
+def _start(
+    collective: Callable[..., Any], *tensors: torch.Tensor, group: dist.ProcessGroup, waits: bool, **options: Any
+) -> dist.Work | None:
+    """Issue a collective; on gloo by the clerk, and always asynchronously.
+
+    Args:
+        waits: whether the caller wants it complete; then where nothing else is asked for the call itself waits.
+    """
+    on_cpu = tensors[0].is_cpu
+    if on_cpu and _is_gloo(group):
+        work: dist.Work | None = issue(functools.partial(collective, *tensors, group=group, async_op=True, **options))
+        return work
+    is_asynchronous = not waits or (bool(_waiter) and on_cpu)
+    work = collective(*tensors, group=group, async_op=is_asynchronous, **options)
+    return work
+
+
+def _finish(work: dist.Work | None, works: list[dist.Work] | None) -> None:
+    if work is None:
+        return
+    if works is None:
+        wait_for(work)
+    else:
+        works.append(work)
+
+
+class _WorkThen(dist.Work):
+    """A collective and what the waiting thread does, once, when it is over; it can be polled as the collective can."""
+
+    def __init__(self, work: dist.Work, then: Callable[[], None]) -> None:
+        super().__init__()
+        self._work = work
+        self._then: Callable[[], None] | None = then
+
+    def is_completed(self) -> bool:
+        """Whether the ranks are done with the collective."""
+        return self._work.is_completed()
+
+    def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
+        """Wait until the output holds the result.
+
+        Raises:
+            RuntimeError: it failed, or takes longer.
+        """
+        self._work.wait(timeout)
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+        return True
+
+
+def _reduce_in_place(full: torch.Tensor, output: torch.Tensor, axis: MeshAxis, op: str) -> dist.Work:
+    """Reduce-scatter by all-reduce, which is what gloo does, but in place and with a handle that can be polled.
+
+    Gloo's own copies the whole input first, and its handle ignores timeouts.
+    """
+    work = _start(dist.all_reduce, full, op=_reduce_op(op), group=axis.reduce_group, waits=False)
+    assert work is not None
+
+    def keep_mine() -> None:
+        mine = full[axis.rank * output.numel() :][: output.numel()]
+        if not _same_memory(output, mine):
+            output.copy_(mine)
+
+    return _WorkThen(work, keep_mine)
+
+
+def _reduce_by_exchange(full: torch.Tensor, output: torch.Tensor, axis: MeshAxis, op: str) -> dist.Work:
+    """Reduce-scatter by all-to-all: each rank sends every other one its slice, and adds up what it received.
+
+    Half of the bytes of an all-reduce, for a buffer as large as what is received.
+    """
+    slices = full.view(axis.size, -1)
+    # With one other rank nothing has to go by way of this rank's own slice.
+    is_pair = axis.size == 2
+    sent = slices[1 - axis.rank] if is_pair else full
+    scratch = _take_scratch(sent.nbytes)
+    received = scratch[: sent.nbytes]
+    work = _exchange(received, sent, axis, axis.reduce_group)
+
+    def add_up() -> None:
+        mine = slices[axis.rank]
+        if not _same_memory(output, mine):
+            output.copy_(mine)
+        for rank, term in enumerate(received.view(full.dtype).view(-1, output.numel())):
+            if is_pair or rank != axis.rank:
+                output.add_(term)
+        if op == "avg":
+            output.div_(axis.size)
+        _give_scratch_back(scratch)
+
+    return _WorkThen(work, add_up)
+
+
+def _gather_from_other(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis) -> dist.Work:
+    """Gather from the one other rank by an exchange of shards, which spares gloo's copies of the whole output."""
+    slices = output.view(2, -1)
+    if not _same_memory(slices[axis.rank], shard):
+        slices[axis.rank].copy_(shard)
+    return _exchange(slices[1 - axis.rank], shard, axis, axis.gather_group)
+
+
+def _exchange(arriving: torch.Tensor, leaving: torch.Tensor, axis: MeshAxis, group: dist.ProcessGroup) -> dist.Work:
+    """Send equal parts of ``leaving`` to all ranks; all of it to the other one where there are two. As bytes."""
+    splits = [leaving.nbytes * (rank != axis.rank) for rank in range(2)] if axis.size == 2 else None
+    both = {"output_split_sizes": splits, "input_split_sizes": splits}
+    parts = arriving.view(torch.uint8), leaving.view(torch.uint8)
+    work = _start(dist.all_to_all_single, *parts, group=group, waits=False, **both)
+    assert work is not None
+    return work
+
+
+# Ranks decide alike, so by the size alone. Larger buffers are reduced in place.
+_MOST_EXCHANGED_BYTES = 1 << 26
+
+# Where exchanges that are over had received, for those to come.
+_scratch: list[torch.Tensor] = []
+
+_MOST_SCRATCH_KEPT = 2
+
+
+def _take_scratch(num_bytes: int) -> torch.Tensor:
+    for position, known in enumerate(_scratch):
+        if known.numel() >= num_bytes:
+            return _scratch.pop(position)
+    with torch.inference_mode(False):
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _give_scratch_back(scratch: torch.Tensor) -> None:
+    _scratch.append(scratch)
+    if len(_scratch) > _MOST_SCRATCH_KEPT:
+        _scratch.sort(key=torch.Tensor.numel)
+        del _scratch[0]
+
+
+_GLOO: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether gloo serves a group's tensors in CPU memory."""
+    is_gloo = _GLOO.get(group)
+    if is_gloo is None:
+        names = dist.get_backend_config(group).split(",")
+        is_gloo = _GLOO[group] = any(name in ("gloo", "cpu:gloo") for name in names)
+    return is_gloo
+
+
+def _reduce_op(op: str) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr()

@@ -1,0 +1,316 @@
+"""Where every tensor sits in a flat buffer of equal shards: pure data, and the questions the engine asks of it.
+
+A plan knows shapes and integers only: no device, no process group. One plan per buffer; everything else derives from
+it, and every answer is arithmetic on one tensor and one shard, so 16,384 shards cost no more than two.
+"""
+
+import hashlib
+import math
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dbuffer.errors import LayoutError, PaddingWarning
+from dbuffer.planner.granularity import Granularity, granularity_per_tensor, row_numel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """One flat buffer: tensor ``t`` occupies ``[offsets[t], offsets[t] + tensor_numel(t))``, shard ``k`` stores
+    ``[k * shard_numel, (k + 1) * shard_numel)``. All sizes are in elements.
+
+    Two plans are equal when they lay out the same tensors in the same way; how good the layout was proved to be
+    (``lower_bound_numel``, ``binding``) does not take part. Made by ``dbuffer.planner.plan``; a plan made elsewhere
+    should pass ``check_plan`` before use.
+
+    Attributes:
+        shapes: one per tensor, in the caller's order.
+        granularities: one per tensor: where a shard boundary may cut it.
+        num_shards: equal shards of the buffer, one for each rank of the sharding axis.
+        offsets: one per tensor; need not ascend.
+        shard_numel: elements of one shard, 0 only if no tensor has an element.
+        alignment_numel: every offset and ``shard_numel`` are multiples of it.
+        lower_bound_numel: no legal plan of these tensors has a smaller ``numel`` (docs/design/planner.md, "Proof").
+            At least ``data_numel``, whatever is passed in.
+        binding: what forces the size, in words for a report; tensors are numbered as the planner's caller gave them.
+        binding_tensors: the tensors named in ``binding``, in that order, as positions in ``shapes``.
+        relaxation_numel: ``numel`` could shrink by this much at most if all tensors with units like those named in
+            ``binding`` could be cut anywhere (``Element()``).
+        data_numel: sum of the tensors' elements.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    granularities: tuple[Granularity, ...]
+    num_shards: int
+    offsets: tuple[int, ...]
+    shard_numel: int
+    alignment_numel: int = 1
+    lower_bound_numel: int = 0
+    binding: str = ""
+    binding_tensors: tuple[int, ...] = ()
+    relaxation_numel: int = 0
+    data_numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Plain tuples, so that a torch.Size prints, compares and digests like the shape it is.
+        object.__setattr__(self, "shapes", tuple(map(tuple, self.shapes)))
+        object.__setattr__(self, "granularities", tuple(self.granularities))
+        object.__setattr__(self, "offsets", tuple(self.offsets))
+        data_numel = sum(map(math.prod, self.shapes))
+        object.__setattr__(self, "data_numel", data_numel)
+        object.__setattr__(self, "lower_bound_numel", max(self.lower_bound_numel, data_numel))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole buffer, padding included."""
+        return self.shard_numel * self.num_shards
+
+    @property
+    def padding_ratio(self) -> float:
+        """Padding over data: 0.25 means that the buffer is a quarter larger than its tensors."""
+        return self.numel / self.data_numel - 1 if self.data_numel else 0.0
+
+    @property
+    def gap(self) -> float:
+        """How far ``numel`` may be above the optimum, relative to it: 0.0 means proved optimal."""
+        return self.numel / self.lower_bound_numel - 1 if self.lower_bound_numel else 0.0
+
+    def named_binding(self, names: Sequence[str]) -> str:
+        """Return ``binding`` with names in place of tensor numbers.
+
+        Args:
+            names: one per tensor, in the order of ``shapes``.
+        """
+        tensors = iter(self.binding_tensors)
+        return re.sub(r"tensor \d+", lambda found: names[next(tensors)], self.binding)
+
+    def tensor_numel(self, tensor: int) -> int:
+        """Return the elements of one tensor."""
+        return math.prod(self.shapes[self._checked(tensor)])
+
+    def row_numel(self, tensor: int) -> int:
+        """Return the elements of one row: the last dim, but 1 for 1-D and 0-d tensors."""
+        return row_numel(self.shapes[self._checked(tensor)])
+
+    def num_rows(self, tensor: int) -> int:
+        """Return the rows of one tensor, all dims before the last flattened; a 0-d tensor has one."""
+        shape = self.shapes[self._checked(tensor)]
+        return math.prod(shape[:-1]) if len(shape) >= 2 else math.prod(shape)
+
+    def owned_elements(self, tensor: int, shard: int) -> range:
+        """Return the elements of one flattened tensor that one shard stores, empty when it stores none.
+
+        Over all shards in order the ranges follow each other from 0 to ``tensor_numel(tensor)``.
+
+        Raises:
+            IndexError: ``tensor`` or ``shard`` is out of range.
+        """
+        numel = self.tensor_numel(tensor)
+        start = self._checked_shard(shard) * self.shard_numel - self.offsets[tensor]
+        stop = start + self.shard_numel
+        return range(min(max(start, 0), numel), min(max(stop, 0), numel))
+
+    def owned_rows(self, tensor: int, shard: int) -> range:
+        """Return the rows of one tensor that one shard stores, empty when it stores none.
+
+        Over all shards in order the ranges follow each other from 0 to ``num_rows(tensor)``. Rows without elements, as
+        in shape (5, 0), count as stored by shard 0.
+
+        Args:
+            tensor: position in ``shapes``; a (1024, 4096) weight has 1024 rows of 4096 elements.
+            shard: 0 <= shard < ``num_shards``.
+        Raises:
+            IndexError: ``tensor`` or ``shard`` is out of range.
+            LayoutError: the shard stores a part of a row, which only ``Element()`` permits.
+        """
+        elements = self.owned_elements(tensor, shard)
+        width = self.row_numel(tensor)
+        if self.tensor_numel(tensor) == 0:
+            return range(0 if shard == 0 else self.num_rows(tensor), self.num_rows(tensor))
+        if elements.start % width or elements.stop % width:
+            raise LayoutError(
+                f"shard {shard} stores elements {elements.start} to {elements.stop} of tensor {tensor}, whose rows "
+                f"have {width} elements: no whole rows. Use owned_elements, or plan this tensor with Row()."
+            )
+        return range(elements.start // width, elements.stop // width)
+
+    def shard_range(self, tensor: int, shard: int) -> slice:
+        """Return where in the buffer of one shard ``owned_elements(tensor, shard)`` lie; ``slice(0, 0)`` when none.
+
+        Raises:
+            IndexError: ``tensor`` or ``shard`` is out of range.
+        """
+        elements = self.owned_elements(tensor, shard)
+        if not elements:
+            return slice(0, 0)
+        base = self.offsets[tensor] - shard * self.shard_numel
+        return slice(base + elements.start, base + elements.stop)
+
+    def fingerprint(self) -> str:
+        """Return 16 hexadecimal digits that ranks compare to agree on a layout: same digits, same layout.
+
+        Stable across processes, machines and Python versions.
+        """
+        return hashlib.blake2b(repr(self._layout()).encode(), digest_size=8).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return self._layout() == other._layout() if isinstance(other, Plan) else NotImplemented
+
+    def __hash__(self) -> int:
+        # Plans are dictionary keys on warm paths: a few integers tell plans apart without walking 20,000 shapes.
+        return hash((self.num_shards, self.shard_numel, self.data_numel, len(self.shapes), self.offsets[:8]))
+
+    def _layout(self) -> tuple[object, ...]:
+        return (
+            self.num_shards,
+            self.shard_numel,
+            self.alignment_numel,
+            self.offsets,
+            self.shapes,
+            self.granularities,
+        )
+
+    def _checked(self, tensor: int) -> int:
+        if not 0 <= tensor < len(self.shapes):
+            raise IndexError(f"tensor {tensor} is out of range: the plan has {len(self.shapes)} tensors")
+        return tensor
+
+    def _checked_shard(self, shard: int) -> int:
+        if not 0 <= shard < self.num_shards:
+            raise IndexError(f"shard {shard} is out of range: the plan has {self.num_shards} shards")
+        return shard
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Some tensors of a unit that share one flat buffer.
+
+    Attributes:
+        indices: ascending positions in the shapes given to ``plan_regions``; ``plan.shapes[i]`` is the shape at
+            ``indices[i]``.
+        plan: the layout of those tensors.
+        relaxed: those of ``indices`` whose granularity in ``plan`` is finer than was asked, because what was asked pads
+            too much (``PaddingLimits.fallback``).
+        saved_numel: elements that relaxing saved, in all regions of the unit together.
+        split_bound_numel: no layout of the unit in as many regions as were permitted has fewer elements in all, with
+            these granularities. 0 where padding is below the price of a region, so that nothing was proved.
+    """
+
+    indices: tuple[int, ...]
+    plan: Plan
+    relaxed: tuple[int, ...] = ()
+    saved_numel: int = 0
+    split_bound_numel: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingLimits:
+    """What padding is worth: an extra collective, a finer cut, a warning, a refusal. Both numbers of a pair must be
+    exceeded.
+
+    Attributes:
+        split_ratio, split_bytes: an extra region must save more than this share of the data and this many bytes.
+        relax_ratio, relax_bytes: padding beyond both lets the tensors that cause it fall back, if there is a fallback.
+        fallback: the granularity to fall back on, None to keep every tensor to its own.
+        warn_ratio, warn_bytes: padding beyond both draws a ``PaddingWarning``.
+        refuse_ratio, refuse_bytes: padding beyond both is a ``LayoutError``; ratio 3.0 means a buffer of 4x its data.
+    """
+
+    split_ratio: float = 0.0005
+    split_bytes: int = 16 * 1024
+    warn_ratio: float = 0.25
+    warn_bytes: int = 1 << 20
+    refuse_ratio: float = 3.0
+    refuse_bytes: int = 64 << 20
+    relax_ratio: float = 0.01
+    relax_bytes: int = 64 * 1024
+    fallback: Granularity | None = None
+
+    def is_relaxed_from(self, padding_numel: int, data_numel: int, itemsize: int) -> bool:
+        """Return whether so much padding draws the fallback."""
+        return padding_numel > self.relax_ratio * data_numel and padding_numel * itemsize > self.relax_bytes
+
+
+def check_padding(regions: Sequence[Region], limits: PaddingLimits, itemsize: int) -> None:
+    """Warn about, or refuse, padding beyond ``limits`` summed over the regions of one unit.
+
+    Raises:
+        LayoutError: padding beyond ``refuse_ratio`` and ``refuse_bytes``.
+    """
+    data = sum(region.plan.data_numel for region in regions)
+    padding = sum(region.plan.numel for region in regions) - data
+    worst = max(regions, key=lambda region: region.plan.numel - region.plan.data_numel).plan
+    is_refused = padding > limits.refuse_ratio * data and padding * itemsize > limits.refuse_bytes
+    is_wasteful = padding > limits.warn_ratio * data and padding * itemsize > limits.warn_bytes
+    if not is_refused and not is_wasteful:
+        return
+    message = (
+        f"padding makes {len(regions)} flat buffer(s) {1 + padding / data:.2f}x their data, "
+        f"{padding * itemsize / 2**20:.1f} MiB more, over {worst.num_shards} shards. What forces it: {worst.binding}. "
+        f"Give that tensor a buffer of its own (plan_regions) or a finer granularity (Element(), which would save "
+        f"{worst.relaxation_numel * itemsize / 2**20:.1f} MiB of it), replicate it if it is tiny, or use fewer shards."
+    )
+    if is_refused:
+        raise LayoutError(f"{message} PaddingLimits moves this refusal.")
+    warnings.warn(message, PaddingWarning, stacklevel=3)
+
+
+def check_plan(plan: Plan) -> None:
+    """Check every rule of a zero-copy layout, knowing nothing of how the plan was found.
+
+    The rules: one offset, one granularity per shape; offsets and shards aligned; every tensor inside the buffer; no two
+    tensors overlap; a shard boundary strictly inside a tensor lies between two of its units; no claim to be below
+    the proved bound.
+
+    Raises:
+        LayoutError: names the first rule that is broken and the tensor that breaks it.
+    """
+    _check_fields(plan)
+    end, last = 0, -1
+    for tensor in sorted(range(len(plan.shapes)), key=lambda index: plan.offsets[index]):
+        offset, numel = plan.offsets[tensor], math.prod(plan.shapes[tensor])
+        where = f"tensor {tensor} of shape {plan.shapes[tensor]} at offset {offset}"
+        if offset < 0 or offset + numel > plan.numel:
+            raise LayoutError(f"{where} leaves the buffer of {plan.numel} elements: place it inside.")
+        if offset % plan.alignment_numel:
+            raise LayoutError(f"{where} is not aligned: wanted a multiple of {plan.alignment_numel} elements.")
+        if numel == 0:
+            continue
+        if offset < end:
+            raise LayoutError(f"{where} overlaps tensor {last}, which ends at {end}: place it behind.")
+        end, last = offset + numel, tensor
+        _check_cuts(plan, tensor, where)
+    if plan.numel < plan.lower_bound_numel:
+        raise LayoutError(f"{plan.numel} elements are below the claimed lower bound of {plan.lower_bound_numel}.")
+
+
+def _check_fields(plan: Plan) -> None:
+    count = len(plan.shapes)
+    if plan.num_shards < 1 or plan.shard_numel < 0 or plan.alignment_numel < 1:
+        raise LayoutError(
+            f"{plan.num_shards} shards of {plan.shard_numel} elements aligned to {plan.alignment_numel}: wanted at "
+            f"least one shard, no negative size and an alignment of at least one element."
+        )
+    if len(plan.offsets) != count:
+        raise LayoutError(f"{len(plan.offsets)} offsets for {count} tensors: wanted one each.")
+    granularity_per_tensor(plan.granularities, count)
+    if any(dim < 0 for shape in plan.shapes for dim in shape):
+        raise LayoutError(f"a shape has a negative dim: {plan.shapes}.")
+    if plan.shard_numel % plan.alignment_numel:
+        raise LayoutError(f"shards of {plan.shard_numel} are not aligned: wanted multiples of {plan.alignment_numel}.")
+
+
+def _check_cuts(plan: Plan, tensor: int, where: str) -> None:
+    """Check the first two boundaries inside one tensor: if both are legal, all later ones are, a shard apart each."""
+    shape, offset, shard = plan.shapes[tensor], plan.offsets[tensor], plan.shard_numel
+    unit, numel = plan.granularities[tensor].unit_numel(shape), math.prod(shape)
+    first = (offset // shard + 1) * shard - offset
+    for cut in (first, first + shard):
+        if cut < numel and cut % unit:
+            raise LayoutError(
+                f"{where}, {plan.granularities[tensor]}, is cut after {cut} elements by shards of {shard}: "
+                f"wanted a cut at a multiple of {unit}. Move it, or change the shard length."
+            )

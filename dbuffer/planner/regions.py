@@ -1,0 +1,354 @@
+"""Lay tensors out in flat buffers of equal shards, with as little padding as a bounded search finds and a proof allows.
+
+Input: shapes, a shard count, where each tensor may be cut. Output: ``Plan``. Integer arithmetic only, the same on every
+rank: no randomness, no clock, no torch. Problem, choice, rejected ways and proofs: docs/design/planner.md.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from dbuffer.errors import LayoutError
+from dbuffer.planner.bounds import ShardBound, shard_bound
+from dbuffer.planner.granularity import Element, Granularity, Row, aligned_sizes, granularity_per_tensor
+from dbuffer.planner.packing import Effort, Layout, aligned_starts, shortest_layout
+from dbuffer.planner.plan import PaddingLimits, Plan, Region, check_padding
+from dbuffer.planner.splits import cheapest_splits, split_bound
+
+_ROWS, _ELEMENTS = Row(), Element()
+_LIMITS = PaddingLimits()
+# Steps of the search: real layers need a few hundred. A gap above the ratio buys one longer search.
+_STEPS, _MORE_STEPS, _GAP_WORTH_MORE = 1_500, 4_000, 0.002
+# Tensors start at multiples of this where no shard gets longer by it: whole memory transactions of a GPU.
+_START_BYTES = 128
+# Padding of which it is not worth finding out how much a tensor is to blame for.
+_NEGLIGIBLE = 0.0001
+# Sets of tensors relaxed one after another; each takes what binds most.
+_MAX_RELAXATIONS = 8
+
+
+def plan(
+    shapes: Sequence[Sequence[int]],
+    num_shards: int,
+    *,
+    granularity: Granularity | Sequence[Granularity] = _ROWS,
+    alignment_bytes: int = 16,
+    itemsize: int = 2,
+    limits: PaddingLimits = _LIMITS,
+) -> Plan:
+    """Lay all tensors out in one flat buffer of ``num_shards`` equal shards, as short as can be found.
+
+    The order of the shapes is kept in the buffer when that costs no padding, and tensors start at multiples of 128
+    bytes as far as that costs none.
+
+    Args:
+        shapes: one per tensor; empty tensors and an empty list are fine.
+        num_shards: ranks on the sharding axis.
+        granularity: where a shard boundary may cut: one for all tensors, or one per tensor.
+        alignment_bytes: every tensor and every shard starts at a multiple of it; 0 means no alignment.
+        itemsize: bytes of one element.
+        limits: how much padding draws a ``PaddingWarning``, how much is refused.
+    Raises:
+        LayoutError: nonsense input, or padding beyond ``limits``.
+    """
+    request = _request(shapes, num_shards, granularity, alignment_bytes, itemsize)
+    best = _region(request, range(len(request.shapes)), _effort())
+    check_padding((best,), limits, itemsize)
+    return best.plan
+
+
+def plan_regions(
+    shapes: Sequence[Sequence[int]],
+    num_shards: int,
+    *,
+    granularity: Granularity | Sequence[Granularity] | None = None,
+    max_regions: int = 3,
+    alignment_bytes: int = 16,
+    itemsize: int = 2,
+    limits: PaddingLimits = _LIMITS,
+) -> tuple[Region, ...]:
+    """Lay tensors out in one flat buffer, or in a few where mixing widths would pad too much.
+
+    Regions come in order of their first tensor and hold every tensor once. Arguments and errors are those of ``plan``,
+    but for these:
+
+    Args:
+        granularity: a granularity, or one per tensor, is kept to, unless ``limits.fallback`` permits a finer one. None
+            means ``Row()`` with ``Element()`` to fall back on. ``Region.relaxed`` names the tensors that fell back.
+        max_regions: caps the number of buffers.
+        limits: also says what an extra buffer has to save, and how much padding draws the fallback.
+    """
+    if max_regions < 1:
+        raise LayoutError(f"max_regions is {max_regions}: wanted at least 1.")
+    if granularity is None:
+        granularity, limits = _ROWS, replace(limits, fallback=limits.fallback or _ELEMENTS)
+    request = _request(shapes, num_shards, granularity, alignment_bytes, itemsize)
+    regions = _polished(request, _regions(request, max_regions, limits))
+    if limits.fallback is not None and limits.is_relaxed_from(_padding(regions), request.data_numel, itemsize):
+        regions = _relaxed(request, regions, max_regions, limits)
+    check_padding(regions, limits, itemsize)
+    return _with_split_bound(request, regions, max_regions, limits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Checked input; ``sizes`` holds the room each tensor takes and what stays together of it, in aligned pieces."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    granularities: tuple[Granularity, ...]
+    num_shards: int
+    alignment: int
+    itemsize: int
+    data_numel: int
+    sizes: list[tuple[int, int]]
+
+    def start_pieces(self) -> int:
+        """Return the pieces of alignment between starts worth having; 1 where the alignment has nothing to add."""
+        wanted = _START_BYTES // self.itemsize
+        return wanted // self.alignment if self.alignment > 1 and wanted % self.alignment == 0 else 1
+
+    def with_finer(self, tensors: set[int], finer: Granularity) -> "_Request":
+        """Return the same request with a finer granularity for some of the tensors."""
+        granularities = tuple(
+            finer if tensor in tensors else granularity for tensor, granularity in enumerate(self.granularities)
+        )
+        return replace(
+            self, granularities=granularities, sizes=aligned_sizes(self.shapes, granularities, self.alignment)
+        )
+
+
+def _request(
+    shapes: Sequence[Sequence[int]],
+    num_shards: int,
+    granularity: Granularity | Sequence[Granularity],
+    alignment_bytes: int,
+    itemsize: int,
+) -> _Request:
+    if num_shards < 1:
+        raise LayoutError(f"num_shards is {num_shards}: wanted at least 1.")
+    if itemsize < 1 or alignment_bytes < 0 or alignment_bytes % itemsize:
+        raise LayoutError(
+            f"alignment of {alignment_bytes} bytes for elements of {itemsize} bytes: wanted a multiple of them, or 0."
+        )
+    checked = tuple(tuple(map(int, shape)) for shape in shapes)
+    for tensor, shape in enumerate(checked):
+        if min(shape, default=0) < 0:
+            raise LayoutError(f"tensor {tensor} has shape {shape}: wanted no negative dim.")
+    alignment = alignment_bytes // itemsize or 1
+    granularities = granularity_per_tensor(granularity, len(checked))
+    sizes = aligned_sizes(checked, granularities, alignment)
+    return _Request(checked, granularities, num_shards, alignment, itemsize, sum(map(math.prod, checked)), sizes)
+
+
+def _regions(request: _Request, max_regions: int, limits: PaddingLimits) -> tuple[Region, ...]:
+    """Solve one region; where it pads by more than a region's price, solve the splits that promise most as well."""
+    price = _price(request, limits)
+    single = tuple(range(len(request.shapes)))
+    solved: dict[tuple[int, ...], Region] = {}
+    bound = _bound(request, single)
+    promised = bound.least(bound.floor) * request.num_shards * request.alignment
+    if max_regions == 1 or promised - request.data_numel <= price:
+        solved[single] = _region(request, single, Effort(_STEPS), bound)
+        if max_regions == 1 or solved[single].plan.numel - request.data_numel <= price:
+            return (solved[single],)
+    splits = cheapest_splits(request.sizes, request.num_shards, max_regions, price // request.alignment)
+    best: tuple[Region, ...] = ()
+    cost = 0
+    for split in splits:
+        if best and cost <= split.cost * request.alignment:
+            break
+        for group in split.groups:
+            if group not in solved:
+                solved[group] = _region(request, group, Effort(_STEPS // len(split.groups)))
+        regions = tuple(solved[group] for group in split.groups)
+        found = sum(region.plan.numel for region in regions) + price * (len(regions) - 1)
+        if not best or found < cost:
+            best, cost = regions, found
+    return best
+
+
+def _polished(request: _Request, regions: tuple[Region, ...]) -> tuple[Region, ...]:
+    """Search longer where a gap is left."""
+    effort = _effort(len(regions))
+    return tuple(
+        region
+        if region.plan.gap <= _GAP_WORTH_MORE
+        else replace(region, plan=_region(request, region.indices, effort).plan)
+        for region in regions
+    )
+
+
+def _relaxed(
+    request: _Request, strict: tuple[Region, ...], max_regions: int, limits: PaddingLimits
+) -> tuple[Region, ...]:
+    """Give tensors that bind the finer granularity, as few as it takes, until the padding is within the limits."""
+    assert limits.fallback is not None
+    regions, chosen = strict, set[int]()
+    for _ in range(_MAX_RELAXATIONS):
+        if not limits.is_relaxed_from(_padding(regions), request.data_numel, request.itemsize):
+            break
+        relaxed = request.with_finer(chosen, limits.fallback)
+        binding = _binding_tensors(relaxed, regions, limits.fallback)
+        if not binding:
+            break
+        chosen |= binding
+        regions = _regions(request.with_finer(chosen, limits.fallback), max_regions, limits)
+    fewer = _fewer(request, chosen, max_regions, limits)
+    if fewer != chosen:
+        found = _regions(request.with_finer(fewer, limits.fallback), max_regions, limits)
+        if not limits.is_relaxed_from(_padding(found), request.data_numel, request.itemsize):
+            regions, chosen = found, fewer
+    regions = _polished(request.with_finer(chosen, limits.fallback), regions)
+    saved = _padding(strict) - _padding(regions)
+    if saved <= 0:
+        return strict
+    return tuple(
+        replace(region, relaxed=tuple(tensor for tensor in region.indices if tensor in chosen), saved_numel=saved)
+        for region in regions
+    )
+
+
+def _fewer(request: _Request, chosen: set[int], max_regions: int, limits: PaddingLimits) -> set[int]:
+    """Return the relaxed tensors without those sizes that the bounds say can be strict again, the largest first."""
+    assert limits.fallback is not None
+    tensors_of: dict[tuple[int, int], set[int]] = {}
+    for tensor in sorted(chosen):
+        tensors_of.setdefault(request.sizes[tensor], set()).add(tensor)
+    by_data = sorted(tensors_of, key=lambda size: (-size[0] * len(tensors_of[size]), size))
+    for size in by_data[:_MAX_RELAXATIONS] if len(by_data) > 1 else []:
+        fewer = chosen - tensors_of[size]
+        sizes = request.with_finer(fewer, limits.fallback).sizes
+        best = cheapest_splits(sizes, request.num_shards, max_regions, _price(request, limits) // request.alignment)
+        padding = best[0].cost * request.alignment - request.data_numel
+        if fewer and not limits.is_relaxed_from(padding, request.data_numel, request.itemsize):
+            chosen = fewer
+    return chosen
+
+
+def _binding_tensors(request: _Request, regions: Sequence[Region], finer: Granularity) -> set[int]:
+    """Return the tensors of one unit size that bind the region with most padding: of several sizes, those with least
+    data, which are the fewest elements to relax."""
+    for region in sorted(regions, key=lambda region: region.plan.data_numel - region.plan.numel):
+        found: dict[int, list[int]] = {}
+        units = {request.sizes[region.indices[tensor]][1] for tensor in region.plan.binding_tensors}
+        for tensor in region.indices:
+            shape, unit = request.shapes[tensor], request.sizes[tensor][1]
+            if unit in units and finer.unit_numel(shape) < request.granularities[tensor].unit_numel(shape):
+                found.setdefault(unit, []).append(tensor)
+        if found:
+            return set(min(found.values(), key=lambda tensors: sum(request.sizes[tensor][0] for tensor in tensors)))
+    return set()
+
+
+def _effort(num_regions: int = 1) -> Effort:
+    """Return what one of several regions gets of the search."""
+    return Effort(_STEPS // num_regions, _MORE_STEPS // num_regions, _GAP_WORTH_MORE)
+
+
+def _with_split_bound(
+    request: _Request, regions: tuple[Region, ...], max_regions: int, limits: PaddingLimits
+) -> tuple[Region, ...]:
+    """Add what no other split could save, where there is enough padding to ask."""
+    if _padding(regions) <= _price(request, limits):
+        return regions
+    granularities = dict(
+        pair for region in regions for pair in zip(region.indices, region.plan.granularities, strict=True)
+    )
+    cuts = tuple(granularities[tensor] for tensor in range(len(request.shapes)))
+    sizes = aligned_sizes(request.shapes, cuts, request.alignment)
+    proved = split_bound(sizes, request.num_shards, max_regions) * request.alignment
+    return tuple(replace(region, split_bound_numel=max(proved, request.data_numel)) for region in regions)
+
+
+def _price(request: _Request, limits: PaddingLimits) -> int:
+    """Return the elements that a further region has to save."""
+    return max(limits.split_bytes // request.itemsize, math.ceil(limits.split_ratio * request.data_numel))
+
+
+def _padding(regions: Sequence[Region]) -> int:
+    return sum(region.plan.numel - region.plan.data_numel for region in regions)
+
+
+def _bound(request: _Request, tensors: Iterable[int]) -> ShardBound:
+    sizes = (request.sizes[tensor] for tensor in tensors)
+    return shard_bound(Counter(size for size in sizes if size[0]), request.num_shards)
+
+
+def _region(request: _Request, indices: Iterable[int], effort: Effort, bound: ShardBound | None = None) -> Region:
+    """Solve one flat buffer for some of the tensors; empty tensors sit at offset 0."""
+    chosen = tuple(indices)
+    filled = [tensor for tensor in chosen if request.sizes[tensor][0]]
+    sizes = [request.sizes[tensor] for tensor in filled]
+    bound = bound or _bound(request, chosen)
+    layout = shortest_layout(sizes, request.num_shards, bound, effort) if sizes else Layout(0, (), 0)
+    offsets = layout.offsets
+    if (pieces := request.start_pieces()) > 1:
+        offsets = aligned_starts(layout, sizes, request.num_shards, pieces)
+    placed = dict(zip(filled, offsets, strict=True))
+    certificate = _certificate(request, filled, bound, layout.shard)
+    position = {tensor: place for place, tensor in enumerate(chosen)}
+    plan_of_chosen = Plan(
+        shapes=tuple(request.shapes[tensor] for tensor in chosen),
+        granularities=tuple(request.granularities[tensor] for tensor in chosen),
+        num_shards=request.num_shards,
+        offsets=tuple(placed.get(tensor, 0) * request.alignment for tensor in chosen),
+        shard_numel=layout.shard * request.alignment,
+        alignment_numel=request.alignment,
+        lower_bound_numel=layout.proved * request.num_shards * request.alignment,
+        binding=certificate.text,
+        binding_tensors=tuple(position[tensor] for tensor in certificate.tensors),
+        relaxation_numel=_relaxation(sizes, certificate, request.num_shards, layout.shard) * request.alignment,
+    )
+    return Region(chosen, plan_of_chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class _Certificate:
+    """What forces a shard length: in words, the tensors named there in their order, and the units of all that bind."""
+
+    text: str
+    tensors: tuple[int, ...]
+    units: frozenset[int]
+
+
+def _certificate(request: _Request, tensors: Sequence[int], bound: ShardBound, shard: int) -> _Certificate:
+    """Say what forces the shard length; tensors are numbered as the caller gave them."""
+    forced = [unit for unit, half in zip(bound.forcing, bound.halves, strict=True) if half > shard and unit > 1]
+    multiple = math.lcm(*forced)
+    if shard == -(-bound.floor // multiple) * multiple > bound.floor:
+        units, reason = forced, f": shards are multiples of {multiple * request.alignment}"
+    elif shard == bound.floor:
+        units, reason = [bound.crowded] if bound.crowded else [], ": each shard holds whole ones"
+    elif shard in bound.halves:
+        units, reason = [bound.forcing[bound.halves.index(shard)]], ": it has to fit in two shards"
+    else:
+        units, reason = [max(bound.forcing)], ""
+    if not units:
+        return _Certificate("the data itself", (), frozenset())
+    named = [_largest_with(request, tensors, unit) for unit in units[:3]]
+    words = " and ".join(
+        f"{request.granularities[tensor].describe(request.shapes[tensor])} in tensor {tensor} of shape "
+        f"{request.shapes[tensor]}"
+        for tensor in named
+    )
+    text = words + reason if reason else f"gaps between tensors, the widest before {words}"
+    return _Certificate(text, tuple(named), frozenset(units))
+
+
+def _largest_with(request: _Request, tensors: Sequence[int], unit: int) -> int:
+    """Return the largest tensor of whole units of this size; of a last unit this size where there is none."""
+    sizes = ((*request.sizes[tensor], tensor) for tensor in tensors)
+    return max((own == unit, slots, -tensor) for slots, own, tensor in sizes if unit in (own, slots % own))[2] * -1
+
+
+def _relaxation(sizes: Sequence[tuple[int, int]], certificate: _Certificate, num_shards: int, shard: int) -> int:
+    """Return by how many slots the buffer could shrink at most, were all tensors that bind cut anywhere."""
+    padding = shard * num_shards - sum(slots for slots, _ in sizes)
+    if not certificate.units or padding <= _NEGLIGIBLE * shard * num_shards:
+        return padding if certificate.units else 0
+    free = (
+        (slots, 1 if unit in certificate.units or slots % unit in certificate.units else unit) for slots, unit in sizes
+    )
+    bound = shard_bound(Counter(free), num_shards)
+    return (shard - bound.least(bound.floor)) * num_shards

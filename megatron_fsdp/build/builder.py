@@ -1,0 +1,112 @@
+"""GroupPlanner: from a unit's parameters to what its parameter groups are built from."""
+
+from __future__ import annotations
+import torch
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from dbuffer import Granularity, Plan
+from megatron_fsdp.build.grouping import granularities, unit_regions
+from megatron_fsdp.build.ownership import OwnedParameter
+from megatron_fsdp.policy.mesh import ShardingTarget, buffer_device
+from megatron_fsdp.policy.offload import Offload
+from megatron_fsdp.policy.precision import GroupDtypes, MixedPrecisionPolicy
+from megatron_fsdp.policy.strategy import Placements
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "GranularityChoice",
+    "GroupPlan",
+    "GroupPlanner",
+    "GroupSpec",
+]
+
+GranularityChoice = Granularity | Callable[[nn.Parameter], Granularity | None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """One parameter group to be built.
+
+    Attributes:
+        owned: its parameters. plan: where each lies in the flat buffers. spec: everything else.
+    """
+
+    owned: Sequence[OwnedParameter]
+    plan: Plan
+    spec: GroupSpec
+
+
+class GroupPlanner:
+    """Divides parameters of one unit into groups."""
+
+    def __init__(
+        self,
+        target: ShardingTarget,
+        policy: MixedPrecisionPolicy,
+        offload: Offload,
+        grad_divisor: float,
+        granularity: GranularityChoice,
+    ) -> None:
+        self._target = target
+        self._policy = policy
+        self._offload = offload
+        self._granularity = granularity
+        self._divisor = target.mesh.size() * grad_divisor
+
+    def __call__(self, like: Sequence[OwnedParameter]) -> Iterator[GroupPlan]:
+        """Yield the groups (one per region) for parameters that can share buffers."""
+        first = like[0].parameter
+        dtypes = self._policy.dtypes_for(first.dtype, requires_grad=first.requires_grad)
+        for parameter in like:
+            parameter.trained_main_dtype = self._policy.dtypes_for(first.dtype, requires_grad=True).stepped
+        mesh, placements = self._target.mesh, self._target.placements
+        spec = GroupSpec(mesh, placements, buffer_device(mesh), dtypes, self._divisor, is_meta=first.is_meta)
+        spec = replace(spec, fuses_weight_gradients=self._policy.fuse_weight_gradients)
+        if like[0].is_replicated:
+            spec = replace(spec, placements=placements.no_shard_on_all_axes())
+        elif self._offload.is_on:
+            spec = replace(spec, is_offloaded=True, is_pinned=self._offload.is_pinned)
+        regions = unit_regions(
+            [parameter.shape for parameter in like],
+            spec.placements.num_shards([mesh.size(axis) for axis in range(mesh.ndim)]),
+            min(dtype.itemsize for dtype in (dtypes.compute, dtypes.main, dtypes.reduce, dtypes.main_grad)),
+            None if self._granularity is None else granularities(like, self._granularity),
+        )
+        for region in regions:
+            yield GroupPlan([like[index] for index in region.indices], region.plan, spec)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """Everything a group is built from besides its parameters.
+
+    Attributes:
+        mesh: of the data-parallel axes alone. placements: the strategy on these axes.
+        device: where compute happens. dtypes: of the four copies.
+        divisor: gradients are divided by this (the number of data-parallel ranks unless told otherwise).
+        is_offloaded: main weights, weights at rest and gradients live in CPU memory. is_pinned: in pages that a GPU
+            reads.
+        is_meta: the parameters are on the meta device: nothing is allocated before ``materialize``.
+        fuses_weight_gradients: as the policy's ``fuse_weight_gradients``.
+    """
+
+    mesh: DeviceMesh
+    placements: Placements
+    device: torch.device
+    dtypes: GroupDtypes
+    divisor: float
+    is_offloaded: bool = False
+    is_pinned: bool = False
+    is_meta: bool = False
+    fuses_weight_gradients: bool | str = True
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where gathered weights and packed gradients live."""
+        return torch.device("meta") if self.is_meta else self.device
+
+    @property
+    def resting_device(self) -> torch.device:
+        """Where main weights, weights at rest and main gradients live."""
+        return torch.device("cpu") if self.is_offloaded and not self.is_meta else self.compute_device

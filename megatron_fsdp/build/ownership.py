@@ -1,0 +1,182 @@
+"""Which parameters a unit owns, and where in its modules each of them is used."""
+
+from __future__ import annotations
+import torch
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from megatron_fsdp.build.no_shard import is_no_shard
+from megatron_fsdp.build.tensor_parallel import TensorParallel, tensor_parallel_of
+from megatron_fsdp.errors import ConfigError, OwnershipError
+from megatron_fsdp.policy.mesh import ShardingTarget
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = [
+    "OwnedParameter",
+    "ParameterSite",
+    "collect_parameters",
+    "mark_owned",
+    "owner_words",
+]
+
+# Parameters, sharded ones and the originals, that some unit has taken over, with the name of that unit and of the
+# parameter in it. A tied weight that is still registered elsewhere is found here.
+_TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class ParameterSite:
+    """One place where a parameter is registered; it does not keep the module alive."""
+
+    __slots__ = ("_module", "attribute")
+
+    def __init__(self, module: nn.Module, attribute: str) -> None:
+        self._module = weakref.ref(module)
+        self.attribute = attribute
+
+    @property
+    def module(self) -> nn.Module:
+        """The module."""
+        module = self._module()
+        assert module is not None
+        return module
+
+
+@dataclass(slots=True, eq=False)
+class OwnedParameter:
+    """A parameter of a unit.
+
+    Attributes:
+        name: the first name within the unit. sites: every place where it is registered (several when it is tied).
+        split: how it is sharded over axes that are not data-parallel; None for a plain parameter.
+        is_replicated: it stays whole on every rank (``fsdp_no_shard``).
+        trained_main_dtype: of the main weight it would have if it was trained; None: its own.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    split: TensorParallel | None = None
+    is_replicated: bool = False
+    trained_main_dtype: torch.dtype | None = None
+    sites: list[ParameterSite] = field(default_factory=list)
+
+    @property
+    def local_tensor(self) -> torch.Tensor:
+        """This rank's part along axes that are not data-parallel: what the buffers lay out."""
+        return self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter.data
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of ``local_tensor``; the parameter's own unless it is ``split``."""
+        return tuple(self.local_tensor.shape)
+
+
+def collect_parameters(
+    modules: Sequence[nn.Module],
+    is_unit: Callable[[nn.Module], bool],
+    ignored: Iterable[nn.Parameter],
+    target: ShardingTarget | None = None,
+) -> list[OwnedParameter]:
+    """Return the parameters below ``modules`` that no nested unit owns, in registration order.
+
+    Args:
+        modules: the modules of one unit. target: over what it is sharded; None
+            where no parameter is a DTensor.
+        is_unit: tells nested units, which are skipped with all that is below them.
+        ignored: parameters that nobody shards.
+    Raises:
+        OwnershipError: a parameter belongs to another unit already.
+        ConfigError: a parameter that cannot be sharded (0-d, a DTensor over the data-parallel axes).
+    """
+    skipped = {id(parameter) for parameter in ignored}
+    found: dict[int, OwnedParameter] = {}
+    for position, root in enumerate(modules):
+        prefix = f"{position}." if len(modules) > 1 else ""
+        for module_name, module in _modules_of_unit(root, is_unit):
+            for attribute, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in skipped:
+                    continue
+                name = prefix + (f"{module_name}." if module_name else "") + attribute
+                owned = found.get(id(parameter))
+                if owned is None:
+                    _check_parameter(name, parameter, root)
+                    _check_module(name, module, root)
+                    split = tensor_parallel_of(name, parameter, target)
+                    is_replicated = is_no_shard(module) or is_no_shard(parameter)
+                    owned = found[id(parameter)] = OwnedParameter(name, parameter, split, is_replicated)
+                owned.sites.append(ParameterSite(module, attribute))
+    return list(found.values())
+
+
+def _modules_of_unit(
+    root: nn.Module, is_unit: Callable[[nn.Module], bool], prefix: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    seen = set() if seen is None else seen
+    if id(root) in seen:
+        return
+    seen.add(id(root))
+    yield prefix, root
+    for name, child in root.named_children():
+        if not is_unit(child):
+            yield from _modules_of_unit(child, is_unit, f"{prefix}.{name}" if prefix else name, seen)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, root: nn.Module) -> None:
+    where = f"{type(root).__name__}: parameter {name!r}"
+    if parameter in _TAKEN:
+        unit, first_name = _TAKEN[parameter]
+        if isinstance(parameter, DTensor):
+            raise OwnershipError(
+                f"{where} belongs to unit {unit!r} already, which was sharded before; call fully_shard on children "
+                "first, then on their parents"
+            )
+        raise OwnershipError(
+            f"{where} is the same tensor as {first_name!r} of unit {unit!r}, which owns it already. Tied parameters "
+            "need one unit: pass both modules to one call, fully_shard([first, second]), or wrap neither and leave "
+            "both to the unit around them."
+        )
+    if parameter.ndim == 0:
+        raise ConfigError(
+            f"{where} has no dimensions, so there are no rows to shard. Make it 1-d, "
+            "nn.Parameter(torch.tensor([value])), or list it in ignored_params."
+        )
+    if parameter.is_complex():
+        raise ConfigError(
+            f"{where} is complex ({parameter.dtype}), and gradients are reduced as real numbers. Keep it as real ones, "
+            "nn.Parameter(torch.view_as_real(tensor)), with torch.view_as_complex in forward; or list it in "
+            "ignored_params, and reduce its gradient yourself."
+        )
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise ConfigError(
+            f"{where} has hooks on its gradient, which would never be called: fully_shard makes other parameters. "
+            "Register them on the sharded ones, with register_post_accumulate_grad_hook, after fully_shard."
+        )
+    if hasattr(parameter, "fsdp_pre_all_gather"):
+        raise ConfigError(
+            f"{where} is a {type(parameter).__name__} with fsdp_pre_all_gather: tensors that bring an all-gather of "
+            "their own (float8 weights) are not supported; shard the plain weight, or list it in ignored_params."
+        )
+
+
+def mark_owned(parameter: nn.Parameter, unit: str, name: str) -> None:
+    """Remember that ``parameter`` belongs to a unit, under a name."""
+    _TAKEN[parameter] = (unit, name)
+
+
+def _check_module(name: str, module: nn.Module, root: nn.Module) -> None:
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+        raise ConfigError(
+            f"{type(root).__name__}: parameter {name!r} is of a {type(module).__name__} with max_norm="
+            f"{module.max_norm}, whose forward changes the rows that this rank's data uses: ranks would have different "
+            "weights. Build it without max_norm, and renormalise after optimizer.step(): under torch.no_grad(), "
+            "weight.copy_(torch.renorm(weight, 2, 0, max_norm)); or list it in ignored_params."
+        )
+
+
+def owner_words(tensor: torch.Tensor) -> str | None:
+    """Return what a sharded parameter is called, for messages; None for any other tensor."""
+    if not isinstance(tensor, DTensor) or tensor not in _TAKEN:
+        return None
+    unit, name = _TAKEN[tensor]
+    return f"parameter {name!r} of unit {unit!r}"

@@ -1,0 +1,238 @@
+"""Save and load model, optimizer and random state, under the model's own names and global shapes.
+
+A checkpoint is a folder in the format of PyTorch's distributed checkpoint, with ``state.pt`` for what is under no
+parameter's name and ``manifest.json`` for sizes and checksums (docs/design/checkpoint.md). Nothing in it is executed on
+load: tensors and values are read with ``weights_only=True``, the index by a reader that knows its classes alone.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from megatron_fsdp.checkpoint.async_save import SaveHandle, finish_pending_save, run_save
+from megatron_fsdp.checkpoint.dcp_metadata import tensors_of
+from megatron_fsdp.checkpoint.manifest import DamagedCheckpointError
+from megatron_fsdp.checkpoint.model_state import (
+    ModelMatch,
+    ModelView,
+    announce_change,
+    check_ties,
+    match_model,
+    restore_extra_state,
+    view_model,
+)
+from megatron_fsdp.checkpoint.optimizer_state import OptimizerMatch, describe_optimizer, match_optimizer, optimizer_kind
+from megatron_fsdp.checkpoint.random_state import check_random_state, random_state, restore_random_state
+from megatron_fsdp.checkpoint.rank_values import find_rank_values, part_rank_values
+from megatron_fsdp.checkpoint.ranks import CheckpointRanks, checkpoint_ranks
+from megatron_fsdp.checkpoint.reader import OpenCheckpoint, open_checkpoint, read_entries, refuse_replaced
+from megatron_fsdp.checkpoint.writer import place_of, plan_save, write_draft
+from megatron_fsdp.errors import CheckpointError
+
+__all__ = ["load_checkpoint", "save_checkpoint", "start_save", "state_bytes"]
+
+
+def save_checkpoint(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    path: str | Path,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    asynchronous: bool = False,
+) -> SaveHandle:
+    """Write a checkpoint folder at ``path``; every rank calls it. The folder appears when it is complete, and
+    replaces an older one. After a failure on any rank all raise, and the older one is as it was.
+
+    Args:
+        model: the (sharded) model. optimizer: over its parameters, or None.
+        path: on a file system that all ranks share.
+        extra: what else the caller wants back on load, such as the state of a learning-rate scheduler and the position
+            in the data: nested dicts, lists, numbers, strings, tensors. Rank 0's is kept.
+        asynchronous: return once this rank's part is copied to host memory, as many bytes as it writes, and write it
+            in the background. A later save or load waits for it first.
+    Returns:
+        A handle to wait for; it is done already unless ``asynchronous``.
+    Raises:
+        CheckpointError: it could not be written, or an earlier asynchronous save failed and nobody has asked.
+    """
+    return start_save(model, optimizer, Path(path), extra=extra, asynchronous=asynchronous)
+
+
+def start_save(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    path: Path,
+    *,
+    extra: Mapping[str, Any] | None,
+    asynchronous: bool,
+    afterwards: Callable[[], None] | None = None,
+) -> SaveHandle:
+    """Save as ``save_checkpoint`` does, and call ``afterwards`` on rank 0 when the folder has its name."""
+    finish_pending_save()
+    ranks = checkpoint_ranks()
+    path = place_of(path)
+    views: list[ModelView] = []
+    ranks.check(f"planning to save {path}", lambda: views.append(view_model(model)))
+    owners = find_rank_values(views[0], ranks)
+    draft = plan_save(path, lambda: _collect(views.pop(), owners, optimizer, extra, ranks), ranks)
+    if asynchronous:
+        try:
+            ranks.check(f"copying what to save in {path} to host memory", draft.planner.hold)
+        except CheckpointError:
+            draft.discard()
+            raise
+    return run_save(path, lambda: write_draft(draft, ranks, afterwards), in_background=asynchronous)
+
+
+def load_checkpoint(
+    model: nn.Module, optimizer: Optimizer | None, path: str | Path, *, verify: bool = True
+) -> dict[str, Any]:
+    """Load a checkpoint folder into the model and optimizer, whatever layout saved it; every rank calls it.
+
+    The layouts may differ in number of ranks, strategy, granularity, mesh, dtypes and ties. Random state is restored
+    where the number of ranks is the one that saved, or all ranks had the same.
+
+    Args:
+        model: sharded, of PyTorch's FSDP2, or plain. optimizer: over its parameters, or None to leave one unread.
+        path: of a checkpoint, or of a folder that ``torch.distributed.checkpoint.save`` wrote from
+            ``{"model": ..., "optimizer": ...}``.
+        verify: check all bytes against their checksums first; without, sizes alone.
+    Returns:
+        The ``extra`` that was saved, tensors in it on the CPU.
+    Raises:
+        CheckpointError: no checkpoint there, or one of another model: names and shapes that differ are listed; or
+            ``DamagedCheckpointError``, which names the file and the parameters in it. Nothing has changed then.
+    """
+    finish_pending_save()
+    ranks = checkpoint_ranks()
+    opened = open_checkpoint(Path(path), ranks, verify=verify)
+    step = f"loading {path}"
+    plans: list[_LoadPlan] = []
+    ranks.check(step, lambda: plans.append(_plan_load(opened, model, optimizer, ranks)))
+    (plan,) = plans
+    ranks.check(step, lambda: plan.read(opened))
+    refuse_replaced(opened, ranks)
+    _apply(plan, model, optimizer)
+    extra: dict[str, Any] = opened.state.get("extra", {})
+    return extra
+
+
+def _collect(
+    view: ModelView,
+    owners: Mapping[str, int],
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    ranks: CheckpointRanks,
+) -> tuple[dict[str, Any], bytes]:
+    """Return the nested entries that this rank knows, and the bytes of the state file."""
+    entries: dict[str, Any] = {"model": view.tensors, "random_state": {f"rank_{ranks.rank}": random_state()}}
+    state: dict[str, Any] = {
+        "extra": dict(extra or {}),
+        "extra_state": view.extra_state,
+        "num_ranks": ranks.size,
+        "ties": [list(names) for names in view.ties],
+        "torch": str(torch.__version__),
+    }
+    if optimizer is not None:
+        entries["optimizer"] = describe_optimizer(optimizer, view)
+        state["optimizer"] = optimizer_kind(optimizer)
+    part_rank_values(entries, owners, ranks.rank)
+    return entries, state_bytes(state)
+
+
+def state_bytes(state: Mapping[str, Any]) -> bytes:
+    """Return the content of a state file.
+
+    Raises:
+        CheckpointError: it has something in it that could not be loaded without running code.
+    """
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    try:
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            "extra (or a module's extra state) holds something that cannot be loaded without running code; use dicts, "
+            f"lists, numbers, strings and tensors: {reason}"
+        ) from None
+    return buffer.getvalue()
+
+
+class _LoadPlan:
+    """Everything that is to be read, each entry into its target; random state is read already."""
+
+    def __init__(self, view: ModelView, model: ModelMatch, optimizer: OptimizerMatch | None) -> None:
+        self.view = view
+        self.optimizer = optimizer
+        self.random: dict[str, torch.Tensor] = {}
+        self.targets: dict[str, Any] = dict(model.targets)
+        self.extra_state = model.extra_state
+
+    def read(self, opened: OpenCheckpoint) -> None:
+        """Read everything; from here on the model changes."""
+        try:
+            read_entries(opened, self.targets)
+            for targets in () if self.optimizer is None else self.optimizer.rounds:
+                read_entries(opened, targets)
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(
+                f"{error}. Checksums were not compared (verify=False), so part of it was loaded before this was found: "
+                "load another checkpoint"
+            ) from None
+
+
+def _plan_load(
+    opened: OpenCheckpoint, model: nn.Module, optimizer: Optimizer | None, ranks: CheckpointRanks
+) -> _LoadPlan:
+    view = view_model(model)
+    found = match_model(opened, view)
+    check_ties(opened, view, found.saved)
+    plan = _LoadPlan(view, found, None if optimizer is None else match_optimizer(opened, optimizer, view))
+    num_savers = opened.state.get("num_ranks", 0)
+    if num_savers == ranks.size:
+        plan.random = _read_random_state(opened, ranks.rank)
+    elif num_savers and _is_random_state_common(opened, num_savers):
+        plan.random = {name: state for name, state in _read_random_state(opened, 0).items() if name != "cuda"}
+    check_random_state(plan.random)
+    return plan
+
+
+def _read_random_state(opened: OpenCheckpoint, rank: int) -> dict[str, torch.Tensor]:
+    targets = _random_targets(opened, rank)
+    read_entries(opened, dict(targets.values()))
+    return {generator: target for generator, (_, target) in targets.items()}
+
+
+def _random_targets(opened: OpenCheckpoint, rank: int) -> dict[str, tuple[str, torch.Tensor]]:
+    saved = tensors_of(opened.metadata)
+    entries = opened.names_below("random_state", f"rank_{rank}")
+    return {str(path[0]): (name, torch.empty(saved[name].size, dtype=torch.uint8)) for path, name in entries.items()}
+
+
+def _is_random_state_common(opened: OpenCheckpoint, num_savers: int) -> bool:
+    """Whether all ranks that saved had the same state on the CPU, as with one seed for all."""
+
+    def state_of(rank: int) -> dict[str, list[int]]:
+        targets = {name: target for name, target in _random_targets(opened, rank).items() if name != "cuda"}
+        read_entries(opened, dict(targets.values()))
+        return {name: tensor.tolist() for name, (_, tensor) in targets.items()}
+
+    first = state_of(0)
+    return all(state_of(rank) == first for rank in range(1, num_savers))
+
+
+def _apply(plan: _LoadPlan, model: nn.Module, optimizer: Optimizer | None) -> None:
+    if optimizer is not None and plan.optimizer is not None:
+        plan.optimizer.apply(optimizer)
+    restore_extra_state(model, plan.extra_state)
+    announce_change(model, plan.view)
+    restore_random_state(plan.random)

@@ -1,0 +1,262 @@
+"""A sharded model's state as whole tensors, gathered one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dbuffer import DBuffer
+from megatron_fsdp.checkpoint.foreign import Saved, read_model, read_values
+from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
+from megatron_fsdp.checkpoint.reader import OpenCheckpoint, read_entries
+from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.runtime.module import units_below
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
+
+__all__ = [
+    "ModelMatch",
+    "ModelView",
+    "announce_change",
+    "check_ties",
+    "full_state_dict",
+    "iterate_full_tensors",
+    "local_part",
+    "match_model",
+    "refuse_differences",
+    "restore_extra_state",
+    "siblings",
+    "view_model",
+]
+
+_EXTRA_STATE = "_extra_state"
+
+# What wrappers of PyTorch put between a parameter and its name in the model as it was written.
+_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
+
+_MAX_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """A model as a checkpoint sees it.
+
+    Attributes:
+        tensors: parameters and persistent buffers by name, a tied one under each name: on the model's own memory, but
+            copies in FP32 where main weights are split.
+        names: the first name of each parameter, by the parameter's ``id``.
+        ties: the names of each parameter that has several.
+        extra_state: what modules with ``get_extra_state`` returned, by name.
+        copies: the groups whose main weights are split, with the buffers of ``tensors``.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    names: dict[int, str]
+    ties: tuple[tuple[str, ...], ...]
+    extra_state: dict[str, Any]
+    copies: tuple[tuple[ParameterGroup, DBuffer], ...] = ()
+
+    def siblings(self, name: str) -> tuple[str, ...]:
+        """Return the other names of a tied parameter."""
+        return siblings(self.ties, name)
+
+
+def view_model(model: nn.Module) -> ModelView:
+    """Look at a model; its units are resharded, nothing else changes.
+
+    Split main weights take another 4 bytes per element for as long as the view lives.
+
+    Raises:
+        CheckpointError: its state dict has an entry that is neither a tensor nor a module's extra state.
+        StateError: something else is registered in the place of a parameter.
+    """
+    for unit in units_below(_unwrapped(model)):
+        unit.settle_strangers()
+    tensors: dict[str, torch.Tensor] = {}
+    extra: dict[str, Any] = {}
+    for name, value in get_model_state_dict(model).items():
+        if name.rpartition(".")[2] == _EXTRA_STATE:
+            extra[name] = value
+        elif isinstance(value, torch.Tensor):
+            tensors[name] = value
+        else:
+            raise CheckpointError(
+                f"entry {name!r} of the model's state dict is a {type(value).__name__}; a checkpoint holds tensors, "
+                "and other values of modules that return them from get_extra_state"
+            )
+    by_parameter: dict[int, list[str]] = {}
+    for name, parameter in _unwrapped(model).named_parameters(remove_duplicate=False):
+        by_parameter.setdefault(id(parameter), []).append(_canonical(name))
+    names = {key: found[0] for key, found in by_parameter.items()}
+    ties = tuple(tuple(found) for found in by_parameter.values() if len(found) > 1)
+    copies = tuple((group, group.weights.values()) for group in _split_groups(model))
+    for group, values in copies:
+        for index, face in enumerate(group.parameters.values()):
+            whole = group.faces.wrap(index, values.get_dtensor(index))
+            tensors.update({name: whole for name in by_parameter.get(id(face), ()) if name in tensors})
+    return ModelView(tensors, names, ties, extra, copies)
+
+
+def _split_groups(model: nn.Module) -> Iterator[ParameterGroup]:
+    """Yield the groups that have parameters in ``model`` and split main weights, which have memory."""
+    groups = {id(group): group for p in model.parameters() if (group := group_of_parameter(p)) is not None}
+    for group in groups.values():
+        if group.weights.remainder is not None and not group.is_meta:
+            yield group
+
+
+def siblings(ties: Sequence[Sequence[str]], name: str) -> tuple[str, ...]:
+    """Return the names that share a parameter with ``name``, which is not among them."""
+    return tuple(other for group in ties if name in group for other in group if other != name)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMatch:
+    """Saved values and the places where they go.
+
+    Attributes:
+        targets: what to read each entry into. saved: the values, by the model's names.
+        extra_state: of modules, by name.
+    """
+
+    targets: dict[str, torch.Tensor]
+    saved: Mapping[str, Saved]
+    extra_state: Mapping[str, Any]
+
+
+def match_model(opened: OpenCheckpoint, view: ModelView) -> ModelMatch:
+    """Find the place of every saved value of the model; extra state alone is read yet.
+
+    A name that the checkpoint lacks may be covered by another name of the same, tied, parameter.
+
+    Raises:
+        CheckpointError: names or shapes differ; they are listed.
+    """
+    found = read_model(opened, [*view.tensors, *view.extra_state])
+    differences: list[str | None] = []
+    targets: dict[str, torch.Tensor] = {}
+    for name, tensor in view.tensors.items():
+        if name in found.tensors:
+            differences.append(_difference(name, tensor, found.tensors[name]))
+            if differences[-1] is None:
+                targets |= found.tensors[name].targets(tensor)
+        elif not any(other in found.tensors for other in view.siblings(name)):
+            differences.append(f"{name}: not in the checkpoint")
+    differences += [f"{name}: only in the checkpoint" for name in found.tensors if name not in view.tensors]
+    extra = dict(opened.state.get("extra_state", {}))
+    extra |= dict(zip(found.extra_state, read_values(opened, found.extra_state.values()), strict=True))
+    differences += [
+        f"{name}: only in the checkpoint"
+        for name, value in extra.items()
+        if name not in view.extra_state and (value is not None or name not in found.extra_state)
+    ]
+    refuse_differences(opened.folder, "model", [line for line in differences if line is not None])
+    return ModelMatch(targets, found.tensors, extra)
+
+
+def check_ties(opened: OpenCheckpoint, view: ModelView, saved: Mapping[str, Saved]) -> None:
+    """Refuse a checkpoint with different values for names that share one parameter here; this rank's part is compared.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    saved_ties = opened.state.get("ties", ())
+    for group in view.ties:
+        first, *others = [name for name in group if name in saved]
+        for other in others:
+            if other in siblings(saved_ties, first):
+                continue
+            one, two = (torch.empty_like(view.tensors[name]) for name in (first, other))
+            read_entries(opened, saved[first].targets(one))
+            read_entries(opened, saved[other].targets(two))
+            if not torch.equal(local_part(one), local_part(two)):
+                raise CheckpointError(
+                    f"{opened.folder} has different values for {first!r} and {other!r}, which are one parameter in "
+                    "this model; nothing was loaded. Untie them in the model, or make them equal before saving"
+                )
+
+
+def refuse_differences(folder: Path, kind: str, differences: Sequence[str]) -> None:
+    """Raise an error that lists the differences, if there are any.
+
+    Args:
+        kind: "model" or "optimizer".
+    """
+    if differences:
+        listed = "\n  ".join(differences[:_MAX_LISTED])
+        more = f"\n  and {len(differences) - _MAX_LISTED} more" if len(differences) > _MAX_LISTED else ""
+        raise CheckpointError(
+            f"{folder} is of another {kind}; nothing was loaded. {len(differences)} entries differ:\n  {listed}{more}"
+        )
+
+
+def restore_extra_state(model: nn.Module, extra_state: Mapping[str, Any]) -> None:
+    """Hand the saved extra state to the modules that it came from."""
+    for name, module in _unwrapped(model).named_modules():
+        key = _canonical(f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE)
+        if key in extra_state:
+            module.set_extra_state(extra_state[key])
+
+
+def announce_change(model: nn.Module, view: ModelView | None = None) -> None:
+    """Tell a sharded model's units that main weights, or the tensors of a view of them, were written to."""
+    for group, values in () if view is None else view.copies:
+        group.weights.store(values)
+    for unit in units_below(model):
+        for group in unit.groups:
+            group.catch_up()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _difference(name: str, tensor: torch.Tensor, saved: Saved) -> str | None:
+    if saved.shape is None:
+        return f"{name}: no tensor in the checkpoint"
+    if saved.shape != tuple(tensor.shape):
+        return f"{name}: {saved.shape} in the checkpoint, {tuple(tensor.shape)} here"
+    return None
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _canonical(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def iterate_full_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the whole value of each parameter and buffer; every rank iterates, to the end.
+
+    One whole tensor exists at a time, on every rank, if the caller keeps none. A tied parameter comes under each name.
+    """
+    for name, tensor in view_model(model).tensors.items():
+        yield name, whole(tensor)
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the whole state dict on the CPU on rank 0, an empty one elsewhere; every rank calls it.
+
+    Rank 0 holds it all, in host memory; the others, and rank 0's GPU, one tensor at a time.
+    """
+    is_main = checkpoint_ranks().rank == 0
+    found = {}
+    for name, tensor in iterate_full_tensors(model):
+        if is_main:
+            found[name] = tensor.to("cpu", copy=True)
+    return found
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole value of a tensor; every rank of a DTensor's mesh calls it."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()

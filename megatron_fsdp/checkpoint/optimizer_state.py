@@ -1,0 +1,265 @@
+"""Optimizer state under the parameters' names, so that it fits any order, grouping and layout of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from megatron_fsdp.checkpoint.dcp_metadata import EntryPath
+from megatron_fsdp.checkpoint.foreign import Saved, SavedOptimizer, read_optimizer
+from megatron_fsdp.checkpoint.model_state import ModelView, refuse_differences, siblings
+from megatron_fsdp.checkpoint.reader import OpenCheckpoint
+from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.optim.fresh_state import without_fresh_state
+from megatron_fsdp.optim.loaded_state import state_dtype
+
+__all__ = ["OptimizerMatch", "describe_optimizer", "match_optimizer", "optimizer_kind"]
+
+
+def describe_optimizer(optimizer: Optimizer, view: ModelView) -> dict[str, Any]:
+    """Return ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`` on the live tensors.
+
+    It is what ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` returns, except that an optimizer
+    that has taken no step yet has no state: PyTorch's function would take one, with gradients of zero.
+
+    Raises:
+        CheckpointError: the optimizer has a parameter that the model has not, or state that is of no parameter.
+    """
+    document = without_fresh_state(optimizer, optimizer.state_dict())
+    names = _names_by_index(optimizer, document, view)
+    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in document["param_groups"]]
+    foreign = [key for key in document["state"] if key not in names]
+    if foreign:
+        raise CheckpointError(
+            f"{optimizer_kind(optimizer)} has state under {foreign[0]!r}, which is none of its parameters; a "
+            "checkpoint holds state of parameters. Save it as extra={...}"
+        )
+    return {"state": {names[index]: values for index, values in document["state"].items()}, "param_groups": groups}
+
+
+def optimizer_kind(optimizer: Optimizer) -> str:
+    """Return the name of the optimizer's class, or of the one that a ``FlatOptimizer`` stands for."""
+    return str(getattr(optimizer, "kind_name", type(optimizer).__name__))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One value of a parameter's state.
+
+    Attributes:
+        index, path: of the parameter in the optimizer, and of the value in its state.
+        round, entry: the target that becomes the value; None: ``value`` does, of which parts are read.
+    """
+
+    index: int
+    path: EntryPath
+    round: int
+    entry: str | None
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerMatch:
+    """Saved optimizer state and the places where it goes.
+
+    Attributes:
+        rounds: what to read, by entry name: tensors in the layout of their parameters, placeholders otherwise. Where
+            parameters that are two here were one when they were saved, a second round reads for the second.
+        places: where each value goes.
+        groups: the hyperparameters of each of the optimizer's groups, with ``params`` as indices.
+    """
+
+    rounds: Sequence[dict[str, Any]]
+    places: Sequence[_Place]
+    groups: Sequence[Mapping[str, Any]]
+
+    def apply(self, optimizer: Optimizer) -> None:
+        """Give the optimizer what the targets of all rounds hold once they are read."""
+        state: dict[int, dict[str, Any]] = {}
+        for place in self.places:
+            value = place.value if place.entry is None else self.rounds[place.round][place.entry]
+            _insert(state.setdefault(place.index, {}), place.path, value)
+        optimizer.load_state_dict({"state": state, "param_groups": [dict(group) for group in self.groups]})
+
+
+def match_optimizer(opened: OpenCheckpoint, optimizer: Optimizer, view: ModelView) -> OptimizerMatch:
+    """Find the place of every saved value; only hyperparameters are read yet, and nothing changes.
+
+    Raises:
+        CheckpointError: the checkpoint has no optimizer, or one of another kind or over other parameters.
+    """
+    document = without_fresh_state(optimizer, optimizer.state_dict())
+    names = _names_by_index(optimizer, document, view)
+    here = [*view.names.values(), *(other for name in view.names.values() for other in view.siblings(name))]
+    saved = read_optimizer(opened, [names[index] for index in sorted(names)], here)
+    aliases = _Aliases(saved.groups, [*view.ties, *opened.state.get("ties", ())])
+    saved_names = {index: aliases.saved_name(name) for index, name in names.items()}
+    differences = list(_other_kind(opened, optimizer_kind(optimizer), document, saved, names))
+    differences += [f"{names[index]}: not in the checkpoint" for index, name in saved_names.items() if name is None]
+    covered = {name for name in saved_names.values() if name is not None}
+    covered |= {other for name in covered for other in siblings(view.ties, name)}
+    differences += [f"{name}: only in the checkpoint" for name in aliases.group_of if name not in covered]
+    by_index = _parameters_by_index(optimizer, document)
+    differences += _other_shapes(saved, names, by_index)
+    refuse_differences(opened.folder, "optimizer", differences)
+    groups = [_with_hyperparameters(group, saved.groups, aliases, names) for group in document["param_groups"]]
+    rounds: list[dict[str, Any]] = [{}]
+    places: list[_Place] = []
+    for (name, path), value in saved.state.items():
+        takers = [index for index, other in saved_names.items() if other == name]
+        rounds += [{} for _ in range(len(takers) - len(rounds))]
+        for number, index in enumerate(takers):
+            current = _look_up(document["state"].get(index, {}), path)
+            target = _target(opened, value, by_index[index], current, state_dtype(optimizer, by_index[index]))
+            rounds[number] |= value.targets(target)
+            entry = value.entries[0] if len(value.entries) == 1 else None
+            places.append(_Place(index, path, number, entry, target))
+    places += _steps_of_groups(saved, saved_names, aliases)
+    return OptimizerMatch(rounds, places, groups)
+
+
+def _other_shapes(
+    saved: SavedOptimizer, names: Mapping[int, str], by_index: Mapping[int, torch.Tensor]
+) -> Iterator[str]:
+    """Yield other software's state that is not of its parameter's shape: positions say nothing of names."""
+    shapes = {names[index]: tuple(parameter.shape) for index, parameter in by_index.items()}
+    for (name, path), value in saved.state.items() if saved.is_foreign else ():
+        if name in shapes and value.shape not in (None, (), shapes[name]):
+            yield f"{name}.{'.'.join(map(str, path))}: {value.shape} in the checkpoint, {shapes[name]} here"
+
+
+def _steps_of_groups(
+    saved: SavedOptimizer, saved_names: Mapping[int, str | None], aliases: _Aliases
+) -> Iterator[_Place]:
+    """Yield the steps of parameters whose state has none: TransformerEngine's and Apex's Adam count them by group."""
+    with_state = {name for name, _ in saved.state}
+    for index, name in saved_names.items():
+        if saved.is_foreign and name in with_state and (name, ("step",)) not in saved.state:
+            step = saved.groups[aliases.group_of[name]].get("step")
+            if step is not None:
+                yield _Place(index, ("step",), 0, None, torch.tensor(float(step)))
+
+
+def _parameters_by_index(optimizer: Optimizer, document: Mapping[str, Any]) -> dict[int, torch.Tensor]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in document["param_groups"] for index in group["params"]]
+    return dict(zip(indices, parameters, strict=True))
+
+
+def _names_by_index(optimizer: Optimizer, document: Mapping[str, Any], view: ModelView) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for position, (live, group) in enumerate(zip(optimizer.param_groups, document["param_groups"], strict=True)):
+        for parameter, index in zip(live["params"], group["params"], strict=True):
+            name = view.names.get(id(parameter))
+            if name is None:
+                raise CheckpointError(
+                    f"group {position} of the optimizer has a parameter of shape {tuple(parameter.shape)} that is not "
+                    "one of the model's. Build the optimizer from model.parameters(), after fully_shard"
+                )
+            names[index] = name
+    return names
+
+
+class _Aliases:
+    """Which saved parameter stands for one of this model: its own name's, or that of one it is or was tied to."""
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], ties: Sequence[Sequence[str]]) -> None:
+        self.group_of: dict[str, int] = {
+            name: position for position, group in enumerate(groups) for name in group["params"]
+        }
+        self._ties = ties
+
+    def saved_name(self, name: str) -> str | None:
+        return next((other for other in (name, *siblings(self._ties, name)) if other in self.group_of), None)
+
+
+def _with_hyperparameters(
+    group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], aliases: _Aliases, names: Mapping[int, str]
+) -> dict[str, Any]:
+    """Return one of the optimizer's groups with the hyperparameters that its parameters were saved with."""
+    found: dict[int, str] = {}
+    for index in group["params"]:
+        name = aliases.saved_name(names[index])
+        if name is not None:
+            found.setdefault(aliases.group_of[name], names[index])
+    positions = sorted(found)
+    for other in positions[1:]:
+        differing = [
+            key for key in saved[other] if key not in _NAMED and _differ(saved[other], saved[positions[0]], key)
+        ]
+        if differing:
+            raise CheckpointError(
+                f"{found[positions[0]]!r} and {found[other]!r} are in one group of this optimizer and were saved in "
+                f"two, with another {', '.join(differing)}; nothing was loaded. Group the parameters as they were"
+            )
+    hyperparameters = {key: value for key, value in saved[positions[0]].items() if key not in _NAMED} if found else {}
+    return {**group, **hyperparameters}
+
+
+_NAMED = ("params", "param_names")
+
+
+def _differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
+    if key not in other:
+        return True
+    # Equal as text and not with ==, which a tensor would answer with a tensor.
+    return repr(one[key]) != repr(other[key])
+
+
+def _other_kind(
+    opened: OpenCheckpoint, kind: str, document: Mapping[str, Any], saved: SavedOptimizer, names: Mapping[int, str]
+) -> Iterator[str]:
+    """Yield what shows that the checkpoint is of another kind of optimizer; nothing where it may be the same."""
+    saved_kind = opened.state.get("optimizer")
+    here = set().union(*document["param_groups"]) - {*_NAMED}
+    there = set().union(*saved.groups) - {*_NAMED}
+    # Other software's Adam has options of its own; what makes it one are the betas.
+    is_akin = saved.is_foreign and ("betas" in here) == ("betas" in there)
+    if saved_kind == kind or here <= there or there <= here or is_akin:
+        return
+    only_there = ", ".join(sorted(there - here))
+    yield f"hyperparameters: {only_there} of {saved_kind or 'another optimizer'}, which {kind} has not"
+    for index, values in document["state"].items():
+        for key in values:
+            if (names[index], (key,)) not in saved.state:
+                yield f"{names[index]}.{key}: not in the checkpoint"
+
+
+def _target(opened: OpenCheckpoint, saved: Saved, parameter: torch.Tensor, current: Any, dtype: torch.dtype) -> Any:
+    """Return the tensor to read a saved value into, in the layout of its parameter.
+
+    Args:
+        dtype: of state of the parameter's shape.
+    """
+    found = opened.metadata.state_dict_metadata[saved.entries[0]]
+    if saved.shape is None or not isinstance(found, TensorStorageMetadata):
+        return None
+    shape, saved_dtype = saved.shape, found.properties.dtype
+    if isinstance(current, torch.Tensor) and tuple(current.shape) == shape:
+        return current
+    if shape == tuple(parameter.shape):
+        return torch.zeros_like(parameter.detach(), dtype=dtype if saved_dtype.is_floating_point else saved_dtype)
+    if shape == () or not isinstance(parameter, DTensor):
+        return torch.zeros(shape, dtype=saved_dtype, device="cpu" if shape == () else parameter.device)
+    raise CheckpointError(
+        f"{opened.folder}: {saved.entries[0]} has shape {shape}, its parameter {tuple(parameter.shape)}, and this "
+        "optimizer has not made such state yet, which would show how it is laid out; take one step before loading"
+    )
+
+
+def _look_up(values: Any, path: EntryPath) -> Any:
+    for key in path:
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
+
+
+def _insert(values: dict[Any, Any], path: EntryPath, value: Any) -> None:
+    for key in path[:-1]:
+        values = values.setdefault(key, {})
+    values[path[-1]] = value

@@ -1,0 +1,260 @@
+"""Opening a checkpoint folder: found, checked against its manifest on all ranks, then read entry by entry."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from megatron_fsdp.checkpoint.dcp_metadata import (
+    METADATA,
+    RANK_VALUES,
+    EntryPath,
+    paths_of,
+    read_metadata,
+    tensors_by_file,
+)
+from megatron_fsdp.checkpoint.manifest import (
+    MANIFEST,
+    DamagedCheckpointError,
+    FileEntry,
+    damage_of,
+    find_damage,
+    read_manifest,
+)
+from megatron_fsdp.checkpoint.ranks import CheckpointRanks
+from megatron_fsdp.checkpoint.scratch import resting_place
+from megatron_fsdp.checkpoint.writer import STATE_FILE, place_of
+from megatron_fsdp.errors import CheckpointError
+
+__all__ = ["OpenCheckpoint", "open_checkpoint", "read_entries", "refuse_replaced", "verify_folder"]
+
+_log = logging.getLogger(__name__)
+
+_MAX_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCheckpoint:
+    """A checkpoint that was found and checked.
+
+    Attributes:
+        folder: where it lies. metadata: what it holds.
+        state: what is not under a name of the model: ``extra``, ties, number of ranks; empty for a folder that
+            PyTorch's own tools wrote.
+        rank: this rank, whose own values count where ranks saved different ones; None where another number of ranks
+            saved, and the first rank's count for all.
+        identity: another one where another checkpoint lies in the folder.
+    """
+
+    folder: Path
+    metadata: Metadata
+    state: Mapping[str, Any]
+    rank: int | None
+    identity: str
+
+    def names_below(self, *start: str) -> dict[EntryPath, str]:
+        """Return the entries whose path begins like this, by the rest of their path."""
+        paths = paths_of(self.metadata)
+        found = {path[len(start) :]: name for name, path in paths.items() if path[: len(start)] == start}
+        own = (RANK_VALUES, f"rank_{self.rank}", *start)
+        return found | {path[len(own) :]: name for name, path in paths.items() if path[: len(own)] == own}
+
+
+def open_checkpoint(folder: Path, ranks: CheckpointRanks, *, verify: bool) -> OpenCheckpoint:
+    """Find a checkpoint and check it, without changing anything on the disk; every rank calls it.
+
+    Args:
+        verify: hash all files, a share on each rank; False compares sizes only.
+    Raises:
+        CheckpointError: there is none.
+        DamagedCheckpointError: a file is missing or changed; the message names it and the parameters in it.
+    """
+    step = f"opening {folder}"
+
+    def look_for(_: list[None]) -> str:
+        # A save that was killed while it replaced the checkpoint has moved that away.
+        return str(folder if folder.exists() else resting_place(place_of(folder)))
+
+    found = Path(ranks.agree(step, lambda: None, look_for))
+    folder = folder if found == place_of(folder) else found
+    files: dict[str, FileEntry] = {}
+    identity: list[str] = []
+
+    def look() -> None:
+        files.update(_expected_files(folder))
+        identity.append(_identity(folder))
+
+    ranks.check(step, look)
+    _verify(folder, files, ranks, verify)
+    opened: list[OpenCheckpoint] = []
+    ranks.check(step, lambda: opened.append(_read_frame(folder, ranks, identity[0], has_state=STATE_FILE in files)))
+    return opened[0]
+
+
+def refuse_replaced(opened: OpenCheckpoint, ranks: CheckpointRanks) -> None:
+    """Look whether what was read lay in one checkpoint, on all ranks; every rank calls it after reading.
+
+    Raises:
+        CheckpointError: another job has replaced the checkpoint meanwhile.
+    """
+
+    def compare(found: list[tuple[str, str]]) -> None:
+        if len({identity for pair in found for identity in pair}) > 1:
+            raise CheckpointError(
+                f"{opened.folder} was replaced while it was loaded, and what was read is of two checkpoints; load again"
+            )
+
+    ranks.agree(f"loading {opened.folder}", lambda: (opened.identity, _identity(opened.folder)), compare)
+
+
+def _identity(folder: Path) -> str:
+    name = MANIFEST if (folder / MANIFEST).exists() else METADATA
+    return hashlib.sha256((folder / name).read_bytes()).hexdigest()
+
+
+def verify_folder(folder: Path, ranks: CheckpointRanks) -> int:
+    """Check every byte of a checkpoint against its manifest, without a model; every rank calls it.
+
+    Returns:
+        The number of bytes checked.
+    Raises:
+        CheckpointError: as ``open_checkpoint``, and for a folder without a manifest.
+    """
+    files = read_manifest(folder)
+    _verify(folder, files, ranks, is_thorough=True)
+    read_metadata(folder)
+    return sum(entry.num_bytes for entry in files.values())
+
+
+def read_entries(opened: OpenCheckpoint, targets: MutableMapping[str, Any]) -> None:
+    """Fill ``targets``: tensors in place, this rank's shards of DTensors alone; other values are replaced.
+
+    Args:
+        targets: by entry name; any placeholder stands for what is no tensor.
+    Raises:
+        DamagedCheckpointError: a value cannot be decoded; the message names it, its file and its first byte there.
+    """
+    reader = FileSystemReader(opened.folder)
+    reader.set_up_storage_reader(opened.metadata, is_coordinator=True)
+    wanted = dict(targets)
+    planner = _TensorsOnlyPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(wanted, opened.metadata, is_coordinator=True)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    try:
+        reader.read_data(plan, planner).wait()
+    except Exception as error:
+        # Once more, one by one, to say which it was.
+        for item in plan.items:
+            try:
+                reader.read_data(LoadPlan([item]), planner).wait()
+            except Exception as found:
+                raise DamagedCheckpointError(_damage_at(opened, item, found)) from None
+        raise CheckpointError(f"{opened.folder}: {type(error).__name__}: {error}") from error
+    targets.update(wanted)
+
+
+def _damage_at(opened: OpenCheckpoint, item: ReadItem, error: Exception) -> str:
+    stored = opened.metadata.storage_data.get(item.storage_index)
+    if stored is None:
+        return f"{opened.folder / METADATA} is damaged: it does not say where {item.storage_index.fqn} lies"
+    line = damage_of(opened.folder / stored.relative_path, error, stored.offset)
+    return f"{line}, where {item.storage_index.fqn} lies"
+
+
+class _TensorsOnlyPlanner(DefaultLoadPlanner):
+    """PyTorch's planner unpickles what is no tensor and would run code that it names; this one refuses such."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take over one value that is no tensor: numbers, strings, and collections of these."""
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
+
+
+def _expected_files(folder: Path) -> dict[str, FileEntry]:
+    if not (folder / METADATA).exists() and not (folder / MANIFEST).exists():
+        old = folder.with_name(f"{folder.name}.old")
+        hint = f"; there is one at {old}: rename it if it is the one wanted" if (old / MANIFEST).exists() else ""
+        raise CheckpointError(f"{folder} holds no complete checkpoint (looked for {METADATA} and {MANIFEST}){hint}")
+    if (folder / MANIFEST).exists() or (folder / STATE_FILE).exists():
+        return read_manifest(folder)
+    return {}
+
+
+def _verify(folder: Path, files: Mapping[str, FileEntry], ranks: CheckpointRanks, is_thorough: bool) -> None:
+    largest_first = sorted(files, key=lambda name: (-files[name].num_bytes, name))
+
+    def problems_of_mine() -> dict[str, str]:
+        found = {}
+        for name in largest_first[ranks.rank :: ranks.size]:
+            problem = find_damage(folder, name, files[name], is_thorough=is_thorough)
+            if problem is not None:
+                found[name] = problem
+        return found
+
+    def refuse(problems: list[dict[str, str]]) -> None:
+        by_file = {name: problem for part in problems for name, problem in part.items()}
+        if by_file:
+            raise DamagedCheckpointError(_damage_message(folder, by_file))
+
+    ranks.agree(f"verifying {folder}", problems_of_mine, refuse)
+
+
+def _damage_message(folder: Path, problems: Mapping[str, str]) -> str:
+    contents: dict[str, list[str]] = {}
+    if METADATA not in problems:
+        contents = tensors_by_file(read_metadata(folder))
+    lines = []
+    for name, problem in sorted(problems.items()):
+        parameters = contents.get(name, [])
+        more = f" and {len(parameters) - _MAX_LISTED} more" if len(parameters) > _MAX_LISTED else ""
+        listed = ", ".join(parameters[:_MAX_LISTED]) + more
+        lines.append(f"{problem}. It holds {listed or _WITHOUT_PARAMETERS.get(name, 'no parameters')}")
+    return (
+        f"{folder} is damaged; nothing was loaded. Load an older checkpoint, or a copy of this one:\n  "
+        + "\n  ".join(lines)
+    )
+
+
+_WITHOUT_PARAMETERS = {
+    METADATA: "the index of all parameters",
+    STATE_FILE: "extra and what else is under no parameter's name",
+}
+
+
+def _read_frame(folder: Path, ranks: CheckpointRanks, identity: str, *, has_state: bool) -> OpenCheckpoint:
+    metadata = read_metadata(folder)
+    state: Mapping[str, Any] = {}
+    if has_state:
+        try:
+            state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise DamagedCheckpointError(damage_of(folder / STATE_FILE, error)) from None
+        if not isinstance(state, dict):
+            raise DamagedCheckpointError(f"{folder / STATE_FILE} is damaged: it holds a {type(state).__name__}")
+    is_as_saved = state.get("num_ranks") == ranks.size
+    _warn_of_rank_values(folder, metadata, ranks, is_as_saved=is_as_saved)
+    return OpenCheckpoint(folder, metadata, state, ranks.rank if is_as_saved else None, identity)
+
+
+def _warn_of_rank_values(folder: Path, metadata: Metadata, ranks: CheckpointRanks, *, is_as_saved: bool) -> None:
+    paths = paths_of(metadata).values()
+    names = sorted({str(path[3]) for path in paths if path[0] == RANK_VALUES and path[2] == "model"})
+    if names and not is_as_saved and ranks.rank == 0:
+        more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+        _log.warning(
+            "%s was saved by another number of ranks, which did not hold the same in %s%s: the first rank's values are "
+            "taken on all ranks",
+            folder,
+            ", ".join(names[:_MAX_LISTED]),
+            more,
+        )

@@ -1,0 +1,223 @@
+"""Scratch folders: all that a save writes, replaces or deletes lies in a marked folder beside its place.
+
+step.tmp-3f2a91c0/
+    owner.json    whose folder this is; its maker holds a lock on it for as long as it works
+    new/          what is being written
+    replaced/     what had the name before, until the new one has it
+    deleted/      what is being deleted
+
+What has no such mark is somebody else's, whatever its name, and is never touched (docs/design/checkpoint.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_fsdp.checkpoint.manifest import sync_folder
+
+__all__ = ["Scratch", "delete_folder", "make_scratch", "marked_names", "names_at_rest", "resting_place", "sweep"]
+
+_log = logging.getLogger(__name__)
+
+_INFIX = ".tmp-"
+_OWNER = "owner.json"
+_KIND = "megatron-fsdp-dbuffer scratch"
+# Between hosts a lock may mean nothing; a save that still writes shows it by the times of its files.
+_QUIET_SECONDS = 3600.0
+_MAX_ATTEMPTS = 20
+# Of this process, where no launcher gives the job a name.
+_OWN_JOB = secrets.token_hex(8)
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """A folder of this process's own beside ``path``, until ``remove``.
+
+    Attributes:
+        path: the place that it is for. folder: the scratch folder.
+    """
+
+    path: Path
+    folder: Path
+    lock: IO[str]
+
+    @property
+    def new(self) -> Path:
+        """Where to write what gets the name ``path``."""
+        return self.folder / "new"
+
+    def publish(self) -> None:
+        """Give ``new`` the name ``path``; what has it is moved into this folder first.
+
+        A kill between the two renames leaves both in here: ``resting_place`` finds the old one, and ``sweep`` gives it
+        its name back.
+
+        Raises:
+            OSError: a rename failed; what was at ``path`` is there again.
+        """
+        replaced = self.folder / "replaced"
+        for attempt in range(_MAX_ATTEMPTS):
+            # Another job that saves to the same path may move what is there, or be first: whole it is either way.
+            with contextlib.suppress(FileNotFoundError):
+                self.path.rename(replaced)
+                sync_folder(self.folder)
+            try:
+                self.new.rename(self.path)
+                break
+            except OSError as error:
+                is_taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+                if not is_taken or attempt == _MAX_ATTEMPTS - 1:
+                    _bring_back(replaced, self.path)
+                    raise
+                if replaced.exists():
+                    shutil.rmtree(replaced)
+        sync_folder(self.path.parent)
+
+    def remove(self) -> None:
+        """Delete the folder and what is left in it."""
+        try:
+            _remove(self.folder)
+        finally:
+            self.lock.close()
+
+
+def make_scratch(path: Path) -> Scratch:
+    """Make a scratch folder beside ``path``, after ``sweep``; its parents are made too.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sweep(path)
+    folder = path.with_name(f"{path.name}{_INFIX}{secrets.token_hex(4)}")
+    folder.mkdir()
+    lock: IO[str] | None = None
+    try:
+        lock = (folder / _OWNER).open("w", encoding="utf-8")
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        json.dump({"kind": _KIND, "of": path.name, "job": _job(), "host": socket.gethostname()}, lock)
+        lock.flush()
+        os.fsync(lock.fileno())
+    except BaseException:
+        if lock is not None:
+            lock.close()
+        _remove(folder)
+        raise
+    return Scratch(path, folder, lock)
+
+
+def sweep(path: Path) -> None:
+    """Remove what saves to ``path`` left when they were killed; a checkpoint that they had moved away comes back.
+
+    Folders without this library's mark, and those of jobs that may still be at work, stay as they are.
+    """
+    for folder, owner in _scratches(path.parent):
+        if owner["of"] == path.name and _is_abandoned(folder, owner):
+            _bring_back(folder / "replaced", path)
+            try:
+                _remove(folder)
+            except OSError as error:
+                _log.warning("%s, which a save left behind, cannot be removed: %s", folder, error)
+
+
+def resting_place(path: Path) -> Path:
+    """Return where the folder of this name lies: at ``path``, or moved away by a save that was killed then."""
+    if not path.exists() and path.parent.is_dir():
+        for folder, owner in _scratches(path.parent):
+            if owner["of"] == path.name and (folder / "replaced").is_dir():
+                return folder / "replaced"
+    return path
+
+
+def marked_names(parent: Path) -> set[str]:
+    """Return the names in a folder that scratch folders are for, at work or left behind."""
+    return {owner["of"] for _, owner in _scratches(parent)}
+
+
+def names_at_rest(parent: Path) -> set[str]:
+    """Return the names of what is in a folder, those among them that a killed save had moved away."""
+    moved = {owner["of"] for folder, owner in _scratches(parent) if (folder / "replaced").is_dir()}
+    return moved | {entry.name for entry in parent.iterdir()}
+
+
+def delete_folder(path: Path) -> None:
+    """Delete a folder. A kill half way leaves nothing under its name: it is moved into a scratch folder first."""
+    scratch = make_scratch(path)
+    try:
+        # Another job of the same series may have deleted it.
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(scratch.folder / "deleted")
+    finally:
+        scratch.remove()
+
+
+def _scratches(parent: Path) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Yield the scratch folders in a folder, each with what its mark says."""
+    for entry in sorted(parent.iterdir()):
+        if _INFIX in entry.name and entry.is_dir() and not entry.is_symlink():
+            owner = _read_owner(entry)
+            if owner is not None and entry.name.startswith(owner["of"] + _INFIX):
+                yield entry, owner
+
+
+def _read_owner(folder: Path) -> dict[str, str] | None:
+    try:
+        owner: Any = json.loads((folder / _OWNER).read_text(encoding="utf-8"))
+        found = {key: str(owner[key]) for key in ("kind", "of", "job", "host")}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return found if found["kind"] == _KIND else None
+
+
+def _is_abandoned(folder: Path, owner: dict[str, str]) -> bool:
+    try:
+        with (folder / _OWNER).open("r+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_known = True
+    except BlockingIOError:
+        return False
+    except OSError:
+        # No locks on this file system, or another job swept the folder away just now.
+        is_known = False
+    if owner["job"] == _job() or (is_known and owner["host"] == socket.gethostname()):
+        return True
+    times = [entry.lstat().st_mtime for entry in (folder, *folder.rglob("*"))]
+    return time.time() - max(times) > _QUIET_SECONDS
+
+
+def _bring_back(replaced: Path, path: Path) -> None:
+    if replaced.exists() and not path.exists():
+        replaced.rename(path)
+        sync_folder(path.parent)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a scratch folder, its mark last: what a kill leaves of it is still known as one."""
+    for entry in [entry for entry in folder.iterdir() if entry.name != _OWNER]:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    (folder / _OWNER).unlink(missing_ok=True)
+    folder.rmdir()
+
+
+def _job() -> str:
+    """Return the name of this job, which its restarts share where the launcher gives one."""
+    names = (os.environ.get(variable, "") for variable in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
+    # torchrun's default names every job alike.
+    return next((name for name in names if name not in ("", "none")), _OWN_JOB)

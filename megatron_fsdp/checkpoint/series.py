@@ -1,0 +1,196 @@
+"""A run's checkpoints in one folder: ``step_0000100``, ``step_0000200``, and a file that names the latest."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from megatron_fsdp.checkpoint.api import load_checkpoint, start_save
+from megatron_fsdp.checkpoint.async_save import SaveHandle, finish_pending_save
+from megatron_fsdp.checkpoint.manifest import DamagedCheckpointError, is_whole, sync_folder
+from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
+from megatron_fsdp.checkpoint.scratch import (
+    delete_folder,
+    make_scratch,
+    marked_names,
+    names_at_rest,
+    resting_place,
+    sweep,
+)
+from megatron_fsdp.errors import ConfigError
+
+__all__ = ["CheckpointSeries", "LoadedCheckpoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedCheckpoint:
+    """What ``CheckpointSeries.load`` found.
+
+    Attributes:
+        step, path: of the checkpoint that was loaded.
+        extra: what was saved with it.
+        damaged: messages about newer ones that were passed over.
+    """
+
+    step: int
+    path: Path
+    extra: dict[str, Any]
+    damaged: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSeries:
+    """The checkpoints of one run, by step.
+
+    Attributes:
+        root: the folder that they lie in, on a file system that all ranks share.
+        prefix: of their names; "iter_" for Megatron's.
+        pointer: the file that names the latest one, written when that is whole.
+        is_pointer_bare: write the number alone into it, as Megatron's tracker has it, instead of the folder's name.
+    """
+
+    root: str | Path
+    prefix: str = "step_"
+    pointer: str = "latest"
+    is_pointer_bare: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """``root`` as a path."""
+        return Path(self.root)
+
+    @property
+    def _pattern(self) -> str:
+        return re.escape(self.prefix) + r"(\d{7,})"
+
+    def path(self, step: int) -> Path:
+        """Return the folder of one step's checkpoint."""
+        return self.folder / f"{self.prefix}{step:07d}"
+
+    def steps(self) -> list[int]:
+        """Return the steps of the whole checkpoints, ascending; sizes are compared, contents not read."""
+        if not self.folder.is_dir():
+            return []
+        found = (re.fullmatch(self._pattern, name) for name in names_at_rest(self.folder))
+        return sorted(int(match[1]) for match in found if match and is_whole(resting_place(self.folder / match[0])))
+
+    def latest(self) -> int | None:
+        """Return the step that the pointer names, None without a pointer.
+
+        Raises:
+            ConfigError: its content is no step.
+        """
+        file = self.folder / self.pointer
+        if not file.exists():
+            return None
+        try:
+            content = file.read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read ({error}); wanted a file with a step in it") from None
+        number = content.removeprefix(self.prefix.encode())
+        if not number.isdigit():
+            raise ConfigError(
+                f"{file} holds {content[:80].decode(errors='backslashreplace')!r}; wanted the number of a step, or "
+                f"{self.path(100).name}"
+            )
+        return int(number)
+
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        step: int,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        keep_last: int | None = None,
+        asynchronous: bool = False,
+    ) -> SaveHandle:
+        """Save a step as ``save_checkpoint`` does, then point to it, then delete what is older; every rank calls it.
+
+        Args:
+            keep_last: how many whole checkpoints to keep, at least 1; None keeps all.
+        Raises:
+            ConfigError: ``keep_last`` is below 1.
+            CheckpointError: as ``save_checkpoint``; the pointer still names the checkpoint before.
+        """
+        if keep_last is not None and keep_last < 1:
+            raise ConfigError(f"keep_last={keep_last}; wanted at least 1, or None to keep all")
+        return start_save(
+            model,
+            optimizer,
+            self.path(step),
+            extra=extra,
+            asynchronous=asynchronous,
+            afterwards=self._finisher(step, keep_last),
+        )
+
+    def load(self, model: nn.Module, optimizer: Optimizer | None) -> LoadedCheckpoint | None:
+        """Load the newest checkpoint that is whole, passing over damaged ones; every rank calls it.
+
+        Returns:
+            None where there is none at all.
+        Raises:
+            CheckpointError: as ``load_checkpoint``; ``DamagedCheckpointError`` when there are checkpoints and none is
+                whole.
+        """
+        finish_pending_save()
+        steps = checkpoint_ranks().agree(
+            f"looking for checkpoints in {self.folder}", lambda: None, lambda _: self.steps()
+        )
+        damaged: list[str] = []
+        for step in reversed(steps):
+            try:
+                extra = load_checkpoint(model, optimizer, self.path(step))
+            except DamagedCheckpointError as error:
+                damaged.append(str(error))
+            else:
+                return LoadedCheckpoint(step, self.path(step), extra, tuple(damaged))
+        if damaged:
+            raise DamagedCheckpointError("\n".join([f"no checkpoint in {self.folder} is whole:", *damaged]))
+        return None
+
+    def mark_latest(self, step: int) -> None:
+        """Let the pointer name a step; on one rank. It is replaced at once: a kill leaves the old or the new name."""
+        target = self.folder / self.pointer
+        scratch = make_scratch(target)
+        try:
+            with scratch.new.open("w", encoding="utf-8") as file:
+                file.write(f"{step}\n" if self.is_pointer_bare else f"{self.path(step).name}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.new.replace(target)
+        finally:
+            scratch.remove()
+        sync_folder(self.folder)
+
+    def prune(self, keep_last: int, newest: int | None = None) -> None:
+        """Delete all but the newest whole checkpoints, and what deletions before left; on one rank.
+
+        Args:
+            newest: the step to count back from; later ones, which a run that was wound back has left, stay.
+        """
+        steps = [step for step in self.steps() if newest is None or step <= newest]
+        for step in steps[:-keep_last]:
+            delete_folder(self.path(step))
+        for name in marked_names(self.folder):
+            if re.fullmatch(self._pattern, name):
+                sweep(self.folder / name)
+
+    def _finisher(self, step: int, keep_last: int | None) -> Callable[[], None]:
+        # In the background the working folder may be another one by then.
+        series = dataclasses.replace(self, root=self.folder.absolute())
+
+        def finish() -> None:
+            series.mark_latest(step)
+            if keep_last is not None:
+                series.prune(keep_last, step)
+
+        return finish

@@ -1,0 +1,253 @@
+"""Writing a checkpoint folder beside its place, checking it, and giving it its name in one step.
+
+path.tmp-3f2a91c0/new/       everything is written, read back for its checksums, and brought to the disk here
+path/                        the same folder, renamed: it is whole from the moment that it exists
+path.tmp-3f2a91c0/replaced/  for a moment, the folder that had the name before
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_fsdp.checkpoint.dcp_metadata import METADATA
+from megatron_fsdp.checkpoint.manifest import MANIFEST, FileEntry, hash_file, read_manifest, sync_folder, write_manifest
+from megatron_fsdp.checkpoint.ranks import CheckpointRanks
+from megatron_fsdp.checkpoint.scratch import Scratch, make_scratch, sweep
+from megatron_fsdp.errors import CheckpointError
+
+__all__ = ["STATE_FILE", "Draft", "place_of", "plan_save", "write_draft"]
+
+STATE_FILE = "state.pt"
+
+
+@dataclass(slots=True)
+class Draft:
+    """A save that is planned: which rank writes what, and where.
+
+    Attributes:
+        path: the name that the folder gets. folder: where it is written.
+        metadata: what the checkpoint holds; None on every rank but 0.
+        scratch: what ``folder`` lies in, made by rank 0; None elsewhere.
+        state: bytes of the state file; rank 0's count.
+    """
+
+    path: Path
+    folder: Path
+    plan: SavePlan
+    planner: HoldingPlanner
+    metadata: Metadata | None
+    scratch: Scratch | None
+    state: bytes
+
+    def discard(self) -> None:
+        """Delete what was written, after a failure on any rank; every rank calls it, rank 0 does it."""
+        if self.scratch is not None:
+            with contextlib.suppress(OSError):
+                self.scratch.remove()
+
+
+class HoldingPlanner(DefaultSavePlanner):
+    """PyTorch's planner, which can also take copies of what this rank is to write."""
+
+    def hold(self) -> None:
+        """Copy this rank's part of the plan to host memory and let go of everything else."""
+        self._held = {item.index: self._copied(item) for item in self.plan.items}
+        self.state_dict = {}
+
+    def _copied(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
+        data = super().resolve_data(item)
+        if isinstance(data, torch.Tensor):
+            return data.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return data
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return what to write; a copy is handed out once, so that its memory is free when it is on the disk."""
+        held: dict[MetadataIndex, torch.Tensor | io.BytesIO] | None = getattr(self, "_held", None)
+        return super().resolve_data(write_item) if held is None else held.pop(write_item.index)
+
+
+def plan_save(
+    path: Path,
+    collect: Callable[[], tuple[Mapping[str, Any], bytes]],
+    ranks: CheckpointRanks,
+    planner: HoldingPlanner | None = None,
+) -> Draft:
+    """Agree with all ranks on who writes what, and make the folder to write into.
+
+    Args:
+        path: the name that the folder will have, the same on all ranks; see ``place_of``.
+        collect: returns the nested entries to save and the bytes of the state file.
+        planner: where the values come from; None takes them from the entries.
+    Raises:
+        CheckpointError: ``collect`` failed on some rank, or the folder cannot be made.
+    """
+    source = HoldingPlanner() if planner is None else planner
+    collected: list[bytes] = []
+    made: list[Metadata] = []
+    scratches: list[Scratch] = []
+
+    def mine() -> tuple[str, SavePlan]:
+        entries, state = collect()
+        collected.append(state)
+        source.set_up_planner(dict(entries), is_coordinator=ranks.rank == 0)
+        return str(path), source.create_local_plan()
+
+    def together(proposals: list[tuple[str, SavePlan]]) -> list[tuple[str, SavePlan]]:
+        paths = sorted({proposed for proposed, _ in proposals})
+        if len(paths) > 1:
+            raise CheckpointError(f"ranks save to different paths: {', '.join(paths)}; give all of them the same")
+        plans, metadata = source.create_global_plan([plan for _, plan in proposals])
+        made.append(metadata)
+        scratch = _make_folder(path)
+        scratches.append(scratch)
+        folder = scratch.new
+        return [(str(folder), plan) for plan in FileSystemWriter(folder).prepare_global_plan(plans)]
+
+    folder, plan = ranks.divide(f"planning to save {path}", mine, together)
+    plan = source.finish_plan(plan)
+    return Draft(
+        path,
+        Path(folder),
+        plan,
+        source,
+        made[0] if made else None,
+        scratches[0] if scratches else None,
+        collected[0],
+    )
+
+
+def place_of(path: Path) -> Path:
+    """Return the place that a path stands for, wherever the process goes meanwhile: absolute, a link's target."""
+    found = Path.cwd() / path
+    return found.resolve() if found.is_symlink() or found.name in ("", "..") else found
+
+
+def write_draft(draft: Draft, ranks: CheckpointRanks, afterwards: Callable[[], None] | None = None) -> None:
+    """Write, check and name the folder; every rank calls it. After a failure the old checkpoint is as it was.
+
+    Args:
+        afterwards: called on rank 0 when the folder has its name; its failure is one of the save.
+    Raises:
+        CheckpointError: on every rank, when writing failed on any.
+    """
+
+    def together(parts: list[_Written]) -> None:
+        assert draft.metadata is not None
+        assert draft.scratch is not None
+        _finish(draft, draft.metadata, parts)
+        _publish(draft.scratch)
+        if afterwards is not None:
+            afterwards()
+
+    try:
+        ranks.agree(f"saving {draft.path}", lambda: _write_mine(draft), together)
+    except CheckpointError:
+        # The other ranks have stopped writing: agreeing on the failure took all of them.
+        draft.discard()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    results: Sequence[WriteResult]
+    files: Mapping[str, FileEntry]
+
+
+def _write_mine(draft: Draft) -> _Written:
+    if not draft.folder.is_dir():
+        raise CheckpointError(
+            f"{draft.folder}, which rank 0 made, cannot be seen from another rank; save to a file system that all share"
+        )
+    results = FileSystemWriter(draft.folder, sync_files=True).write_data(draft.plan, draft.planner).value()
+    names = sorted({result.storage_data.relative_path for result in results})
+    return _Written(results, {name: hash_file(draft.folder / name) for name in names})
+
+
+def _finish(draft: Draft, metadata: Metadata, parts: Sequence[_Written]) -> None:
+    """Write what rank 0 writes for all: the index, the state file, and last the manifest."""
+    folder = draft.folder
+    FileSystemWriter(folder, sync_files=True).finish(metadata, [list(part.results) for part in parts])
+    with (folder / STATE_FILE).open("wb") as file:
+        file.write(draft.state)
+        file.flush()
+        os.fsync(file.fileno())
+    files = {name: entry for part in parts for name, entry in part.files.items()}
+    files |= {name: hash_file(folder / name) for name in (METADATA, STATE_FILE)}
+    write_manifest(folder, files)
+    sync_folder(folder)
+
+
+def _publish(scratch: Scratch) -> None:
+    """Give a complete folder its name, and delete the one that had it; what was not of that checkpoint stays."""
+    # Another job that saves to the same path may be replacing it just now.
+    with contextlib.suppress(FileNotFoundError):
+        _refuse_foreign(scratch.path)
+        _carry_over(scratch.path, scratch.new)
+    scratch.publish()
+    scratch.remove()
+
+
+def _carry_over(old: Path, new: Path) -> None:
+    """Give the new folder what somebody put into the old one beside the checkpoint."""
+    with contextlib.suppress(CheckpointError):
+        own = {*read_manifest(old), MANIFEST}
+        for entry in old.iterdir():
+            if entry.name not in own and not (new / entry.name).exists():
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link_or_copy)
+                else:
+                    _link_or_copy(entry, new / entry.name)
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _make_folder(path: Path) -> Scratch:
+    """Make a folder beside ``path``, without what earlier saves to it left when they were killed."""
+    if path.parent.is_dir():
+        sweep(path)
+    _refuse_foreign(path)
+    scratch = make_scratch(path)
+    scratch.new.mkdir()
+    return scratch
+
+
+def _refuse_foreign(path: Path) -> None:
+    """A checkpoint replaces a checkpoint of this library or an empty folder, never other work of the user's."""
+    if not path.exists():
+        return
+    has_index = (path / METADATA).exists()
+    is_own = path.is_dir() and (
+        (has_index and ((path / STATE_FILE).exists() or (path / MANIFEST).exists()))
+        or _is_manifest(path)
+        or not any(path.iterdir())
+    )
+    if not is_own and path.exists():
+        made = "was not written by save_checkpoint" if has_index else "is no checkpoint"
+        raise CheckpointError(f"{path} exists and {made}; it would be replaced. Name another path, or move it away")
+
+
+def _is_manifest(path: Path) -> bool:
+    try:
+        read_manifest(path)
+    except CheckpointError:
+        return False
+    return True

@@ -1,0 +1,118 @@
+"""``megatron-fsdp plan``: memory, traffic and time of a training step, before there is a machine to run it on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from pathlib import Path
+
+from dbuffer.errors import DBufferError, PaddingWarning
+from megatron_fsdp.errors import ConfigError, FsdpError
+from megatron_fsdp.planning import catalog
+from megatron_fsdp.planning.estimate import Projection, project
+from megatron_fsdp.planning.option_types import byte_count, positive_integer
+from megatron_fsdp.planning.options import Options, add_plan_arguments
+from megatron_fsdp.planning.plan_html import draw_png, html_page
+from megatron_fsdp.planning.plan_text import page, to_dict
+from megatron_fsdp.planning.search import Search, fit_dict, fit_page, search
+
+__all__ = ["DESCRIPTION", "add_arguments", "run"]
+
+DESCRIPTION = "plan memory, traffic and time of a training step from shapes alone"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_plan_arguments(parser)
+    fit = parser.add_argument_group("search")
+    fit.add_argument(
+        "--fit",
+        type=byte_count,
+        metavar="SIZE",
+        help="memory of one accelerator: search what fits; options that are given stay as they are",
+    )
+    fit.add_argument("--gpus", type=positive_integer, metavar="N", help="with --fit: ranks to split into a mesh")
+    fit.add_argument(
+        "--global-batch",
+        type=positive_integer,
+        metavar="N",
+        help="with --fit: sequences per optimizer step, over all ranks (default: 8 per rank)",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print the plan as JSON (keys: docs/planning.md)")
+    output.add_argument("--html", metavar="FILE", help="write a page for a browser, without links to anywhere")
+    output.add_argument("--png", metavar="FILE", help="draw the memory chart (needs matplotlib)")
+    output.add_argument("--list-models", action="store_true", help="list the models of the catalog")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; see ``megatron-fsdp plan --help``.
+
+    Returns:
+        0; 1 when ``--fit`` finds nothing that fits; 2 when the request makes no sense, with the reason on stderr.
+    """
+    if args.list_models:
+        print("\n".join(catalog.names()))
+        return 0
+    try:
+        return _run(args)
+    except (FsdpError, DBufferError) as error:
+        print(f"megatron-fsdp plan: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    options = Options(args)
+    _refuse_team_without_muon(args)
+    subject = options.subject()
+    found: Search | None = None
+    with warnings.catch_warnings():
+        # The page lists the padding of every unit with what forces it.
+        warnings.simplefilter("ignore", PaddingWarning)
+        if args.fit is None:
+            _refuse_without_fit(args)
+            sizes = args.mesh
+            setup = options.setup(sizes, options.strategy_for(sizes), options.workload())
+            best: Projection | None = project(subject, setup)
+        else:
+            found = search(subject, options)
+            best = found.best
+    decisions = tuple(options.decisions(best.setup)) if best is not None else ()
+    _write(args, best, decisions, found)
+    return 0 if best is not None else 1
+
+
+def _refuse_team_without_muon(args: argparse.Namespace) -> None:
+    if args.max_team is not None and args.optimizer != "muon":
+        raise ConfigError(f"--max-team {args.max_team} belongs to --optimizer muon")
+
+
+def _refuse_without_fit(args: argparse.Namespace) -> None:
+    if args.mesh is None:
+        raise ConfigError("--mesh is missing: give the data-parallel ranks, such as --mesh 64 or --mesh 8x128")
+    for name in ("gpus", "global_batch"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} belongs to --fit SIZE")
+
+
+def _write(args: argparse.Namespace, best: Projection | None, decisions: tuple[str, ...], found: Search | None) -> None:
+    if args.html or args.png:
+        if best is None:
+            raise ConfigError(f"nothing fits {args.fit:,} bytes, so there is no chart to draw; the table says why")
+        try:
+            if args.png:
+                draw_png(args.png, best, args.fit)
+            if args.html:
+                Path(args.html).write_text(html_page(best, decisions, args.fit, found), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{error}; give a file that can be written") from error
+    if args.json:
+        plain = to_dict(best, decisions) if best is not None else {}
+        print(json.dumps({**plain, "fit": fit_dict(found)} if found is not None else plain, indent=2))
+        return
+    if found is not None:
+        print(fit_page(found), end="\n\n")
+    if best is not None:
+        print(page(best, decisions, args.fit))

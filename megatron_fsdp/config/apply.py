@@ -1,0 +1,111 @@
+"""prefetch_elements: how far gathers run ahead of compute, by size instead of by units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from torch import nn
+
+from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.runtime.memory_slots import SlotChoice
+from megatron_fsdp.runtime.module import FsdpModule, unit_of, units_below
+
+__all__ = [
+    "SlotFlags",
+    "prefetch_elements",
+    "use_slots_of",
+]
+
+
+class SlotFlags(Protocol):
+    """The fields of ``FsdpConfig`` that decide."""
+
+    @property
+    def fsdp_double_buffer(self) -> bool:
+        """Units of equal size take turns."""
+
+    @property
+    def megatron_fsdp_max_pool_double_buffer(self) -> bool:
+        """All units take turns."""
+
+    @property
+    def nccl_ub(self) -> bool:
+        """Buffers are registered with NCCL."""
+
+    @property
+    def disable_symmetric_registration(self) -> bool:
+        """But not as symmetric memory."""
+
+
+def use_slots_of(model: nn.Module, flags: SlotFlags) -> None:
+    """Let the units below ``model`` take their memory from the slots that the flags ask for, if they do."""
+    for unit in units_below(model):
+        choice = SlotChoice.of_megatron(
+            double_buffer=flags.fsdp_double_buffer,
+            max_pool=flags.megatron_fsdp_max_pool_double_buffer,
+            user_buffers=flags.nccl_ub,
+            is_symmetric=not flags.disable_symmetric_registration,
+            device_type=next((group.spec.device.type for group in unit.groups), "cpu"),
+        )
+        if choice.sizing is not None:
+            unit.use_slots(choice)
+
+
+def prefetch_elements(model: nn.Module, num_elements: int) -> None:
+    """Let each unit start the gathers of as many units ahead as hold ``num_elements`` elements together.
+
+    What ``--suggested-communication-unit-size`` asks for: many small units are then in flight at a time, as one large
+    one would be. The last unit started may exceed the number, and there is always one. They take memory for as long
+    as they wait for their turn.
+
+    The order is that of registration, backwards in backward, alike on all ranks whatever each of them computes.
+    Calling ``set_modules_to_forward_prefetch`` or ``set_modules_to_backward_prefetch`` afterwards replaces it.
+
+    Args:
+        model: sharded.
+        num_elements: of parameters, at least 1, whatever their dtype.
+    Raises:
+        StateError: no module of ``model`` is sharded.
+        ConfigError: ``num_elements`` is below 1.
+    """
+    if num_elements < 1:
+        raise ConfigError(f"prefetch_elements({num_elements}); wanted at least 1 element")
+    forward = _with_parameters(model.modules())
+    if not any(isinstance(module, FsdpModule) for module in model.modules()):
+        raise StateError(f"{type(model).__name__} holds no sharded module; call fully_shard on it first")
+    for position, unit in enumerate(forward):
+        unit.set_modules_to_forward_prefetch(_as_many(forward[position + 1 :], num_elements))
+    # A unit around others is the last to end in forward, and so the first in backward.
+    backward = _with_parameters(_children_first(model, set()))[::-1]
+    for position, unit in enumerate(backward):
+        unit.set_modules_to_backward_prefetch(_as_many(backward[position + 1 :], num_elements))
+
+
+def _with_parameters(modules: Iterator[nn.Module]) -> list[FsdpModule]:
+    """Return one module of each unit that owns parameters, in the order given."""
+    units: dict[int, FsdpModule] = {}
+    for module in modules:
+        if isinstance(module, FsdpModule) and unit_of(module).groups:
+            units.setdefault(id(unit_of(module)), module)
+    return list(units.values())
+
+
+def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    if id(module) not in seen:
+        seen.add(id(module))
+        for child in module.children():
+            yield from _children_first(child, seen)
+        yield module
+
+
+def _as_many(units: Sequence[FsdpModule], num_elements: int) -> list[FsdpModule]:
+    """Return the first units that together hold so many elements, or all of them."""
+    taken: list[FsdpModule] = []
+    total = 0
+    for unit in units:
+        if total >= num_elements:
+            break
+        taken.append(unit)
+        total += sum(face.numel() for group in unit_of(unit).groups for face in group.parameters.values())
+    return taken

@@ -1,0 +1,154 @@
+"""The keys of Hugging Face's FSDP settings, as one table: reading, notices and the documentation are made from it.
+
+``python -m megatron_fsdp.config.hf_keys docs/huggingface.md`` writes the table into the documentation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_fsdp.config.parser import Effect
+
+__all__ = ["KEYS", "STRATEGIES", "Key", "key_of", "keys_markdown"]
+
+Value = bool | int | str | None
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_BEGIN, _END = "<!-- keys: begin -->", "<!-- keys: end -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key.
+
+    Attributes:
+        name: without the prefix ``fsdp_``, which may stand before each spelling.
+        default: as in ``TrainingArguments``; None where it depends on the model or on other keys.
+        effect: whether it does anything here, and if not, why. meaning: in transformers and accelerate.
+        here: what happens here.
+        choices: legal values; empty for any. refused_choices: those of them that are refused, and why.
+        kind: type of the value; a tuple is a list, or names with commas between them.
+        others: other spellings. older: those of earlier releases, which are noticed.
+        refusal: why a value that is neither false nor empty is refused; empty: it is not.
+    """
+
+    name: str
+    default: Value
+    effect: Effect
+    meaning: str
+    here: str
+    choices: tuple[str | int, ...] = ()
+    kind: type = bool
+    others: tuple[str, ...] = ()
+    older: tuple[str, ...] = ()
+    refusal: str = ""
+    refused_choices: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """All names, without the prefix."""
+        return (self.name, *self.others, *self.older)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether giving the key changes nothing here."""
+        return self.effect is not Effect.ACTS
+
+
+_ACTS, _ALWAYS = Effect.ACTS, Effect.ALWAYS
+_XLA = "it is for PyTorch/XLA, which has a sharding engine of its own; leave it out"
+
+# Rows stay rows: the formatter would give every field a line of its own.
+# fmt: off
+KEYS: tuple[Key, ...] = (
+    Key("version", None, _ACTS, "1: PyTorch's older engine, 2: FSDP2",
+        "this engine serves both; it decides how reshard_after_forward is read. Not given: 1 if a strategy is named",
+        choices=(1, 2), kind=int),
+    Key("reshard_after_forward", True, _ACTS, "release weights between forward and backward; version 1: a strategy",
+        "of each unit, except the last norm with the head and the model around the units, which keep theirs",
+        choices=STRATEGIES, kind=str),
+    Key("sharding_strategy", None, _ACTS, "version 1: what is sharded, by name or number",
+        "SHARD_GRAD_OP keeps weights until backward, NO_SHARD shards nothing, HYBRID shards inside each host",
+        choices=STRATEGIES, kind=str),
+    Key("auto_wrap_policy", "TRANSFORMER_BASED_WRAP", _ACTS, "which modules become units",
+        "NO_WRAP makes one unit of the model",
+        choices=("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"), kind=str),
+    Key("transformer_layer_cls_to_wrap", None, _ACTS, "classes of layers, by name; a list, or commas between them",
+        "each instance is a unit; not given: the model's _no_split_modules", kind=tuple,
+        others=("transformer_cls_names_to_wrap",)),
+    Key("min_num_params", 0, _ACTS, "SIZE_BASED_WRAP: smallest number of parameters of a unit",
+        "counted without those of units inside; needed with SIZE_BASED_WRAP, refused without", kind=int),
+    Key("cpu_offload", False, _ACTS, "weights, gradients and the optimizer step live in CPU memory", "the same",
+        others=("offload_params",)),
+    Key("state_dict_type", "FULL_STATE_DICT", Effect.NOTHING, "how checkpoints are written",
+        "the function that is called decides: save_pretrained and export_safetensors write whole weights, "
+        "save_checkpoint shards",
+        choices=("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"), kind=str,
+        refused_choices={"LOCAL_STATE_DICT": "flat buffers are no format; give SHARDED_STATE_DICT"}),
+    Key("cpu_ram_efficient_loading", False, _ACTS, "only the first rank reads the weights",
+        "the other ranks receive their shards, one tensor at a time; they may build the model on the meta device"),
+    Key("sync_module_states", False, _ACTS, "version 1: every rank gets the first rank's weights", "the same"),
+    Key("activation_checkpointing", False, _ACTS, "compute the activations of layers again in backward",
+        "of each unit, random state included; refused together with the model's own gradient checkpointing"),
+    Key("activation_checkpointing_offload", False, Effect.LATER, "keep the inputs of such layers in CPU memory",
+        "refused if true",
+        refusal="inputs of checkpointed layers stay on the device; leave it out"),
+    Key("ignored_modules", None, _ACTS, "modules that are not sharded: a regular expression of whole names, or a list",
+        "their parameters are left alone: whole, and not reduced", kind=tuple),
+    Key("forward_prefetch", False, _ALWAYS, "start the next unit's gather while one computes",
+        "gathers run ahead in the order of the last step"),
+    Key("backward_prefetch", "NO_PREFETCH", _ALWAYS, "version 1: when backward gathers the next unit",
+        "as BACKWARD_PRE",
+        choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"), kind=str, older=("backward_prefetch_policy",)),
+    Key("use_orig_params", True, _ALWAYS, "version 1: the optimizer sees the model's own parameters",
+        "parameters keep their names and shapes"),
+    Key("limit_all_gathers", True, _ALWAYS, "version 1: bound the gathers in flight", "two units at a time"),
+    Key("xla", False, Effect.HARDWARE, "PyTorch/XLA's engine", "refused if true", refusal=_XLA),
+    Key("xla_fsdp_v2", False, Effect.HARDWARE, "PyTorch/XLA's second engine", "refused if true", refusal=_XLA),
+    Key("xla_fsdp_settings", None, Effect.HARDWARE, "settings of PyTorch/XLA's engine", "refused unless empty",
+        kind=dict, refusal=_XLA),
+    Key("xla_fsdp_grad_ckpt", False, Effect.HARDWARE, "checkpointing of PyTorch/XLA's engine", "refused if true",
+        refusal=_XLA),
+)
+# fmt: on
+
+_BY_SPELLING = {prefix + spelling: key for key in KEYS for spelling in key.spellings for prefix in ("", "fsdp_")}
+
+
+def key_of(name: str) -> Key | None:
+    """Return the key of a spelling, with or without the prefix, or None."""
+    return _BY_SPELLING.get(name)
+
+
+def keys_markdown() -> str:
+    """Return the table of all keys."""
+    lines = ["| Key | Default, and other values | Meaning | Effect here |", "|---|---|---|---|"]
+    return "\n".join(lines + [_row(key) for key in KEYS]) + "\n"
+
+
+def _row(key: Key) -> str:
+    values = [
+        "none"
+        if key.default is None
+        else f"`{str(key.default).lower() if isinstance(key.default, bool) else key.default}`"
+    ]
+    values += [f"`{choice}`" for choice in key.choices if choice != key.default]
+    names = ", ".join(f"`{spelling}`" for spelling in (key.name, *key.others))
+    names += "".join(f", once `{spelling}`" for spelling in key.older)
+    effect = f"{key.effect.value}: {key.here}"
+    return f"| {names} | {', '.join(values)} | {key.meaning} | {effect} |"
+
+
+def _main(paths: Sequence[str]) -> None:
+    """Write the table into documents, between the marks."""
+    for path in map(Path, paths):
+        before, _, rest = path.read_text(encoding="utf-8").partition(_BEGIN)
+        after = rest.partition(_END)[2]
+        path.write_text(f"{before}{_BEGIN}\n{keys_markdown()}{_END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

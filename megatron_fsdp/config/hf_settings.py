@@ -1,0 +1,299 @@
+"""Hugging Face's FSDP settings: ``TrainingArguments.fsdp_config``, and the same section of accelerate's file."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megatron_fsdp.config.hf_keys import KEYS, STRATEGIES, Key, key_of
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.policy.offload import CPUOffloadPolicy
+
+__all__ = ["HfSettings", "read_hf_settings"]
+
+# Of each of PyTorch's older sharding strategies: Megatron's strategy, and whether weights are released after forward.
+_MEANINGS: Mapping[str, tuple[str, bool]] = {
+    "FULL_SHARD": ("optim_grads_params", True),
+    "SHARD_GRAD_OP": ("optim_grads_params", False),
+    "NO_SHARD": ("no_shard", False),
+    "HYBRID_SHARD": ("optim_grads_params", True),
+    "HYBRID_SHARD_ZERO2": ("optim_grads_params", False),
+}
+_TRUE, _FALSE = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f")
+_MIXED_PRECISION = {"no": None, "fp32": None, "bf16": "bf16", "fp16": "fp16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfSettings:
+    """What an ``fsdp_config`` asks for beyond Megatron's flags; made by ``FsdpConfig.from_hf``.
+
+    Attributes:
+        sharding_strategy: one of PyTorch's older names, whichever version the settings were written for.
+        reshard_after_forward: whether units are released between forward and backward.
+        auto_wrap_policy, transformer_layer_cls_to_wrap, min_num_params: which modules become units. No classes: the
+            model's ``_no_split_modules``.
+        ignored_modules: a regular expression of whole names, names, or modules, whose parameters are left alone.
+        mixed_precision: "bf16", "fp16" or None; from the top level of accelerate's file.
+        given: the keys that were given, by their names here. older: those that were spelled as in earlier releases.
+    """
+
+    version: int = 2
+    sharding_strategy: str = "FULL_SHARD"
+    reshard_after_forward: bool = True
+    auto_wrap_policy: str = "TRANSFORMER_BASED_WRAP"
+    transformer_layer_cls_to_wrap: tuple[str, ...] = ()
+    min_num_params: int = 0
+    cpu_offload: bool = False
+    state_dict_type: str = "FULL_STATE_DICT"
+    cpu_ram_efficient_loading: bool = False
+    sync_module_states: bool = False
+    activation_checkpointing: bool = False
+    ignored_modules: str | tuple[str | nn.Module, ...] = ()
+    mixed_precision: str | None = None
+    given: tuple[str, ...] = ()
+    older: tuple[str, ...] = ()
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether weights are sharded inside of groups of ranks that are replicas of each other."""
+        return self.sharding_strategy.startswith("HYBRID")
+
+    @property
+    def is_from_first_rank(self) -> bool:
+        """Whether the first rank's weights count, and the others receive their shards of them."""
+        return self.cpu_ram_efficient_loading or self.sync_module_states
+
+    def flags(self) -> dict[str, Any]:
+        """Return the fields of ``FsdpConfig`` that say the same."""
+        flags: dict[str, Any] = {"data_parallel_sharding_strategy": _MEANINGS[self.sharding_strategy][0]}
+        return flags | ({self.mixed_precision: True} if self.mixed_precision else {})
+
+    def fully_shard_kwargs(self) -> dict[str, Any]:
+        """Return the keyword arguments of ``fully_shard`` that Megatron's flags have no say in."""
+        offload = {"offload_policy": CPUOffloadPolicy()} if self.cpu_offload else {}
+        return {"reshard_after_forward": self.reshard_after_forward, **offload}
+
+    def decisions(self) -> Iterator[str]:
+        """Yield one line per key that is acted on, with what it does."""
+        for key in KEYS:
+            if not key.is_silent and hasattr(self, key.name):
+                default = "" if key.name in self.given else " (default)"
+                yield f"{key.name} {getattr(self, key.name)}{default}: {key.here}"
+
+    def notices(self) -> Iterator[str]:
+        """Yield one line, with the reason, for every key that does nothing here or is spelled in an older way."""
+        for name in self.older:
+            key = _find(name)
+            yield f"{name} is an older name, which is deprecated; write {key.name}"
+        for key in KEYS:
+            if key.is_silent and key.name in self.given:
+                yield f"{key.name} does nothing here; {key.effect.value}: {key.here}"
+
+
+def read_hf_settings(source: Mapping[str, Any] | str | Path) -> HfSettings:
+    """Read settings from a mapping, a JSON file or accelerate's YAML file.
+
+    Keys may have the prefix ``fsdp_``. A file or mapping of accelerate has them in its section ``fsdp_config``; of the
+    rest of it ``distributed_type`` and ``mixed_precision`` count.
+
+    Raises:
+        ConfigError: an unknown key (the nearest valid one is named), a wrong value, keys that contradict each other,
+            or a file that cannot be read.
+    """
+    content = source if isinstance(source, Mapping) else _read_file(Path(source))
+    precision = None
+    if "fsdp_config" in content:
+        precision = _accelerate_precision(content)
+        content = content["fsdp_config"] or {}
+        if not isinstance(content, Mapping):
+            raise ConfigError(f"fsdp_config: found {content!r}, wanted a mapping of keys")
+    values = {key.name: _checked(key, value) for key, value in _named(content)}
+    older = tuple(str(name) for name in content if str(name).removeprefix("fsdp_") in _find(str(name)).older)
+    _refuse_contradictions(values)
+    resharding = values.get("reshard_after_forward")
+    named = values.get("sharding_strategy", resharding if isinstance(resharding, str) else None)
+    strategy = named or "FULL_SHARD"
+    derived = {
+        "version": values.get("version", 2 if named is None else 1),
+        "sharding_strategy": strategy,
+        "reshard_after_forward": resharding if isinstance(resharding, bool) else _MEANINGS[strategy][1],
+    }
+    fields = HfSettings.__dataclass_fields__
+    kept = {name: value for name, value in values.items() if name in fields}
+    return HfSettings(**{**kept, **derived, "mixed_precision": precision, "given": tuple(values), "older": older})
+
+
+# ---------------------------------------------------------------- files
+
+
+def _read_file(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = _parse_yaml(path, text) if path.suffix in (".yaml", ".yml") else json.loads(text)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{path} holds a {type(content).__name__}; wanted a mapping of keys")
+    return content
+
+
+def _parse_yaml(path: Path, text: str) -> Any:
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError:
+        raise ConfigError(
+            f"reading {path} needs PyYAML: pip install pyyaml, or write the section fsdp_config as JSON"
+        ) from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is no YAML: {error}") from None
+
+
+def _accelerate_precision(content: Mapping[str, Any]) -> str | None:
+    """Return the compute dtype of accelerate's file, after a look at what it is for."""
+    kind = content.get("distributed_type", "FSDP")
+    if kind != "FSDP":
+        raise ConfigError(f"distributed_type: found {kind!r}, wanted 'FSDP'; this file is for another engine")
+    precision = str(content.get("mixed_precision", "no")).lower()
+    # YAML reads an unquoted no as False.
+    precision = "no" if precision in ("false", "none") else precision
+    if precision not in _MIXED_PRECISION:
+        raise ConfigError(f"mixed_precision: found {precision!r}, wanted one of {', '.join(_MIXED_PRECISION)}")
+    return _MIXED_PRECISION[precision]
+
+
+# ---------------------------------------------------------------- keys and values
+
+
+def _named(content: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
+    """Yield the keys that were given with their values; null counts as not given."""
+    spelled: dict[str, str] = {}
+    for name, value in content.items():
+        key = _find(str(name))
+        if key.name in spelled:
+            raise ConfigError(f"{spelled[key.name]!r} and {name!r} are the same key; give one of them")
+        spelled[key.name] = str(name)
+        if value is not None:
+            yield key, value
+
+
+def _find(name: str) -> Key:
+    found = key_of(name)
+    if found is None:
+        names = [spelling for key in KEYS for spelling in (key.name, *key.others)]
+        prefix = "fsdp_" if name.startswith("fsdp_") else ""
+        nearest = difflib.get_close_matches(name.removeprefix("fsdp_"), names, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"unknown key {name!r} in fsdp_config, the nearest valid one is {prefix + nearest!r}")
+    return found
+
+
+def _checked(key: Key, value: Any) -> Any:
+    """Return a value in the form that settings have it, or raise."""
+    if key.name == "ignored_modules":
+        return _ignored(value)
+    if key.name in ("reshard_after_forward", "sharding_strategy"):
+        return _resharding_value(key, value)
+    if key.kind is bool:
+        value = _boolean(key, value)
+    elif key.kind is int:
+        value = _integer(key, value)
+    elif key.kind is tuple:
+        value = tuple(value.split(",")) if isinstance(value, str) else tuple(value)
+        value = tuple(str(name).strip() for name in value)
+    elif key.kind is str:
+        value = _choice(key, value)
+    if key.refusal and value:
+        raise ConfigError(f"{key.name}={value!r}: {key.refusal}")
+    return value
+
+
+def _boolean(key: Key, value: Any) -> bool:
+    text = str(value).lower()
+    if text not in (*_TRUE, *_FALSE):
+        raise ConfigError(f"{key.name}: found {value!r}, wanted true or false")
+    return text in _TRUE
+
+
+def _integer(key: Key, value: Any) -> int:
+    if isinstance(value, bool) or not str(value).isdigit():
+        raise ConfigError(f"{key.name}: found {value!r}, wanted a whole number >= 0")
+    number = int(value)
+    if key.choices and number not in key.choices:
+        raise ConfigError(f"{key.name}: found {number}, wanted one of {', '.join(map(str, key.choices))}")
+    return number
+
+
+def _choice(key: Key, value: Any) -> str:
+    text, choices = str(value).upper(), [str(choice) for choice in key.choices]
+    if text in choices and text not in key.refused_choices:
+        return text
+    if text in choices:
+        raise ConfigError(f"{key.name}={text}: {key.refused_choices[text]}")
+    nearest = difflib.get_close_matches(text, choices, n=1, cutoff=0.0)[0]
+    raise ConfigError(f"{key.name}: found {value!r}, wanted one of {', '.join(choices)}; the nearest is {nearest}")
+
+
+def _resharding_value(key: Key, value: Any) -> bool | str:
+    """Return a truth value, or the name of a strategy, which version 1 has in its place."""
+    text = str(value).upper()
+    if key.name == "sharding_strategy" and text.isdigit() and 1 <= int(text) <= len(STRATEGIES):
+        return STRATEGIES[int(text) - 1]
+    if key.name == "reshard_after_forward" and text.lower() in (*_TRUE, *_FALSE):
+        return _boolean(key, value)
+    return _choice(key, value)
+
+
+def _ignored(value: Any) -> str | tuple[str | nn.Module, ...]:
+    if isinstance(value, str):
+        return value
+    entries = tuple(value)
+    if not all(isinstance(entry, (str, nn.Module)) for entry in entries):
+        raise ConfigError(f"ignored_modules: found {value!r}, wanted a regular expression, names or modules")
+    return entries
+
+
+# ---------------------------------------------------------------- what keys mean together
+
+
+def _refuse_contradictions(values: Mapping[str, Any]) -> None:
+    version, resharding = values.get("version"), values.get("reshard_after_forward")
+    strategy = values.get("sharding_strategy")
+    if version == 2 and isinstance(resharding, str):
+        raise ConfigError(f"version 2 contradicts reshard_after_forward {resharding}: give true or false, or version 1")
+    if version == 1 and isinstance(resharding, bool):
+        raise ConfigError(
+            f"version 1 contradicts reshard_after_forward {resharding}: name a strategy ({', '.join(STRATEGIES)}), or "
+            "give version 2"
+        )
+    if version == 2 and strategy is not None:
+        raise ConfigError(f"version 2 contradicts sharding_strategy {strategy}: give reshard_after_forward instead")
+    if strategy is not None and resharding is not None and resharding != strategy:
+        raise ConfigError(f"sharding_strategy {strategy} contradicts reshard_after_forward {resharding}: give one")
+    _refuse_wrapping(values)
+    if values.get("cpu_offload") and "NO_SHARD" in (strategy, resharding):
+        raise ConfigError("cpu_offload contradicts NO_SHARD: what rests whole is used where it rests")
+    if values.get("cpu_ram_efficient_loading") and values.get("sync_module_states") is False:
+        raise ConfigError("cpu_ram_efficient_loading contradicts sync_module_states false: the others have no weights")
+
+
+def _refuse_wrapping(values: Mapping[str, Any]) -> None:
+    policy = values.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+    classes, minimum = values.get("transformer_layer_cls_to_wrap"), values.get("min_num_params", 0)
+    if classes and policy != "TRANSFORMER_BASED_WRAP":
+        raise ConfigError(f"transformer_layer_cls_to_wrap contradicts auto_wrap_policy {policy}")
+    if minimum and policy != "SIZE_BASED_WRAP":
+        raise ConfigError(f"min_num_params {minimum} contradicts auto_wrap_policy {policy}: it is for SIZE_BASED_WRAP")
+    if policy == "SIZE_BASED_WRAP" and not minimum:
+        raise ConfigError(
+            "auto_wrap_policy SIZE_BASED_WRAP needs min_num_params > 0 (found 0): every module would be a unit"
+        )

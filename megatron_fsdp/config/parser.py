@@ -1,0 +1,82 @@
+"""Megatron-LM's flags around FSDP, as one table: the parser, the documentation and the notices are made from it.
+
+``python -m megatron_fsdp.config.parser > docs/flags.md`` writes the documentation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any, TypeVar
+
+from megatron_fsdp.config.flag_launcher import UNDER_THE_LAUNCHER
+from megatron_fsdp.config.flag_rules import RULES, Rule
+from megatron_fsdp.config.flags import FLAGS, SECTIONS, Effect, Flag, attribute, flag_of
+
+__all__ = ["FLAGS", "RULES", "Effect", "Flag", "Rule", "add_megatron_fsdp_args", "flag_of", "flags_markdown"]
+
+P = TypeVar("P", bound=argparse.ArgumentParser)
+
+
+def add_megatron_fsdp_args(parser: P) -> P:
+    """Add Megatron-LM's FSDP flags to a parser, with its names, defaults and choices, and return the parser.
+
+    Flags that the parser has already are left as they are. ``FsdpConfig.from_args`` reads and checks the result.
+    """
+    for title, flags in SECTIONS.items():
+        group = parser.add_argument_group(f"Megatron FSDP: {title[0].lower()}{title[1:]}")
+        for flag in flags:
+            if flag.name not in parser._option_string_actions:
+                group.add_argument(flag.name, **_options(flag))
+    return parser
+
+
+def _options(flag: Flag) -> dict[str, Any]:
+    here = "" if flag.effect is Effect.ACTS else f" (here: {flag.effect.value}; {flag.here})"
+    options: dict[str, Any] = {"dest": flag.dest, "help": f"{flag.meaning}{here}".replace("%", "%%")}
+    if flag.kind is bool:
+        if flag.default is True and not flag.is_off_switch:
+            return {**options, "action": argparse.BooleanOptionalAction, "default": True}
+        return {**options, "action": "store_false" if flag.is_off_switch else "store_true"}
+    if flag.kind is tuple:
+        return {**options, "nargs": "*", "default": [], "metavar": "NAME"}
+    options |= {"type": flag.kind, "default": flag.default}
+    return {**options, "choices": flag.choices} if flag.choices else options
+
+
+def flags_markdown() -> str:
+    """Return docs/flags.md: a table of all flags, and which of them are refused together."""
+    lines = [
+        "# Flags",
+        "",
+        "Megatron-LM's flags around FSDP, with its names, defaults and choices. `add_megatron_fsdp_args(parser)` adds",
+        "them to a parser, `FsdpConfig.from_args(args)` checks them. `config.explain()` says which flag caused what,",
+        "`config.notices()` which of the given flags do nothing here, and why. `config.fully_shard_kwargs(mesh)` are",
+        "for every `fully_shard` of a model; `config.apply(model)` sets the rest afterwards. What concerns",
+        "losses, checks, checkpoints and the start of a run is done by [the training script](training_script.md).",
+        "",
+        "This file is written by `python -m megatron_fsdp.config.parser > docs/flags.md`.",
+    ]
+    for title, flags in SECTIONS.items():
+        lines += _heading(title, "Flag | Default, and other values | Meaning | Effect here")
+        lines += [_row(flag) for flag in flags]
+    lines += ["", *UNDER_THE_LAUNCHER]
+    lines += _heading("Refused", "Flag | | | Reason")
+    lines += [f"| `{rule.first}` | {rule.relation} | `{rule.second}` | {rule.reason} |" for rule in RULES]
+    return "\n".join(lines) + "\n"
+
+
+def _heading(title: str, columns: str) -> list[str]:
+    return ["", f"## {title}", "", f"| {columns} |", "|---" * (columns.count("|") + 1) + "|"]
+
+
+def _row(flag: Flag) -> str:
+    values = ["none" if flag.default in (None, ()) else f"`{flag.default}`"]
+    values += [f"`{choice}`" for choice in flag.choices if choice != flag.default]
+    dest = "" if flag.dest == attribute(flag.name) else f"`{flag.dest}`: "
+    effect = f"{flag.effect.value}: {flag.here}"
+    return f"| `{flag.name}` | {dest}{', '.join(values)} | {flag.meaning} | {effect} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(flags_markdown())

@@ -1,0 +1,1 @@
+"""Other trainers over this engine."""

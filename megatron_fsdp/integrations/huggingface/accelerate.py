@@ -1,0 +1,95 @@
+"""accelerate's FSDP2 path over this engine, for the length of a block."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from megatron_fsdp.api import fully_shard
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.integrations.huggingface.prepared import keep_in_step
+from megatron_fsdp.runtime.hooks import register_fsdp_forward_method
+from megatron_fsdp.runtime.module import FsdpModule
+
+__all__ = ["accelerate_fsdp2"]
+
+
+@contextmanager
+def accelerate_fsdp2() -> Iterator[None]:
+    """Make ``Accelerator.prepare`` shard with this engine inside of the block, on its FSDP2 path.
+
+    A ``transformers.Trainer`` calls it in ``train``, so ``with accelerate_fsdp2(): trainer.train()`` is all that a
+    script with ``TrainingArguments(fsdp=True)`` needs. accelerate takes the function and the class from
+    ``torch.distributed.fsdp`` when ``prepare`` runs. They are put back afterwards. What was prepared stays as it is:
+    ``backward``, ``clip_grad_norm_``, ``accumulate``, ``save_state`` and ``get_state_dict`` work on it outside of the
+    block.
+
+    Raises:
+        ConfigError: accelerate is not installed, or does not have that path; from ``prepare``, that it takes another
+            one, on which nothing would be sharded by this engine. A process alone is warned only.
+    """
+    try:
+        importlib.import_module("accelerate.utils.fsdp_utils").fsdp2_prepare_model  # noqa: B018  (looked up, not used)
+    except (ImportError, AttributeError):
+        raise ConfigError(
+            "accelerate_fsdp2 needs accelerate with its FSDP2 path: pip install 'accelerate>=1.15'"
+        ) from None
+    fsdp: Any = importlib.import_module("torch.distributed.fsdp")
+    accelerator: Any = importlib.import_module("accelerate").Accelerator
+    prepare = accelerator.prepare
+
+    @functools.wraps(prepare)
+    def checked(self: Any, *args: Any, **options: Any) -> Any:
+        _check_path(self)
+        prepared = prepare(self, *args, **options)
+        for each in prepared if isinstance(prepared, (list, tuple)) else (prepared,):
+            _serve_generate(each)
+        return prepared
+
+    lent = {"fully_shard": fully_shard, "FSDPModule": FsdpModule}
+    own = {name: getattr(fsdp, name) for name in lent}
+    vars(fsdp).update(lent)
+    accelerator.prepare = checked
+    try:
+        yield
+    finally:
+        vars(fsdp).update(own)
+        accelerator.prepare = prepare
+
+
+def _check_path(accelerator: Any) -> None:
+    """Refuse an accelerator that would wrap models in something else."""
+    if accelerator.is_fsdp2:
+        return
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    version = getattr(plugin, "fsdp_version", None)
+    kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
+    found = f"distributed_type {kind}" + (f", fsdp_version {version}" if version is not None else "")
+    cure = (
+        "Give TrainingArguments(fsdp=True), Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)) or "
+        "a file of `accelerate launch` with distributed_type FSDP and fsdp_version 2. accelerate has that path on GPUs "
+        "only; on CPUs, and without accelerate's settings, call prepare_model"
+    )
+    if accelerator.num_processes > 1:
+        raise ConfigError(
+            f"accelerate_fsdp2(): this Accelerator is not on its FSDP2 path (found {found}), so prepare would not "
+            f"shard with this engine, but wrap the model in another. {cure}"
+        )
+    warnings.warn(
+        f"accelerate_fsdp2(): one process, and an Accelerator that is not on its FSDP2 path (found {found}): nothing "
+        f"is sharded. {cure}",
+        stacklevel=4,
+    )
+
+
+def _serve_generate(prepared: Any) -> None:
+    """Let ``generate`` of a sharded model gather what belongs to the model around its units, and keep ranks in step."""
+    if isinstance(prepared, nn.Module) and isinstance(prepared, FsdpModule) and hasattr(prepared, "generate"):
+        keep_in_step(prepared)
+        register_fsdp_forward_method(prepared, "generate")

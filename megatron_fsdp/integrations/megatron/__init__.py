@@ -1,0 +1,1 @@
+"""Megatron-LM, megatron-core and Megatron-FSDP over this engine."""

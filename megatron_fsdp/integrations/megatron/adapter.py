@@ -1,0 +1,331 @@
+"""megatron-core, over this engine: a data-parallel wrapper for its models, and its optimizer over sharded weights.
+
+megatron.core is imported when something here is first used, so that the package works without it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dbuffer.dtensor.flat_dtensor import FlatDTensor
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.integrations.megatron.checkpoint import lay_out_for_megatron
+from megatron_fsdp.integrations.megatron.data_parallel import (
+    DataParallelMethods,
+    hybrid_mesh,
+    refuse_arguments,
+    refuse_configs,
+    shard_for_megatron,
+)
+from megatron_fsdp.integrations.megatron.optimizer import OptimizerMethods, adopt_optimizer, refuse_optimizer
+from megatron_fsdp.optim.megatron_muon import MUON_NAMES
+
+__all__ = [
+    "ShardedDataParallel",
+    "assign_everywhere",
+    "get_megatron_optimizer",
+    "install",
+    "uninstall",
+]
+
+if TYPE_CHECKING:
+    ShardedDataParallel: Any
+
+# Attribute of a function that is put in place of one of Megatron's: that one.
+_ORIGINAL = "_megatrons_own"
+
+
+def __getattr__(name: str) -> Any:
+    """Make ``ShardedDataParallel`` when it is first asked for: its base class is megatron.core's."""
+    if name == "ShardedDataParallel":
+        return _data_parallel_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@functools.cache
+def _data_parallel_class(megatrons: Any = None) -> type[Any]:
+    """Return the wrapper's class: below Megatron's adapter class, for its isinstance checks, or below their base."""
+    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+
+    def __init__(
+        self: Any,
+        config: Any,
+        ddp_config: Any,
+        module: nn.Module,
+        fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
+        disable_bucketing: bool = False,
+        device: torch.device | None = None,
+        pg_collection: Any = None,
+        **others: Any,
+    ) -> None:
+        refuse_configs(config, ddp_config)
+        refuse_arguments(others)
+        # Before the module is registered here: sharding it changes its class in place.
+        mesh = _data_parallel_mesh(ddp_config, _device_type(module, device), pg_collection)
+        units = _own_units(module) if fsdp_unit_modules is None else fsdp_unit_modules
+        with _megatrons_initialisers(module):
+            sharded = shard_for_megatron(module, config, ddp_config, mesh, units)
+        # Past the constructor of Megatron's adapter, which starts its engine.
+        _BaseDataParallel.__init__(self, config=config, module=sharded)
+        # get_megatron_optimizer gives parameters and experts to one optimizer under this switch.
+        self.ddp_config = dataclasses.replace(ddp_config, use_megatron_fsdp=True)
+        self.force_all_reduce = False
+
+    members = {"__init__": __init__, "__module__": __name__, "__doc__": DataParallelMethods.__doc__}
+    name = "ShardedDataParallel" if megatrons is None else megatrons.__name__
+    return type(name, (DataParallelMethods, megatrons or _BaseDataParallel), members)
+
+
+def _device_type(module: nn.Module, device: torch.device | None) -> str:
+    if device is not None:
+        return device.type
+    found = next((parameter.device.type for parameter in module.parameters() if not parameter.is_meta), None)
+    return found or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _data_parallel_mesh(ddp_config: Any, device_type: str, pg_collection: Any) -> DeviceMesh:
+    """Return the mesh over Megatron's data-parallel ranks, context-parallel ones among them.
+
+    It has one axis, or (outer, inner) where ``num_distributed_optimizer_instances`` asks for hybrid sharding.
+    """
+    from megatron.core import parallel_state
+
+    def group_of(field: str, otherwise: Callable[[], Any]) -> Any:
+        found = getattr(pg_collection, field, None)
+        return otherwise() if found is None else found
+
+    whole = group_of("dp_cp", lambda: parallel_state.get_data_parallel_group(with_context_parallel=True))
+    if ddp_config.num_distributed_optimizer_instances == 1:
+        return DeviceMesh.from_group(whole, device_type)
+    inner = group_of(
+        "intra_dp_cp",
+        lambda: parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True),
+    )
+    outer = group_of("inter_dist_opt", parallel_state.get_inter_distributed_optimizer_instance_group)
+    return hybrid_mesh(whole, outer, inner, device_type)
+
+
+def _own_units(module: nn.Module) -> list[type[nn.Module]]:
+    """Return the classes to make units of: layers, and the embedding where the output layer does not share its weight.
+
+    A shared weight stays with the root, for the model's own forward hands it to the output layer.
+    """
+    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+    from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+
+    is_tied = any(getattr(part, "share_embeddings_and_output_weights", False) for part in module.modules())
+    classes = [BaseTransformerLayer] if is_tied else [BaseTransformerLayer, LanguageModelEmbedding]
+    return [cls for cls in classes if any(isinstance(part, cls) for part in module.modules())]
+
+
+@contextlib.contextmanager
+def _megatrons_initialisers(module: nn.Module) -> Iterator[None]:
+    """Let embeddings on the meta device be drawn as Megatron's constructors draw them; PyTorch's have variance 1."""
+    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+
+    drawn = [
+        (child, part.config.embedding_init_method)
+        for part in module.modules()
+        if isinstance(part, LanguageModelEmbedding)
+        for child in part.children()
+        if isinstance(child, nn.Embedding) and child.weight.is_meta
+    ]
+    for child, draw in drawn:
+        vars(child)["reset_parameters"] = functools.partial(_draw, child, draw)
+    try:
+        yield
+    finally:
+        for child, _ in drawn:
+            del vars(child)["reset_parameters"]
+
+
+def _draw(embedding: nn.Embedding, draw: Callable[[torch.Tensor], object]) -> None:
+    draw(embedding.weight)
+
+
+def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *positional: Any, **options: Any) -> Any:
+    """Return Megatron's FP32 optimizer over the sharded weights of a ``ShardedDataParallel`` model.
+
+    Main weights are FP32 whatever the model computes in, so the optimizer needs no copies of its own. The norm it
+    logs, clips by, and the zeros it counts are those of the whole gradient, each element once.
+
+    Args:
+        config: ``megatron.core.optimizer.OptimizerConfig``: adam, sgd or muon.
+        model_chunks: a list of one ``ShardedDataParallel``.
+        positional, options: the other arguments of ``megatron.core.optimizer.get_megatron_optimizer``.
+    Returns:
+        A ``megatron.core.optimizer.FP32Optimizer``.
+    Raises:
+        ConfigError: another kind of optimizer, or of model.
+    """
+    if len(model_chunks) != 1 or not isinstance(model_chunks[0], DataParallelMethods):
+        raise ConfigError(
+            f"get_megatron_optimizer takes a list of one ShardedDataParallel, found "
+            f"{[type(chunk).__name__ for chunk in model_chunks]}; use megatron.core's own function for other models"
+        )
+    refuse_optimizer(config)
+    from megatron.core import optimizer as megatron_optimizers
+
+    # Its own Muon takes whole weights; the groups that it makes for Adam are what is needed of it.
+    kind = "adam" if config.optimizer in MUON_NAMES else config.optimizer
+    plain = dataclasses.replace(config, optimizer=kind, bf16=False, use_distributed_optimizer=False)
+    original = getattr(
+        megatron_optimizers.get_megatron_optimizer, _ORIGINAL, megatron_optimizers.get_megatron_optimizer
+    )
+    made = original(plain, list(model_chunks), *positional, **options)
+    cls: Any = type(made)
+    sharded: Any = object.__new__(_optimizer_class(cls))
+    vars(sharded).update(vars(made))
+    return adopt_optimizer(sharded, model_chunks[0].module, config)
+
+
+@functools.cache
+def _optimizer_class(cls: Any) -> Any:
+    return type(f"Sharded{cls.__name__}", (OptimizerMethods, cls), {"__module__": __name__})
+
+
+# ---------------------------------------------------------------- in place of Megatron's own engine
+
+
+def install() -> list[str]:
+    """Make Megatron build and train with this engine wherever it would use Megatron-FSDP, of version 1 or 2.
+
+    Megatron's adapter classes give way to subclasses of them, its ``get_megatron_optimizer`` and its preparation of
+    ``fsdp_dtensor`` checkpoints to functions that hand models of other wrappers on to Megatron's own. All of it is
+    assignment to names of loaded modules: no file is touched, and ``uninstall`` undoes it. A second call does nothing.
+
+    Call it after ``megatron`` can be imported and before a model is built; names that a script has imported from
+    Megatron by then change with the others.
+
+    Returns:
+        The names that changed, as "module.name".
+    Raises:
+        ConfigError: megatron.core cannot be imported.
+    """
+    if _INSTALLED:
+        return []
+    changed: list[str] = []
+    # All of them are made before the first name changes: what fails leaves Megatron as it was.
+    for found, wanted in list(_replacements()):
+        changed += assign_everywhere(found, wanted)
+        _INSTALLED.append((found, wanted))
+    return changed
+
+
+def uninstall() -> None:
+    """Give all names back to Megatron's own classes and functions. Models that were built in between stay as they are.
+
+    Nothing happens without an ``install`` before.
+    """
+    while _INSTALLED:
+        found, wanted = _INSTALLED.pop()
+        assign_everywhere(wanted, found)
+
+
+_INSTALLED: list[tuple[Any, Any]] = []
+
+
+def _replacements() -> Iterator[tuple[Any, Any]]:
+    """Yield what is Megatron's, and what takes its place."""
+    try:
+        from megatron.core import optimizer as megatron_optimizers
+    except ImportError as error:
+        raise ConfigError(
+            f"install() found no megatron.core ({error}); install megatron-core, or put a Megatron-LM checkout on "
+            "PYTHONPATH"
+        ) from error
+    for cls in _adapter_classes():
+        yield cls, _data_parallel_class(cls)  # type: ignore[arg-type]  # classes are hashable
+    yield megatron_optimizers.get_megatron_optimizer, _optimizer_function(megatron_optimizers.get_megatron_optimizer)
+    # A wheel of megatron.core may lack the training scripts' package, or what that imports.
+    with contextlib.suppress(ImportError):
+        checkpointing = importlib.import_module("megatron.training.checkpointing")
+        prepare = getattr(checkpointing, "preprocess_fsdp_dtensor_state_dict", None)
+        if prepare is not None:
+            yield prepare, _preparing_function(prepare)
+
+
+def _adapter_classes() -> list[type[Any]]:
+    """Return Megatron's wrappers for Megatron-FSDP: what files beside its engine make of the wrappers' base class."""
+    from megatron.core.distributed import fsdp
+    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+
+    return [
+        value
+        for module in _modules_below(fsdp)
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, _BaseDataParallel) and value.__module__ == module.__name__
+    ]
+
+
+def _modules_below(package: ModuleType) -> Iterator[ModuleType]:
+    """Yield the modules of a package, without those of Megatron's engine, ``src``, which is not started here."""
+    for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        if info.name.endswith(".src"):
+            continue
+        # What cannot be imported here is nothing that Megatron trains with either.
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(info.name)
+            yield module
+            if info.ispkg:
+                yield from _modules_below(module)
+
+
+def _optimizer_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_optimizer(config: Any, model_chunks: Sequence[Any], *positional: Any, **options: Any) -> Any:
+        is_ours = any(isinstance(chunk, DataParallelMethods) for chunk in model_chunks)
+        function = get_megatron_optimizer if is_ours else original
+        return function(config, model_chunks, *positional, **options)
+
+    setattr(get_optimizer, _ORIGINAL, original)
+    return get_optimizer
+
+
+def _preparing_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def prepare(args: Any, raw_state_dict: dict[str, Any], model: Any) -> Any:
+        # Megatron has taken its wrapper off the model by now, so the weights tell whose they are.
+        is_ours = any(isinstance(value, FlatDTensor) for value in raw_state_dict["model"].values())
+        if is_ours:
+            return lay_out_for_megatron(raw_state_dict, model, is_gated=bool(getattr(args, "swiglu", False)))
+        return original(args, raw_state_dict, model)
+
+    setattr(prepare, _ORIGINAL, original)
+    return prepare
+
+
+def assign_everywhere(found: Any, wanted: Any) -> list[str]:
+    """Assign ``wanted`` to every name of a loaded module that is bound to ``found``; no file is touched.
+
+    Names that modules bind later are those of the modules they import from, so they get ``wanted`` too. What was put
+    into a class, a function's default or a container keeps ``found``. The way back is the same call the other way
+    round.
+
+    Returns:
+        The names, as "module.name", sorted.
+    """
+    loaded: Mapping[str, object] = dict(sys.modules)
+    places = [
+        (module, name)
+        for module in loaded.values()
+        # A module may have put another object in its place.
+        if isinstance(module, ModuleType)
+        for name, value in list(vars(module).items())
+        if value is found
+    ]
+    for module, name in places:
+        setattr(module, name, wanted)
+    return sorted(f"{module.__name__}.{name}" for module, name in places)

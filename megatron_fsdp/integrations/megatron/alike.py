@@ -1,0 +1,54 @@
+"""Weights that data-parallel ranks drew differently are made the first rank's before they are sharded."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dbuffer.collectives import all_reduce, broadcast
+from dbuffer.mesh import mesh_axes
+from megatron_fsdp.policy.mesh import buffer_device
+
+__all__ = ["make_alike"]
+
+
+@torch.no_grad()
+def make_alike(model: nn.Module, mesh: DeviceMesh) -> list[str]:
+    """Give every rank of a mesh the first rank's parameters, in place, where they differ; return the names of these.
+
+    A rank's shard comes from its own copy of the model, so what ``--data-parallel-random-init`` draws would be mixed;
+    Megatron's DDP broadcasts the first rank's. Where all are alike it takes one sum per parameter and one reduction.
+    Parameters on the meta device get their values later, alike on all ranks.
+    """
+    device, axes = buffer_device(mesh), mesh_axes(mesh)
+    found = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.is_meta]
+    if not found:
+        return []
+    # Bits, not numbers: NaN compares with itself. The complement of x is largest where x is smallest.
+    bits = torch.stack([_sum(parameter).to(device) for _, parameter in found]).view(torch.int64)
+    extremes = torch.stack([bits, ~bits])
+    for axis in axes:
+        all_reduce(extremes, axis, "max")
+    is_alike = (extremes[0] == ~extremes[1]).tolist()
+    differing = [pair for pair, alike in zip(found, is_alike, strict=True) if not alike]
+    for _, parameter in differing:
+        staged = parameter.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+        for axis in axes:
+            broadcast(staged, axis)
+        parameter.copy_(staged)
+    if differing and dist.get_rank() == 0:
+        logging.getLogger(__name__).warning(
+            "%d parameters differed between data-parallel ranks (--data-parallel-random-init, or a seed that depends "
+            "on the rank): the first rank's count, as in Megatron's DDP. The first one is %r",
+            len(differing),
+            differing[0][0],
+        )
+    return [name for name, _ in differing]
+
+
+def _sum(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().sum(dtype=torch.float64)

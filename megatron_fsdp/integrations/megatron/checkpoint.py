@@ -1,0 +1,245 @@
+"""The layout of Megatron's ``fsdp_dtensor`` checkpoints, as Megatron-FSDP writes them; imports no Megatron.
+
+Names begin with ``module.``, once for the engine's wrapper around a model, and in the optimizer's part once more for
+each wrapper beyond it. Hyperparameters stand under each parameter's name: the groups of an optimizer may be others on
+each rank, as Megatron leaves out parameters of which a rank holds nothing. Gated weights lie in two halves.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from megatron_fsdp.checkpoint.foreign import HALVES, common_wrappers
+from megatron_fsdp.checkpoint.parts import RowPart
+from megatron_fsdp.errors import CheckpointError
+
+__all__ = [
+    "check_was_read",
+    "describe_by_name",
+    "lay_out_for_megatron",
+    "load_by_name",
+    "with_wrapper",
+    "without_wrappers",
+]
+
+_log = logging.getLogger(__name__)
+_WRAPPER = "module."
+_EXTRA_STATE = "_extra_state"
+_GATED = re.compile(r"\.mlp\.((experts|shared_experts|experts\.local_experts\.\d+)\.)?linear_fc1\.(weight|bias)\d*$")
+# What is to be read into a hyperparameter that the checkpoint may lack.
+_UNKNOWN_STEP = -1
+# By innermost module: what the last state dict that was laid out for Megatron hands to torch.distributed.checkpoint.
+_LAID_OUT: weakref.WeakKeyDictionary[nn.Module, dict[str, RowPart]] = weakref.WeakKeyDictionary()
+_MAX_LISTED = 20
+
+
+# ---------------------------------------------------------------------- the model
+
+
+def with_wrapper(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a model's state dict under Megatron-FSDP's names, without extra state that is empty."""
+    return {
+        f"{prefix}{_WRAPPER}{name.removeprefix(prefix)}": value
+        for name, value in state.items()
+        if value is not None or not name.endswith(_EXTRA_STATE)
+    }
+
+
+def without_wrappers(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return a state dict under the model's own names, whatever wrappers it was saved through."""
+    own = model.state_dict()
+    if not own.keys().isdisjoint(state):
+        return dict(state)
+    here, there = common_wrappers(own), common_wrappers(state)
+    return {here + name.removeprefix(there): value for name, value in state.items()}
+
+
+def lay_out_for_megatron(state: Mapping[str, Any], model: nn.Module, *, is_gated: bool) -> dict[str, Any]:
+    """Return what Megatron's training scripts hand to ``torch.distributed.checkpoint``, to be saved or loaded in place.
+
+    Args:
+        state: with ``model``, and maybe ``optimizer`` as ``describe_by_name`` returned it. is_gated: SwiGLU.
+    """
+    weights = state["model"]
+    weights = weights if common_wrappers(weights) else with_wrapper(weights)
+    laid_out: dict[str, Any] = {}
+    for name, value in weights.items():
+        laid_out |= _parts(name, value, is_gated=is_gated) if isinstance(value, torch.Tensor) else {name: value}
+    _LAID_OUT[_innermost(model)] = {name: part for name, part in laid_out.items() if isinstance(part, RowPart)}
+    found = {**state, "model": laid_out}
+    if is_gated and "state" in state.get("optimizer", {}):
+        split: dict[str, dict[str, Any]] = {}
+        for name, values in state["optimizer"]["state"].items():
+            for key, value in values.items():
+                is_whole = not isinstance(value, torch.Tensor) or not value.ndim
+                names = _names(name, is_gated=True) if is_whole else ()
+                parts = dict.fromkeys(names, value) if is_whole else _parts(name, value, is_gated=True)
+                for part_name, part in parts.items():
+                    split.setdefault(part_name, {})[key] = part
+        found["optimizer"] = {**state["optimizer"], "state": split}
+    return found
+
+
+def check_was_read(model: nn.Module, *, strict: bool) -> None:
+    """Look whether the last load found all of the model in the checkpoint; Megatron's own skips what is not there.
+
+    Raises:
+        CheckpointError: it did not, and ``strict``.
+    """
+    parts = _LAID_OUT.pop(_innermost(model), {})
+    missing = [name for name, part in parts.items() if not part.was_found]
+    if not missing or any(part.was_saved for part in parts.values()):
+        return
+    more = f" and {len(missing) - _MAX_LISTED} more" if len(missing) > _MAX_LISTED else ""
+    text = f"the checkpoint has no {', '.join(missing[:_MAX_LISTED])}{more}"
+    if strict:
+        raise CheckpointError(
+            f"{text}; those weights are what they were before. It is of another model, or was saved before names were "
+            "Megatron-FSDP's: load it with megatron_fsdp.load_checkpoint, or with strict=False if that is meant"
+        )
+    _log.warning("%s; those weights are what they were before", text)
+
+
+def _parts(name: str, tensor: torch.Tensor, *, is_gated: bool) -> dict[str, torch.Tensor]:
+    if not tensor.ndim:
+        return {name: tensor}
+    names = _names(name, is_gated=is_gated and tensor.shape[0] % 2 == 0)
+    size = tensor.shape[0] // len(names)
+    return {part: RowPart(tensor, size * position, size * (position + 1)) for position, part in enumerate(names)}
+
+
+def _names(name: str, *, is_gated: bool) -> tuple[str, ...]:
+    return tuple(name + half for half in HALVES) if is_gated and _GATED.search(name) else (name,)
+
+
+def _innermost(model: nn.Module) -> nn.Module:
+    while isinstance(inner := getattr(model, "module", None), nn.Module):
+        model = inner
+    return model
+
+
+# ---------------------------------------------------------------------- the optimizer
+
+
+def describe_by_name(model: nn.Module, optimizer: Optimizer, *, is_loading: bool) -> dict[str, Any]:
+    """Return state and hyperparameters of an optimizer under the parameters' names, on live tensors.
+
+    Args:
+        model: what Megatron's wrapper holds. is_loading: ask for what other software may have saved, too.
+    """
+    document, names = optimizer.state_dict(), _names_by_index(model, optimizer)
+    state = {names[index]: dict(values) for index, values in document["state"].items()}
+    meta: dict[str, dict[str, Any]] = {}
+    for group in document["param_groups"]:
+        values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for index in group["params"]:
+            name = names[index]
+            meta[name] = dict(values)
+            # Where TransformerEngine's and Apex's Adam count steps.
+            step = state.get(name, {}).get("step")
+            if step is not None:
+                meta[name]["step"] = _UNKNOWN_STEP if is_loading else int(step)
+    return {"state": state, "param_to_group_meta": meta}
+
+
+def load_by_name(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Load what ``describe_by_name`` returned after a checkpoint was read into it, or was loaded elsewhere.
+
+    Raises:
+        CheckpointError: parameters are missing, or parameters of one group have different hyperparameters.
+    """
+    names = _names_by_index(model, optimizer)
+    saved_state = _by_names_here(state_dict["state"], names.values())
+    saved_meta = _by_names_here(_meta_of(state_dict), names.values())
+    groups: list[dict[str, Any]] = []
+    state: dict[int, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        first = sum(len(before["params"]) for before in groups)
+        indices = range(first, first + len(group["params"]))
+        values = _hyperparameters([names[index] for index in indices], saved_meta)
+        groups.append({**group, **values, "params": list(indices)})
+        for index in indices:
+            if names[index] in saved_state:
+                step = saved_meta[names[index]].get("step", _UNKNOWN_STEP)
+                state[index] = _with_step(saved_state[names[index]], step)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    _check_state(optimizer, names, state)
+
+
+def _hyperparameters(names: list[str], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what all parameters of a group were saved with."""
+    found: list[dict[str, Any]] = []
+    for name in names:
+        if name not in saved:
+            raise CheckpointError(f"the checkpoint has no hyperparameters of {name}")
+        found.append({key: value for key, value in saved[name].items() if key != "step"})
+        differing = [key for key in found[0] if repr(found[0][key]) != repr(found[-1].get(key))]
+        if differing:
+            raise CheckpointError(
+                f"{names[0]} and {name} are in one group of this optimizer and were saved with another "
+                f"{', '.join(differing)}; group them as they were"
+            )
+    return found[0] if found else {}
+
+
+def _with_step(values: Mapping[str, Any], step: Any) -> dict[str, Any]:
+    if isinstance(values.get("step"), torch.Tensor) and step != _UNKNOWN_STEP:
+        values["step"].fill_(step)
+    return dict(values)
+
+
+def _check_state(optimizer: Optimizer, names: Mapping[int, str], loaded: Mapping[int, Any]) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(parameters):
+        if index in loaded and not optimizer.state.get(parameter) and _holds_something(parameter):
+            raise CheckpointError(
+                f"nothing was read into the optimizer's state of {names[index]}: the checkpoint has it under another "
+                "name. Load it with megatron_fsdp.load_checkpoint, or leave the optimizer out (--no-load-optim)"
+            )
+
+
+def _holds_something(parameter: Any) -> bool:
+    return bool(getattr(parameter, "_local_tensor", parameter).numel())
+
+
+def _meta_of(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "param_to_group_meta" in state_dict:
+        found: Mapping[str, Any] = state_dict["param_to_group_meta"]
+        return found
+    return {
+        name: {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in state_dict["param_groups"]
+        for name in group["params"]
+    }
+
+
+def _by_names_here(values: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    here = set(names)
+    if not here.isdisjoint(values) or not here:
+        return values
+    # A rank may hold few of the parameters, all below one wrapper of the model's own.
+    bare: Callable[[str], str] = _bare
+    by_bare = {bare(name): name for name in here}
+    return {by_bare.get(bare(name), name): value for name, value in values.items()}
+
+
+def _bare(name: str) -> str:
+    while name.startswith(_WRAPPER):
+        name = name[len(_WRAPPER) :]
+    return name
+
+
+def _names_by_index(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+    # Two wrappers in Megatron-FSDP: its adapter in Megatron, and the engine's. Here there is one.
+    by_parameter = {id(parameter): f"{_WRAPPER}{_WRAPPER}{name}" for name, parameter in model.named_parameters()}
+    # As Optimizer.state_dict counts them; calling it would show state anew.
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {index: by_parameter[id(parameter)] for index, parameter in enumerate(parameters)}

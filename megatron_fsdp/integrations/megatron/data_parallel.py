@@ -1,0 +1,304 @@
+"""What Megatron's training loop calls on a data-parallel model, over units of this engine; imports no Megatron."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_fsdp.config.apply import prefetch_elements
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.integrations.megatron.alike import make_alike
+from megatron_fsdp.integrations.megatron.checkpoint import check_was_read, with_wrapper, without_wrappers
+from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
+from megatron_fsdp.integrations.megatron.module import MegatronFSDP
+from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+
+__all__ = [
+    "DataParallelMethods",
+    "hybrid_mesh",
+    "refusals_of",
+    "refuse_arguments",
+    "refuse_configs",
+    "shard_for_megatron",
+    "spell_field",
+    "spell_flag",
+]
+
+# Field, what it may be, and what to do where it is something else.
+_MODEL_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("tensor_model_parallel_size", lambda size: size == 1, "this wrapper is data-parallel only: give 1"),
+    ("pipeline_model_parallel_size", lambda size: size == 1, "this wrapper is data-parallel only: give 1"),
+    ("expert_model_parallel_size", lambda size: size == 1, "experts are sharded like other weights: give 1"),
+    ("fp16", lambda is_on: not is_on, "there is no loss scaler: use bf16"),
+    ("fp8", lambda recipe: not recipe, "weights are stored in the dtypes of PyTorch: leave it off"),
+    ("fp4", lambda recipe: not recipe, "weights are stored in the dtypes of PyTorch: leave it off"),
+    ("cuda_graph_impl", lambda kind: kind == "none", "graphs do not record the gathers: give 'none'"),
+    ("enable_cuda_graph", lambda is_on: not is_on, "graphs do not record the gathers: leave it off"),
+)
+_DDP_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("fp8_param_gather", lambda is_on: not is_on, "weights are gathered in the dtype they compute in: leave it off"),
+    ("delay_wgrad_compute", lambda is_on: not is_on, "gradients are reduced when backward has them: leave it off"),
+    (
+        "check_for_large_grads",
+        lambda is_on: not is_on,
+        "Megatron looks into buffers of its own DDP, which are not there: leave it off",
+    ),
+)
+# Fields of Megatron's configs whose flag has another name.
+_FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
+
+
+def refuse_configs(config: Any, ddp_config: Any) -> None:
+    """Check what Megatron's configs ask for before anything is sharded.
+
+    Args:
+        config: ``TransformerConfig``. ddp_config: ``DistributedDataParallelConfig``.
+    Raises:
+        ConfigError: for all settings that this engine does not do under Megatron, with the cure for each.
+    """
+    found = refusals_of(config, ddp_config)
+    if config.calculate_per_token_loss and ddp_config.average_in_collective:
+        found.append(
+            "calculate_per_token_loss=True and average_in_collective=True: gradients are either summed and divided by "
+            "tokens, or averaged over ranks; give one of them"
+        )
+    if found:
+        raise ConfigError("; ".join(found))
+
+
+def refuse_arguments(others: Mapping[str, Any]) -> None:
+    """Check the constructor arguments of Megatron's adapter classes that are not known here.
+
+    Raises:
+        ConfigError: one of them asks for something.
+    """
+    found = [f"{name}={value!r}" for name, value in others.items() if value not in (None, False)]
+    if found:
+        raise ConfigError(f"{', '.join(found)}: this wrapper does not know what they ask for; leave them out")
+
+
+def hybrid_mesh(whole: ProcessGroup, outer: ProcessGroup, inner: ProcessGroup, device_type: str) -> DeviceMesh:
+    """Return the mesh (outer, inner) of Megatron's groups for hybrid sharding.
+
+    Args:
+        whole: all data-parallel ranks of this rank, in order: instance by instance.
+        outer: those at the same place of each optimizer instance. inner: those of this rank's instance.
+    Raises:
+        ConfigError: the groups do not make a grid.
+    """
+    ranks = torch.tensor(dist.get_process_group_ranks(whole)).view(dist.get_world_size(outer), -1)
+    row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    wanted = ranks[:, column].tolist(), ranks[row].tolist()
+    found = dist.get_process_group_ranks(outer), dist.get_process_group_ranks(inner)
+    if found != wanted:
+        raise ConfigError(
+            f"hybrid sharding over ranks {ranks.tolist()} needs the groups {wanted[0]} of instances and {wanted[1]} "
+            f"inside of one, found {found[0]} and {found[1]}; leave Megatron's order of groups as it is"
+        )
+    return DeviceMesh.from_group([outer, inner], device_type, mesh=ranks, mesh_dim_names=("dp_outer", "dp_shard"))
+
+
+def spell_field(field: str, value: object) -> str:
+    """Return how a field of Megatron's configs is written in code: ``fp16=True``."""
+    return f"{field}={value!r}"
+
+
+def spell_flag(field: str, value: object) -> str:
+    """Return how a field of Megatron's configs is written on the command line: ``--fp16``."""
+    flag = _FLAGS.get(field, f"--{field.replace('_', '-')}")
+    return flag if value is True else f"{flag} {value}"
+
+
+def refusals_of(config: Any, ddp_config: Any, spell: Callable[[str, object], str] = spell_field) -> list[str]:
+    """Return a line with the cure for each field of Megatron's configs, or arguments, that cannot be followed."""
+    return [
+        f"{spell(field, getattr(owner, field))}: {cure}"
+        for owner, rules in ((config, _MODEL_RULES), (ddp_config, _DDP_RULES))
+        for field, is_allowed, cure in rules
+        if hasattr(owner, field) and not is_allowed(getattr(owner, field))
+    ]
+
+
+def shard_for_megatron(
+    module: nn.Module,
+    config: Any,
+    ddp_config: Any,
+    mesh: DeviceMesh,
+    units: Sequence[type[nn.Module] | str],
+) -> MegatronFSDP:
+    """Shard a model in place as Megatron's configs ask for.
+
+    Where ranks hold different weights, the first rank's count. Gradients are divided by the number of data-parallel
+    ranks, on every rank or in the collective, and only summed under ``calculate_per_token_loss``:
+    ``finalize_model_grads`` divides them by the number of tokens.
+
+    Args:
+        config, ddp_config: see ``refuse_configs``.
+        mesh: one axis over the data-parallel ranks, or (outer, inner).
+        units: classes of modules that become units.
+    """
+    _unfuse(module)
+    make_alike(module, mesh)
+    model = fully_shard_model(
+        module,
+        list(units) or None,
+        ddp_config.data_parallel_sharding_strategy,
+        ddp_config.outer_dp_sharding_strategy,
+        device_mesh=mesh,
+        init_model_with_meta_device=getattr(config, "init_model_with_meta_device", False),
+        mixed_precision_policy=_policy(ddp_config),
+        # finalize_model_grads says when gradients are final, with or without no_sync around the microbatches before.
+        sync_model_each_microbatch=False,
+        report_nan_in_param_grad=ddp_config.check_for_nan_in_grad,
+        calculate_per_token_loss=config.calculate_per_token_loss,
+        fsdp_double_buffer=getattr(ddp_config, "fsdp_double_buffer", False),
+        maxpool_double_buffer=getattr(ddp_config, "megatron_fsdp_max_pool_double_buffer", False),
+        nccl_ub=getattr(ddp_config, "nccl_ub", False),
+        disable_symmetric_registration=getattr(ddp_config, "disable_symmetric_registration", False),
+    )
+    num_elements = getattr(ddp_config, "suggested_communication_unit_size", None)
+    if num_elements is not None:
+        prefetch_elements(model, num_elements)
+    return model
+
+
+def _unfuse(module: nn.Module) -> None:
+    """Let Megatron's and TransformerEngine's linear layers hand weight gradients to autograd.
+
+    Their fused kernels add to ``weight.main_grad``, which gathered weights do not have.
+    """
+    switched = 0
+    for part in module.modules():
+        for switch in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):
+            if getattr(part, switch, False) is True:
+                setattr(part, switch, False)
+                switched += 1
+    if switched:
+        logging.getLogger(__name__).info(
+            "gradient_accumulation_fusion is off in %d layers: their kernels add to weight.main_grad, which gathered "
+            "weights do not have",
+            switched,
+        )
+
+
+def _policy(ddp_config: Any) -> MixedPrecisionPolicy:
+    """Return the dtypes that a ``DistributedDataParallelConfig`` asks for, with its older and newer fields."""
+    preserved = torch.float32 if getattr(ddp_config, "preserve_fp32_weights", True) else None
+    whole = torch.float32 if ddp_config.grad_reduce_in_fp32 else None
+    main_grads = getattr(ddp_config, "megatron_fsdp_main_grads_dtype", None) or whole
+    return MixedPrecisionPolicy(
+        reduce_dtype=getattr(ddp_config, "megatron_fsdp_grad_comm_dtype", None) or main_grads,
+        main_params_dtype=getattr(ddp_config, "megatron_fsdp_main_params_dtype", preserved),
+        main_grads_dtype=main_grads,
+        # Float16Module casts what goes into the model; positions and masks are nobody's to cast.
+        cast_forward_inputs=False,
+    )
+
+
+class DataParallelMethods:
+    """A model of megatron.core whose weights, gradients and optimizer state are sharded over data-parallel ranks.
+
+    It takes the place of ``megatron.core.distributed.DistributedDataParallel`` in a training loop, with the optimizer
+    of ``megatron_fsdp.mcore_adapter.get_megatron_optimizer``. ``ddp_config.data_parallel_sharding_strategy`` says what
+    is sharded. Parameters between steps are DTensors that keep the attributes Megatron gave them.
+
+    Args:
+        config: ``TransformerConfig``. ddp_config: ``DistributedDataParallelConfig``.
+        module: the model, on this rank's device; it is sharded in place.
+        fsdp_unit_modules: classes of modules that become units. None: layers, and the embedding where it is not tied.
+        disable_bucketing: Megatron's; units are not split into buckets.
+        pg_collection: Megatron's process groups; ``dp_cp`` is the one to shard over. None: that of parallel_state.
+    Raises:
+        ConfigError: settings that this engine does not do under Megatron, each with a cure.
+    """
+
+    module: MegatronFSDP
+    config: Any
+    ddp_config: Any
+    force_all_reduce: bool
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Run all but the last microbatch of a step: as outside of it, gradients are final in ``finish_grad_sync``."""
+        with self.module.no_sync():
+            yield
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Start the gather that the next forward needs first; ``force_sync`` makes compute wait for it as well."""
+        self.module.start_param_sync(force_sync=force_sync)
+
+    def synchronize_param_gather(self) -> None:
+        """Make compute wait for the gathers that were started."""
+        self.module.synchronize_param_gather()
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Do nothing: backward starts each unit's reduction when its last gradient is there."""
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Make the gradients of all microbatches so far final, and show them as ``.grad``.
+
+        Args:
+            force_all_reduce: Megatron's; gradients are always reduced over all ranks.
+        """
+        self.module.finish_grad_sync()
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Multiply all gradients, after ``finish_grad_sync``; a 0-d tensor will do."""
+        self.module.scale_gradients(scaling_factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Drop all gradients, those of microbatches that are not final yet among them."""
+        self.module.zero_grad_buffer()
+
+    def stop_communication(self) -> None:
+        """Make compute wait for everything under way, before an evaluation or a checkpoint."""
+        self.module.synchronize_gradient_reduce()
+        self.module.synchronize_param_gather()
+
+    def broadcast_params(self) -> None:
+        """Give all replicas the weights of the first one; see ``MegatronFSDP.broadcast_params``."""
+        self.module.broadcast_params()
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """Return the model's state dict with DTensors under Megatron-FSDP's names, for torch.distributed.checkpoint."""
+        return with_wrapper(self.module.state_dict(prefix=prefix, keep_vars=keep_vars), prefix)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the model's state dict with DTensors, the format that Megatron calls fsdp_dtensor.
+
+        Megatron's own ShardedTensors describe equal slices of the first dimension, which shards of a flat buffer are
+        not.
+
+        Args:
+            prefix: before each name. metadata: Megatron's; the format is the same whatever it says.
+        Raises:
+            ConfigError: ``sharded_offsets``, which pipeline stages add.
+        """
+        if sharded_offsets:
+            raise ConfigError(
+                f"sharded_state_dict(sharded_offsets={sharded_offsets!r}): wanted (); there are no stages"
+            )
+        return self.state_dict_for_save_checkpoint(prefix=prefix)
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
+        """Load a state dict, sharded or of whole tensors, into the model; return what is missing or unexpected.
+
+        Args:
+            state_dict: of this wrapper, of the model, or of Megatron-FSDP's wrapper around it.
+        Raises:
+            CheckpointError: the checkpoint that was read into it before lacks weights, and ``strict``.
+        """
+        check_was_read(self.module, strict=strict)
+        found = self.module.load_state_dict(without_wrappers(state_dict, self.module), strict=strict)
+        self.module.install_optimized_model_weights()
+        return found

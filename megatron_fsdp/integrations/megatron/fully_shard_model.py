@@ -1,0 +1,326 @@
+"""fully_shard_model: shard a whole model in one call, with Megatron-FSDP's arguments."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from megatron_fsdp.api import fully_shard
+from megatron_fsdp.config.fsdp_config import FsdpConfig
+from megatron_fsdp.errors import ConfigError, FsdpError
+from megatron_fsdp.integrations.megatron.accepted import notices_for
+from megatron_fsdp.integrations.megatron.module import MegatronFSDP, as_megatron
+from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
+from megatron_fsdp.policy.mesh import buffer_device, sharding_target
+from megatron_fsdp.policy.precision import MixedPrecisionPolicy, as_policy
+from megatron_fsdp.runtime.materialize import materialize
+from megatron_fsdp.runtime.module import FsdpModule, units_below
+from megatron_fsdp.runtime.parameter_group import ParameterGroup
+
+__all__ = ["fully_shard_model", "fully_shard_model_and_optimizer"]
+
+_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+_ACTED_ON = (
+    "module", "fsdp_unit_modules", "zero_dp_strategy", "outer_dp_sharding_strategy", "device_mesh", "dp_shard_dim",
+    "dp_outer_dim", "expt_device_mesh", "device", "init_model_with_meta_device", "mixed_precision_policy",
+    "sync_model_each_microbatch", "report_nan_in_param_grad", "calculate_per_token_loss", "use_decoupled_grad",
+    "fsdp_double_buffer", "maxpool_double_buffer", "nccl_ub", "disable_symmetric_registration",
+)  # fmt: skip
+
+
+def fully_shard_model(
+    module: nn.Module,
+    fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
+    zero_dp_strategy: int | str = 3,
+    outer_dp_sharding_strategy: int | str = 0,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None,
+    expt_device_mesh: DeviceMesh | None = None,
+    device: torch.device | str | int | None = None,
+    init_model_with_meta_device: bool = False,
+    mixed_precision_policy: Any = None,
+    sync_model_each_microbatch: bool = True,
+    report_nan_in_param_grad: bool = False,
+    calculate_per_token_loss: bool = False,
+    use_decoupled_grad: bool = False,
+    fsdp_double_buffer: bool = False,
+    maxpool_double_buffer: bool = False,
+    nccl_ub: bool = False,
+    disable_symmetric_registration: bool = False,
+    **accepted: Any,
+) -> MegatronFSDP:
+    """Shard a model as Megatron-FSDP's call of the same name does, over the engine of ``fully_shard``, in place.
+
+    Args:
+        module: the model. Parts of it that ``fully_shard`` was called on already stay as they are.
+        fsdp_unit_modules: which modules become units: classes, their names, or their import paths
+            ("package.file.Class"). None: the whole model is one unit, which computes once all of it is gathered.
+        zero_dp_strategy: 0 to 3, or "no_shard", "optim", "optim_grads", "optim_grads_params".
+        outer_dp_sharding_strategy: over ``dp_outer_dim``. 0 or "no_shard": replicas. 1 or "optim": main weights and
+            optimizer state are sharded over it too.
+        device_mesh: None: one axis over all ranks.
+        dp_shard_dim, dp_outer_dim: the names of the axes of ``device_mesh`` to shard over and of replicas; an axis
+            may be a flattened one. None for both: all of its axes, one or (outer, inner).
+        expt_device_mesh: the mesh of modules all of whose parameters have ``allreduce = False``, as Megatron marks
+            experts. It has the same axis names. Their gradients are divided by the number of ranks of the dense mesh.
+        device: where the model goes: the device of the mesh. Without a mesh it chooses the device type.
+        init_model_with_meta_device: initialise what is on the meta device, by ``materialize``. False leaves it there
+            for a checkpoint.
+        mixed_precision_policy: ``MixedPrecisionPolicy``, ours or Megatron-FSDP's. None: FP32 main weights.
+        sync_model_each_microbatch: gradients are final after each backward. False: after ``finish_grad_sync()``, or
+            the backward inside ``sync()``.
+        report_nan_in_param_grad: raise FsdpError in the backward in which a reduced gradient is not a number. It
+            takes the place of ``set_all_reduce_hook``, and makes the host wait for each reduction.
+        calculate_per_token_loss: sum gradients over ranks instead of averaging them; see ``scale_gradients``.
+        use_decoupled_grad: refused.
+        fsdp_double_buffer, maxpool_double_buffer, nccl_ub, disable_symmetric_registration: buffers that stay, see
+            ``FsdpModule.set_slot_pool``: for units of equal size, or as large as the largest; registered with NCCL.
+        accepted: Megatron-FSDP's other arguments, which change nothing here; each one that asks for something is
+            answered by a line in the log of ``megatron_fsdp.integrations.megatron.fully_shard_model`` that says why.
+    Returns:
+        ``module``, which is a ``MegatronFSDP`` now.
+    Raises:
+        ConfigError: an argument that has no meaning for this model or mesh, or that Megatron-FSDP does not have.
+    """
+    if isinstance(module, MegatronFSDP):
+        raise ConfigError(f"{type(module).__name__} is what fully_shard_model returned; call it once on each model")
+    if use_decoupled_grad:
+        raise ConfigError("use_decoupled_grad=True: gradients are .grad, of any dtype (main_grads_dtype); leave it out")
+    lines = notices_for(accepted, _ACTED_ON)
+    mesh = _data_parallel_mesh(_mesh_on(device_mesh, device), dp_shard_dim, dp_outer_dim)
+    strategy = _strategy_name("zero_dp_strategy", zero_dp_strategy, _STRATEGIES)
+    outer = _strategy_name("outer_dp_sharding_strategy", outer_dp_sharding_strategy, _STRATEGIES[:2])
+    _check_outer(mesh, strategy, outer)
+    config = FsdpConfig(
+        data_parallel_sharding_strategy=strategy,
+        outer_dp_sharding_strategy=outer,
+        fsdp_double_buffer=fsdp_double_buffer,
+        megatron_fsdp_max_pool_double_buffer=maxpool_double_buffer,
+        nccl_ub=nccl_ub,
+        disable_symmetric_registration=disable_symmetric_registration,
+    )
+    options: dict[str, Any] = {
+        "placements": config.placements(num_axes=mesh.ndim),
+        "mp_policy": _policy(mixed_precision_policy),
+    }
+    if fsdp_unit_modules is None:
+        lines.append("fully_shard_model(fsdp_unit_modules=None): the whole model is one unit, so nothing overlaps")
+    expert_mesh = expt_device_mesh and _data_parallel_mesh(expt_device_mesh, dp_shard_dim, dp_outer_dim)
+    _make_units(module, fsdp_unit_modules or (), mesh, expert_mesh, options)
+    if init_model_with_meta_device:
+        materialize(module)
+    config.apply(module)
+    _set_reduction(module, is_summed=calculate_per_token_loss, reports_nan=report_nan_in_param_grad)
+    model = as_megatron(module)
+    model.set_model_auto_sync(sync_model_each_microbatch)
+    _log(lines)
+    return model
+
+
+def fully_shard_model_and_optimizer(
+    module: nn.Module, optimizer: Optimizer, **options: Any
+) -> tuple[MegatronFSDP, Optimizer]:
+    """Shard a model and the optimizer that was built on it: Megatron-FSDP's ``fully_shard``.
+
+    Its param groups get the sharded parameters in place of the whole ones.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer`` that has not stepped yet.
+        options: the arguments of ``fully_shard_model``.
+    Raises:
+        ConfigError: see ``fully_shard_model``; or the optimizer has state, or none of the model's parameters.
+    """
+    if optimizer.state:
+        raise ConfigError(
+            "fully_shard_model_and_optimizer: the optimizer has stepped already, and its state has the shapes of whole "
+            "parameters. Shard the model first, then load_state_dict the optimizer."
+        )
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    model = fully_shard_model(module, **options)
+    sharded = dict(module.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [sharded[names[id(old)]] if id(old) in names else old for old in group["params"]]
+    return model, fully_shard_optimizer(optimizer)
+
+
+# ---------------------------------------------------------------- the mesh
+
+
+def _mesh_on(mesh: DeviceMesh | None, device: torch.device | str | int | None) -> DeviceMesh:
+    """Return the given mesh, or one axis over all ranks, on the device asked for."""
+    wanted = (
+        None if device is None else torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    )
+    if mesh is None and wanted is not None and dist.is_initialized():
+        mesh = init_device_mesh(wanted.type, (dist.get_world_size(),))
+    elif mesh is None:
+        mesh = sharding_target(None, None, None).mesh
+    found = buffer_device(mesh)
+    if wanted is not None and (wanted.type != found.type or wanted.index not in (None, found.index)):
+        raise ConfigError(
+            f"device={device!r}, but this rank's device on the mesh is {found}; pass a mesh of {wanted.type!r}, and "
+            "call torch.cuda.set_device first"
+        )
+    return mesh
+
+
+def _data_parallel_mesh(mesh: DeviceMesh, shard: str | None, outer: str | None) -> DeviceMesh:
+    """Return the part of a mesh that is data-parallel: (outer, shard) or (shard)."""
+    if shard is None and outer is None:
+        if mesh.ndim > 2:
+            raise ConfigError(
+                f"device_mesh has axes {mesh.mesh_dim_names or mesh.ndim}; name the data-parallel ones, "
+                "dp_shard_dim= and dp_outer_dim="
+            )
+        return mesh
+    if shard is None:
+        raise ConfigError(f"dp_outer_dim={outer!r} needs dp_shard_dim, the axis inside of it")
+    names = (shard,) if outer is None else (outer, shard)
+    if tuple(mesh.mesh_dim_names or ()) == names:
+        return mesh
+    try:
+        return mesh[names if outer is not None else shard]
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"device_mesh has axes {mesh.mesh_dim_names}, found dp_outer_dim={outer!r}, dp_shard_dim={shard!r}: {error}"
+        ) from error
+
+
+def _check_outer(mesh: DeviceMesh, strategy: str, outer: str) -> None:
+    if outer == "no_shard":
+        return
+    if mesh.ndim == 1:
+        raise ConfigError(
+            f"outer_dp_sharding_strategy={outer!r} needs a mesh of two axes, with dp_outer_dim= and dp_shard_dim=; "
+            f"found one of {mesh.size()} ranks"
+        )
+    if strategy != "optim_grads_params":
+        raise ConfigError(
+            f"outer_dp_sharding_strategy={outer!r} needs zero_dp_strategy=3 ('optim_grads_params'), found {strategy!r}"
+        )
+
+
+def _strategy_name(argument: str, value: int | str, names: Sequence[str]) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
+        return names[value]
+    if value in names:
+        return str(value)
+    raise ConfigError(f"{argument}={value!r}; give 0 to {len(names) - 1}, or one of {', '.join(names)}")
+
+
+# ---------------------------------------------------------------- the units
+
+
+def _make_units(
+    model: nn.Module,
+    wanted: Sequence[type[nn.Module] | str],
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
+    options: dict[str, Any],
+) -> None:
+    experts = set() if expert_mesh is None else {id(expert) for expert in _experts(model)}
+    for unit in _units_wanted(model, wanted, experts):
+        if expert_mesh is not None and experts and _is_expert(unit):
+            fully_shard(unit, expert_mesh, grad_divisor=mesh.size() / expert_mesh.size(), **options)
+        else:
+            fully_shard(unit, mesh, **options)
+    if not isinstance(model, FsdpModule):
+        fully_shard(model, mesh, **options)
+
+
+def _units_wanted(
+    model: nn.Module, wanted: Sequence[type[nn.Module] | str], experts: Container[int]
+) -> list[nn.Module]:
+    """Return the modules to make units of, children first; what is a unit already, or part of one, is left out.
+
+    Args:
+        experts: ids of modules that become units whatever their class.
+    Raises:
+        ConfigError: an entry that no module of the model is an instance of.
+    """
+    entries = (wanted,) if isinstance(wanted, (str, type)) else wanted
+    modules = list(model.modules())
+    for entry in entries:
+        if not any(_is_instance(module, entry) for module in modules):
+            classes = sorted({type(module).__name__ for module in modules})
+            raise ConfigError(f"fsdp_unit_modules names {entry!r}, and no module is one; its classes are {classes}")
+    taken = {id(below) for module in modules if isinstance(module, FsdpModule) for below in module.modules()}
+    return [
+        module
+        for module in reversed(modules)
+        if id(module) not in taken and (id(module) in experts or any(_is_instance(module, entry) for entry in entries))
+    ]
+
+
+def _is_instance(module: nn.Module, entry: type[nn.Module] | str) -> bool:
+    if isinstance(entry, type):
+        return isinstance(module, entry)
+    return any(entry in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}") for cls in type(module).__mro__)
+
+
+def _experts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules that are experts and can be called."""
+    if _is_expert(module) and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        yield module
+        return
+    for child in module.children():
+        yield from _experts(child)
+
+
+def _is_expert(module: nn.Module) -> bool:
+    """Whether all parameters of a module are marked as Megatron marks those of experts."""
+    parameters = list(module.parameters())
+    return bool(parameters) and all(getattr(parameter, "allreduce", True) is False for parameter in parameters)
+
+
+def _policy(given: Any) -> MixedPrecisionPolicy:
+    """Return our policy for ours, PyTorch's, or Megatron-FSDP's, which names the dtypes of the main copies only."""
+    if given is None:
+        return MixedPrecisionPolicy(main_params_dtype=torch.float32)
+    if hasattr(given, "grad_comm_dtype"):
+        main_grads = given.main_grads_dtype
+        return MixedPrecisionPolicy(
+            reduce_dtype=given.grad_comm_dtype or main_grads,
+            main_params_dtype=given.main_params_dtype,
+            main_grads_dtype=main_grads,
+        )
+    return as_policy(given)
+
+
+# ---------------------------------------------------------------- the rest
+
+
+def _set_reduction(module: nn.Module, *, is_summed: bool, reports_nan: bool) -> None:
+    for unit in units_below(module):
+        for group in unit.groups:
+            if is_summed:
+                group.set_divisor(1.0)
+            if reports_nan:
+                group.set_reduction(hook=functools.partial(_report_nan, weakref.ref(group)))
+
+
+def _report_nan(reference: weakref.ref[ParameterGroup], gradient: torch.Tensor) -> None:
+    group = reference()
+    if group is not None and bool(gradient.isnan().any()):
+        names = ", ".join(map(repr, group.parameters))
+        raise FsdpError(
+            f"unit {group.name!r}: a reduced gradient is not a number, of one of {names}; "
+            "torch.autograd.set_detect_anomaly(True) names the operation"
+        )
+
+
+def _log(lines: Sequence[str]) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for line in lines:
+            logging.getLogger(__name__).warning(line)

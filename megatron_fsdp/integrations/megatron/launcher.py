@@ -1,0 +1,247 @@
+"""Run a training script of a Megatron-LM checkout over this engine: ``python -m megatron_fsdp.megatron``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fsdp.config.fsdp_config import FsdpConfig
+from megatron_fsdp.config.parser import FLAGS, Effect, add_megatron_fsdp_args
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.integrations.megatron.adapter import install, uninstall
+from megatron_fsdp.integrations.megatron.data_parallel import refusals_of, spell_flag
+from megatron_fsdp.integrations.megatron.optimizer import optimizer_refusals_of
+from megatron_fsdp.optim.megatron_muon import MUON_NAMES
+
+__all__ = [
+    "Launch",
+    "check_flags",
+    "install",
+    "main",
+    "notices_under_megatron",
+    "plan_launch",
+    "run",
+    "uninstall",
+    "without_version",
+]
+
+_VARIABLE = "MEGATRON_LM_PATH"
+
+_DESCRIPTION = """\
+Run a training script of a Megatron-LM checkout, with --use-megatron-fsdp on this engine instead of Megatron's own:
+
+  torchrun --nproc-per-node 8 -m megatron_fsdp.megatron --megatron-path ~/Megatron-LM pretrain_gpt.py \\
+      --use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params ...
+
+No file of the checkout is changed. What follows SCRIPT is the script's own; flags that this engine cannot follow are
+refused before anything starts. docs/megatron.md says more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What to run.
+
+    Attributes:
+        checkout: folder with ``megatron/core`` in it. script: file to run. flags: the script's.
+        notices: a line for each flag whose effect the job does not get.
+    """
+
+    checkout: Path
+    script: Path
+    flags: tuple[str, ...]
+    notices: tuple[str, ...] = ()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the script that the arguments (default: those of the process) name.
+
+    Returns:
+        0. What is wrong with the arguments ends the process with status 2 before anything starts; what the script
+        raises passes through.
+    """
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    try:
+        launch = plan_launch(given.script, given.flags, given.megatron_path)
+    except ConfigError as error:
+        parser.error(str(error))
+    run(launch)
+    return 0
+
+
+def plan_launch(script: str, flags: Sequence[str], megatron_path: str | None = None) -> Launch:
+    """Find the checkout and the script, and check the flags; nothing of Megatron is imported.
+
+    Args:
+        script: a file here, or else in the checkout.
+        megatron_path: the checkout. None: the environment's MEGATRON_LM_PATH, or else the folder of ``script``.
+    Raises:
+        ConfigError: no checkout, no script, or flags that this engine cannot follow.
+    """
+    checkout = _checkout(script, megatron_path)
+    candidates = [Path(script), checkout / script]
+    file = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if file is None:
+        raise ConfigError(f"found no script {script!r} here ({Path.cwd()}) or in the checkout ({checkout})")
+    notices: list[str] = []
+    if not {"-h", "--help"} & set(flags):
+        notices = notices_under_megatron(check_flags(flags))
+    knows_version = any("megatron_fsdp_version" in text or "megatron-fsdp-version" in text for text in _texts(checkout))
+    # This engine serves both versions; a Megatron before version 2 does not know the flag.
+    kept = list(flags) if knows_version else without_version(flags)
+    return Launch(checkout, file.resolve(), tuple(kept), tuple(notices))
+
+
+def run(launch: Launch) -> None:
+    """Put this engine in place of Megatron's, and run the script in this process as its main program.
+
+    Raises:
+        ConfigError: megatron.core of the checkout cannot be imported, or another one was imported before.
+    """
+    # As Python does for a script, its folder comes first; the checkout's packages come before installed ones.
+    sys.path[:0] = [str(launch.script.parent), str(launch.checkout)]
+    changed = install()
+    _check_origin(launch.checkout)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"megatron_fsdp: {launch.script.name} runs on this engine; changed: {', '.join(changed)}", flush=True)
+        for line in launch.notices:
+            print(f"megatron_fsdp: {line}", flush=True)
+    sys.argv = [str(launch.script), *launch.flags]
+    runpy.run_path(str(launch.script), run_name="__main__")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_fsdp.megatron",
+        usage="%(prog)s [--megatron-path PATH] SCRIPT [flags of the script ...]",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--megatron-path",
+        metavar="PATH",
+        help=f"the Megatron-LM checkout; without it, ${_VARIABLE}, or else the folder of SCRIPT",
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="a file here, or else in the checkout: pretrain_gpt.py")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script, --use-megatron-fsdp among them")
+    return parser
+
+
+def _checkout(script: str, megatron_path: str | None) -> Path:
+    named = megatron_path or os.environ.get(_VARIABLE)
+    found = Path(named).expanduser() if named else Path(script).resolve().parent
+    if (found / "megatron" / "core").is_dir():
+        return found.resolve()
+    source = "--megatron-path" if megatron_path else f"${_VARIABLE}" if named else "the folder of the script"
+    raise ConfigError(
+        f"found no Megatron-LM checkout in {source} ({found}): wanted a folder with megatron/core in it; give "
+        f"--megatron-path PATH or set {_VARIABLE}"
+    )
+
+
+def _texts(checkout: Path) -> list[str]:
+    """Return the files that Megatron's flags come from."""
+    folder = checkout / "megatron" / "training"
+    return [file.read_text(encoding="utf-8", errors="replace") for file in sorted(folder.rglob("*.py"))]
+
+
+def _check_origin(checkout: Path) -> None:
+    core = sys.modules["megatron.core"]
+    origin = Path(str(core.__file__)).resolve()
+    wanted = (checkout / "megatron" / "core").resolve()
+    if wanted not in origin.parents:
+        raise ConfigError(
+            f"megatron.core was imported from {origin.parent}, wanted {wanted}; start this launcher before anything "
+            "that imports megatron"
+        )
+
+
+_VERSION = "--megatron-fsdp-version"
+
+# Flags of Megatron-LM, besides those around FSDP, whose settings this engine may have to refuse; and their types.
+_OF_THE_MODEL = {
+    "--tensor-model-parallel-size": int,
+    "--pipeline-model-parallel-size": int,
+    "--expert-model-parallel-size": int,
+}
+
+_FORMATS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
+
+_SWITCHES = ("--delay-wgrad-compute", "--enable-cuda-graph")
+
+# What a flag without effect is said for: others are done in any case, or by Megatron.
+_MISSING = (Effect.LATER, Effect.PACKAGE, Effect.HARDWARE)
+
+
+def check_flags(flags: Sequence[str]) -> FsdpConfig:
+    """Return what the flags of a training script ask of this engine.
+
+    Flags that are neither around FSDP nor listed here are Megatron's to check.
+
+    Args:
+        flags: as for ``pretrain_gpt.py``, with values in the next word or after "=".
+    Raises:
+        ConfigError: no ``--use-megatron-fsdp``; flags that contradict each other; a setting that this engine does not
+            do under Megatron. All reasons are in one message, with the cure for each.
+        SystemExit: a value of the wrong type, which argparse reports.
+    """
+    args, _ = _flag_parser().parse_known_args(list(flags))
+    if not args.use_megatron_fsdp:
+        raise ConfigError(
+            "found no --use-megatron-fsdp among the script's flags: Megatron would train without this engine. Add it, "
+            "with --ckpt-format fsdp_dtensor, or start the script without this launcher"
+        )
+    found = []
+    if args.ckpt_format != "fsdp_dtensor":
+        found.append(f"--ckpt-format {args.ckpt_format}: Megatron saves sharded models as fsdp_dtensor only; give that")
+    try:
+        config = FsdpConfig.from_args(args)
+    except ConfigError as error:
+        found.append(str(error))
+    found += [*refusals_of(args, args, spell_flag), *optimizer_refusals_of(args, spell_flag)]
+    if args.optimizer in MUON_NAMES:
+        found.append(
+            f"--optimizer {args.optimizer}: Megatron's scripts refuse it beside --use-megatron-fsdp; take "
+            "mcore_adapter.get_megatron_optimizer in a loop of your own"
+        )
+    if found:
+        raise ConfigError("; ".join(dict.fromkeys(found)))
+    return config
+
+
+def notices_under_megatron(config: FsdpConfig) -> list[str]:
+    """Return one line, with the reason, for every flag that was given and whose effect a job does not get."""
+    missing = [flag for flag in FLAGS if flag.effect in _MISSING and getattr(config, flag.dest) != flag.default]
+    return [
+        f"{flag.spell(getattr(config, flag.dest))} does nothing here; {flag.effect.value}: {flag.here}"
+        for flag in missing
+    ]
+
+
+def without_version(flags: Sequence[str]) -> list[str]:
+    """Return the flags without ``--megatron-fsdp-version``, for a Megatron that does not know it."""
+    kept: list[str] = []
+    skips_value = False
+    for flag in flags:
+        if not skips_value and not flag.startswith(f"{_VERSION}=") and flag != _VERSION:
+            kept.append(flag)
+        skips_value = flag == _VERSION
+    return kept
+
+
+def _flag_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="the script's flags", add_help=False, allow_abbrev=False)
+    add_megatron_fsdp_args(parser)
+    for name, kind in _OF_THE_MODEL.items():
+        parser.add_argument(name, type=kind, default=1)
+    for name, attribute in _FORMATS.items():
+        parser.add_argument(name, dest=attribute)
+    for name in _SWITCHES:
+        parser.add_argument(name, action="store_true")
+    return parser

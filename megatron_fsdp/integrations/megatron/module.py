@@ -1,0 +1,218 @@
+"""MegatronFSDP: what ``fully_shard_model`` returns, with the methods that Megatron-FSDP's training loops call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch import nn
+
+from dbuffer import Replicate
+from dbuffer.collectives import broadcast
+from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.runtime.gradients import GradientBuffer
+from megatron_fsdp.runtime.module import FsdpModule, units_below
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
+from megatron_fsdp.runtime.schedule import Schedule
+
+__all__ = ["MegatronFSDP", "as_megatron"]
+
+
+class MegatronFSDP(FsdpModule, nn.Module):
+    """Mixed into the class of the module that ``fully_shard_model`` was given, beside ``FsdpModule``.
+
+    The module stays itself: there is no wrapper, so its parameters keep their names, and there is no ``.module``.
+    Methods work on all units below it.
+    """
+
+    # ------------------------------------------------------------------ microbatches
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Run all but the last microbatch of a step: forward and backward go inside.
+
+        As in Megatron-FSDP, gradients that rest sharded are reduced all the same; what waits for the last microbatch
+        is the reduction of those that rest whole (ZeRO-0 and 1), and over the outer axis.
+        """
+        with self._auto_sync(False):
+            yield
+
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        """Run the last microbatch of a step: gradients are final after its backward."""
+        with self._auto_sync(True):
+            yield
+
+    def set_model_auto_sync(self, sync_model: bool = True) -> None:
+        """Say whether gradients are final after each backward (True), or when ``finish_grad_sync`` is called."""
+        for schedule in self._schedules():
+            schedule.is_last_backward = sync_model
+
+    @contextmanager
+    def _auto_sync(self, is_on: bool) -> Iterator[None]:
+        before = [(schedule, schedule.is_last_backward) for schedule in self._schedules()]
+        self.set_model_auto_sync(is_on)
+        try:
+            yield
+        finally:
+            for schedule, value in before:
+                schedule.is_last_backward = value
+
+    # ------------------------------------------------------------------ gradients
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Do nothing: backward starts each unit's reduction when its last gradient is there."""
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Make the gradients of all microbatches so far final, and show them as ``.grad``; no-op where they are.
+
+        Args:
+            force_all_reduce: Megatron-FSDP's; what is not reduced over all axes yet always is.
+        """
+        for schedule in self._schedules():
+            before = schedule.is_last_backward
+            schedule.is_last_backward = True
+            try:
+                schedule.finish()
+            finally:
+                schedule.is_last_backward = before
+
+    def synchronize_gradient_reduce(self) -> None:
+        """Do nothing: when backward returns, all that compute issues next waits for its reductions."""
+
+    def attach_grad_to_optimizer_state(self) -> None:
+        """Do nothing: final gradients are the parameters' ``.grad``, which any optimizer reads."""
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Multiply all gradients, say by 1 / (number of tokens) after ``calculate_per_token_loss``.
+
+        Raises:
+            StateError: gradients are not final yet.
+        """
+        for buffer in self._gradients():
+            if buffer.is_partial:
+                raise StateError(
+                    f"{buffer.name}: scale_gradients before gradients are final; call finish_grad_sync() first, or run "
+                    "the last microbatch outside of no_sync()"
+                )
+            if buffer.settled() is not None:
+                buffer.scale(scaling_factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Drop all gradients, those of microbatches that are not final yet among them."""
+        self.zero_grad(set_to_none=True)
+        for buffer in self._gradients():
+            buffer.discard()
+
+    # ------------------------------------------------------------------ weights
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Start the gather that the next forward needs first.
+
+        Args:
+            force_sync: make compute wait for it as well. force_dispatch: Megatron-FSDP's; it is always started now.
+        """
+        first = next((unit for unit in units_below(self) if unit.groups), None)
+        for group in first.groups if first is not None else ():
+            group.start_gather()
+        if force_sync:
+            self.synchronize_param_gather()
+
+    def synchronize_param_gather(self) -> None:
+        """Make compute wait for the gathers that were started."""
+        for group in self._groups():
+            if group.weight_state is WeightState.GATHERING:
+                group.finish_gather()
+
+    def install_optimized_model_weights(self) -> None:
+        """Bring compute weights up to date after main weights changed.
+
+        A ``torch.optim`` step is noticed without it; an optimizer that is none of PyTorch's may not be.
+        """
+        for group in self._groups():
+            group.suspect_change()
+            group.catch_up()
+
+    def broadcast_params(self) -> None:
+        """Give all replicas the weights of the first one; rows that one rank alone holds stay as they are.
+
+        A rank's rows come from its own copy of the model, so models that differ between ranks have to be made equal
+        before they are sharded.
+        """
+        for group in self._groups():
+            weights = group.main_weight
+            staged = weights.local_buffer.to(group.spec.device)
+            for axis, placement in zip(weights.axes, weights.placements, strict=True):
+                if placement == Replicate():
+                    broadcast(staged, axis)
+            weights.local_buffer.copy_(staged)
+            group.suspect_change()
+            group.catch_up()
+
+    # ------------------------------------------------------------------ refused
+
+    def mixed_precision_context(self, mixed_precision_policy: Any) -> NoReturn:
+        """Refuse another policy for the length of a block.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "mixed_precision_context: the policy decides the dtypes of the buffers, which exist already; pass it as "
+            "fully_shard_model(mixed_precision_policy=...)"
+        )
+
+    def reset_mixed_precision_policy(self, mixed_precision_policy: Any) -> NoReturn:
+        """Refuse another policy from now on; see ``mixed_precision_context``."""
+        self.mixed_precision_context(mixed_precision_policy)
+
+    def get_distributed_index(self) -> NoReturn:
+        """Refuse to make Megatron-FSDP's table of process groups.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "get_distributed_index: there is no such table; the mesh of each group of model.parameter_groups is its "
+            "main_weight.mesh"
+        )
+
+    def all_gather_and_wait_parameters_ready(self, *unused: Any, **options: Any) -> NoReturn:
+        """Refuse a gather of chosen parameters: units are gathered whole.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "all_gather_and_wait_parameters_ready: weights are gathered by unit; call unshard() and reshard() of the "
+            "unit that owns them"
+        )
+
+    # ------------------------------------------------------------------ parts
+
+    def _groups(self) -> Iterator[ParameterGroup]:
+        for unit in units_below(self):
+            yield from unit.groups
+
+    def _gradients(self) -> Iterator[GradientBuffer]:
+        for group in self._groups():
+            if group.gradients is not None:
+                yield group.gradients
+
+    def _schedules(self) -> list[Schedule]:
+        schedules = {id(unit.schedule): unit.schedule for unit in units_below(self)}
+        return [schedule for schedule in schedules.values() if isinstance(schedule, Schedule)]
+
+
+def as_megatron(module: nn.Module) -> MegatronFSDP:
+    """Give a sharded module the methods of ``MegatronFSDP``, in place."""
+    module.__class__ = _megatron_class(type(module))  # type: ignore[arg-type]  # classes are hashable
+    assert isinstance(module, MegatronFSDP)
+    return module
+
+
+@functools.cache
+def _megatron_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Megatron{cls.__name__}", (MegatronFSDP, cls), {"__module__": cls.__module__})

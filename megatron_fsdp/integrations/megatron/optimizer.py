@@ -1,0 +1,161 @@
+"""What changes in Megatron's FP32 optimizer when its parameters are sharded; imports no Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from dbuffer.collectives import all_reduce
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.integrations.megatron.checkpoint import describe_by_name, load_by_name
+from megatron_fsdp.integrations.megatron.data_parallel import spell_field
+from megatron_fsdp.integrations.megatron.module import MegatronFSDP
+from megatron_fsdp.optim.grad_norm import clip_grad_norm_
+from megatron_fsdp.optim.megatron_muon import MUON_NAMES, megatron_muon
+from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
+from megatron_fsdp.runtime.module import units_below
+
+__all__ = ["OptimizerMethods", "adopt_optimizer", "optimizer_refusals_of", "refuse_optimizer"]
+
+
+# Field of OptimizerConfig, what it may be, and what to do where it is something else.
+_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("fp16", lambda is_on: not is_on, "there is no loss scaler: use bf16"),
+    ("optimizer", lambda name: name in ("adam", "sgd", *MUON_NAMES), "wanted 'adam', 'sgd' or 'muon'"),
+    (
+        "optimizer_cpu_offload",
+        lambda is_on: not is_on,
+        "Megatron's optimizer for it takes whole parameters: leave it off, optimizer state is sharded over ranks",
+    ),
+    (
+        "use_precision_aware_optimizer",
+        lambda is_on: not is_on,
+        "it needs TransformerEngine's optimizer over whole buffers: leave it off",
+    ),
+    (
+        "overlap_param_gather_with_optimizer_step",
+        lambda is_on: not is_on,
+        "gathers start when the next forward does: leave it off",
+    ),
+)
+
+
+def refuse_optimizer(config: Any) -> None:
+    """Check an ``OptimizerConfig``.
+
+    Raises:
+        ConfigError: it asks for more than Adam, SGD or Muon over FP32 main weights.
+    """
+    found = optimizer_refusals_of(config)
+    if found:
+        raise ConfigError("; ".join(found))
+
+
+def optimizer_refusals_of(config: Any, spell: Callable[[str, object], str] = spell_field) -> list[str]:
+    """Return a line with the cure for each field of an ``OptimizerConfig`` that cannot be followed."""
+    return [
+        f"{spell(field, getattr(config, field))}: {cure}"
+        for field, is_allowed, cure in _RULES
+        if not is_allowed(getattr(config, field))
+    ]
+
+
+def adopt_optimizer(made: Any, model: MegatronFSDP, asked: Any = None) -> Any:
+    """Tie a Megatron optimizer to the sharded model whose parameters it updates, and return it.
+
+    Args:
+        asked: the ``OptimizerConfig`` that was asked for, where ``made`` has another: Megatron makes Adam for Muon.
+    """
+    made._sharded_model = model
+    config = made.config if asked is None else asked
+    if made.optimizer is not None and config.optimizer in MUON_NAMES:
+        made.optimizer = fully_shard_optimizer(megatron_muon(made.optimizer.param_groups, config, model))
+    elif made.optimizer is not None:
+        made.optimizer = fully_shard_optimizer(_torch_optimizer(made.optimizer, config))
+    return made
+
+
+def _torch_optimizer(found: Optimizer, config: Any) -> Optimizer:
+    """Return PyTorch's optimizer in place of TransformerEngine's and Apex's, whose kernels know no DTensors."""
+    if isinstance(found, (Adam, SGD)):
+        return found
+    if config.optimizer == "sgd":
+        return SGD(found.param_groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.sgd_momentum)
+    adam = AdamW if config.decoupled_weight_decay else Adam
+    betas = (config.adam_beta1, config.adam_beta2)
+    return adam(found.param_groups, lr=config.lr, betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay)
+
+
+class OptimizerMethods:
+    """Mixed into the class of the optimizer that ``get_megatron_optimizer`` returned.
+
+    Megatron's own sums over ranks would count gradients that rest whole (no_shard) once for each of them.
+    """
+
+    _sharded_model: MegatronFSDP
+    optimizer: Optimizer | None
+    config: Any
+
+    def get_grad_norm(self) -> float:
+        """Return the norm of the whole gradient."""
+        return self.clip_grad_norm(float("inf"))
+
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Scale gradients so that their norm is at most ``clip_grad``; return the norm before."""
+        return clip_grad_norm_(self._sharded_model, clip_grad).item()
+
+    @torch.no_grad()
+    def count_zeros(self) -> float:
+        """Return how many elements of the whole gradient are zero."""
+        total = 0.0
+        for unit in units_below(self._sharded_model):
+            for group in unit.groups:
+                found = group.gradients.settled() if group.gradients is not None else None
+                if found is None:
+                    continue
+                zeros = torch.zeros((), dtype=torch.float64, device=found.device)
+                for index in range(len(group.parameters)):
+                    rows = found.get_local_tensor(index)
+                    zeros += rows.numel() - torch.count_nonzero(rows)
+                for axis in group.spread_over(found.placements):
+                    all_reduce(zeros, axis, "sum")
+                total += zeros.item()
+        return total
+
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        """Bring compute weights up to date after main weights were loaded."""
+        self._sharded_model.install_optimized_model_weights()
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any = None, is_loading: bool = False, metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the state and hyperparameters under the names of the parameters, with DTensors, as Megatron-FSDP does.
+
+        It is what ``torch.distributed.checkpoint`` saves and, for any number of ranks and whatever groups these have,
+        loads in place; give the result to ``load_state_dict`` then. State that is not there yet is shown as zeros,
+        which the optimizer gets when something was read into them: Megatron asks before it knows whether there is a
+        checkpoint, and trains on where there is none.
+
+        Args:
+            model_sharded_state_dict, metadata: Megatron's; the model at hand says all.
+            is_loading: ask for what other software may have saved, too.
+        """
+        assert self.optimizer is not None
+        return describe_by_name(self._sharded_model, self.optimizer, is_loading=is_loading)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``sharded_state_dict`` or ``state_dict`` returned.
+
+        Raises:
+            CheckpointError: nothing was read into a parameter's state, or hyperparameters do not fit the groups.
+        """
+        if "param_to_group_meta" in state_dict or any(
+            isinstance(key, str) and key != "common_step" for key in state_dict["state"]
+        ):
+            assert self.optimizer is not None
+            load_by_name(self._sharded_model, self.optimizer, state_dict)
+        else:
+            super().load_state_dict(state_dict)  # type: ignore[misc]  # the class this is mixed into

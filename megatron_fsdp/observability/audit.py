@@ -1,0 +1,299 @@
+"""Audit: the engine's promises checked while a model trains, for debugging. Slow: reads all gathered weights twice."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dbuffer.collectives import all_reduce
+from dbuffer.mesh import MeshAxis
+from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.runtime.gradients import GradientBuffer
+from megatron_fsdp.runtime.module import units_below
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
+from megatron_fsdp.runtime.unit import Unit
+
+__all__ = ["Audit"]
+
+
+class Audit:
+    """Checks a sharded model while a ``with`` block runs; what it finds raises ``StateError``.
+
+    - Gathered weights that are not what the main weights say: on this rank's shard at every gather, and over all ranks
+      at the end of every backward.
+    - A parameter changed while it was gathered; the change would be lost.
+    - A unit whose gradients arrived and were not reduced in that backward, or twice.
+    - An operator on gathered weights after they were released (a weight kept from a forward, a module that uses another
+      unit's weight).
+
+    Errors name the unit and the parameter. Every rank of the mesh enters it at the same time: one more all-reduce per
+    backward and mesh. Weights and gradients keep their bits.
+
+    Args:
+        model: has units below it, or is one.
+    Raises:
+        ConfigError: no module of the model is sharded.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._units = [unit for unit in units_below(model) if unit.groups]
+        if not self._units:
+            raise ConfigError("Audit: no module of the model has parameters that fully_shard took")
+        self._schedule = self._units[0].schedule
+        self._open = contextlib.ExitStack()
+        self._weights: list[_WeightAudit] = []
+        self._gradients: list[_GradientAudit] = []
+
+    def __enter__(self) -> Audit:
+        for unit in self._units:
+            for group in unit.groups:
+                watched = _WeightAudit(unit, group)
+                self._weights.append(watched)
+                self._around(group, "finish_gather", after=watched.gathered)
+                self._around(group, "reshard", before=watched.resharding, after=watched.resharded)
+            for buffer in unit.gradients:
+                counted = _GradientAudit(unit, buffer)
+                self._gradients.append(counted)
+                self._around(buffer, "receive", before=counted.received)
+                self._around(buffer, "_reduce", after=counted.reduced)
+        self._schedule.after_backward.append(self._backward_done)
+        self._open.callback(self._schedule.after_backward.remove, self._backward_done)
+        self._open.enter_context(_ReleasedStorage(self._weights))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def _around(
+        self,
+        owner: Any,
+        name: str,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        """Call something before or after a method of one object, until the block ends."""
+        method = getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            if before is not None:
+                before()
+            result = method(*args, **options)
+            if after is not None:
+                after()
+            return result
+
+        setattr(owner, name, call)
+        self._open.callback(delattr, owner, name)
+
+    def _backward_done(self) -> None:
+        for counted in self._gradients:
+            counted.check()
+        _compare_over_ranks(self._weights)
+
+
+class _Gather(NamedTuple):
+    """One gather: of which unit, a checksum of its result, and what is wrong with this rank's part, if anything."""
+
+    unit: str
+    checksum: torch.Tensor
+    stale: str | None
+
+
+class _WeightAudit:
+    """What is known of one group's gathered weights."""
+
+    def __init__(self, unit: Unit, group: ParameterGroup) -> None:
+        self.group = group
+        self._unit = unit.name
+        self._names = tuple(group.parameters)
+        self._sums: list[torch.Tensor] | None = None
+        self._is_resharding = False
+        # One checksum per gather since the last comparison with the other ranks.
+        self.seen: list[_Gather] = []
+
+    def gathered(self) -> None:
+        """Compare this rank's shard with the main weights, and remember what was gathered."""
+        if self.group.weight_state is not WeightState.UNSHARDED or self._sums is not None or self._is_resharding:
+            return
+        # Said at the end of the backward, on all ranks together: one that raised here would let the others wait.
+        stale = self._find_stale()
+        self._sums = self._checksums()
+        self.seen.append(_Gather(self._unit, torch.stack(self._sums).sum(), stale))
+
+    def _find_stale(self) -> str | None:
+        group = self.group
+        mine = group.gathered.slice_view(group.main_weight.placements)
+        for index, name in enumerate(self._names):
+            found, main = mine.get_local_tensor(index), group.main_weight.get_local_tensor(index)
+            wanted = main.to(device=found.device, dtype=found.dtype)
+            if not torch.equal(_bits(found), _bits(wanted)):
+                gap = (found.float() - wanted.float()).abs().max().item()
+                return (
+                    f"unit {self._unit!r}: the gathered weight of parameter {name!r} is not its main weight (up to "
+                    f"{gap:.3g} apart): something changed the main weight in a way that shows nowhere. Change it "
+                    "through the module's parameters, or call fully_shard_optimizer(optimizer) so that each step is "
+                    "seen."
+                )
+        return None
+
+    def resharding(self) -> None:
+        """Compare what was gathered with what is about to be released."""
+        self._is_resharding = True
+        if self.group.weight_state is not WeightState.UNSHARDED or self._sums is None:
+            return
+        sums, self._sums = self._sums, None
+        if sys.exc_info()[0] is not None or self.group.faces.changed_in_place() is not None:
+            # The engine cleans up after an error, which is what should be seen, or refuses what PyTorch counts itself.
+            return
+        for name, before, after in zip(self._names, sums, self._checksums(), strict=True):
+            if not torch.equal(before, after):
+                raise StateError(
+                    f"unit {self._unit!r}: parameter {name!r} was changed in place while it was gathered; the change "
+                    "is lost when the unit reshards. Change it before forward or after backward, when it is sharded."
+                )
+
+    def resharded(self) -> None:
+        """Look again at what is gathered next."""
+        self._is_resharding = False
+
+    def _checksums(self) -> list[torch.Tensor]:
+        return [_checksum(self.group.gathered.get_local_tensor(index)) for index in range(len(self._names))]
+
+
+class _GradientAudit:
+    """Whether one gradient buffer was reduced after gradients had arrived, and once."""
+
+    def __init__(self, unit: Unit, buffer: GradientBuffer) -> None:
+        self._unit, self._buffer = unit, buffer
+        self._num_waiting = 0
+        self._reduced_in = 0
+
+    def received(self) -> None:
+        """A gradient arrives."""
+        self._num_waiting += 1
+
+    def reduced(self) -> None:
+        """The packed buffer was reduced.
+
+        A unit that this rank did not use is reduced too, once per backward, because others may have used it.
+
+        Raises:
+            StateError: it had been, and no gradient has arrived since.
+        """
+        backward = self._unit.schedule.num_backwards
+        if not self._num_waiting and self._reduced_in == backward:
+            self._fail("were reduced twice")
+        self._reduced_in, self._num_waiting = backward, 0
+
+    def check(self) -> None:
+        """Look whether everything that arrived was reduced, at the end of a backward that ends a step.
+
+        Raises:
+            StateError: something was not.
+        """
+        num_waiting, self._num_waiting = self._num_waiting, 0
+        if num_waiting and self._unit.requires_gradient_sync and not self._buffer.rests_partial:
+            self._fail("arrived and were not reduced")
+
+    def _fail(self, what: str) -> None:
+        raise StateError(
+            f"unit {self._unit.name!r}: gradients {what} in this backward, so main_grad is wrong. This is an error of "
+            "the engine or of code that calls its methods; please report it with the model's forward."
+        )
+
+
+class _ReleasedStorage(TorchDispatchMode):
+    """Refuses operators on gathered weights that have been released."""
+
+    def __init__(self, weights: Sequence[_WeightAudit]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self._weights = weights
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the operator, unless one of its tensors has no memory any more."""
+        for tensor in _tensors((args, kwargs or {})):
+            if tensor.numel() and not _has_memory(tensor):
+                self._refuse(func, tensor)
+        return func(*args, **(kwargs or {}))
+
+    def _refuse(self, func: Any, tensor: torch.Tensor) -> None:
+        for weights in self._weights:
+            for name, face in zip(weights.group.parameters, weights.group.faces.gathered, strict=True):
+                if face.untyped_storage()._cdata == tensor.untyped_storage()._cdata and _overlap(face, tensor):
+                    raise StateError(
+                        f"unit {weights.group.name!r}: {func} reads the gathered weight of parameter {name!r} after it "
+                        "was released. Use weights inside their unit's forward only: put the modules that share one "
+                        "into one fully_shard([...]) call, or set_reshard_after_forward(False) on the unit."
+                    )
+
+
+def _compare_over_ranks(weights: Sequence[_WeightAudit]) -> None:
+    """Raise where a rank gathered old weights, or ranks gathered different ones for the same use."""
+    by_axes: dict[tuple[int, ...], tuple[tuple[MeshAxis, ...], list[_Gather]]] = {}
+    for watched in weights:
+        axes = tuple(axis for axis in watched.group.main_weight.axes if axis.size > 1)
+        seen, watched.seen = watched.seen, []
+        by_axes.setdefault(tuple(id(axis.gather_group) for axis in axes), (axes, []))[1].extend(seen)
+    for axes, seen in by_axes.values():
+        if not seen:
+            continue
+        sums = torch.stack([one.checksum for one in seen])
+        is_stale = torch.tensor([one.stale is not None for one in seen], device=sums.device).long()
+        extremes = torch.stack([sums, -sums, is_stale])
+        for axis in axes:
+            all_reduce(extremes, axis, "max")
+        highest, lowest, stale = extremes.tolist()
+        for index, one in enumerate(seen):
+            if stale[index]:
+                raise StateError(
+                    one.stale or f"unit {one.unit!r}: on another rank a gathered weight is not its main one"
+                )
+            if highest[index] != -lowest[index]:
+                raise StateError(
+                    f"unit {one.unit!r}: the ranks gathered different weights in the backward that ended or the "
+                    "forward before it. Look for collectives of your own on the mesh's communicators, ranks that call "
+                    "units in another order (Watch), or a custom all-gather."
+                )
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a 0-d int64 that a change of any bit, or of the order of elements, almost always changes."""
+    bits = _bits(tensor).to(torch.int64)
+    places = torch.arange(1, bits.numel() + 1, device=bits.device) % 65_521
+    # Far from the ends of int64, so that a negative number compares as well.
+    return (bits * places).sum() % (1 << 61)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().reshape(-1).view(kinds[tensor.element_size()])
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout is not torch.strided or tensor.is_meta or tensor.untyped_storage().nbytes() > 0
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    start, end = other.storage_offset(), other.storage_offset() + other.numel()
+    return one.storage_offset() < end and start < one.storage_offset() + one.numel()
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, dict):
+        yield from _tensors(list(tree.values()))

@@ -1,0 +1,325 @@
+"""Watch: ranks that do different things, or nothing, raise an error that names the unit instead of hanging.
+
+Two means. Every step the ranks compare a checksum of what they did: 16 bytes each way on a gloo communicator of its
+own, looked at one step later, so nothing waits for it. And a thread per rank looks whether the rank has waited for a
+collective for longer than a limit; if so all ranks write where they stand into the job's store, one of them puts it
+together, and all raise that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import logging
+import os
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dbuffer
+from dbuffer.collectives import start_maximum
+from dbuffer.gloo import wait_with
+from dbuffer.mesh import new_group
+from megatron_fsdp.errors import AgreementError, ConfigError
+from megatron_fsdp.observability.flight_recorder import Journal, RankState, verdict
+from megatron_fsdp.runtime.lanes import latest_submission, record_into
+from megatron_fsdp.runtime.meeting import Statement, meet
+from megatron_fsdp.runtime.module import units_below
+
+__all__ = ["Watch"]
+
+_LOG = logging.getLogger(__name__)
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(module.__file__ or "")) + os.sep for module in (torch, dbuffer, threading)
+)
+
+
+class Watch:
+    """Watches over the collectives of a sharded model while a ``with`` block runs.
+
+    Every rank of the model's mesh enters it, at the same time; it may be entered once. Inside, every rank raises an
+    ``AgreementError`` that names the units concerned, what each side did last and what it waits for
+
+    - one step after the ranks' collectives were not the same, even if these were of the same size and ended;
+    - when a rank has waited for ``timeout`` in a collective of the engine;
+    - when a collective fails because another rank is gone.
+
+    A rank that is stuck in code of its own raises as soon as Python runs there again, and logs the error at once. A
+    wait in a collective that the engine did not issue (``dist.all_reduce(loss)``) is not interrupted: give it to
+    ``wait`` with ``async_op=True``. On CUDA, where the host does not wait for collectives, the thread looks at the
+    newest event of the lanes, and the error is raised where Python runs next.
+
+    Args:
+        model: has units below it, or is one.
+        timeout: how long a rank may wait; longer than any checkpoint or evaluation that one rank does alone.
+        interval: steps from one comparison to the next; 0 compares only when somebody waits too long.
+    Raises:
+        ConfigError: no module of the model is sharded.
+    """
+
+    def __init__(
+        self, model: nn.Module, timeout: datetime.timedelta = datetime.timedelta(minutes=5), *, interval: int = 1
+    ) -> None:
+        units = [unit for unit in units_below(model) if unit.groups]
+        if not units:
+            raise ConfigError("Watch: no module of the model has parameters that fully_shard took")
+        mesh = max((unit.groups[0].main_weight.mesh for unit in units), key=lambda mesh: mesh.size())
+        self._schedule = units[0].schedule
+        self._ranks: list[int] = mesh.mesh.flatten().tolist()
+        self._timeout_s = timeout.total_seconds()
+        self._poll_s = min(1.0, self._timeout_s / 10)
+        self._poll = datetime.timedelta(seconds=self._poll_s)
+        self._interval = interval
+        self._journal = Journal()
+        self._prefix = ""
+        self._waiting_since: float | None = None
+        self._verdict: str | None = None
+        self._has_verdict = threading.Event()
+        self._wake = threading.Event()
+        self._is_stopped = False
+        # What the thread that trains has to say. It never asks the store itself, which may not answer.
+        self._alarm: str | None = None
+        self._departure: str | None = None
+        self._steps = 0
+        self._pending: tuple[dist.Work, torch.Tensor] | None = None
+        self._open = contextlib.ExitStack()
+
+    # ------------------------------------------------------------------ begin, end
+
+    def __enter__(self) -> Watch:
+        if len(self._ranks) == 1:
+            return self
+        token = meet(self._ranks, Statement("enters a Watch"))
+        self._group = new_group(self._ranks, "megatron_fsdp watch", backend="gloo")
+        self._prefix = f"megatron_fsdp watch {token}/"
+        # A clone has a connection of its own: the thread must not keep others from the store.
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store = store.clone()
+        self._watched = threading.get_ident()
+        self._open.enter_context(record_into(self._journal))
+        self._open.enter_context(wait_with(self.wait))
+        self._schedule.after_backward.append(self._step_done)
+        self._open.callback(self._schedule.after_backward.remove, self._step_done)
+        self._thread = threading.Thread(target=self._run, name="megatron_fsdp watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if len(self._ranks) == 1:
+            return
+        try:
+            if error is None:
+                self._compare()
+        finally:
+            self._open.close()
+            if error is not None and self._verdict is None:
+                self._departure = f"gone with {type(error).__name__}: {_first_line(error)}"
+            self._is_stopped = True
+            self._wake.set()
+            # Not for ever: a store that cannot be reached does not answer.
+            self._thread.join(2 * self._grace_s)
+
+    # ------------------------------------------------------------------ on the thread that trains
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a collective on CPU tensors, at most until the ranks are found to differ.
+
+        Raises:
+            AgreementError: they do, or the collective failed.
+        """
+        self._waiting_since = time.monotonic()
+        deadline = self._waiting_since + self._timeout_s + 4 * self._grace_s
+        try:
+            while not self._is_done(work):
+                if self._has_verdict.is_set():
+                    raise AgreementError(self._verdict)
+                if time.monotonic() > deadline:
+                    self._fail(f"a rank has waited for {self._timeout_s:.0f} s:")
+        except RuntimeError as error:
+            self._fail(f"a collective failed: {_first_line(error)}", error)
+        finally:
+            self._waiting_since = None
+
+    def _fail(self, reason: str, cause: BaseException | None = None) -> NoReturn:
+        """Raise what the ranks find together, or what is known here where the store does not answer."""
+        self._alarm = reason
+        self._wake.set()
+        if not self._has_verdict.wait(4 * self._grace_s):
+            alone = f"{reason}\n  the job's store cannot be reached: rank 0 or its machine ended, or the network is cut"
+            self._end(verdict({dist.get_rank(): self._state()}, alone))
+        raise AgreementError(self._verdict) from cause
+
+    def _is_done(self, work: dist.Work) -> bool:
+        """Wait for a while; tell whether the collective is complete."""
+        try:
+            work.wait(self._poll)
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
+        return True
+
+    def check(self) -> None:
+        """Compare what the ranks did so far, now; every rank calls it, as before a checkpoint.
+
+        Raises:
+            AgreementError: it was not the same.
+        """
+        if len(self._ranks) > 1:
+            self._compare()
+            self._start_comparison()
+            self._compare()
+
+    def _step_done(self) -> None:
+        self._steps += 1
+        if self._interval and self._steps % self._interval == 0:
+            self._compare()
+            self._start_comparison()
+
+    def _start_comparison(self) -> None:
+        mine = self._journal.digest << 32 | self._journal.count & 0xFFFFFFFF
+        # The largest of x and of -x are the same number but for the sign only where all ranks have one x.
+        extremes = torch.tensor([mine >> 1, -(mine >> 1)])
+        self._pending = start_maximum(extremes, self._group), extremes
+
+    def _compare(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        work, extremes = pending
+        self.wait(work)
+        highest, lowest = extremes.tolist()
+        if highest != -lowest:
+            self._fail("the ranks did not issue the same collectives, so gradients or weights may be wrong:")
+
+    # ------------------------------------------------------------------ on the thread that watches
+
+    @property
+    def _grace_s(self) -> float:
+        return 2.0 + 3 * self._poll_s
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait(self._poll_s)
+            self._wake.clear()
+            try:
+                if self._is_stopped:
+                    self._leave()
+                    return
+                if self._alarm is None and self._is_stuck():
+                    self._alarm = f"a rank has waited for {self._timeout_s:.0f} s:"
+                if self._alarm is not None:
+                    self._store.compare_set(self._key("alarm"), "", self._alarm)
+                if self._store.check([self._key("alarm")]):
+                    self._conclude()
+                    return
+            except RuntimeError as error:
+                if not self._is_stopped:
+                    self._end(f"the job's store cannot be reached ({_first_line(error)}): rank 0 or its machine ended")
+                return
+
+    def _is_stuck(self) -> bool:
+        since = self._waiting_since
+        if since is not None:
+            return time.monotonic() - since > self._timeout_s
+        event = latest_submission()
+        return event is not None and self._journal.idle_s > self._timeout_s and not event.query()
+
+    def _key(self, name: str) -> str:
+        return self._prefix + name
+
+    def _conclude(self) -> None:
+        """Say where this rank stands, let one rank put it together, and raise the result."""
+        self._store.set(self._key(f"rank {dist.get_rank()}"), self._state().to_json())
+        if self._store.add(self._key("reporter"), 1) == 1:
+            reason = self._store.get(self._key("alarm")).decode()
+            self._store.set(self._key("verdict"), verdict(self._collect(), reason))
+        try:
+            self._store.wait([self._key("verdict")], datetime.timedelta(seconds=3 * self._grace_s))
+            text = self._store.get(self._key("verdict")).decode()
+        except RuntimeError:
+            text = verdict({dist.get_rank(): self._state()}, "a rank stopped while it reported:")
+        self._end(text)
+
+    def _collect(self) -> dict[int, RankState | None]:
+        deadline = time.monotonic() + self._grace_s
+        states: dict[int, RankState | None] = {}
+        for rank in self._ranks:
+            key = self._key(f"rank {rank}")
+            left = max(deadline - time.monotonic(), 0.001)
+            try:
+                self._store.wait([key], datetime.timedelta(seconds=left))
+                states[rank] = RankState.from_json(self._store.get(key).decode())
+            except RuntimeError:
+                states[rank] = None
+        return states
+
+    def _leave(self) -> None:
+        """Tell ranks that will wait for this one why it does not come."""
+        if self._departure is not None:
+            state = self._journal.state(waits=False, place=self._departure)
+            self._store.set(self._key(f"rank {dist.get_rank()}"), state.to_json())
+
+    def _state(self) -> RankState:
+        waits = self._waiting_since is not None
+        return self._journal.state(waits=waits, place=_place(self._watched))
+
+    def _end(self, text: str) -> None:
+        if self._has_verdict.is_set():
+            return
+        self._verdict = text
+        _keep_groups()
+        _LOG.error("rank %d: %s", dist.get_rank(), text)
+        is_waiting = self._waiting_since is not None
+        self._has_verdict.set()
+        if not is_waiting:
+            _raise_in(self._watched, text)
+
+
+def _keep_groups() -> None:
+    """Never destroy the job's process groups.
+
+    Python would at its end, and the destructor of a gloo group waits for collectives that other ranks never join, up
+    to their timeout.
+    """
+    for group in dist.distributed_c10d._world.pg_map:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _place(thread: int) -> str:
+    """Return where a thread stands: the innermost line outside of PyTorch and this package."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_back is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return "at no line of Python"
+    return f"standing at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _is_library(path: str) -> bool:
+    package = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    return path.startswith((package, *_LIBRARIES, "<frozen"))
+
+
+def _raise_in(thread: int, text: str) -> None:
+    """Make a thread raise an AgreementError when it runs Python next."""
+
+    class StalledError(AgreementError):
+        def __init__(self) -> None:
+            super().__init__(text)
+
+    StalledError.__name__ = StalledError.__qualname__ = AgreementError.__name__
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(StalledError))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]

@@ -1,0 +1,288 @@
+"""AdamW over flat buffers: one launch per parameter group, with the state and state dicts of ``torch.optim.AdamW``."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, GroupMoments, state_values
+from megatron_fsdp.optim.adamw_update import PlainParameter, Rows, group_update, plain_update
+from megatron_fsdp.optim.grad_norm import global_norm
+from megatron_fsdp.optim.loaded_state import hide_state, lay_out_loaded_state, reveal_state
+from megatron_fsdp.optim.nonfinite import Reading, check_policy, clip_factor, may_step
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
+
+__all__ = ["AdamW"]
+
+
+class AdamW(torch.optim.AdamW):
+    """``torch.optim.AdamW`` that steps each parameter group of a sharded model in one pass over its flat buffers.
+
+    Same formula, arguments, param groups and state dicts; each loads what the other saved. One kernel reads a group's
+    gradients as they are accumulated (no cast to the weights' dtype), updates main weights and moments, and writes the
+    compute weights; arithmetic is fp32, rounded once per tensor. The state of a parameter is shown as DTensors over
+    the flat moments. Includes what ``fully_shard_optimizer`` does. Parameters that are not sharded take the same
+    kernel, one launch each.
+
+    Args:
+        params, lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``; all may differ between param
+            groups, and change between steps.
+        amsgrad: only False.
+        foreach, fused: accepted and kept in the param groups; there is one implementation.
+        capturable: step counters live beside the weights and nothing of a step is decided on the host, so that a CUDA
+            graph can hold it; each parameter then has its own row of hyperparameters.
+        differentiable: only False.
+        moments_dtype: of both moments; None: that of each main weight, FP32 where those are split. bf16 halves them;
+            they are rounded to nearest.
+        max_norm: what ``step`` clips to when it is not told otherwise; None does not clip.
+        nonfinite: "skip": a step whose gradient norm is NaN or infinite changes nothing on any rank, logs a warning
+            that names the first parameter concerned and adds to ``num_skipped``; "raise": it raises
+            ``NonfiniteGradientError`` instead. Both read the norm on the host in every step. "ignore": nobody looks,
+            and gradients of such a norm are stepped as they are, not clipped.
+    Raises:
+        ConfigError: another ``nonfinite``, ``amsgrad`` or ``differentiable``, or a dtype that is no floating-point one.
+    """
+
+    steps_split_weights = True
+    # What steps one small parameter as this class does.
+    plain_kind = torch.optim.AdamW
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        moments_dtype: torch.dtype | None = None,
+        max_norm: float | None = None,
+        nonfinite: str = "ignore",
+    ) -> None:
+        check_policy("AdamW", nonfinite)
+        if moments_dtype is not None and not moments_dtype.is_floating_point:
+            raise ConfigError(f"AdamW(moments_dtype={moments_dtype}): give a floating-point dtype or None")
+        self.moments_dtype = moments_dtype
+        self.max_norm = max_norm
+        self.nonfinite = nonfinite
+        self.num_skipped = 0
+        self.grad_norm: torch.Tensor | None = None
+        self._binding: _Binding | None = None
+        self._entries: tuple[dict[str, Any], ...] = ()
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        # The base class claims for fused=True that step() unscales gradients itself; GradScaler does it here.
+        self._step_supports_amp_scaling = False
+        refreshes_itself(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with hyperparameters of their own; as in ``torch.optim``.
+
+        Raises:
+            ConfigError: the group asks for ``amsgrad`` or ``differentiable``.
+        """
+        _refuse_options([{**self.defaults, **param_group}])
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None) -> Any:
+        """Take one step; parameters whose ``.grad`` is None are left alone.
+
+        With a maximal norm the gradients' global norm is measured in one pass over them and the factor applied inside
+        the update: ``.grad`` keeps its values, and no further pass is made. Every rank calls it then, as the norm is
+        reduced. ``grad_norm`` is the norm before clipping afterwards, a 0-d fp32 tensor, equal on all ranks.
+
+        Args:
+            closure: computes and returns the loss, with gradients enabled.
+            max_norm: as in ``clip_grad_norm_``; ``float("inf")`` only measures. None: the constructor's.
+        Returns:
+            What the closure returned, else None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        binding, rows = self._bound(), Rows(self.param_groups)
+        is_known = len(self._entries) == len(self.state) and all(map(operator.is_, self._entries, self.state.values()))
+        gradients = _Gradients(binding)
+        factor = self._clip_factor(gradients, self.max_norm if max_norm is None else max_norm)
+        if not self._may_step(gradients):
+            return loss
+        updates = [group_update(*pair, self.state, rows, is_known=is_known) for pair in gradients.groups]
+        updates += [plain_update(*pair, self.state, rows, self.moments_dtype) for pair in gradients.plain]
+        for update in updates:
+            update.run(rows, factor)
+        for moments, _ in gradients.groups:
+            moments.settle()
+        for moments in binding.groups:
+            if moments.group is not None:
+                moments.group.catch_up()
+        self._entries = tuple(self.state.values())
+        return loss
+
+    def _may_step(self, gradients: _Gradients) -> bool:
+        if self.nonfinite == "ignore":
+            return True
+        assert self.grad_norm is not None
+        is_finite = may_step(self.grad_norm, self.nonfinite, gradients.readings)
+        self.num_skipped += not is_finite
+        return is_finite
+
+    def _clip_factor(self, gradients: _Gradients, max_norm: float | None) -> torch.Tensor | None:
+        if max_norm is None:
+            if self.nonfinite != "ignore":
+                self.grad_norm = global_norm(gradients.flat())
+            return None
+        self.grad_norm = global_norm(gradients.flat())
+        return clip_factor(self.grad_norm, max_norm)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this class, or of ``torch.optim.AdamW`` over the same parameters, sharded or whole.
+
+        Every rank calls it: state that PyTorch cut in other places is brought into the parameters' rows.
+
+        Raises:
+            ConfigError: it was saved with ``amsgrad``, or by another kind of optimizer.
+        """
+        _refuse_options(state_dict["param_groups"])
+        for key, values in state_dict["state"].items():
+            state_values(values, f"parameter {key!r} in the state dict")
+        # After the user's hooks, which may replace the state, and before torch casts it to the parameters' dtypes.
+        handle = self.register_load_state_dict_pre_hook(functools.partial(hide_state, keys=KEYS[1:]))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        lay_out_loaded_state(self)
+        binding = self._bound()
+        for moments in binding.groups:
+            moments.adopt_all(self.state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("moments_dtype", "max_norm", "nonfinite", "num_skipped")}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # load_state_dict comes here too, and must not drop the flat buffers.
+        for name, value in (("_binding", None), ("grad_norm", None), ("_entries", ())):
+            self.__dict__.setdefault(name, value)
+        reveal_state(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self._step_supports_amp_scaling = False
+        refreshes_itself(self)
+
+    def _bound(self) -> _Binding:
+        """Return where the parameters live, found anew when param groups have changed."""
+        parameters = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
+        flags = tuple((bool(group["capturable"]), len(group["params"])) for group in self.param_groups)
+        if self._binding is None or not self._binding.fits(parameters, flags):
+            self._binding = _bind(self.param_groups, self.moments_dtype, self._binding, flags)
+        return self._binding
+
+
+class _Gradients:
+    """What one step reads: the owners of gradients, each with its part on this rank, 1-D."""
+
+    def __init__(self, binding: _Binding) -> None:
+        self._binding = binding
+        flat = ((moments, moments.gradient()) for moments in binding.groups)
+        self.groups = [(moments, gradient) for moments, gradient in flat if gradient is not None]
+        rows = ((plain, plain.gradient()) for plain in binding.plain)
+        self.plain = [(plain, gradient) for plain, gradient in rows if gradient is not None]
+
+    def flat(self) -> Iterator[tuple[GroupMoments | PlainParameter, torch.Tensor]]:
+        """Yield all of them."""
+        yield from ((moments, found.flat) for moments, found in self.groups)
+        yield from self.plain
+
+    def readings(self) -> list[Reading]:
+        """Return the gradient of every parameter of the optimizer, by name."""
+        found = []
+        for moments in self._binding.groups:
+            found += moments.readings()
+        for number, plain in enumerate(self._binding.plain):
+            found.append(Reading(f"plain parameter {number}", plain.gradient(), (), plain.parameter.device))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Binding:
+    """Where the parameters of an optimizer live.
+
+    Attributes:
+        parameters: what was bound, in order. flags: whether each param group is capturable, and its length.
+        groups: the flat state of each sharded group. plain: all other parameters.
+    """
+
+    parameters: tuple[torch.Tensor, ...]
+    flags: tuple[tuple[bool, int], ...]
+    groups: tuple[GroupMoments, ...]
+    plain: tuple[PlainParameter, ...]
+
+    def fits(self, parameters: Sequence[torch.Tensor], flags: tuple[tuple[bool, int], ...]) -> bool:
+        """Whether these are the same parameters."""
+        if self.flags != flags or len(self.parameters) != len(parameters):
+            return False
+        return all(map(operator.is_, self.parameters, parameters))
+
+
+def _bind(
+    param_groups: Sequence[dict[str, Any]],
+    dtype: torch.dtype | None,
+    previous: _Binding | None,
+    flags: tuple[tuple[bool, int], ...],
+) -> _Binding:
+    numbered = [(number, p) for number, group in enumerate(param_groups) for p in group["params"]]
+    owners: dict[int, ParameterGroup] = {}
+    plain: list[PlainParameter] = []
+    for number, parameter in numbered:
+        owner = group_of_parameter(parameter)
+        if owner is None:
+            plain.append(PlainParameter(parameter, number, flags[number][0]))
+        else:
+            owners[id(owner)] = owner
+    known = {} if previous is None else {id(moments.group): moments for moments in previous.groups}
+    number_of = {id(parameter): number for number, parameter in numbered}
+    groups: list[GroupMoments] = []
+    for key, owner in owners.items():
+        members = tuple(number_of.get(id(face), ABSENT) for face in owner.parameters.values())
+        is_capturable = any(param_groups[member]["capturable"] for member in members if member != ABSENT)
+        moments = known.get(key)
+        if moments is None or (moments.members, moments.is_capturable) != (members, is_capturable):
+            # The values of an older one are taken over from the state that shows them.
+            moments = GroupMoments(owner, members, dtype, is_capturable=is_capturable)
+        groups.append(moments)
+    return _Binding(tuple(parameter for _, parameter in numbered), flags, tuple(groups), tuple(plain))
+
+
+def _refuse_options(param_groups: Iterable[dict[str, Any]]) -> None:
+    for name, group in itertools.product(("amsgrad", "differentiable"), param_groups):
+        if group.get(name):
+            raise ConfigError(
+                f"AdamW({name}=True) is not supported: found it in the options of a param group. Use "
+                f"torch.optim.AdamW with fully_shard_optimizer, or leave {name} False."
+            )

@@ -1,0 +1,350 @@
+"""GroupMoments: the AdamW state of one parameter group as two flat buffers, shown per parameter as torch.optim's state.
+
+The optimizer's ``state`` holds DTensors over these buffers, and step counters over one tensor, so that state dicts and
+checkpoints see what ``torch.optim.AdamW`` would show, while a step works on the buffers alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dbuffer import DBuffer
+from dbuffer.mesh import MeshAxis
+from dbuffer_kernels import AdamWBuffers, Segment, Segments, pack
+from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.optim.nonfinite import Reading
+from megatron_fsdp.runtime.gradients import GradState
+from megatron_fsdp.runtime.parameter_group import ParameterGroup
+
+__all__ = ["FlatGradient", "GroupGradients", "GroupMoments", "local_range", "state_values"]
+
+State = MutableMapping[Any, Any]
+KEYS = ("step", "exp_avg", "exp_avg_sq")
+ABSENT = -1
+_IN_ORDER = operator.itemgetter(*KEYS)
+# Past the property of sharded parameters, which is a call of Python for each of them.
+_gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+# Patterns of missing gradients that a group remembers; models whose experts come and go make ever new ones.
+_MAX_PATTERNS = 32
+
+
+def state_values(values: Mapping[str, Any], parameter: str) -> tuple[Any, ...]:
+    """Return step, exp_avg and exp_avg_sq of one parameter's state.
+
+    Raises:
+        ConfigError: the state is that of another optimizer.
+    """
+    if not all(key in values for key in KEYS):
+        raise ConfigError(
+            f"AdamW: the state of {parameter} has {sorted(map(str, values))}; wanted {list(KEYS)}. Load the state of "
+            "an AdamW or Adam without amsgrad."
+        )
+    return tuple(values[key] for key in KEYS)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGradient:
+    """The gradients of a group as one flat tensor, laid out like its main weights.
+
+    Attributes:
+        flat: every element of a parameter without gradient, and all padding, is zero.
+        present: for each parameter of the group, whether it has a gradient.
+    """
+
+    flat: torch.Tensor
+    present: tuple[bool, ...]
+
+
+class GroupGradients:
+    """The gradients of one parameter group as an optimizer over some of its parameters reads them.
+
+    Args:
+        group: held weakly.
+        members: for each parameter of the group in plan order, the number of its param group in the optimizer, or
+            ``ABSENT``.
+    """
+
+    def __init__(self, group: ParameterGroup, members: Sequence[int]) -> None:
+        main = group.main_weight
+        self.members = tuple(members)
+        self.device = group.spec.compute_device
+        self._group = weakref.ref(group)
+        self._names = tuple(f"unit {group.name!r}: parameter {name!r}" for name in group.parameters)
+        self._faces = tuple(group.parameters.values())
+        self._pieces = tuple(local_range(main, index) for index in range(len(members)))
+        self._own_gradients: tuple[torch.Tensor | None, ...] = ()
+        self._all_present = (True,) * len(members)
+        self.axes: tuple[MeshAxis, ...] = tuple(group.spread_over(main.placements))
+
+    @property
+    def group(self) -> ParameterGroup | None:
+        """The group, None when its model is gone."""
+        return self._group()
+
+    # ------------------------------------------------------------------ gradients
+
+    def gradient(self) -> FlatGradient | None:
+        """Return the gradients of the parameters that are in the optimizer, None where there are none.
+
+        Raises:
+            StateError: a ``.grad`` was assigned that does not have the parameter's rows.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = list(map(_gradient_of, self._faces))
+        group = self.group
+        gradients = None if group is None else group.gradients
+        is_final = gradients is not None and gradients.state is GradState.FINAL
+        # The objects that lay in the group's buffer once still do: nothing has to be looked at again.
+        if is_final and self._own_gradients and all(map(operator.is_, grads, self._own_gradients)):
+            assert gradients is not None
+            return FlatGradient(gradients.final.local_buffer, self._all_present)
+        grads = [None if member == ABSENT else grad for grad, member in zip(grads, self.members, strict=True)]
+        if group is None or all(grad is None for grad in grads):
+            return None
+        present = tuple(grad is not None for grad in grads)
+        if gradients is None or not is_final:
+            return FlatGradient(self._packed(group, grads), present)
+        final = gradients.settled()
+        assert final is not None
+        lies_inside = all(
+            isinstance(grad, DTensor) and _lies_at(grad.to_local(), final.local_buffer[start:stop])
+            for grad, (start, stop) in zip(grads, self._pieces, strict=True)
+        )
+        self._own_gradients = tuple(grads) if lies_inside else ()
+        is_foreign = any(
+            member == ABSENT and face.grad is not None for face, member in zip(self._faces, self.members, strict=True)
+        )
+        # What is not this optimizer's must not count in the norm.
+        return FlatGradient(self._packed(group, grads) if is_foreign else final.local_buffer, present)
+
+    def readings(self) -> list[Reading]:
+        """Return the gradient of every parameter that is in the optimizer, under its unit's and its own name."""
+        found = []
+        for face, name, member in zip(self._faces, self._names, self.members, strict=True):
+            if member != ABSENT:
+                local = face.grad.to_local() if isinstance(face.grad, DTensor) else face.grad
+                found.append(Reading(name, local, self.axes, self.device))
+        return found
+
+    def _packed(self, group: ParameterGroup, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Copy gradients that are not in the group's buffer into a flat tensor of their own."""
+        main = group.main_weight
+        locals_, offsets = [], []
+        for grad, name, (start, stop) in zip(grads, self._names, self._pieces, strict=True):
+            if grad is None:
+                continue
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            if local.numel() != stop - start:
+                raise StateError(
+                    f"{name}: .grad has {local.numel()} elements on this rank, the parameter {stop - start}; assign a "
+                    "DTensor laid out like the parameter, such as torch.zeros_like(parameter)"
+                )
+            locals_.append(local)
+            offsets.append(start)
+        flat = torch.zeros(main.local_buffer.numel(), dtype=group.spec.dtypes.stepped, device=main.device)
+        return pack(locals_, flat, offsets)
+
+
+class GroupMoments(GroupGradients):
+    """Both moments and the step counters of one parameter group.
+
+    Args:
+        group, members: as in ``GroupGradients``.
+        dtype: of the moments; None: that of the main weights, FP32 where these are split.
+        is_capturable: whether step counters live beside the weights, to be read by device work alone.
+    """
+
+    def __init__(
+        self, group: ParameterGroup, members: Sequence[int], dtype: torch.dtype | None, *, is_capturable: bool
+    ) -> None:
+        super().__init__(group, members)
+        self.is_capturable = is_capturable
+        self.exp_avg = self._buffer(group, dtype, "exp_avg")
+        self.exp_avg_sq = self._buffer(group, dtype, "exp_avg_sq")
+        self.steps = torch.zeros(len(members), device=group.main_weight.device if is_capturable else "cpu")
+        # The dictionary of ``state`` that shows each parameter, an empty one where none does yet.
+        self._shown: list[dict[str, Any]] = [{} for _ in members]
+        self._views: list[tuple[Any, ...]] = [()] * len(members)
+        self._buffers: AdamWBuffers | None = None
+        self._patterns: dict[tuple[int, ...], tuple[Segments, torch.Tensor]] = {}
+
+    @staticmethod
+    def _buffer(group: ParameterGroup, dtype: torch.dtype | None, what: str) -> DBuffer:
+        main, dtype = group.main_weight, dtype or group.spec.dtypes.stepped
+        name = f"unit {group.name!r}: {what}"
+        buffer = DBuffer.from_plan(main.plan, main.mesh, main.placements, dtype, main.device, name=name)
+        return buffer.zero_()
+
+    # ------------------------------------------------------------------ state
+
+    def adopt(self, state: State, wanted: Sequence[bool]) -> None:
+        """Make ``state`` show these buffers for the wanted parameters, with the values that it held or zeros."""
+        for index, (face, is_wanted) in enumerate(zip(self._faces, wanted, strict=True)):
+            if is_wanted and not self._shows(state.get(face), index):
+                self._take_over(state, index)
+
+    def adopt_all(self, state: State) -> None:
+        """Make ``state`` show these buffers wherever it holds something."""
+        self.adopt(state, [bool(state.get(face)) for face in self._faces])
+
+    def is_shown(self) -> bool:
+        """Whether the dictionaries that were adopted show these buffers for every parameter, still and all of them.
+
+        Quicker than ``adopt``, for a caller that knows that the dictionaries are those.
+        """
+        found = itertools.chain.from_iterable(map(_IN_ORDER, self._shown))
+        try:
+            return all(map(operator.is_, found, itertools.chain.from_iterable(self._views)))
+        except KeyError:
+            return False
+
+    def _shows(self, values: Mapping[str, Any] | None, index: int) -> bool:
+        if values is None or values is not self._shown[index]:
+            return False
+        return all(values.get(key) is view for key, view in zip(KEYS, self._views[index], strict=True))
+
+    def _take_over(self, state: State, index: int) -> None:
+        face = self._faces[index]
+        views = self._views[index] or self._make_views(index)
+        values = state.get(face)
+        found = state_values(values, self._names[index]) if values else (0.0, None, None)
+        if found[0] is not views[0]:
+            # Not by way of the host: a counter of a captured step lies on the device.
+            self.steps[index] = torch.as_tensor(found[0]).reshape(())
+        start, stop = self._pieces[index]
+        for buffer, value, view in zip((self.exp_avg, self.exp_avg_sq), found[1:], views[1:], strict=True):
+            piece = buffer.local_buffer[start:stop]
+            if value is None:
+                piece.zero_()
+            elif value is not view:
+                piece.copy_(self._local(value, index).reshape(-1))
+        values = {} if values is None else values
+        values.update(zip(KEYS, views, strict=True))
+        state[face] = self._shown[index] = values
+        self._views[index] = views
+
+    def _make_views(self, index: int) -> tuple[Any, ...]:
+        group = self.group
+        assert group is not None
+        moments = (group.faces.wrap(index, buffer.get_dtensor(index)) for buffer in (self.exp_avg, self.exp_avg_sq))
+        return self.steps[index], *moments
+
+    def _local(self, value: Any, index: int) -> torch.Tensor:
+        local: torch.Tensor = value.to_local() if isinstance(value, DTensor) else value
+        start, stop = self._pieces[index]
+        if local.numel() != stop - start:
+            raise StateError(
+                f"{self._names[index]}: its AdamW state has {local.numel()} elements on this rank, the parameter "
+                f"{stop - start}; load it with optimizer.load_state_dict, which brings it into the parameter's rows"
+            )
+        return local
+
+    # ------------------------------------------------------------------ step
+
+    def count_step(self, row_of: Callable[[int, int], int], present: Sequence[bool]) -> Segments:
+        """Count one more step for the parameters that are present, and return what to update, with which rows.
+
+        Args:
+            row_of: gives the row of hyperparameters for (number of the param group, number of the step); not asked
+                where counters must not be looked at, and each parameter's row is its position in the group.
+        """
+        pattern = self._pattern(row_of, present)
+        found = self._patterns.get(pattern)
+        if found is None:
+            if len(self._patterns) >= _MAX_PATTERNS:
+                self._patterns.clear()
+            increments = torch.tensor([float(row != ABSENT) for row in pattern], device=self.steps.device)
+            found = self._patterns[pattern] = (self._segments(pattern), increments)
+        segments, increments = found
+        self.steps.add_(increments)
+        return segments
+
+    def _pattern(self, row_of: Callable[[int, int], int], present: Sequence[bool]) -> tuple[int, ...]:
+        members = self.members
+        if present is not self._all_present:
+            members = tuple(
+                member if is_present else ABSENT for member, is_present in zip(members, present, strict=True)
+            )
+        if self.is_capturable:
+            return tuple(ABSENT if member == ABSENT else index for index, member in enumerate(members))
+        steps = self.steps.tolist()
+        if steps.count(steps[0]) == len(steps):
+            rows = {
+                member: ABSENT if member == ABSENT else row_of(member, int(steps[0]) + 1) for member in set(members)
+            }
+            return tuple(map(rows.__getitem__, members))
+        numbers: dict[tuple[int, float], int] = {(ABSENT, 0.0): ABSENT}
+        pattern = []
+        for key in zip(members, steps, strict=True):
+            if key not in numbers:
+                numbers[key] = ABSENT if key[0] == ABSENT else row_of(key[0], int(key[1]) + 1)
+            pattern.append(numbers[key])
+        return tuple(pattern)
+
+    def _segments(self, rows: Sequence[int]) -> Segments:
+        """Join neighbours of one row; padding between them is zero in all buffers, and AdamW keeps it zero."""
+        joined: list[Segment] = []
+        previous = ABSENT
+        for index in sorted(range(len(rows)), key=lambda position: self._pieces[position][0]):
+            (start, stop), row = self._pieces[index], rows[index]
+            if start == stop:
+                continue
+            if row != ABSENT and row == previous:
+                joined[-1] = Segment(joined[-1].start, stop, row)
+            elif row != ABSENT:
+                joined.append(Segment(start, stop, row))
+            previous = row
+        numel = self.exp_avg.local_buffer.numel()
+        if len(joined) == 1 and ABSENT not in rows:
+            # Padding at both ends too: whole buffers need no slices.
+            joined = [Segment(0, numel, joined[0].row)]
+        return Segments(joined, numel)
+
+    def buffers(self, gradient: torch.Tensor) -> AdamWBuffers:
+        """Return the flat tensors of a step, with the compute weights where they are a copy on this rank.
+
+        Raises:
+            StateError: the model of these parameters is gone.
+        """
+        group = self.group
+        if group is None:
+            raise StateError("AdamW: the model of these parameters is gone; build the optimizer of a model in use")
+        main, model, remainder = group.main_weight, group.model_weight, group.weights.remainder
+        weight, known = main.local_buffer, self._buffers
+        lower = None if remainder is None else remainder.current()
+        if known is not None and known.gradient is gradient and known.weight is weight:
+            return known
+        copy = None
+        if model is not main:
+            shard = model if model.placements == main.placements else model.slice_view(main.placements)
+            copy = shard.local_buffer if shard.local_buffer.data_ptr() != weight.data_ptr() else None
+        moments = self.exp_avg.local_buffer, self.exp_avg_sq.local_buffer
+        self._buffers = AdamWBuffers(gradient, weight, *moments, copy, lower)
+        return self._buffers
+
+    def settle(self) -> None:
+        """Say that the launch on ``buffers`` was made: what it wrote belongs together."""
+        group = self.group
+        if group is not None and group.weights.remainder is not None:
+            group.weights.remainder.accept()
+
+
+def local_range(buffer: DBuffer, index: int) -> tuple[int, int]:
+    """Return where in this rank's part of the buffer its part of one tensor begins and ends."""
+    held = buffer.layout.held(index)
+    if not held:
+        return 0, 0
+    start = buffer.plan.offsets[index] + held.start - buffer.layout.start
+    return start, start + len(held)
+
+
+def _lies_at(tensor: torch.Tensor, place: torch.Tensor) -> bool:
+    return tensor.numel() == place.numel() and (not place.numel() or tensor.data_ptr() == place.data_ptr())

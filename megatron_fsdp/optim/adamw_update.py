@@ -1,0 +1,196 @@
+"""Update: one AdamW launch over one group's flat buffers or over one plain parameter, and the norm of what it reads."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dbuffer_kernels import AdamWBuffers, Segment, Segments, adamw, adamw_row, adamw_rows
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, FlatGradient, GroupMoments, state_values
+
+__all__ = [
+    "PlainParameter",
+    "Rows",
+    "Update",
+    "group_update",
+    "plain_update",
+]
+
+State = MutableMapping[Any, Any]
+
+
+class Rows:
+    """The hyperparameters of one step, a row for each combination in use, numbered as they are asked for.
+
+    Args:
+        param_groups: of the optimizer.
+    """
+
+    def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        self._param_groups = param_groups
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._tables: dict[torch.device, torch.Tensor] = {}
+        self._clips: dict[torch.device, torch.Tensor] = {}
+
+    def number(self, group: int, step: int) -> int:
+        """Return the row of one param group's parameters in their step of that number, which counts from 1."""
+        return self._numbers.setdefault((group, step), len(self._numbers))
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return all rows, (rows, 8) in fp64; asked for after the last number was given."""
+        if device not in self._tables:
+            rows = [adamw_row(step, **self._options(group)) for group, step in self._numbers]
+            # Pinned, because a copy from pageable memory would make the host wait for the stream.
+            table = torch.tensor(rows, dtype=torch.float64, pin_memory=device.type == "cuda")
+            self._tables[device] = table.to(device, non_blocking=True)
+        return self._tables[device]
+
+    def clip_on(self, factor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+        """Return the step's one factor of all gradients on a device; it is copied there once."""
+        if factor is None:
+            return None
+        if device not in self._clips:
+            self._clips[device] = factor.to(device)
+        return self._clips[device]
+
+    def of_steps(self, members: Sequence[int], steps: torch.Tensor) -> torch.Tensor:
+        """Return a row for each parameter from its step counter, without looking at the counters on the host.
+
+        Args:
+            members: the number of each one's param group, or ``ABSENT``. steps: (parameters,).
+        """
+        parts, start = [], 0
+        for group, run in itertools.groupby(members):
+            counters = steps[start : (start := start + len(list(run)))]
+            if group == ABSENT:
+                parts.append(torch.zeros(len(counters), 8, dtype=torch.float64, device=steps.device))
+            else:
+                parts.append(adamw_rows(counters, **self._options(group, is_capturable=True)))
+        return torch.cat(parts)
+
+    def _options(self, group: int, *, is_capturable: bool = False) -> dict[str, Any]:
+        options = {key: self._param_groups[group][key] for key in ("lr", "betas", "eps", "weight_decay", "maximize")}
+        options["betas"] = tuple(map(float, options["betas"]))
+        if not is_capturable:
+            options["lr"] = float(options["lr"])
+        return options
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One launch.
+
+    Attributes:
+        buffers, segments: its arguments.
+        rows: its hyperparameters; None: those of the whole step.
+        stored: tensors whose memory is not in flat order, each with the flat copy that the launch changes.
+    """
+
+    buffers: AdamWBuffers
+    segments: Segments
+    rows: torch.Tensor | None = None
+    stored: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+
+    def run(self, rows: Rows, factor: torch.Tensor | None) -> None:
+        """Launch, with every gradient multiplied by ``factor``."""
+        device = self.buffers.weight.device
+        table = rows.on(device) if self.rows is None else self.rows
+        adamw(self.buffers, self.segments, table, clip=rows.clip_on(factor, device))
+        for tensor, flat in self.stored:
+            tensor.copy_(flat.view(tensor.shape))
+
+
+def group_update(moments: GroupMoments, gradient: FlatGradient, state: State, rows: Rows, *, is_known: bool) -> Update:
+    """Count a step of a sharded group and return its launch.
+
+    Args:
+        gradient: what ``moments.gradient()`` returned.
+        is_known: the entries of ``state`` are the dictionaries that the last step left there.
+    """
+    if not (is_known and moments.is_shown()):
+        moments.adopt(state, gradient.present)
+    segments = moments.count_step(rows.number, gradient.present)
+    own = rows.of_steps(moments.members, moments.steps) if moments.is_capturable else None
+    return Update(moments.buffers(gradient.flat), segments, own)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainParameter:
+    """A parameter that no sharded group owns: a plain tensor, or a DTensor of somebody else's.
+
+    Attributes:
+        group: the number of its param group.
+    """
+
+    parameter: torch.Tensor
+    group: int
+    is_capturable: bool
+
+    def gradient(self) -> torch.Tensor | None:
+        """Return this rank's part of its gradient, 1-D; None for none.
+
+        Raises:
+            ConfigError: a sparse gradient or a complex parameter.
+        """
+        gradient = self.parameter.grad
+        if gradient is None:
+            return None
+        if gradient.layout is not torch.strided or self.parameter.is_complex():
+            raise ConfigError(
+                f"AdamW: {self}, has a gradient of layout {gradient.layout}; wanted real numbers and dense gradients. "
+                "Use torch.optim.SparseAdam for sparse gradients, and torch.view_as_real for complex parameters."
+            )
+        return _local(gradient).reshape(-1)
+
+    def __str__(self) -> str:
+        return f"a parameter of shape {tuple(self.parameter.shape)}, {self.parameter.dtype}"
+
+
+def plain_update(
+    plain: PlainParameter, gradient: torch.Tensor, state: State, rows: Rows, dtype: torch.dtype | None
+) -> Update:
+    """Count a step of one parameter and return its launch.
+
+    Args:
+        gradient: what ``plain.gradient()`` returned.
+        dtype: of moments that are made now; None: the parameter's.
+    """
+    parameter, what = plain.parameter, str(plain)
+    values = state.setdefault(parameter, {})
+    if not values:
+        device = parameter.device if plain.is_capturable else "cpu"
+        moments = (torch.zeros_like(parameter, dtype=dtype).detach() for _ in range(2))
+        values.update(zip(KEYS, (torch.zeros((), device=device), *moments), strict=True))
+    step, *shown = state_values(values, what)
+    step.add_(1)
+    local = [_local(tensor) for tensor in (parameter, *shown)]
+    flat = [tensor.reshape(-1) for tensor in local]
+    stored = tuple((a, b) for a, b in zip(local, flat, strict=True) if a.data_ptr() != b.data_ptr())
+    own = rows.of_steps([plain.group], step.view(1)) if plain.is_capturable else None
+    row = 0 if plain.is_capturable else rows.number(plain.group, int(step))
+    return Update(AdamWBuffers(gradient, *flat), _all_of(flat[0].numel(), row), own, stored=stored)
+
+
+@functools.lru_cache(maxsize=4096)
+def _all_of(numel: int, row: int) -> Segments:
+    # Kept, as its table is copied to the device in the first step: a later one may be captured.
+    return Segments([Segment(0, numel, row)], numel)
+
+
+def _sum_on(device: torch.device, parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of 0-d tensors, of which one per device is copied: a copy from the GPU makes the host wait."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for part in parts:
+        by_device.setdefault(part.device, []).append(part)
+    return torch.stack([torch.stack(same).sum().to(device) for same in by_device.values()]).sum()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

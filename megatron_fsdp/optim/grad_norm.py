@@ -1,0 +1,132 @@
+"""Norms and clipping of gradients that rest sharded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from dbuffer.collectives import all_reduce
+from dbuffer.mesh import MeshAxis
+from dbuffer_kernels import sum_of_squares
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.optim.adamw_state import GroupGradients
+from megatron_fsdp.optim.adamw_update import PlainParameter, _sum_on
+from megatron_fsdp.optim.nonfinite import clip_factor, may_step, readings_of
+from megatron_fsdp.optim.sharded_optimizer import _Held, _held_by
+from megatron_fsdp.runtime.module import units_below
+from megatron_fsdp.runtime.parameter_group import group_of_parameter
+
+__all__ = [
+    "clip_grad_norm_",
+    "global_norm",
+]
+
+
+def global_norm(gradients: Iterable[tuple[GroupGradients | PlainParameter, torch.Tensor]]) -> torch.Tensor:
+    """Return the norm of all gradients of a step over all ranks: 0-d fp32, on the device of the first.
+
+    Every rank calls it with gradients of the same groups. One pass over each gradient, and one all-reduce of a scalar
+    for each set of axes over which gradients are spread; those of plain parameters count as they are on this rank.
+
+    Args:
+        gradients: 1-D, with what each belongs to.
+    """
+    spread: dict[tuple[int, ...], tuple[tuple[MeshAxis, ...], torch.device, list[torch.Tensor]]] = {}
+    for owner, gradient in gradients:
+        total = sum_of_squares(gradient)[0]
+        axes: tuple[MeshAxis, ...] = ()
+        device = total.device
+        if isinstance(owner, GroupGradients):
+            axes, device = owner.axes, owner.device
+        spread.setdefault(tuple(id(axis.gather_group) for axis in axes), (axes, device, []))[2].append(total)
+    totals: list[torch.Tensor] = []
+    for axes, device, squares in spread.values():
+        total = _sum_on(device, squares)
+        for axis in axes:
+            all_reduce(total, axis, "sum")
+        totals.append(total)
+    if not totals:
+        return torch.zeros(())
+    return _sum_on(totals[0].device, totals).sqrt().float()
+
+
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scale the gradients of a sharded model so that their global norm is at most ``max_norm``.
+
+    One pass over each flat gradient shard and one all-reduce of a scalar per distinct mesh, whatever the number of
+    parameters. Gradients that the user put in ``.grad`` count and are scaled as those that backward made. Parameters
+    that are not sharded (ignored ones) are taken in as they are on this rank.
+
+    Args:
+        model: a module with sharded modules in it, after the last microbatch's backward.
+        max_norm: ``float("inf")`` only measures. Gradients whose norm is NaN or infinite are left as they are, for
+            ``check_gradients`` to say which are concerned; ``AdamW(max_norm=)`` does the same.
+        norm_type: above 0, ``float("inf")`` among them.
+        error_if_nonfinite: raise where the norm is NaN or infinite; it is read on the host then.
+    Returns:
+        The norm before clipping, a 0-d FP32 tensor, equal on all ranks.
+    Raises:
+        ConfigError: another ``norm_type``.
+        StateError: gradients are not final: the last backward did not synchronize; or something else is registered in
+            the place of a parameter.
+        NonfiniteGradientError: on every rank, for ``error_if_nonfinite``; names the first parameter.
+    """
+    order = float(norm_type)
+    if not order > 0:
+        raise ConfigError(f"clip_grad_norm_: norm_type={norm_type}; supported are numbers above 0, and inf")
+    for unit in units_below(model):
+        unit.settle_strangers()
+    settled = [held for unit in units_below(model) for group in unit.groups for held in _held_by(group)]
+    plain = [p.grad for p in model.parameters() if p.grad is not None and group_of_parameter(p) is None]
+    device = next((held.group.spec.device for held in settled), plain[0].device if plain else torch.device("cpu"))
+    total = _combine([_partial_norm(tensor, order) for tensor in plain], order, device)
+    for axes, same_axes in _by_axes(settled):
+        subtotal = _combine([_partial_norm(held.flat, order) for held in same_axes], order, device)
+        for axis in axes:
+            all_reduce(subtotal, axis, "max" if order == math.inf else "sum")
+        total = _combine([total, subtotal], order, device)
+    norm: torch.Tensor = total
+    if order != math.inf:
+        norm = total.sqrt() if order == 2.0 else total.pow(1.0 / order)
+    if error_if_nonfinite:
+        may_step(norm, "raise", lambda: readings_of(model))
+    if max_norm != math.inf:
+        factor = clip_factor(norm, max_norm)
+        for held in settled:
+            held.scale(factor)
+        for tensor in plain:
+            tensor.mul_(factor.to(tensor))
+    return norm
+
+
+def _partial_norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
+    """Return the sum of powers (or the maximum) of one tensor, as a 0-d FP32 tensor (FP64 for FP64 gradients)."""
+    if not gradient.numel():
+        return torch.zeros((), dtype=torch.float32, device=gradient.device)
+    dtype = torch.float64 if gradient.dtype is torch.float64 else torch.float32
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, order, dtype=dtype)
+    if order == math.inf:
+        return norm
+    return norm.square() if order == 2.0 else norm.pow(order)
+
+
+def _combine(parts: list[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
+    if not parts:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    widest = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
+    stacked = torch.stack([part.to(device=device, dtype=widest) for part in parts])
+    return stacked.amax() if order == math.inf else stacked.sum()
+
+
+def _by_axes(settled: Iterable[_Held]) -> Iterable[tuple[list[MeshAxis], list[_Held]]]:
+    """Split gradients by the axes over whose ranks their elements are spread."""
+    split: dict[tuple[int, ...], tuple[list[MeshAxis], list[_Held]]] = {}
+    for held in settled:
+        axes = held.group.spread_over(held.placements)
+        split.setdefault(tuple(id(axis.gather_group) for axis in axes), (axes, []))[1].append(held)
+    return split.values()

@@ -1,0 +1,131 @@
+"""What any optimizer over sharded parameters is looked at for before it steps: its state's rows, its parameters' kind.
+
+State that an optimizer makes has the rows of its parameters, whichever operator makes it (docs/design/facade.md). State
+that ``load_state_dict`` brings may be whole, or a DTensor that PyTorch cut by its own rule.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dbuffer import FlatDTensor
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.runtime.parameter_group import group_of_parameter, is_laid_out_like
+
+__all__ = [
+    "hide_state",
+    "lay_out_loaded_state",
+    "parameters_of",
+    "refuse_split_weights",
+    "reveal_state",
+    "state_dtype",
+]
+
+# The state dictionary that each optimizer had when it was last looked through; loading makes another one.
+_SEEN: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
+# How many parameters the groups of each optimizer had when all of them were found to be whole weights.
+_WHOLE: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+
+
+def parameters_of(optimizer: Optimizer) -> Iterable[torch.Tensor]:
+    """Yield the parameters of all param groups."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def state_dtype(optimizer: Optimizer, parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of state that the optimizer makes: its own choice, else that of what it steps."""
+    chosen: torch.dtype | None = getattr(optimizer, "moments_dtype", None)
+    group = group_of_parameter(parameter)
+    return chosen or (parameter.dtype if group is None else group.spec.dtypes.stepped)
+
+
+def lay_out_loaded_state(optimizer: Optimizer, *_: Any) -> None:
+    """Bring state that was loaded since the last step into the parameters' rows; all ranks call it together."""
+    if _SEEN.get(optimizer) is optimizer.state:
+        return
+    for parameter in parameters_of(optimizer):
+        group, values = group_of_parameter(parameter), optimizer.state.get(parameter)
+        if group is None or not values:
+            continue
+        for key, value in list(values.items()):
+            is_per_element = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == parameter.shape
+            if is_per_element and not (isinstance(value, FlatDTensor) and is_laid_out_like(value, parameter)):
+                values[key] = group.laid_out(parameter, value)
+    _SEEN[optimizer] = optimizer.state
+
+
+@dataclass(frozen=True, slots=True)
+class _Hidden:
+    """A tensor of a state dict that ``torch.optim`` passes on as it is."""
+
+    tensor: torch.Tensor
+
+
+def hide_state(optimizer: Optimizer, state_dict: dict[str, Any], *, keys: Collection[str]) -> dict[str, Any]:
+    """Return a state dict with the state under ``keys`` cast to the dtypes that it has here, and hidden.
+
+    ``torch.optim`` would cast it to the dtypes of the parameters, which may be narrower, and a DTensor that it casts
+    may forget its rows (docs/design/facade.md, "Known limit"). ``reveal_state`` undoes it in ``__setstate__``.
+    """
+    indices = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    state = dict(state_dict["state"])
+    for index, parameter in zip(indices, parameters_of(optimizer), strict=False):
+        if index in state:
+            dtype = state_dtype(optimizer, parameter)
+            state[index] = {
+                name: _Hidden(_cast(value, dtype, parameter.device)) if name in keys else value
+                for name, value in state[index].items()
+            }
+    return {**state_dict, "state": state}
+
+
+def reveal_state(document: Mapping[str, Any]) -> None:
+    """Put what ``hide_state`` hid back, in place."""
+    for values in document.get("state", {}).values():
+        values.update({key: value.tensor for key, value in values.items() if isinstance(value, _Hidden)})
+
+
+def _cast(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if not isinstance(value, DTensor):
+        return value.to(device=device, dtype=dtype)
+    if value.dtype is dtype:
+        return value
+    local = value.to_local().to(dtype)
+    return DTensor.from_local(
+        local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
+
+
+def refuse_split_weights(optimizer: Optimizer, *_: Any) -> None:
+    """Refuse an optimizer that would step the upper halves of split weights as if they were all.
+
+    Raises:
+        ConfigError: it would; the message names the first such parameter.
+    """
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if getattr(optimizer, "steps_split_weights", False) or _WHOLE.get(optimizer) == sizes:
+        return
+    for parameter in parameters_of(optimizer):
+        group = group_of_parameter(parameter)
+        if group is not None and group.weights.remainder is not None:
+            name = next(name for name, face in group.parameters.items() if face is parameter)
+            raise ConfigError(
+                f"{type(optimizer).__name__}: parameter {name!r} of unit {group.name!r} is the bf16 half of an FP32 "
+                "weight (split_main_params=True), which an optimizer of torch.optim would round in every step. Use "
+                "megatron_fsdp.AdamW, or shard that unit with split_main_params=False."
+            )
+    _WHOLE[optimizer] = sizes
+
+
+register_optimizer_step_pre_hook(lay_out_loaded_state)
+register_optimizer_step_pre_hook(refuse_split_weights)

@@ -1,0 +1,149 @@
+"""NaN and infinity in gradients: found by the global norm, which is one number on all ranks, and named afterwards."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dbuffer.collectives import all_reduce
+from dbuffer.mesh import MeshAxis
+from megatron_fsdp.errors import ConfigError, NonfiniteGradientError
+from megatron_fsdp.runtime.parameter_group import group_of_parameter
+
+__all__ = ["POLICIES", "Reading", "check_gradients", "check_policy", "clip_factor", "may_step", "readings_of"]
+
+POLICIES = ("ignore", "skip", "raise")
+_LOG = logging.getLogger(__name__)
+_INFINITE, _NAN = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One parameter's gradient on this rank.
+
+    Attributes:
+        name: of the parameter, for messages. gradient: this rank's part; None for none.
+        axes, device: over which the elements are spread, and where collectives over them run.
+    """
+
+    name: str
+    gradient: torch.Tensor | None
+    axes: tuple[MeshAxis, ...]
+    device: torch.device
+
+
+def check_gradients(model: nn.Module, norm: torch.Tensor, nonfinite: str = "raise") -> bool:
+    """Decide, alike on all ranks, whether the optimizer may step with the gradients that have this norm.
+
+    The norm is read on the host; no pass over gradients is made unless it is not finite. Then one more pass finds the
+    first parameter concerned, in the order of ``model.named_parameters()``.
+
+    Args:
+        model: whose gradients were measured; every rank calls it.
+        norm: what ``clip_grad_norm_`` returned, equal on all ranks.
+        nonfinite: what to do when it is NaN or infinite: "raise", "skip" (log a warning and return False) or "ignore".
+    Returns:
+        Whether to step; after False call ``optimizer.zero_grad()``, as after a step.
+    Raises:
+        NonfiniteGradientError: on every rank, for "raise"; names the first parameter.
+        ConfigError: another ``nonfinite``.
+    """
+    check_policy("check_gradients", nonfinite)
+    return nonfinite == "ignore" or may_step(norm, nonfinite, lambda: readings_of(model))
+
+
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return what gradients of this norm are multiplied by, that of ``torch.nn.utils.clip_grad_norm_``.
+
+    It is just below max_norm / norm, never above 1. But a norm that is not finite clips nothing: NaN times every
+    gradient would make every weight NaN, and hide where it came from. One rule for ``clip_grad_norm_`` and for
+    ``AdamW``'s own clip.
+    """
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0).where(norm.isfinite(), 1.0)
+
+
+def check_policy(what: str, nonfinite: str) -> None:
+    """Refuse what is no policy.
+
+    Raises:
+        ConfigError: it is none of ``POLICIES``.
+    """
+    if nonfinite not in POLICIES:
+        raise ConfigError(f"{what}(nonfinite={nonfinite!r}): wanted one of {', '.join(map(repr, POLICIES))}")
+
+
+def may_step(norm: torch.Tensor, nonfinite: str, readings: Callable[[], Sequence[Reading]]) -> bool:
+    """Return whether the norm is finite; otherwise warn or raise, with the name of the first parameter concerned.
+
+    Args:
+        readings: gives the gradients, in the same order on every rank; called only when they are needed.
+    Raises:
+        NonfiniteGradientError: for "raise".
+    """
+    value = norm.item()
+    if math.isfinite(value):
+        return True
+    text = f"gradient norm {value}: {_describe(list(readings()))}"
+    if nonfinite == "raise":
+        raise NonfiniteGradientError(
+            f'{text}. No weight was changed by this step; nonfinite="skip" leaves such steps out.'
+        )
+    _LOG.warning("step skipped on all ranks: %s", text)
+    return False
+
+
+def readings_of(model: nn.Module) -> list[Reading]:
+    """Return the gradients of a model's parameters in the order of their names."""
+    found = []
+    for name, parameter in model.named_parameters():
+        group, gradient = group_of_parameter(parameter), parameter.grad
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        if group is None or group.gradients is None:
+            found.append(Reading(f"parameter {name!r}", local, (), parameter.device))
+        else:
+            axes = tuple(group.spread_over(group.gradients.final.placements))
+            found.append(Reading(f"parameter {name!r}", local, axes, group.spec.device))
+    return found
+
+
+def _describe(readings: Sequence[Reading]) -> str:
+    kinds = _kinds(readings)
+    bad = [(reading.name, kind) for reading, kind in zip(readings, kinds, strict=True) if kind]
+    if not bad:
+        return "every element is finite, but the sum of their squares is not"
+    name, kind = bad[0]
+    others = f", and of {len(bad) - 1} more of {len(readings)}" if len(bad) > 1 else ""
+    return f"{'NaN' if kind == _NAN else 'infinity'} in the gradient of {name}{others}"
+
+
+def _kinds(readings: Sequence[Reading]) -> list[int]:
+    """Return for each gradient what it has on any rank: 0, ``_INFINITE`` or ``_NAN``."""
+    kinds = [0] * len(readings)
+    for members in _by_axes(readings):
+        first = readings[members[0]]
+        flags = torch.stack([_kind(readings[member].gradient, first.device) for member in members])
+        for axis in first.axes:
+            all_reduce(flags, axis, "max")
+        for member, kind in zip(members, flags.tolist(), strict=True):
+            kinds[member] = kind
+    return kinds
+
+
+def _kind(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    if gradient is None or not gradient.numel():
+        return torch.zeros((), dtype=torch.int64, device=device)
+    kind = torch.maximum(_INFINITE * gradient.isinf().any().long(), _NAN * gradient.isnan().any().long())
+    return kind.to(device)
+
+
+def _by_axes(readings: Iterable[Reading]) -> Iterable[list[int]]:
+    split: dict[tuple[int, ...], list[int]] = {}
+    for index, reading in enumerate(readings):
+        split.setdefault(tuple(id(axis.gather_group) for axis in reading.axes), []).append(index)
+    return split.values()

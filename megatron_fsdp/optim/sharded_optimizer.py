@@ -1,0 +1,122 @@
+"""Optimizers over sharded parameters, and the gradient norm over all of them."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dbuffer.placements import BufferPlacement
+from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.optim.fresh_state import show_fresh_state
+from megatron_fsdp.optim.loaded_state import lay_out_loaded_state, parameters_of, refuse_split_weights
+from megatron_fsdp.runtime.grad_binding import grads_of
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
+
+__all__ = [
+    "fully_shard_optimizer",
+]
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+
+def fully_shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
+    """Refresh the compute weights in one pass right after every ``optimizer.step()``, instead of at the next forward.
+
+    The optimizer may be any ``torch.optim.Optimizer`` over ``model.parameters()`` of sharded modules; its param
+    groups are kept. Without this
+    call training is as correct: the next forward sees that main weights changed.
+
+    The state dict of an optimizer that has not stepped shows its state, of zeros, as Megatron-FSDP's does, so that
+    ``torch.distributed.checkpoint.load`` reads a checkpoint into it; ``load_state_dict`` takes it over if it did.
+
+    Raises:
+        ConfigError: the optimizer has no sharded parameter; it was probably built before ``fully_shard``. Or it has
+            weights that are split (``MixedPrecisionPolicy.split_main_params``), which ``AdamW`` alone steps.
+    """
+    refuse_split_weights(optimizer)
+    groups: dict[int, weakref.ref[ParameterGroup]] = {}
+    for parameter in parameters_of(optimizer):
+        group = group_of_parameter(parameter)
+        if group is not None:
+            groups[id(group)] = weakref.ref(group)
+    if not groups:
+        raise ConfigError(
+            "fully_shard_optimizer: none of the optimizer's parameters is sharded. Build the optimizer after "
+            "fully_shard, from model.parameters()."
+        )
+    references = list(groups.values())
+    refreshes_itself(optimizer)
+    show_fresh_state(optimizer)
+    optimizer.register_load_state_dict_post_hook(lay_out_loaded_state)
+    optimizer.register_step_pre_hook(functools.partial(_before_step, references))
+    optimizer.register_step_post_hook(functools.partial(_after_step, references))
+    return optimizer
+
+
+def _before_step(references: Iterable[weakref.ref[ParameterGroup]], optimizer: Optimizer, *_: Any) -> None:
+    if getattr(optimizer, "steps_split_weights", False):
+        # The flat AdamW reads gradients of any dtype, and those of split weights may be wider than the parameters.
+        return
+    for reference in references:
+        group = reference()
+        if group is not None and group.gradients is not None:
+            group.gradients.match_parameter_dtype()
+
+
+def _after_step(references: Iterable[weakref.ref[ParameterGroup]], *_: Any) -> None:
+    for reference in references:
+        group = reference()
+        if group is not None:
+            if group.gradients is not None:
+                group.gradients.restore_dtype()
+            group.catch_up()
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Gradients of one group on this rank.
+
+    Attributes:
+        flat: their elements. placements: of the buffer that they lie in. scale: multiplies them, wherever they lie.
+    """
+
+    group: ParameterGroup
+    flat: torch.Tensor
+    placements: Sequence[BufferPlacement]
+    scale: Callable[[torch.Tensor], None]
+
+
+def _held_by(group: ParameterGroup) -> Iterator[_Held]:
+    """Yield the gradients of a group.
+
+    Raises:
+        StateError: they are not final.
+    """
+    gradients = group.gradients
+    if gradients is not None:
+        if gradients.is_partial or gradients.is_filled:
+            raise StateError(
+                f"{gradients.name}: clip_grad_norm_ before gradients are final; run the last microbatch's backward "
+                "with synchronization (outside of no_sync, or after set_requires_gradient_sync(True))"
+            )
+        final = gradients.settled()
+        if final is not None:
+            yield _Held(group, final.local_buffer, final.placements, gradients.scale)
+        return
+    # A frozen group has no buffer for what the user puts in .grad.
+    for index, gradient in enumerate(grads_of(group.faces.sharded)):
+        if gradient is not None:
+            rows = group.faces.own_rows(index, gradient)
+            yield _Held(group, rows.reshape(-1), group.main_weight.placements, functools.partial(_scale, gradient))
+
+
+def _scale(tensor: torch.Tensor, factor: torch.Tensor) -> None:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local.mul_(factor.to(local))

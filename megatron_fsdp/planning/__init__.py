@@ -1,0 +1,1 @@
+"""What a model takes to train, from shapes or from a live model: memory, collectives, time."""

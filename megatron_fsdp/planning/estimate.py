@@ -1,0 +1,164 @@
+"""Projection: memory and time of one way to train a model, from shapes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_fsdp.optim.ownership_page import OwnershipReport, ownership_report
+from megatron_fsdp.planning.cost_model import Hardware, StepTime, predict_step
+from megatron_fsdp.planning.from_shapes import Sharding
+from megatron_fsdp.planning.model_source import Subject
+from megatron_fsdp.planning.model_spec import GroupFacts, ModelFacts
+from megatron_fsdp.planning.planned_ownership import muon_bytes, planned_ownership
+from megatron_fsdp.planning.report import Report, adamw_bytes, report_of
+from megatron_fsdp.planning.step_simulator import Forecast, forecast_step
+from megatron_fsdp.planning.transformer import Workload
+
+# In place of the report's last assumption, that activations are not counted.
+_ASSUMED = (
+    "the highest transient memory and all activations are taken to coincide",
+    "collectives run on rings; a gather hides behind the compute of the unit before, a reduction behind the unit after",
+    "every rank has the same work and the links that were given; launch overheads and stragglers are not counted",
+)
+
+__all__ = ["MemoryPart", "Projection", "Setup", "play", "project"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """Bytes of one purpose on the rank that is reported on; ``is_known`` is False where only a run would tell."""
+
+    name: str
+    num_bytes: int
+    is_known: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How a model is trained.
+
+    Attributes:
+        strategy: name of it, for tables. moments_dtype: of AdamW's two, or Muon's momentum; None: the main weights'.
+        optimizer: "adamw", or "muon" for matrices and AdamW for the rest. max_team: ranks that may share a matrix.
+        activation_bytes: of one microbatch, where the caller knows them; else they are derived or left out.
+        reserve_bytes: for what no plan sees: the CUDA context, communication buffers, the allocator's rounding.
+    """
+
+    strategy: str
+    sharding: Sharding
+    workload: Workload
+    hardware: Hardware
+    moments_dtype: torch.dtype | None = None
+    activation_bytes: int | None = None
+    reserve_bytes: int = 0
+    optimizer: str = "adamw"
+    max_team: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """What one setup takes on one rank.
+
+    Attributes:
+        owners: with Muon, the work of each set of ranks that shares matrices.
+    """
+
+    subject: Subject
+    setup: Setup
+    facts: ModelFacts
+    forecast: Forecast
+    memory: tuple[MemoryPart, ...]
+    time: StepTime
+    owners: tuple[OwnershipReport, ...] = ()
+
+    @property
+    def memory_bytes(self) -> int:
+        """The most bytes held at once: the highest transient buffers and all activations are taken to coincide."""
+        return sum(part.num_bytes for part in self.memory)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of one rank."""
+        workload = self.setup.workload
+        return workload.num_microbatches * workload.tokens / self.time.total
+
+    def report(self) -> Report:
+        """Return the report of units, buffers, padding and collectives."""
+        setup = self.setup
+        report = report_of(
+            self.facts,
+            setup.workload.num_microbatches,
+            forecast=self.forecast,
+            moments_dtype=setup.moments_dtype,
+        )
+        return replace(report, assumptions=(*report.assumptions[:-1], *_ASSUMED, *self.subject.notes))
+
+
+def project(subject: Subject, setup: Setup, played: tuple[ModelFacts, Forecast] | None = None) -> Projection:
+    """Return what training a model in one way takes.
+
+    Args:
+        played: facts and forecast of the same sharding and number of microbatches, where they are known.
+    Raises:
+        LayoutError: the planner refuses the padding.
+    """
+    workload = setup.workload
+    facts, forecast = played or play(subject, setup)
+    sequence_length = workload.sequence_length
+    time = predict_step(facts, forecast, lambda unit: subject.work(unit, sequence_length), workload, setup.hardware)
+    owners: tuple[OwnershipReport, ...] = ()
+    if setup.optimizer == "muon":
+        owners = tuple(ownership_report(found) for found in planned_ownership(facts, setup.max_team))
+        time = replace(time, optimizer=time.optimizer + sum(each.max_flops for each in owners) / setup.hardware.flops)
+    memory = tuple(_memory(subject, setup, facts, forecast))
+    return Projection(subject, setup, facts, forecast, memory, time, owners)
+
+
+def play(subject: Subject, setup: Setup) -> tuple[ModelFacts, Forecast]:
+    """Return the facts of a sharding, and the forecast of a step of its microbatches."""
+    facts = subject.facts(setup.sharding)
+    return facts, forecast_step(facts, setup.workload.num_microbatches)
+
+
+def _memory(subject: Subject, setup: Setup, facts: ModelFacts, forecast: Forecast) -> Iterator[MemoryPart]:
+    # Equal units share their groups, so each distinct one is measured once.
+    counts: Counter[int] = Counter()
+    groups: dict[int, GroupFacts] = {}
+    for group in (group for unit in facts.units for group in unit.groups):
+        counts[id(group)] += 1
+        groups[id(group)] = group
+    resting: Counter[str] = Counter()
+    moments = 0
+    for key, group in groups.items():
+        for buffer in group.resting():
+            if not buffer.shares:
+                num_bytes = group.local_numel(buffer.placements) * buffer.dtype.itemsize
+                resting[buffer.kind] += counts[key] * num_bytes
+        if setup.optimizer != "muon":
+            moments += counts[key] * adamw_bytes(group, setup.moments_dtype)
+    if setup.optimizer == "muon":
+        for unit in facts.units:
+            for group in unit.groups:
+                itemsize = (setup.moments_dtype or group.dtypes.stepped).itemsize
+                moments += muon_bytes(unit, group, itemsize)
+    yield MemoryPart("compute weights", resting["model_weight"])
+    yield MemoryPart("main weights", resting["main_weight"] + resting["remainder"])
+    yield MemoryPart("gradients", resting["main_grad"])
+    yield MemoryPart("Muon and AdamW state" if setup.optimizer == "muon" else "AdamW moments", moments)
+    yield MemoryPart("gathered and packed", max(peak.num_bytes for peak in forecast.peaks.values()))
+    yield _activations(subject, setup, facts)
+    if setup.reserve_bytes:
+        yield MemoryPart("reserve", setup.reserve_bytes)
+
+
+def _activations(subject: Subject, setup: Setup, facts: ModelFacts) -> MemoryPart:
+    if setup.activation_bytes is not None:
+        return MemoryPart("activations", setup.activation_bytes)
+    if subject.activations is None:
+        return MemoryPart("activations", 0, is_known=False)
+    itemsize = next(group.dtypes.compute.itemsize for unit in facts.units for group in unit.groups)
+    return MemoryPart("activations", subject.activations(setup.workload, itemsize))

@@ -1,0 +1,310 @@
+"""Facts from shapes alone: no process group, no device, no weights.
+
+Two sources, the units of a catalog architecture and a module on the meta device, end in the ``ModelFacts`` that a live
+model would give, so the report and the forecast are the same code for all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dbuffer import Plan
+from dbuffer.errors import LayoutError
+from megatron_fsdp.build.grouping import unit_regions
+from megatron_fsdp.build.no_shard import is_no_shard
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.planning.catalog import Architecture, UnitShapes
+from megatron_fsdp.planning.model_spec import (
+    AxisFacts,
+    GroupFacts,
+    ModelFacts,
+    UnitFacts,
+    Visit,
+    VisitKind,
+    reshard_reason,
+)
+from megatron_fsdp.planning.module_order import walk_modules
+from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+from megatron_fsdp.policy.strategy import Placements
+
+__all__ = [
+    "ShapedParameter",
+    "Sharding",
+    "architecture_facts",
+    "build_on_meta",
+    "module_facts",
+    "repeated_blocks",
+    "unit_groups",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How every unit is sharded: the mesh as one rank sees it, the strategy and the dtypes."""
+
+    axes: tuple[AxisFacts, ...]
+    placements: Placements
+    policy: MixedPrecisionPolicy
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the whole mesh."""
+        return math.prod(axis.size for axis in self.axes)
+
+
+@dataclass(frozen=True, slots=True)
+class ShapedParameter:
+    """A parameter without values; ``dtype`` is its own, before any policy; ``is_replicated``: ``fsdp_no_shard``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    requires_grad: bool = True
+    is_replicated: bool = False
+
+
+def unit_groups(name: str, parameters: Sequence[ShapedParameter], sharding: Sharding) -> tuple[GroupFacts, ...]:
+    """Return the groups that ``fully_shard`` would make of a unit's parameters, in its order.
+
+    Raises:
+        LayoutError: the planner refuses the padding of the unit called ``name``.
+    """
+    try:
+        return _unit_groups(parameters, sharding)
+    except LayoutError as error:
+        raise LayoutError(f"unit {name!r}: {error}") from error
+
+
+def _unit_groups(parameters: Sequence[ShapedParameter], sharding: Sharding) -> tuple[GroupFacts, ...]:
+    kinds: dict[tuple[torch.dtype, bool, bool], list[ShapedParameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.requires_grad, parameter.is_replicated), []).append(parameter)
+    groups = []
+    for (dtype, requires_grad, is_replicated), alike in kinds.items():
+        placements = sharding.placements.no_shard_on_all_axes() if is_replicated else sharding.placements
+        num_shards = placements.num_shards([axis.size for axis in sharding.axes])
+        dtypes = sharding.policy.dtypes_for(dtype, requires_grad=requires_grad)
+        itemsize = min(each.itemsize for each in (dtypes.compute, dtypes.main, dtypes.reduce, dtypes.main_grad))
+        for indices, plan in _regions(tuple(parameter.shape for parameter in alike), num_shards, itemsize):
+            names = tuple(alike[index].name for index in indices)
+            groups.append(GroupFacts(names, plan, sharding.axes, placements, dtypes, requires_grad))
+    return tuple(groups)
+
+
+@functools.lru_cache(maxsize=4096)
+def _regions(
+    shapes: tuple[tuple[int, ...], ...], num_shards: int, itemsize: int
+) -> tuple[tuple[tuple[int, ...], Plan], ...]:
+    # Equal units of a model, and the many settings that a search tries, share few layouts.
+    return tuple((region.indices, region.plan) for region in unit_regions(shapes, num_shards, itemsize))
+
+
+# ---------------------------------------------------------------------- a catalog architecture
+
+
+def architecture_facts(architecture: Architecture, sharding: Sharding) -> ModelFacts:
+    """Return the facts of a catalog architecture: its units inside a root that owns nothing.
+
+    Routed experts are a unit inside of their layer. Where the output matrix is tied, the unit of the embedding holds
+    the last norm too, so its call ends with the model's.
+    """
+    root = UnitFacts("model", (), modules=("model",), reshards_after_forward=False, reason=_root_reason())
+    builder = _Builder([root], [], sharding)
+    builder.visits.append(Visit(VisitKind.OPEN, 0))
+    closing: list[Visit] = []
+    for shapes, nested in _nested(architecture.units):
+        for number in range(shapes.count):
+            rest = builder.add(shapes, nested, f"{shapes.name}.{number}" if shapes.count > 1 else shapes.name)
+            if architecture.tied and shapes is architecture.units[0]:
+                closing = rest
+            else:
+                builder.visits += rest
+    return ModelFacts(tuple(builder.units), (*builder.visits, *closing, Visit(VisitKind.CLOSE, 0)))
+
+
+def _root_reason() -> str:
+    return reshard_reason((), None, is_root=True)
+
+
+def _nested(units: Sequence[UnitShapes]) -> Iterator[tuple[UnitShapes, UnitShapes | None]]:
+    """Yield each kind of unit with the one inside of it: routed experts follow their layer, with the same count."""
+    for position, unit in enumerate(units):
+        following = units[position + 1] if position + 1 < len(units) else None
+        if unit.name != "experts":
+            yield unit, following if following is not None and following.name == "experts" else None
+
+
+@dataclass(slots=True)
+class _Builder:
+    """Units and visits of an architecture, as they are added in the order of forward."""
+
+    units: list[UnitFacts]
+    visits: list[Visit]
+    sharding: Sharding
+
+    def add(self, shapes: UnitShapes, nested: UnitShapes | None, name: str) -> list[Visit]:
+        """Add a unit, with its visits up to the last but those returned, which end its call."""
+        unit = self._add_unit(shapes, name)
+        first, last = self._uses(shapes, unit)
+        self.visits += [Visit(VisitKind.OPEN, unit), *first]
+        if nested is not None:
+            inner = self._add_unit(nested, f"{name}.{nested.name}")
+            uses = [use for part in self._uses(nested, inner) for use in part]
+            self.visits += [Visit(VisitKind.OPEN, inner), *uses, Visit(VisitKind.CLOSE, inner)]
+        return [*last, Visit(VisitKind.CLOSE, unit)]
+
+    def _add_unit(self, shapes: UnitShapes, name: str) -> int:
+        groups = _shared_groups(shapes, self.sharding)
+        reason = reshard_reason(groups, None, is_root=False)
+        self.units.append(UnitFacts(name, groups, lingers=True, modules=(shapes.name,), reason=reason))
+        return len(self.units) - 1
+
+    def _uses(self, shapes: UnitShapes, unit: int) -> tuple[list[Visit], list[Visit]]:
+        """Return the uses of a unit's own parameters before and after what runs inside of it."""
+        group_of = {name: number for number, group in enumerate(self.units[unit].groups) for name in group.names}
+        uses = [Visit(VisitKind.USE, unit, group_of[name]) for name, _ in shapes.parameters]
+        # Registration order: norms come after the modules that hold nested units, in layers and in whole models.
+        inner = max(
+            (position for position, (name, _) in enumerate(shapes.parameters) if not _is_norm(name)), default=-1
+        )
+        return uses[: inner + 1], uses[inner + 1 :]
+
+
+def _is_norm(name: str) -> bool:
+    return "norm" in name or name.startswith("ln_")
+
+
+@functools.lru_cache(maxsize=1024)
+def _shared_groups(shapes: UnitShapes, sharding: Sharding) -> tuple[GroupFacts, ...]:
+    # Equal units of a model have the very same groups, so what is worked out for one is known for all.
+    return unit_groups(shapes.name, [ShapedParameter(name, shape) for name, shape in shapes.parameters], sharding)
+
+
+# ---------------------------------------------------------------------- a module on the meta device
+
+
+def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the modules of every ``ModuleList`` of two or more that lies in no other one: a model's usual units."""
+    lists: list[tuple[str, nn.ModuleList]] = []
+    for path, module in model.named_modules():
+        is_inside = any(path.startswith(f"{outer}.") for outer, _ in lists)
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and not is_inside:
+            lists.append((path, module))
+    return tuple(block for _, blocks in lists for block in blocks)
+
+
+def module_facts(model: nn.Module, blocks: Sequence[nn.Module], sharding: Sharding) -> ModelFacts:
+    """Return the facts that ``model`` would have after ``fully_shard`` of each block and then of itself.
+
+    Args:
+        model: its parameters may be on any device, meta included; nothing is done to it.
+        blocks: modules below ``model``; the root owns what no block does.
+    Raises:
+        ConfigError: a parameter without dimensions, or one that several units would own.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    chosen = {id(block) for block in blocks if not is_no_shard(block)}
+    modules = [model, *(module for path, module in model.named_modules() if id(module) in chosen and path)]
+    members = [_own_parameters(module, chosen) for module in modules]
+    _check_owners([paths[id(module)] or type(model).__name__ for module in modules], members)
+    replicated = {id(each) for module in model.modules() for each in _replicated_parameters(module)}
+    units: list[UnitFacts] = []
+    owners: dict[int, tuple[int, int]] = {}
+    known: dict[tuple[ShapedParameter, ...], tuple[GroupFacts, ...]] = {}
+    for position, (module, parameters) in enumerate(zip(modules, members, strict=True)):
+        shaped = tuple(_shaped(name, parameter, id(parameter) in replicated) for name, parameter in parameters.items())
+        name = paths[id(module)] or type(module).__name__
+        # Equal blocks of a model have the very same groups, so what is worked out for one is known for all.
+        if shaped not in known:
+            known[shaped] = unit_groups(name, shaped, sharding)
+        groups = known[shaped]
+        for number, group in enumerate(groups):
+            owners.update({id(parameters[name]): (position, number) for name in group.names})
+        is_root = position == 0
+        units.append(
+            UnitFacts(
+                name=name,
+                groups=groups,
+                reshards_after_forward=not is_root,
+                lingers=not is_root,
+                modules=(type(module).__name__,),
+                reason=reshard_reason(groups, None, is_root=is_root),
+                ties=_ties(model, parameters.values()),
+            )
+        )
+    return ModelFacts(tuple(units), walk_modules(model, [[module] for module in modules], owners))
+
+
+def _own_parameters(unit: nn.Module, blocks: set[int]) -> dict[str, nn.Parameter]:
+    """Return the parameters of a unit by their first name below it, without those of blocks inside of it."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+
+    def collect(module: nn.Module, prefix: str) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), (prefix + name, parameter))
+        for name, child in module.named_children():
+            if id(child) not in blocks:
+                collect(child, f"{prefix}{name}.")
+
+    collect(unit, "")
+    return dict(found.values())
+
+
+def _check_owners(names: Sequence[str], members: Sequence[dict[str, nn.Parameter]]) -> None:
+    owners: dict[int, tuple[str, str]] = {}
+    for unit, parameters in zip(names, members, strict=True):
+        for name, parameter in parameters.items():
+            if not parameter.ndim:
+                raise ConfigError(
+                    f"unit {unit!r}: parameter {name!r} has no dimensions, so there are no rows to shard; make it 1-d"
+                )
+            other = owners.setdefault(id(parameter), (unit, name))
+            if other != (unit, name):
+                raise ConfigError(
+                    f"parameter {name!r} of unit {unit!r} is the same tensor as {other[1]!r} of unit {other[0]!r}; "
+                    "tied parameters need one unit: leave both modules to the root, with --unit-class naming the others"
+                )
+
+
+def _replicated_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    for parameter in module._parameters.values():
+        if parameter is not None and (is_no_shard(module) or is_no_shard(parameter)):
+            yield parameter
+
+
+def _shaped(name: str, parameter: nn.Parameter, is_replicated: bool) -> ShapedParameter:
+    return ShapedParameter(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad, is_replicated)
+
+
+def _ties(model: nn.Module, owned: Iterable[nn.Parameter]) -> tuple[tuple[str, ...], ...]:
+    wanted: dict[int, list[str]] = {id(parameter): [] for parameter in owned}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in wanted:
+            wanted[id(parameter)].append(name)
+    return tuple(tuple(names) for names in wanted.values() if len(names) > 1)
+
+
+def build_on_meta(factory: Callable[[], object]) -> nn.Module:
+    """Return the module that ``factory`` makes, with all parameters on the meta device: no memory is taken.
+
+    Raises:
+        ConfigError: it returns something else than a module, or fails on the meta device.
+    """
+    try:
+        with torch.device("meta"):
+            model = factory()
+    except Exception as error:
+        raise ConfigError(
+            f"the factory failed on the meta device: {type(error).__name__}: {error}. Parameters have no values there: "
+            "build modules only, and leave initialisation that reads values to reset_parameters"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"the factory returned {type(model).__name__}, wanted the nn.Module to plan for")
+    return model

@@ -1,0 +1,342 @@
+"""The options of ``megatron-fsdp plan``, and the setup that they mean."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dbuffer import Partial, Replicate
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.planning.cost_model import Machine
+from megatron_fsdp.planning.estimate import Setup
+from megatron_fsdp.planning.from_shapes import Sharding
+from megatron_fsdp.planning.model_source import Subject, factory_subject, file_subject, named_subject
+from megatron_fsdp.planning.model_spec import AxisFacts
+from megatron_fsdp.planning.option_types import (
+    byte_count,
+    bytes_per_second,
+    mesh_sizes,
+    operations_per_second,
+    positive_integer,
+    seconds,
+)
+from megatron_fsdp.planning.transformer import Recompute, Workload
+from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+from megatron_fsdp.policy.strategy import Placements
+
+__all__ = ["HYBRID", "STRATEGIES", "Options", "add_plan_arguments", "placements_of"]
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp", "hfsdp")
+HYBRID = ("hsdp", "hfsdp")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DEFAULTS = {
+    "dtype": "bf16",
+    "main_dtype": "fp32",
+    "reduce_dtype": "fp32",
+    "main_grads_dtype": "fp32",
+    "micro_batch": 1,
+    "seq_length": 4096,
+    "num_microbatches": 1,
+    "recompute": "none",
+    "attention": "fused",
+    "dropout": False,
+    "split_main_params": False,
+    "reserve": 0,
+    "rank": 0,
+    "optimizer": "adamw",
+    "max_team": 1,
+}
+_MACHINE = Machine()
+_RECOMPUTED = {
+    Recompute.NONE: "activations are kept for backward",
+    Recompute.SELECTIVE: "backward computes attention scores again",
+    Recompute.FULL: "backward computes each layer again from its input",
+}
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what to plan for."""
+    model = parser.add_argument_group("model (one of the first three)")
+    model.add_argument("--model", metavar="NAME", help="a published model, such as llama3-8b; --list-models lists them")
+    model.add_argument("--hf-config", metavar="FILE", help="config.json of a Hugging Face model")
+    model.add_argument("--factory", metavar="PACKAGE.MODULE:FUNCTION", help="function that builds the model (on meta)")
+    model.add_argument(
+        "--unit-class",
+        metavar="CLASS",
+        action="append",
+        default=[],
+        help="with --factory: class whose modules are units (repeatable); default: repeated blocks",
+    )
+    model.add_argument(
+        "--activation-bytes",
+        type=byte_count,
+        metavar="SIZE",
+        help="activations of one sequence, where you measured them",
+    )
+    sharding = parser.add_argument_group("sharding")
+    sharding.add_argument("--mesh", type=mesh_sizes, metavar="AxB", help="data-parallel ranks: 64, or outer x inner")
+    sharding.add_argument("--strategy", choices=STRATEGIES, help="default: optim_grads_params on one axis, hsdp on two")
+    sharding.add_argument("--rank", type=int, help="the rank reported on, which decides whose padding (default 0)")
+    for name, meaning in (
+        ("--dtype", "weights in compute and all-gather"),
+        ("--main-dtype", "weights that the optimizer steps"),
+        ("--reduce-dtype", "gradients on the wire"),
+        ("--main-grads-dtype", "gradients at rest"),
+        ("--moments-dtype", "AdamW's moments (default: that of the main weights)"),
+    ):
+        sharding.add_argument(name, choices=tuple(_DTYPES), help=meaning)
+    sharding.add_argument(
+        "--split-main-params",
+        action="store_true",
+        default=None,
+        help="keep fp32 main weights as the bf16 weights and their 16-bit remainders; gradients rest in bf16 then",
+    )
+    sharding.add_argument(
+        "--optimizer", choices=("adamw", "muon"), help="muon: Muon for matrices, AdamW for the rest (default adamw)"
+    )
+    sharding.add_argument(
+        "--max-team", type=positive_integer, metavar="N", help="with --optimizer muon: ranks that may share a matrix"
+    )
+    work = parser.add_argument_group("work of one rank")
+    work.add_argument("--micro-batch", type=positive_integer, metavar="N", help="sequences in a forward pass")
+    work.add_argument("--seq-length", type=positive_integer, metavar="S", help="tokens in a sequence (default 4096)")
+    work.add_argument("--num-microbatches", type=positive_integer, metavar="N", help="per optimizer step (default 1)")
+    work.add_argument("--recompute", choices=[kind.value for kind in Recompute], help="activation recomputation")
+    work.add_argument("--attention", choices=("fused", "unfused"), help="whether scores are stored (default fused)")
+    work.add_argument("--dropout", action="store_true", default=None, help="store dropout masks")
+    _add_machine_arguments(parser)
+
+
+def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    machine = parser.add_argument_group("machine (defaults: line rates of 8 x H100 with 400 Gb/s each; measure yours)")
+    machine.add_argument(
+        "--flops",
+        type=operations_per_second,
+        metavar="RATE",
+        help="operations per second that training achieves on one accelerator (default 400T)",
+    )
+    machine.add_argument(
+        "--bandwidth",
+        type=bytes_per_second,
+        nargs="+",
+        metavar="RATE",
+        help="of each mesh axis, outermost first, per rank and direction; default: from the nodes",
+    )
+    machine.add_argument("--memory-bandwidth", type=bytes_per_second, metavar="RATE", help="of an accelerator's memory")
+    machine.add_argument("--gpus-per-node", type=positive_integer, metavar="N", help="consecutive ranks (default 8)")
+    machine.add_argument("--node-bandwidth", type=bytes_per_second, metavar="RATE", help="inside a node, per rank")
+    machine.add_argument("--network-bandwidth", type=bytes_per_second, metavar="RATE", help="between nodes, per rank")
+    machine.add_argument("--network-latency", type=seconds, metavar="TIME", help="per hop between nodes (default 5us)")
+    machine.add_argument(
+        "--reserve",
+        type=byte_count,
+        metavar="SIZE",
+        help="memory for what no plan sees: context, communication buffers, fragments (default 0)",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Parsed options; what was not given has its default, and is known as such."""
+
+    values: argparse.Namespace
+
+    def given(self, name: str) -> bool:
+        """Whether an option was given, by its attribute's name."""
+        return getattr(self.values, name) is not None
+
+    def cause(self, name: str) -> str:
+        """Return an option as it would be written, and whether it is a default."""
+        flag = "--" + name.replace("_", "-")
+        value = getattr(self.values, name)
+        text = flag if isinstance(value, bool) else f"{flag} {self[name]}"
+        return text if self.given(name) else f"{text} (default)"
+
+    def choice(self, name: str, value: object) -> str:
+        """Return an option that a search may have chosen, and who chose it."""
+        source = "" if self.given(name) else " (found by --fit)" if self.values.fit is not None else " (default)"
+        return f"--{name.replace('_', '-')} {value}{source}"
+
+    def __getitem__(self, name: str) -> object:
+        value = getattr(self.values, name)
+        if value is None and name == "main_grads_dtype" and self.values.split_main_params:
+            return "bf16"
+        return _DEFAULTS.get(name) if value is None else value
+
+    def subject(self) -> Subject:
+        """Return the model that the options name.
+
+        Raises:
+            ConfigError: none or several are named, or it cannot be found.
+        """
+        args = self.values
+        named = [flag for flag in ("model", "hf_config", "factory") if self.given(flag)]
+        if len(named) != 1:
+            found = " and ".join("--" + flag.replace("_", "-") for flag in named) or "none"
+            raise ConfigError(f"found {found}; give exactly one of --model, --hf-config and --factory")
+        if args.unit_class and not args.factory:
+            raise ConfigError(
+                f"--unit-class {args.unit_class[0]} belongs to --factory; catalog models have their units"
+            )
+        if args.model:
+            return named_subject(args.model)
+        if args.hf_config:
+            return file_subject(args.hf_config)
+        return factory_subject(args.factory, tuple(args.unit_class))
+
+    def policy(self) -> MixedPrecisionPolicy:
+        """Return the dtypes."""
+        compute, main, reduce, grads = (
+            _DTYPES[str(self[name])] for name in ("dtype", "main_dtype", "reduce_dtype", "main_grads_dtype")
+        )
+        is_split = bool(self["split_main_params"])
+        return MixedPrecisionPolicy(
+            compute, reduce, main_params_dtype=main, main_grads_dtype=grads, split_main_params=is_split
+        )
+
+    def moments_dtype(self) -> torch.dtype | None:
+        """Return the dtype of AdamW's moments, None for that of the main weights."""
+        return _DTYPES[self.values.moments_dtype] if self.values.moments_dtype else None
+
+    def workload(self) -> Workload:
+        """Return what a rank computes."""
+        return Workload(
+            micro_batch=int(str(self["micro_batch"])),
+            sequence_length=int(str(self["seq_length"])),
+            num_microbatches=int(str(self["num_microbatches"])),
+            recompute=Recompute(self["recompute"]),
+            fused_attention=self["attention"] == "fused",
+            dropout=bool(self["dropout"]),
+        )
+
+    def machine(self) -> Machine:
+        """Return the machine, with what was given of it."""
+        args = self.values
+        given = {
+            "flops": args.flops,
+            "memory_bytes_per_second": args.memory_bandwidth,
+            "node_size": args.gpus_per_node,
+            "node_bandwidth": args.node_bandwidth,
+            "network_bandwidth": args.network_bandwidth,
+            "network_latency": args.network_latency,
+        }
+        return replace(_MACHINE, **{name: value for name, value in given.items() if value is not None})
+
+    def setup(self, sizes: tuple[int, ...], strategy: str, workload: Workload) -> Setup:
+        """Return the setup of a mesh and a strategy.
+
+        Raises:
+            ConfigError: they do not go together, or the options contradict the mesh.
+        """
+        args = self.values
+        axes = mesh_axes_of(sizes, int(str(self["rank"])))
+        bandwidths = tuple(args.bandwidth or ())
+        if bandwidths and len(bandwidths) not in (1, len(axes)):
+            raise ConfigError(
+                f"--bandwidth has {len(bandwidths)} values, --mesh {len(axes)} axes; give one for each, or one for all"
+            )
+        if len(bandwidths) < len(axes):
+            bandwidths *= len(axes)
+        return Setup(
+            strategy,
+            Sharding(axes, placements_of(strategy, sizes), self.policy()),
+            workload,
+            self.machine().hardware(axes, bandwidths),
+            self.moments_dtype(),
+            args.activation_bytes and args.activation_bytes * workload.micro_batch,
+            int(str(self["reserve"])),
+            str(self["optimizer"]),
+            int(str(self["max_team"])),
+        )
+
+    def strategy_for(self, sizes: Sequence[int]) -> str:
+        """Return the strategy given, or the default of a mesh."""
+        return self.values.strategy or ("hsdp" if len(sizes) == 2 else "optim_grads_params")
+
+    def decisions(self, setup: Setup) -> Iterator[str]:
+        """Yield one line per choice, with the option that caused it."""
+        mesh = "x".join(str(axis.size) for axis in setup.sharding.axes)
+        yield f"{_sharded(setup)}: {self.choice('strategy', setup.strategy)}, {self.choice('mesh', mesh)}"
+        yield f"weights compute and travel in {self['dtype']}: {self.cause('dtype')}"
+        split = " in two halves" if self["split_main_params"] else ""
+        cause = self.cause("main_dtype") + (", --split-main-params" if split else "")
+        yield f"the optimizer steps {self['main_dtype']} weights{split}: {cause}"
+        yield f"gradients travel in {self['reduce_dtype']}: {self.cause('reduce_dtype')}"
+        yield f"gradients rest in {self['main_grads_dtype']}: {self.cause('main_grads_dtype')}"
+        moments = self.values.moments_dtype
+        yield f"moments are {moments or self['main_dtype']}: " + (
+            self.cause("moments_dtype") if moments else "as main weights"
+        )
+        if setup.optimizer == "muon":
+            team = (
+                f"teams of up to {setup.max_team} ranks share one" if setup.max_team > 1 else "each is one rank's work"
+            )
+            yield f"Muon steps matrices, {team}: {self.cause('optimizer')}, {self.cause('max_team')}"
+        work = setup.workload
+        yield (
+            f"{work.num_microbatches:,} x {work.micro_batch:,} sequences of {work.sequence_length:,} tokens per rank: "
+            f"{self.choice('num_microbatches', work.num_microbatches)}, "
+            f"{self.choice('micro_batch', work.micro_batch)}, {self.cause('seq_length')}"
+        )
+        yield f"{_RECOMPUTED[work.recompute]}: {self.choice('recompute', work.recompute.value)}"
+        yield f"{setup.hardware.flops / 1e12:,.4g} Tflop/s: --flops" + ("" if self.given("flops") else " (default)")
+        for axis, link in setup.hardware.links.items():
+            cause = "--bandwidth" if self.given("bandwidth") else "from the nodes"
+            yield f"axis {axis}: {link.bytes_per_second / 1e9:,.4g} GB/s, {link.latency * 1e6:,.3g} us per hop: {cause}"
+
+
+def mesh_axes_of(sizes: Sequence[int], rank: int = 0) -> tuple[AxisFacts, ...]:
+    """Return the axes of a mesh (``dp``, or ``outer`` and ``inner``) as one of its ranks sees them.
+
+    Raises:
+        ConfigError: the mesh has no such rank.
+    """
+    names = ("dp",) if len(sizes) == 1 else ("outer", "inner")
+    axes, place = [], rank
+    for name, size in zip(reversed(names), reversed(sizes), strict=True):
+        axes.append(AxisFacts(name, size, place % size))
+        place //= size
+    if place or rank < 0:
+        raise ConfigError(f"--rank {rank}: the mesh has {'x'.join(map(str, sizes))} ranks, counted from 0")
+    return tuple(reversed(axes))
+
+
+def placements_of(strategy: str, sizes: Sequence[int]) -> Placements:
+    """Return the placements of a strategy; one for a single axis keeps replicas on the outer of two.
+
+    Raises:
+        ConfigError: hybrid sharding on one axis.
+    """
+    if strategy in HYBRID:
+        if len(sizes) != 2:
+            width = next((size for size in (8, 4, 2) if sizes[0] > size and sizes[0] % size == 0), sizes[0])
+            raise ConfigError(
+                f"--strategy {strategy} shards over two axes, --mesh {sizes[0]} has one; write --mesh OUTERxINNER, "
+                f"such as --mesh {sizes[0] // width}x{width}"
+            )
+        hybrid: Placements = getattr(Placements, strategy)(0, 1)
+        return hybrid
+    inner: Placements = getattr(Placements, strategy)(len(sizes) - 1)
+    if len(sizes) == 1:
+        return inner
+    return Placements(
+        (0, 1),
+        (Replicate(), *inner.parameter),
+        (Partial("sum"), *inner.gradient),
+        (Replicate(), *inner.optimizer),
+    )
+
+
+def _sharded(setup: Setup) -> str:
+    axes, placements = setup.sharding.axes, setup.sharding.placements
+    parts = []
+    kinds = (("weights", placements.parameter), ("gradients", placements.gradient))
+    for what, places in (*kinds, ("optimizer state", placements.optimizer)):
+        over = [
+            f"{axis.name} ({axis.size:,})" for axis, place in zip(axes, places, strict=True) if "Flat" in repr(place)
+        ]
+        parts.append(f"{what} over {' and '.join(over)}" if over else f"{what} nowhere")
+    return f"sharded: {', '.join(parts)}"

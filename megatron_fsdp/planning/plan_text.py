@@ -1,0 +1,223 @@
+"""The page of ``megatron-fsdp plan``: what one setup takes, for a person and for a program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_fsdp.formatting import aligned, format_bytes, format_count, format_seconds
+from megatron_fsdp.planning.estimate import MemoryPart, Projection
+from megatron_fsdp.planning.report import Report, UnitReport
+from megatron_fsdp.planning.report_text import note_lines, traffic_lines, unit_lines
+
+__all__ = [
+    "FORMAT",
+    "Folded",
+    "headline",
+    "page",
+    "to_dict",
+]
+
+# Of the JSON; it grows by one whenever a key changes its meaning or goes away.
+FORMAT = 1
+
+_BAR = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """Units that are alike but for their names, in the order in which the first of each occurs."""
+
+    names: tuple[str, ...]
+    positions: tuple[int, ...]
+    unit: UnitReport
+
+
+def folded(report: Report) -> tuple[Folded, ...]:
+    """Return the units of a report with equal ones folded into one entry."""
+    alike: dict[UnitReport, list[int]] = {}
+    for position, unit in enumerate(report.units):
+        alike.setdefault(dataclasses.replace(unit, name=""), []).append(position)
+    return tuple(
+        Folded(tuple(report.units[position].name for position in positions), tuple(positions), unit)
+        for unit, positions in alike.items()
+    )
+
+
+def page(projection: Projection, decisions: Sequence[str], limit_bytes: int | None = None) -> str:
+    """Return the page to read.
+
+    Args:
+        decisions: one line per choice, with the setting that caused it.
+        limit_bytes: memory of one accelerator, drawn into the chart.
+    """
+    report = projection.report()
+    parts = (
+        [headline(projection)],
+        ["what decided it", *(f"- {line}" for line in decisions)],
+        unit_lines(report),
+        _memory_lines(projection, limit_bytes),
+        *(each.lines() for each in projection.owners),
+        _peak_lines(report),
+        _padding_lines(report),
+        traffic_lines(report),
+        _time_lines(projection),
+        _hiding_lines(projection, report),
+        note_lines(report),
+    )
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def headline(projection: Projection) -> str:
+    """Return the title: model, mesh, strategy."""
+    subject, setup = projection.subject, projection.setup
+    active = subject.num_active_parameters
+    chosen = "" if active == subject.num_parameters else f", {format_count(active)} active"
+    axes = " x ".join(f"{axis.size:,}" for axis in setup.sharding.axes)
+    ranks = f"{axes} = {setup.sharding.num_ranks:,}" if len(setup.sharding.axes) > 1 else axes
+    parameters = f"{format_count(subject.num_parameters)} parameters{chosen}"
+    return f"{subject.name}: {parameters}, on {ranks} ranks, {setup.strategy}"
+
+
+def _memory_lines(projection: Projection, limit_bytes: int | None) -> list[str]:
+    total = projection.memory_bytes
+    scale = max(total, limit_bytes or 0, 1)
+    num_ranks = projection.setup.sharding.num_ranks
+    rows: list[tuple[str, ...]] = [("memory", "one rank", "all ranks", "")]
+    drawn = 0
+    for part in projection.memory:
+        start, drawn = drawn, drawn + part.num_bytes
+        rows.append((part.name, *_amounts(part, num_ranks), _bar(start, drawn, scale)))
+    rows.append(("total", format_bytes(total), format_bytes(total * num_ranks), _bar(0, total, scale)))
+    if limit_bytes is not None:
+        left = limit_bytes - total
+        verdict = f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much"
+        rows.append(("limit", format_bytes(limit_bytes), "", f"{_bar(0, limit_bytes, scale)} {verdict}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows]
+
+
+def _amounts(part: MemoryPart, num_ranks: int) -> tuple[str, str]:
+    if not part.is_known:
+        return "not known", "not known"
+    return format_bytes(part.num_bytes), format_bytes(part.num_bytes * num_ranks)
+
+
+def _bar(start: int, stop: int, scale: int) -> str:
+    """Draw the piece from ``start`` to ``stop``; what is there at all takes at least one mark."""
+    first = min(round(_BAR * start / scale), _BAR - 1)
+    length = max(round(_BAR * stop / scale) - first, 1) if stop > start else 0
+    return " " * first + "#" * length
+
+
+def _peak_lines(report: Report) -> list[str]:
+    rows: list[tuple[str, ...]] = [("transient peak", "bytes", "reached by")]
+    phases = {"forward": report.forward_peak, "backward": report.backward_peak, "optimizer step": report.step_peak}
+    for name, peak in phases.items():
+        rows.append((name, format_bytes(peak.num_bytes), peak.unit))
+    rows.append(("the largest unit, B", format_bytes(report.largest_unit_bytes), report.largest_unit))
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    return [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]}".rstrip() for row in rows]
+
+
+def _padding_lines(report: Report) -> list[str]:
+    rows: list[tuple[str, ...]] = [("padding", "of the data", "least possible", "what forces it")]
+    seen: dict[tuple[str, ...], list[str]] = {}
+    for unit in report.units:
+        for group in unit.groups:
+            least = max(group.lower_bound_numel / group.numel - 1, 0.0) if group.numel else 0.0
+            key = (f"{group.padding_ratio:.3%}", f"{least:.3%}", group.binding)
+            if group.padding_ratio:
+                seen.setdefault(key, []).append(unit.name)
+    if not seen:
+        return ["padding: none"]
+    rows += [(_names(tuple(dict.fromkeys(names))), *key) for key, names in seen.items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows]
+
+
+def _names(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+
+
+def _time_lines(projection: Projection) -> list[str]:
+    time, workload = projection.time, projection.setup.workload
+    hidden = time.communication - time.exposed
+    share = f"{hidden / time.communication:.0%} of it hidden" if time.communication else "none"
+    needed = "" if time.tokens_to_hide is None else f"{time.tokens_to_hide:,} tokens per rank and microbatch hide it"
+    rows = [
+        ("one optimizer step", format_seconds(time.total), f"{projection.tokens_per_second:,.0f} tokens/s and rank"),
+        (
+            "compute",
+            format_seconds(time.compute),
+            f"{workload.num_microbatches:,} microbatches of {workload.tokens:,} tokens",
+        ),
+        ("communication", format_seconds(time.communication), f"{share}; {needed}".strip("; ")),
+        ("not hidden", format_seconds(time.exposed), ""),
+        ("AdamW", format_seconds(time.optimizer), "bound by memory"),
+    ]
+    if projection.owners:
+        iteration = sum(each.max_flops for each in projection.owners) / projection.setup.hardware.flops
+        note = f"of it Newton-Schulz on the rank with most, {format_seconds(iteration)}; its messages are not counted"
+        rows[-1] = ("Muon and AdamW", format_seconds(time.optimizer), note)
+    return [f"{label:<20}{amount:>12}  {note}".rstrip() for label, amount, note in rows]
+
+
+def _hiding_lines(projection: Projection, report: Report) -> list[str]:
+    """Return, for each kind of unit, the time of its collectives beside that of its compute."""
+    if not projection.time.communication:
+        return []
+    rows: list[tuple[str, ...]] = [
+        ("unit, per microbatch", "gather", "forward", "gather again", "reduce", "backward", "per step, at the end")
+    ]
+    for alike in folded(report):
+        time = projection.time.units[alike.positions[0]]
+        times = (time.forward_gather, time.forward, time.backward_gather, time.reduce, time.backward, time.tail)
+        if any(times):
+            rows.append((_names(alike.names), *(format_seconds(seconds) if seconds else "-" for seconds in times)))
+    return aligned(rows, num_left=1)
+
+
+def to_dict(projection: Projection, decisions: Sequence[str]) -> dict[str, Any]:
+    """Return the plan as plain data; docs/planning.md describes the keys."""
+    report, setup, time = projection.report(), projection.setup, projection.time
+    plain = report.to_dict()
+    units = [
+        {**unit, "count": len(alike.names), "names": list(alike.names)}
+        for alike, unit in ((alike, plain["units"][alike.positions[0]]) for alike in folded(report))
+    ]
+    for unit in units:
+        del unit["name"]
+    workload = dataclasses.asdict(setup.workload)
+    return {
+        "format": FORMAT,
+        "model": {
+            "name": projection.subject.name,
+            "num_parameters": projection.subject.num_parameters,
+            "num_active_parameters": projection.subject.num_active_parameters,
+        },
+        "strategy": setup.strategy,
+        "mesh": [{"axis": axis.name, "size": axis.size} for axis in setup.sharding.axes],
+        "workload": {**workload, "recompute": setup.workload.recompute.value},
+        "decisions": list(decisions),
+        "memory": {
+            "total_bytes": projection.memory_bytes,
+            "parts": [dataclasses.asdict(part) for part in projection.memory],
+        },
+        "report": {**plain, "units": units},
+        **({"owners": [each.to_dict() for each in projection.owners]} if projection.owners else {}),
+        "time": {
+            **{
+                f"{name}_seconds": getattr(time, name)
+                for name in ("total", "compute", "communication", "exposed", "optimizer")
+            },
+            "tokens_to_hide": time.tokens_to_hide,
+            "tokens_per_second": projection.tokens_per_second,
+            "links": {
+                axis: {"bytes_per_second": link.bytes_per_second, "latency_seconds": link.latency}
+                for axis, link in setup.hardware.links.items()
+            },
+        },
+    }

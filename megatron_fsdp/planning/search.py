@@ -1,0 +1,242 @@
+"""Fit: which ways to train a model fit a number of accelerators, and which of them is fastest."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dbuffer.errors import LayoutError
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.formatting import aligned, format_bytes, format_seconds
+from megatron_fsdp.planning.estimate import Projection, play, project
+from megatron_fsdp.planning.model_source import Subject
+from megatron_fsdp.planning.options import HYBRID, STRATEGIES, Options
+from megatron_fsdp.planning.transformer import Recompute, Workload
+
+__all__ = ["Rejection", "Search", "fit_dict", "fit_page", "search"]
+
+# Sequences of a rank and step when no batch is given; rows of the table.
+_PER_RANK, _ROWS = 8, 12
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A strategy on a mesh with which nothing fits: what its smallest setup takes (0: none could be laid out)."""
+
+    strategy: str
+    sizes: tuple[int, ...]
+    num_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What was found.
+
+    Attributes:
+        fitting: the setups that fit, fastest step first. rejected: meshes and strategies of which none fits.
+        num_tried: setups looked at. per_rank: sequences of a rank and step, the same for all.
+        is_complete: False where activations are not known and so not counted.
+    """
+
+    limit_bytes: int
+    num_ranks: int
+    per_rank: int
+    num_tried: int
+    fitting: tuple[Projection, ...]
+    rejected: tuple[Rejection, ...]
+    is_complete: bool
+
+    @property
+    def best(self) -> Projection | None:
+        """The fastest that fits, None when nothing does."""
+        return self.fitting[0] if self.fitting else None
+
+
+def search(subject: Subject, options: Options) -> Search:
+    """Try strategies, splits of the ranks into a mesh, micro-batches and recomputation; options that are given stay.
+
+    All setups train on the same number of sequences per step, so their step times compare.
+
+    Raises:
+        ConfigError: no number of ranks is given, or a batch that they do not divide.
+    """
+    args = options.values
+    num_ranks = _num_ranks(options)
+    per_rank = _sequences_per_rank(options, num_ranks)
+    workloads = list(_workloads(subject, options, per_rank))
+    fitting: list[Projection] = []
+    rejected: list[Rejection] = []
+    num_tried = 0
+    for strategy, sizes in _shardings(options, num_ranks):
+        try:
+            tried = list(_projections(subject, options, (strategy, sizes), workloads))
+        except LayoutError as error:
+            rejected.append(Rejection(strategy, sizes, 0, f"no layout: {str(error).partition('. ')[0]}"))
+            num_tried += len(workloads)
+            continue
+        num_tried += len(tried)
+        fits = [projection for projection in tried if projection.memory_bytes <= args.fit]
+        fitting += fits
+        if not fits:
+            rejected.append(_rejection(min(tried, key=lambda projection: projection.memory_bytes), sizes, args.fit))
+    fitting.sort(key=lambda projection: (projection.time.total, projection.memory_bytes))
+    is_complete = subject.activations is not None or args.activation_bytes is not None
+    return Search(args.fit, num_ranks, per_rank, num_tried, tuple(fitting), tuple(rejected), is_complete)
+
+
+def _num_ranks(options: Options) -> int:
+    gpus, mesh = options.values.gpus, options.values.mesh
+    if gpus is None and mesh is None:
+        raise ConfigError("--fit needs --gpus N, or a --mesh to keep")
+    if mesh is None:
+        return int(gpus)
+    if gpus not in (None, math.prod(mesh)):
+        raise ConfigError(f"--gpus {gpus} contradicts --mesh {'x'.join(map(str, mesh))}, which has {math.prod(mesh)}")
+    return math.prod(mesh)
+
+
+def _sequences_per_rank(options: Options, num_ranks: int) -> int:
+    batch = options.values.global_batch
+    if batch is None:
+        given = options.given("micro_batch") and options.given("num_microbatches")
+        product = options.workload().micro_batch * options.workload().num_microbatches
+        return product if given else math.lcm(_PER_RANK, product)
+    if batch % num_ranks:
+        raise ConfigError(
+            f"--global-batch {batch} is no multiple of the {num_ranks} ranks; the nearest is "
+            f"{max(round(batch / num_ranks), 1) * num_ranks}"
+        )
+    return int(batch) // num_ranks
+
+
+def _workloads(subject: Subject, options: Options, per_rank: int) -> Iterator[Workload]:
+    base = options.workload()
+    micro_batches = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+    if options.given("micro_batch"):
+        micro_batches = [size for size in micro_batches if size == base.micro_batch]
+    if options.given("num_microbatches"):
+        micro_batches = [size for size in micro_batches if per_rank // size == base.num_microbatches]
+    if not micro_batches:
+        raise ConfigError(
+            f"{per_rank} sequences per rank and step cannot be split with {options.cause('micro_batch')} and "
+            f"{options.cause('num_microbatches')}; change --global-batch or leave one of them out"
+        )
+    kinds = [base.recompute]
+    if not options.given("recompute") and subject.activations is not None and options.values.activation_bytes is None:
+        kinds = [Recompute.NONE, *([] if base.fused_attention else [Recompute.SELECTIVE]), Recompute.FULL]
+    for size, recompute in itertools.product(micro_batches, kinds):
+        yield replace(base, micro_batch=size, num_microbatches=per_rank // size, recompute=recompute)
+
+
+def _shardings(options: Options, num_ranks: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    given, mesh = options.values.strategy, options.values.mesh
+    splits = [(num_ranks // inner, inner) for inner in range(2, num_ranks) if num_ranks % inner == 0]
+    for strategy in (given,) if given else STRATEGIES:
+        if mesh is not None:
+            # On two axes ZeRO-3 with replicas is hsdp, and hybrids need two.
+            is_twin = not given and strategy == "optim_grads_params" and len(mesh) == 2
+            if not is_twin and (given or len(mesh) == 2 or strategy not in HYBRID):
+                yield strategy, mesh
+        elif strategy in HYBRID:
+            yield from ((strategy, sizes) for sizes in splits)
+        else:
+            yield strategy, (num_ranks,)
+
+
+def _projections(
+    subject: Subject, options: Options, sharding: tuple[str, tuple[int, ...]], workloads: Sequence[Workload]
+) -> Iterator[Projection]:
+    strategy, sizes = sharding
+    # Neither the size of a microbatch nor recomputation changes what is allocated and sent for weights.
+    played = {}
+    for workload in workloads:
+        setup = options.setup(sizes, strategy, workload)
+        if workload.num_microbatches not in played:
+            played[workload.num_microbatches] = play(subject, setup)
+        yield project(subject, setup, played[workload.num_microbatches])
+
+
+def _rejection(smallest: Projection, sizes: tuple[int, ...], limit_bytes: int) -> Rejection:
+    parts = sorted(smallest.memory, key=lambda part: -part.num_bytes)[:2]
+    largest = " and ".join(f"{part.name} {format_bytes(part.num_bytes)}" for part in parts)
+    work = smallest.setup.workload
+    return Rejection(
+        smallest.setup.strategy,
+        sizes,
+        smallest.memory_bytes,
+        f"at least {format_bytes(smallest.memory_bytes)}, {format_bytes(smallest.memory_bytes - limit_bytes)} too "
+        f"much, with micro-batch {work.micro_batch} and recompute {work.recompute.value}: {largest}",
+    )
+
+
+def fit_page(found: Search) -> str:
+    """Return the table of what fits, fastest first, and why the rest does not."""
+    unknown = "" if found.is_complete else "; activations are not known and not counted"
+    lines = [
+        f"{len(found.fitting):,} of {found.num_tried:,} setups fit {format_bytes(found.limit_bytes)} on "
+        f"{found.num_ranks:,} ranks, {found.per_rank * found.num_ranks:,} sequences per step{unknown}"
+    ]
+    if found.fitting:
+        rows: list[tuple[str, ...]] = [
+            ("", "strategy", "mesh", "micro-batch", "recompute", "memory", "step", "tokens/s and rank", "not hidden")
+        ]
+        rows += [_row(number, each) for number, each in enumerate(found.fitting[:_ROWS], start=1)]
+        lines += ["", *aligned(rows, num_left=3)]
+        more = len(found.fitting) - _ROWS
+        lines += [f"and {more:,} slower ones"] * (more > 0)
+    if found.rejected:
+        lines += ["", "what does not fit"]
+        lines += [f"- {each.strategy} on {_mesh(each.sizes)}: {each.reason}" for each in found.rejected]
+    return "\n".join(lines)
+
+
+def _row(number: int, projection: Projection) -> tuple[str, ...]:
+    setup, time = projection.setup, projection.time
+    return (
+        str(number),
+        setup.strategy,
+        _mesh([axis.size for axis in setup.sharding.axes]),
+        f"{setup.workload.num_microbatches:,} x {setup.workload.micro_batch:,}",
+        setup.workload.recompute.value,
+        format_bytes(projection.memory_bytes),
+        format_seconds(time.total),
+        f"{projection.tokens_per_second:,.0f}",
+        format_seconds(time.exposed),
+    )
+
+
+def _mesh(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes))
+
+
+def fit_dict(found: Search) -> dict[str, Any]:
+    """Return the search as plain data; docs/planning.md describes the keys."""
+    return {
+        "limit_bytes": found.limit_bytes,
+        "num_ranks": found.num_ranks,
+        "sequences_per_step": found.per_rank * found.num_ranks,
+        "num_tried": found.num_tried,
+        "counts_activations": found.is_complete,
+        "fitting": [
+            {
+                "strategy": each.setup.strategy,
+                "mesh": [axis.size for axis in each.setup.sharding.axes],
+                "micro_batch": each.setup.workload.micro_batch,
+                "num_microbatches": each.setup.workload.num_microbatches,
+                "recompute": each.setup.workload.recompute.value,
+                "memory_bytes": each.memory_bytes,
+                "step_seconds": each.time.total,
+                "exposed_seconds": each.time.exposed,
+                "tokens_per_second": each.tokens_per_second,
+            }
+            for each in found.fitting
+        ],
+        "rejected": [
+            {"strategy": each.strategy, "mesh": list(each.sizes), "memory_bytes": each.num_bytes, "reason": each.reason}
+            for each in found.rejected
+        ],
+    }

@@ -1,0 +1,168 @@
+"""Which device mesh a unit is sharded over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dbuffer.mesh import is_alive
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.policy.launch import join_job
+from megatron_fsdp.policy.strategy import Placements
+
+__all__ = ["DataParallelMeshDims", "ShardingTarget", "buffer_device", "sharding_target"]
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Names the data-parallel axes of a larger mesh, for ``fully_shard(dp_mesh_dims=...)``.
+
+    Args:
+        shard: the axis, or axes to be flattened into one, over which weights are sharded.
+        replicate: the axis, or axes to be flattened into one, of replicas.
+    Raises:
+        ConfigError: neither is given, or an axis is named twice.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        names = (*self.replicate_names, *self.shard_names)
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"{self}: name at least one axis, and each axis once")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The axes of ``shard``, as a tuple."""
+        return _as_tuple(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The axes of ``replicate``, as a tuple."""
+        return _as_tuple(self.replicate)
+
+
+def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingTarget:
+    """Over what a unit is sharded, and how.
+
+    Attributes:
+        mesh: of the data-parallel axes alone. placements: the strategy on it.
+        root: the mesh that these axes are part of, and axis_names their names there; several may have been flattened
+            into one axis of ``mesh``.
+    """
+
+    mesh: DeviceMesh
+    placements: Placements
+    root: DeviceMesh
+    axis_names: tuple[str, ...]
+
+
+def sharding_target(mesh: DeviceMesh | None, placements: Placements | None, dp_mesh_dims: Any) -> ShardingTarget:
+    """Return the mesh and strategy for the arguments of ``fully_shard``.
+
+    Raises:
+        ConfigError: axes that the mesh does not have, or a mesh whose axes have no obvious meaning.
+    """
+    mesh = _default_mesh() if mesh is None else mesh
+    root, names = mesh._get_root_mesh(), None
+    if dp_mesh_dims is not None:
+        mesh, names = _named_axes(mesh, dp_mesh_dims), (*dp_mesh_dims.replicate_names, *dp_mesh_dims.shard_names)
+    placements = _default_placements(mesh, dp_mesh_dims) if placements is None else placements
+    mesh = _data_parallel_mesh(mesh, placements)
+    return ShardingTarget(mesh, placements, root, tuple(mesh.mesh_dim_names or ()) if names is None else names)
+
+
+def _named_axes(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
+    known = mesh.mesh_dim_names or ()
+    parts = tuple(names for names in (tuple(dims.replicate_names), tuple(dims.shard_names)) if names)
+    missing = [name for names in parts for name in names if name not in known]
+    if missing:
+        raise ConfigError(f"dp_mesh_dims names axes {missing} that the mesh does not have; its axes are {known}")
+    # One object per choice of axes: units of one model share it, and with it their communicators.
+    key = (id(mesh), parts)
+    if key not in _CHOSEN:
+        _CHOSEN[key] = (mesh, _choose(mesh, parts))
+    return _CHOSEN[key][1]
+
+
+def _choose(mesh: DeviceMesh, parts: tuple[tuple[str, ...], ...]) -> DeviceMesh:
+    if all(len(names) == 1 for names in parts):
+        return mesh[tuple(names[0] for names in parts)]
+    flat = [mesh[names] if len(names) == 1 else mesh[names]._flatten() for names in parts]
+    if len(flat) == 1:
+        return flat[0]
+    used = [name for name in mesh.mesh_dim_names or () if any(name in names for names in parts)]
+    ranks = mesh[tuple(used)].mesh.permute([used.index(name) for names in parts for name in names])
+    sizes = [each.size() for each in flat]
+    groups = [each.get_group() for each in flat]
+    names = tuple("_".join(names) for names in parts)
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks.reshape(sizes), mesh_dim_names=names)
+
+
+_CHOSEN: dict[tuple[int, tuple[tuple[str, ...], ...]], tuple[DeviceMesh, DeviceMesh]] = {}
+# By the job's group: another one comes with another mesh. Those of destroyed groups are dropped by hand: a mesh refers
+# to its group, so a weak key would live as long as the entry, and with it the threads of the group.
+_DEFAULT_MESHES: dict[dist.ProcessGroup, DeviceMesh] = {}
+
+
+def _default_mesh() -> DeviceMesh:
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if not dist.is_initialized():
+        join_job(device_type)
+    # One mesh for all units without one: meshes made anew would each bring communicators of their own.
+    world: Any = dist.group.WORLD
+    for other in [group for group in _DEFAULT_MESHES if group is not world and not is_alive(group)]:
+        del _DEFAULT_MESHES[other]
+    if world not in _DEFAULT_MESHES:
+        _DEFAULT_MESHES[world] = init_device_mesh(device_type, (dist.get_world_size(),))
+    return _DEFAULT_MESHES[world]
+
+
+def _default_placements(mesh: DeviceMesh, dp_mesh_dims: Any) -> Placements:
+    if dp_mesh_dims is not None and not dp_mesh_dims.shard_names:
+        return Placements.no_shard(0)
+    if mesh.ndim == 1:
+        return Placements.optim_grads_params(0)
+    if mesh.ndim == 2:
+        return Placements.hsdp(0, 1)
+    raise ConfigError(
+        f"the mesh has {mesh.ndim} axes; pass its data-parallel axes alone, mesh['dp'], or give placements="
+    )
+
+
+def _data_parallel_mesh(mesh: DeviceMesh, placements: Placements) -> DeviceMesh:
+    names = mesh.mesh_dim_names or ()
+    wanted = [names.index(axis) if axis in names else axis for axis in placements.dp_axes]
+    unknown = [axis for axis in wanted if not isinstance(axis, int) or not -mesh.ndim <= axis < mesh.ndim]
+    if unknown:
+        raise ConfigError(
+            f"placements name axes {unknown} that the mesh does not have; its axes are {names or mesh.ndim}"
+        )
+    positions = [int(axis) % mesh.ndim for axis in wanted]
+    if positions == list(range(mesh.ndim)):
+        return mesh
+    if positions != sorted(positions) or not names:
+        raise ConfigError(
+            f"placements use axes {placements.dp_axes} of a mesh with axes {names or mesh.ndim}; a part of a mesh "
+            f"needs named axes, outermost first"
+        )
+    return mesh[tuple(names[position] for position in positions)]
+
+
+def buffer_device(mesh: DeviceMesh) -> torch.device:
+    """Return this rank's device on a mesh."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)

@@ -1,0 +1,124 @@
+"""Which dtype each copy of the weights and gradients has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from megatron_fsdp.errors import ConfigError
+
+__all__ = [
+    "GroupDtypes",
+    "MixedPrecisionPolicy",
+    "as_policy",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDtypes:
+    """The four dtypes of one parameter group.
+
+    Attributes:
+        compute: of the weights that forward and backward see, and of the all-gather.
+        main: of ``main_weight``, which the optimizer updates and checkpoints hold.
+        reduce: of the reduce-scatter.
+        main_grad: of the gradient that the optimizer reads, and of its accumulation over microbatches.
+        is_split: ``main_weight`` is the upper half of FP32 weights, and a buffer of remainders holds the lower.
+    """
+
+    compute: torch.dtype
+    main: torch.dtype
+    reduce: torch.dtype
+    main_grad: torch.dtype
+    is_split: bool = False
+
+    @property
+    def stepped(self) -> torch.dtype:
+        """Of the values that the optimizer steps: FP32 for split weights, else that of ``main_weight``."""
+        return torch.float32 if self.is_split else self.main
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecisionPolicy:
+    """Mixed precision of one unit. Every field may be None, which keeps what is there.
+
+    Args:
+        param_dtype: compute and all-gather dtype. None: the parameter's own.
+        reduce_dtype: reduce-scatter dtype. None: the compute dtype.
+        output_dtype: floating-point outputs of the module's forward are cast to it.
+        cast_forward_inputs: cast floating-point forward inputs to ``param_dtype``.
+        main_params_dtype: dtype of the weights the optimizer steps. None: the parameter's own. Give
+            ``torch.float32`` to train a
+            model whose own parameters are bf16 with FP32 main weights.
+        main_grads_dtype: dtype in which gradients rest and accumulate. None: the main weights'.
+        fuse_weight_gradients: let the backward of ``nn.Linear`` multiply the weight's gradient straight into the unit's
+            packed gradient buffer, which saves a tensor and a copy, wherever that buffer has the compute dtype. "wide":
+            also into an FP32 buffer from bf16 or fp16 weights; what is then summed was never rounded to 16 bits.
+        split_main_params: keep no FP32 copy of trained weights, but the 16 bits that the bf16 ones lack of it, without
+            losing a bit: 2 bytes per parameter instead of 4, and gradients rest in bf16 unless told otherwise. For
+            ``param_dtype=torch.bfloat16``, FP32 main weights and ``megatron_fsdp.AdamW`` (docs/design/adamw.md).
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    main_params_dtype: torch.dtype | None = None
+    main_grads_dtype: torch.dtype | None = None
+    fuse_weight_gradients: bool | str = True
+    split_main_params: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "cast_forward_inputs" or (value is None and field.name != "split_main_params"):
+                continue
+            if field.name in ("fuse_weight_gradients", "split_main_params"):
+                choices = "True, False or 'wide'" if field.name == "fuse_weight_gradients" else "True or False"
+                if not isinstance(value, bool) and (value != "wide" or field.name != "fuse_weight_gradients"):
+                    raise ConfigError(f"MixedPrecisionPolicy({field.name}={value!r}): give {choices}")
+                continue
+            if not isinstance(value, torch.dtype) or not value.is_floating_point:
+                raise ConfigError(
+                    f"MixedPrecisionPolicy({field.name}={value!r}): give a floating-point torch.dtype or None"
+                )
+
+    def dtypes_for(self, own: torch.dtype, *, requires_grad: bool) -> GroupDtypes:
+        """Return the dtypes for parameters of dtype ``own``. Frozen ones get no wider main copy; integers stay.
+
+        Raises:
+            ConfigError: weights to split that are not bf16 in compute and FP32 in the optimizer.
+        """
+        if not own.is_floating_point:
+            return GroupDtypes(own, own, own, own)
+        compute = self.param_dtype or own
+        main = (self.main_params_dtype or own) if requires_grad else own
+        is_split = self.split_main_params and requires_grad
+        if is_split and (compute, main) != (torch.bfloat16, torch.float32):
+            raise ConfigError(
+                f"MixedPrecisionPolicy(split_main_params=True): parameters of {own} would compute in {compute} and be "
+                f"stepped in {main}; only bf16 weights are the upper half of FP32 ones. Give "
+                "param_dtype=torch.bfloat16 and main_params_dtype=torch.float32, or leave split_main_params False."
+            )
+        main = torch.bfloat16 if is_split else main
+        return GroupDtypes(compute, main, self.reduce_dtype or compute, self.main_grads_dtype or main, is_split)
+
+
+def as_policy(policy: Any) -> MixedPrecisionPolicy:
+    """Return our policy for ours, for PyTorch's ``MixedPrecisionPolicy``, or for None.
+
+    Raises:
+        ConfigError: ``policy`` is something else.
+    """
+    if policy is None:
+        return MixedPrecisionPolicy()
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    if not all(hasattr(policy, name) for name in names):
+        raise ConfigError(
+            f"mp_policy is a {type(policy).__name__}; give a MixedPrecisionPolicy, ours or torch.distributed.fsdp's"
+        )
+    return MixedPrecisionPolicy(**{name: getattr(policy, name) for name in names})

@@ -1,0 +1,1 @@
+"""What runs in a training step; docs/architecture.md tells in which order to read it."""

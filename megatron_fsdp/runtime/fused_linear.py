@@ -1,0 +1,309 @@
+"""FusedLinear: linear layers whose backward multiplies the weight's gradient straight into its unit's packed buffer.
+
+Without it autograd makes a tensor of the gradient, which is then copied into the packed buffer: four bytes moved per
+bf16 parameter, and memory for both. Here the matrix product writes into the buffer, or adds to what lies there, and
+autograd is handed no gradient for the weight. It still tells the weight when all of its uses are through, as for any
+parameter (docs/design/fused_gradients.md).
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from megatron_fsdp.build.ownership import OwnedParameter
+from megatron_fsdp.runtime.gathered_weight import KINDS
+from megatron_fsdp.runtime.readers import reader_of
+
+__all__ = [
+    "FusedLinear",
+    "ProductReceiver",
+    "add_product",
+    "expert_matmul",
+    "fuse_linear_layers",
+    "is_recorded_plainly",
+    "offer_products",
+]
+
+# Attribute of a gathered weight that says where its gradient may be multiplied into. Copies of the weight have none.
+_ATTRIBUTE = "_fsdp_product_target"
+
+
+class ProductReceiver(Protocol):
+    """Who keeps the buffer that gradients are multiplied into."""
+
+    def takes_products(self) -> bool:
+        """Whether a product may be scaled as gradients are without rounding otherwise."""
+
+    def receive_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Add ``left @ right`` to the gradient of parameter ``index``; its hook says later that it has arrived."""
+
+
+class _Target:
+    """A receiver, which it does not keep alive, and the number of a parameter there."""
+
+    __slots__ = ("_receiver", "index")
+
+    def __init__(self, receiver: ProductReceiver, index: int) -> None:
+        self._receiver = weakref.ref(receiver)
+        self.index = index
+
+    def take(self, left: torch.Tensor, right: torch.Tensor) -> bool:
+        """Add ``left @ right`` to the gradient; False where the receiver cannot."""
+        receiver = self._receiver()
+        if receiver is None or not receiver.takes_products():
+            return False
+        receiver.receive_product(self.index, left, right)
+        return True
+
+
+class FusedLinear(nn.Linear):
+    """Mixed into the class of the linear layers of a unit; it keeps the class's name, and computes what that does.
+
+    ``type(layer).__mro__`` shows it. A copied or unpickled layer is of the original class again.
+    """
+
+    _plain_class: type[nn.Linear]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``input @ weight.T + bias``, as ``nn.Linear`` does."""
+        if torch.compiler.is_compiling():
+            return functional.linear(input, self.weight, self.bias)
+        weight = self.weight
+        bias: torch.Tensor | None = self.bias
+        target = getattr(weight, _ATTRIBUTE, None)
+        if target is None or not weight.requires_grad or not is_recorded_plainly():
+            return _watched(functional.linear(input, weight, bias), weight)
+        factor = _as_factor(input, weight)
+        if factor is None or (bias is not None and bias.dtype is not weight.dtype):
+            return _watched(functional.linear(input, weight, bias), weight)
+        output: torch.Tensor = _LinearIntoBuffer.apply(factor, weight, bias, target)  # type: ignore[no-untyped-call]
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *state = tuple(super().__reduce_ex__(protocol))
+        return copyreg._reconstructor, (self._plain_class, object, None), *state  # type: ignore[attr-defined]
+
+
+def _watched(output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Have ``weight`` gathered before backward goes through the output of PyTorch's own operator, and return that."""
+    reader = reader_of(weight)
+    if reader is not None and is_recorded_plainly():
+        reader.watch(output)
+    return output
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_WEIGHTS = (*_PLAIN, *KINDS)
+
+
+def is_recorded_plainly() -> bool:
+    """Whether autograd alone records what runs now, not a transform of functions, forward mode or a tracer."""
+    return (
+        torch.is_grad_enabled()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def _as_factor(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """Return what the weight is multiplied with: the input, cast as autocast casts it; None where they do not fit."""
+    if type(input) not in _PLAIN or input.layout is not torch.strided:
+        return None
+    if torch.is_autocast_enabled(weight.device.type):
+        if torch.get_autocast_dtype(weight.device.type) is not weight.dtype or input.dtype is torch.float64:
+            # The weight is cast too, and the gradient that is a matrix product is that of the cast weight.
+            return None
+        input = input.to(weight.dtype)
+    return input if input.dtype is weight.dtype else None
+
+
+def _note_call(ctx: Any, weight: torch.Tensor) -> None:
+    """Keep with a node what its backward needs to have the weights gathered, whatever leads there."""
+    ctx.reader = reader = reader_of(weight)
+    ctx.call = None if reader is None else reader.open_call()
+
+
+class _LinearIntoBuffer(torch.autograd.Function):
+    """``functional.linear``, with the gradient of the weight added to its unit's buffer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: _Target
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
+        ctx.target = target
+        _note_call(ctx, weight)
+        ctx.set_materialize_grads(False)
+        return functional.linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None, None, None
+        if ctx.reader is not None:
+            ctx.reader.before_reading(ctx.call)
+        input, weight = ctx.saved_tensors
+        rows = _rows(gradient)
+        of_input = None if weight is None else torch.mm(rows, weight)
+        if of_input is not None and input.dim() != 2:
+            of_input = of_input.view(input.shape)
+        of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        of_weight = _weight_gradient(ctx.next_functions[1][0], ctx.target, rows.t(), _rows(input))
+        return of_input, of_weight, of_bias, None
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as a matrix of its last dimension's rows."""
+    if tensor.dim() == 2:
+        return tensor
+    return tensor.flatten(0, -2) if tensor.dim() > 2 else tensor.unsqueeze(0)
+
+
+def _weight_gradient(node: Any, target: _Target, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient ``left @ right`` of a weight for autograd; None where the buffer took it, or none is wanted.
+
+    Args:
+        node: the end of the weight in the graph: it accumulates, and then calls the hook that counts arrivals.
+    """
+    if torch.is_grad_enabled():
+        return left @ right
+    if not node.variable.requires_grad:
+        # Frozen since forward.
+        return None
+    try:
+        if not torch._C._will_engine_execute_node(node):
+            # torch.autograd.grad, or backward(inputs=...), for other tensors: nothing may be accumulated.
+            return None
+    except RuntimeError:
+        # torch.autograd.grad for this very weight, or a call of the node by hand: the caller gets the gradient.
+        return left @ right
+    if _has_foreign_hooks(node.variable) or not target.take(left, right):
+        return left @ right
+    return None
+
+
+def _has_foreign_hooks(weight: torch.Tensor) -> bool:
+    """Whether somebody but the unit wants to see a gathered weight's gradient."""
+    return bool(weight._backward_hooks) or len(getattr(weight, "_post_accumulate_grad_hooks", None) or ()) > 1
+
+
+def fuse_linear_layers(owned: Iterable[OwnedParameter]) -> None:
+    """Mix ``FusedLinear`` into the linear layers that hold one of the parameters as their weight.
+
+    Layers with a ``forward`` of their own are left alone, and so are weights that are sharded over further axes.
+    """
+    for parameter in owned:
+        for site in parameter.sites:
+            kind = type(site.module)
+            if parameter.split is None and site.attribute == "weight" and kind.forward is nn.Linear.forward:
+                site.module.__class__ = _fused_class(kind)  # type: ignore[arg-type]  # a class is hashable
+
+
+@functools.cache
+def _fused_class(kind: type[nn.Linear]) -> type[FusedLinear]:
+    # The name is the class's own, as models are printed by it and units named after it; the qualified name differs.
+    namespace = {"__module__": kind.__module__, "__qualname__": f"FusedLinear.{kind.__name__}", "_plain_class": kind}
+    return type(kind.__name__, (FusedLinear, kind), namespace)
+
+
+def offer_products(
+    weights: Sequence[torch.Tensor],
+    views: Sequence[torch.Tensor],
+    receiver: ProductReceiver,
+    *,
+    is_wide: bool = False,
+) -> None:
+    """Let backward multiply gradients of gathered weights into ``views``, where a product of theirs has the dtype.
+
+    Args:
+        weights: the gathered parameters, in plan order. views: of their packed buffer. receiver: who keeps it.
+        is_wide: also into FP32 views of 16-bit weights.
+    """
+    for index, (weight, view) in enumerate(zip(weights, views, strict=True)):
+        is_plain = type(weight) in _WEIGHTS and weight.ndim in (2, 3) and weight.is_floating_point()
+        fits = weight.dtype is view.dtype or (is_wide and weight.itemsize == 2 and view.dtype is torch.float32)
+        if is_plain and fits and weight.device == view.device:
+            setattr(weight, _ATTRIBUTE, _Target(receiver, index))
+
+
+def add_product(
+    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, overwrite: bool = False
+) -> None:
+    """Add ``scale * (left @ right)`` to ``out``, or write it there, in one matrix product.
+
+    Args:
+        left: (rows, n), or (experts, rows, n). right: (n, columns), or with as many experts. out: (rows, columns), or
+            with experts, of the same dtype, or FP32 for 16-bit factors, whose sums are not rounded to 16 bits then; may
+            be uninitialised where it is overwritten.
+    """
+    if out.dtype is not left.dtype and not out.is_cuda:
+        # Only CUDA has products of another dtype than their factors.
+        left, right = left.to(out.dtype), right.to(out.dtype)
+    is_batched = left.dim() == 3
+    beta = 0.0 if overwrite else 1.0
+    if out.dtype is not left.dtype:
+        add = torch.baddbmm if is_batched else torch.addmm
+        add(out, left, right, out_dtype=out.dtype, beta=beta, alpha=scale, out=out)
+    elif overwrite and (scale == 1.0 or out.dtype is torch.float16):
+        (torch.bmm if is_batched else torch.mm)(left, right, out=out)
+        if scale != 1.0:
+            # A small fp16 gradient loses bits to the scale: as many, and after the same rounding, as without fusion.
+            out.mul_(scale)
+    else:
+        (out.baddbmm_ if is_batched else out.addmm_)(left, right, beta=beta, alpha=scale)
+
+
+def expert_matmul(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``torch.bmm(input, weight)``; backward multiplies the gradient of an expert weight into its unit's buffer.
+
+    For models that compute their experts in batches of equal size. An ordinary ``torch.bmm`` makes a tensor of the
+    gradients of all experts first. It is one where the weight is not gathered, or the conditions of ``nn.Linear``'s
+    fusion do not hold (docs/design/fused_gradients.md).
+
+    Args:
+        input: (experts, tokens, in). weight: (experts, in, out).
+    Returns:
+        (experts, tokens, out).
+    """
+    target = getattr(weight, _ATTRIBUTE, None)
+    if torch.compiler.is_compiling() or not is_recorded_plainly():
+        return torch.bmm(input, weight)
+    factor = _as_factor(input, weight) if target is not None and weight.requires_grad else None
+    if target is None or factor is None:
+        return _watched(torch.bmm(input, weight), weight)
+    output: torch.Tensor = _ExpertsIntoBuffer.apply(factor, weight, target)  # type: ignore[no-untyped-call]  # of torch
+    return output
+
+
+class _ExpertsIntoBuffer(torch.autograd.Function):
+    """``torch.bmm``, with the gradient of the weight added to its unit's buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, target: _Target) -> torch.Tensor:
+        ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
+        ctx.target = target
+        _note_call(ctx, weight)
+        ctx.set_materialize_grads(False)
+        return torch.bmm(input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None, None
+        if ctx.reader is not None:
+            ctx.reader.before_reading(ctx.call)
+        input, weight = ctx.saved_tensors
+        of_input = None if weight is None else torch.bmm(gradient, weight.mT)
+        return of_input, _weight_gradient(ctx.next_functions[1][0], ctx.target, input.mT, gradient), None

@@ -1,0 +1,382 @@
+"""Ordered queues of device work beside the compute streams: one for gathers, one for reductions.
+
+On CUDA a lane is a stream. On CPU it is gloo's own worker: collectives are issued asynchronously, and what follows
+one (the fold of a reduced gradient) runs when somebody waits for it. The only file that touches streams and events, all
+of them by way of ``Streams``, in whose place a test puts a double that notes what waits for what
+(docs/design/order.md, "Streams").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from dbuffer.gloo import wait_for
+
+__all__ = [
+    "CpuLane",
+    "CudaLane",
+    "Lane",
+    "Recorder",
+    "Streams",
+    "Ticket",
+    "Turns",
+    "drive_with",
+    "is_capturing",
+    "join_lanes",
+    "lane",
+    "latest_submission",
+    "record_into",
+    "record_transcript",
+    "trace",
+    "turns",
+    "wait_for_event",
+    "wait_on_host",
+]
+
+Operation = Callable[[list[dist.Work] | None], None]
+
+
+class Ticket(Protocol):
+    """Work that was submitted to a lane."""
+
+    def wait(self) -> None:
+        """Make all later compute see the result. On CUDA this orders streams and does not block the host."""
+
+
+class Lane(Protocol):
+    """A queue of device work."""
+
+    def submit(
+        self,
+        operation: Operation,
+        then: Callable[[], None] | None = None,
+        on_host: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """Queue ``operation`` after all compute issued so far, and ``then`` after it.
+
+        Args:
+            operation: issues collectives; it is given a list for their handles, or None where stream order suffices.
+            then: device work on their result.
+            on_host: work of the CPU on what ``then`` copied to it; ``Ticket.wait`` blocks the host for it.
+        """
+
+
+class _CpuTicket:
+    __slots__ = ("_then", "_works")
+
+    def __init__(self, works: list[dist.Work], then: list[Callable[[], None]]) -> None:
+        self._works = works
+        self._then = then
+
+    def wait(self) -> None:
+        """Block until the collectives are done, then run what follows them, once."""
+        works, self._works = self._works, []
+        for work in works:
+            wait_for(work)
+        then, self._then = self._then, []
+        for step in then:
+            step()
+
+
+class CpuLane:
+    """Gloo's workers as a lane."""
+
+    def submit(
+        self,
+        operation: Operation,
+        then: Callable[[], None] | None = None,
+        on_host: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """Start the collectives; ``then`` and ``on_host`` run in ``Ticket.wait``."""
+        works: list[dist.Work] = []
+        operation(works)
+        return _CpuTicket(works, [step for step in (then, on_host) if step is not None])
+
+
+class Streams(Protocol):
+    """What a device with streams must do for lanes. Streams and events are those of ``torch.cuda``, or look alike."""
+
+    def new(self, device: torch.device) -> Any:
+        """Return a new stream of high priority."""
+
+    def current(self, device: torch.device) -> Any:
+        """Return the stream on which this thread issues work."""
+
+    def current_id(self, device: torch.device) -> int:
+        """Return a number for that stream; asked for every gradient."""
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        """Issue work on another stream while the block runs."""
+
+    def event(self) -> Any:
+        """Return a new event."""
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+
+
+class _CudaStreams:
+    def new(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.Stream(device=device, priority=-1)
+
+    def current(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(device)
+
+    def current_id(self, device: torch.device) -> int:
+        number: int = torch._C._cuda_getCurrentRawStream(device.index)
+        return number
+
+    def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def event(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+
+class _Compute:
+    """The streams of one device on which the engine was called. Together they are what lanes call compute.
+
+    A model may run a branch on a stream of its own. Weights that one branch has done with, and packed gradients, go
+    back to an allocator that serves all of them; so lanes wait for all, and all wait for lanes.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams) -> None:
+        self.device = device
+        self.streams = streams
+        self._known: dict[int, Any] = {}
+
+    def note(self) -> None:
+        """Count the current stream in."""
+        number = self.streams.current_id(self.device)
+        if number not in self._known:
+            self._known[number] = self.streams.current(self.device)
+
+    def all(self) -> list[Any]:
+        """Return them, the current one included; in a capture those alone that are captured, out of it the others."""
+        self.note()
+        if len(self._known) == 1:
+            return list(self._known.values())
+        is_capturing = self.streams.is_capturing()
+        return [stream for stream in self._known.values() if self.is_captured(stream) is is_capturing]
+
+    def is_captured(self, stream: Any) -> bool:
+        """Whether a stream is being captured."""
+        with self.streams.use(stream):
+            return self.streams.is_capturing()
+
+
+class Turns:
+    """Keeps what compute streams do to one buffer in the order in which the host says it.
+
+    Autograd runs the backward of a branch, and the hooks on its gradients, on the stream of its forward.
+    """
+
+    def __init__(self, compute: _Compute) -> None:
+        self._compute = compute
+        self._number: int | None = None
+        self._stream: Any = None
+
+    def take(self, leave: Callable[[], None]) -> None:
+        """Order the current stream after the one that had the last turn; ``leave`` ends that turn, on that stream."""
+        compute = self._compute
+        streams = compute.streams
+        number = streams.current_id(compute.device)
+        if number == self._number:
+            return
+        stream, before = streams.current(compute.device), self._stream
+        if before is not None and compute.is_captured(before) is streams.is_capturing():
+            with streams.use(before):
+                leave()
+            stream.wait_stream(before)
+        compute.note()
+        self._number, self._stream = number, stream
+
+
+class _CudaTicket:
+    __slots__ = ("_compute", "_event", "_on_host")
+
+    def __init__(self, event: Any, compute: _Compute, on_host: Callable[[], None] | None) -> None:
+        self._event = event
+        self._compute = compute
+        self._on_host = on_host
+
+    def wait(self) -> None:
+        """Order compute after the submitted work, and the host too where the host has work to do on it."""
+        for stream in self._compute.all():
+            stream.wait_event(self._event)
+        on_host, self._on_host = self._on_host, None
+        if on_host is not None:
+            self._event.synchronize()
+            on_host()
+
+
+class CudaLane:
+    """A high-priority stream as a lane."""
+
+    def __init__(self, compute: _Compute) -> None:
+        self._compute = compute
+        self._stream = compute.streams.new(compute.device)
+        # The end of what was submitted last, and whether that was captured: an event lives in its capture alone.
+        self._last: Any = None
+        self._is_last_captured = False
+
+    def submit(
+        self,
+        operation: Operation,
+        then: Callable[[], None] | None = None,
+        on_host: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """Run the operation on the lane's stream, after what compute streams hold now."""
+        streams = self._compute.streams
+        # The wait also covers memory: a block that compute has finished with may be handed out again on this stream.
+        for stream in self._compute.all():
+            self._stream.wait_stream(stream)
+        with streams.use(self._stream):
+            operation(None)
+            if then is not None:
+                then()
+            event = streams.event()
+            event.record(self._stream)
+            self._last, self._is_last_captured = event, streams.is_capturing()
+        _latest[:] = [] if self._is_last_captured else [event]
+        return _CudaTicket(event, self._compute, on_host)
+
+    def join(self) -> None:
+        """Order compute after all that was submitted."""
+        if self._last is not None and self._is_last_captured is self._compute.streams.is_capturing():
+            for stream in self._compute.all():
+                stream.wait_event(self._last)
+
+
+_latest: list[Any] = []
+
+
+def latest_submission() -> Any:
+    """Return the event at the end of what was submitted last to any CUDA lane, which any thread may query.
+
+    None where there is none, and where that was captured into a graph: such an event tells nothing of the replays.
+    """
+    return _latest[0] if _latest else None
+
+
+_streams: list[Streams] = []
+_COMPUTE: dict[torch.device, _Compute] = {}
+_LANES: dict[tuple[str, torch.device], Lane] = {}
+
+
+def _compute_of(device: torch.device) -> _Compute | None:
+    """Return the compute streams of a device; None where it has none."""
+    if device not in _COMPUTE:
+        if not _streams and device.type != "cuda":
+            return None
+        _COMPUTE[device] = _Compute(device, _streams[-1] if _streams else _CudaStreams())
+    return _COMPUTE[device]
+
+
+def lane(name: str, device: torch.device) -> Lane:
+    """Return the process's lane of that name ("gather" or "reduce") on a device."""
+    key = (name, device)
+    if key not in _LANES:
+        compute = _compute_of(device)
+        _LANES[key] = CpuLane() if compute is None else CudaLane(compute)
+    return _LANES[key]
+
+
+def turns(device: torch.device) -> Turns | None:
+    """Return what keeps a new buffer's writers in order; None on a device without streams."""
+    compute = _compute_of(device)
+    return None if compute is None else Turns(compute)
+
+
+def join_lanes() -> None:
+    """Order compute after everything that was submitted to lanes; nothing to do on CPU."""
+    for each in _LANES.values():
+        if isinstance(each, CudaLane):
+            each.join()
+
+
+@contextmanager
+def drive_with(streams: Streams) -> Iterator[None]:
+    """Let ``streams`` stand for those of every device while the block runs; models are made and used inside of it."""
+    known: tuple[dict[Any, Any], ...] = (_LANES, _COMPUTE)
+    before, latest = [dict(each) for each in known], list(_latest)
+    for each in known:
+        each.clear()
+    _streams.append(streams)
+    try:
+        yield
+    finally:
+        _streams.pop()
+        for each, saved in zip(known, before, strict=True):
+            each.clear()
+            each.update(saved)
+        _latest[:] = latest
+
+
+def wait_on_host(device: torch.device) -> None:
+    """Let the host wait until compute has done all that it was given; nothing to do on CPU."""
+    compute = _compute_of(device)
+    if compute is not None:
+        event = compute.streams.event()
+        event.record(compute.streams.current(device))
+        event.synchronize()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is issued now is captured into a graph."""
+    compute = _compute_of(device)
+    return compute is not None and compute.streams.is_capturing()
+
+
+def wait_for_event(event: torch.Event) -> None:
+    """Order the current stream, and with it all lanes' later work, after an event; nothing to do on CPU."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().wait_event(event)
+
+
+class Recorder(Protocol):
+    """Who is told what the runtime does."""
+
+    def append(self, line: str, /) -> None:
+        """Take notice of one "action unit"."""
+
+
+_recorders: list[Recorder] = []
+
+
+def trace(action: str, unit: str) -> None:
+    """Tell the recorders "action unit"."""
+    for recorder in _recorders:
+        recorder.append(f"{action} {unit}")
+
+
+@contextmanager
+def record_into(recorder: Recorder) -> Iterator[None]:
+    """Tell ``recorder`` what the runtime does, in host order, while the block runs."""
+    _recorders.append(recorder)
+    try:
+        yield
+    finally:
+        # By identity: two recorders may hold the same lines.
+        _recorders[:] = [other for other in _recorders if other is not recorder]
+
+
+@contextmanager
+def record_transcript() -> Iterator[list[str]]:
+    """Record what the runtime does, in host order, one "action unit" string each.
+
+    Actions: ``gather`` (issued), ``use`` (compute waits for the gather), ``reshard``, ``reduce`` (issued), ``fold``
+        (compute waits for the reduction, which is in main_grad then), ``final`` (the gradients are what the optimizer
+        may read).
+    """
+    transcript: list[str] = []
+    with record_into(transcript):
+        yield transcript

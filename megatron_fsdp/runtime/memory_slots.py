@@ -1,0 +1,94 @@
+"""Pools: which buffers of a model take turns in slots of memory that stay (dbuffer/slot_pool.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dbuffer import BufferPlacement, SlotPool
+from dbuffer.mesh import MeshAxis
+from dbuffer.placements import flat_axes
+from dbuffer.slot_pool import Allocate, from_communicator, from_symmetric_memory
+
+__all__ = ["BufferPools", "SlotChoice", "communicator_has_memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotChoice:
+    """Where a unit's gathered weights and packed gradients come from.
+
+    Attributes:
+        sizing: of the slots, see ``SlotPool``; None: no slots, each buffer comes from the allocator and goes back.
+        source: of the slots' memory: "device", "communicator" (its own allocator, where it has one), or the name of a
+            backend of symmetric memory.
+    """
+
+    sizing: str | None = None
+    source: str = "device"
+
+    @classmethod
+    def of_megatron(
+        cls, *, double_buffer: bool, max_pool: bool, user_buffers: bool, is_symmetric: bool, device_type: str
+    ) -> SlotChoice:
+        """Return what Megatron's switches ask for.
+
+        Args:
+            double_buffer: ``fsdp_double_buffer``: units of equal size take turns in two slots; others have their own.
+            max_pool: all units take turns in slots of the largest one's size. user_buffers: ``nccl_ub``, slots that
+                NCCL has registered. Each of the two turns ``double_buffer`` on.
+            is_symmetric: register them as symmetric windows. device_type: only GPUs have such memory.
+        """
+        if not (double_buffer or max_pool or user_buffers):
+            return cls()
+        source = "device"
+        if user_buffers and device_type == "cuda":
+            source = "NCCL" if is_symmetric else "communicator"
+        return cls("largest" if max_pool else "by_size", source)
+
+
+class BufferPools:
+    """The pools of one root: units that ask for the same kind of slots share them."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[object, ...], SlotPool] = {}
+
+    def get(
+        self,
+        use: str,
+        choice: SlotChoice,
+        device: torch.device,
+        axes: Sequence[MeshAxis],
+        placements: Sequence[BufferPlacement],
+    ) -> SlotPool:
+        """Return the pool for one use of memory.
+
+        Args:
+            use: "weights" or "gradients", which have pools of their own, since their sizes differ.
+            axes, placements: of the buffer at rest; its collectives run along the first ``Flat`` axis.
+        Raises:
+            StorageError: memory that this machine or this PyTorch does not have.
+        """
+        assert choice.sizing is not None
+        group = None
+        if choice.source != "device":
+            axis = axes[flat_axes(placements)[0]]
+            group = axis.gather_group if use == "weights" else axis.reduce_group
+        key = (use, choice, device, group)
+        if key not in self._pools:
+            allocate = None if group is None else _allocator(choice.source, device, group)
+            self._pools[key] = SlotPool(device, choice.sizing, allocate)
+        return self._pools[key]
+
+
+def communicator_has_memory(axes: Sequence[MeshAxis], device: torch.device) -> bool:
+    """Whether the communicators along the axes have an allocator of their own, as NCCL's have."""
+    return all(from_communicator(axis.gather_group, device) is not None for axis in axes)
+
+
+def _allocator(source: str, device: torch.device, group: dist.ProcessGroup) -> Allocate | None:
+    if source == "communicator":
+        return from_communicator(group, device)
+    return from_symmetric_memory(group, device, source)

@@ -1,0 +1,312 @@
+"""FsdpModule: what a module becomes, and the hooks by which the runtime sees it run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.runtime.conversion import apply_to_group
+from megatron_fsdp.runtime.memory_slots import SlotChoice, communicator_has_memory
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
+from megatron_fsdp.runtime.rewrapping import refuse_ddp
+from megatron_fsdp.runtime.unit import Unit, alive
+
+__all__ = [
+    "FsdpModule",
+    "UnshardHandle",
+    "sharded_class",
+    "unit_of",
+    "units_below",
+]
+
+_innermost_transform = torch._C._functorch.peek_interpreter_stack
+
+T = TypeVar("T")
+
+
+class UnshardHandle:
+    """Returned by ``FsdpModule.unshard(async_op=True)``."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Make compute wait for the gather; the module's parameters are plain tensors afterwards."""
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            for group in unit.groups:
+                group.finish_gather()
+                group.reveal()
+
+
+class FsdpModule:
+    """Mixed into the class of every module given to ``fully_shard``: ``FSDP<Class>`` is a subclass of both."""
+
+    _fsdp_unit: Unit
+    # DDP asks for it before it broadcasts the first rank's parameters over everybody's shards.
+    _ddp_params_and_buffers_to_ignore = property(refuse_ddp)
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Make a plain module of the original class: what ``sequential[:2]`` calls its own class for is no unit."""
+        original = cls.__mro__[cls.__mro__.index(FsdpModule) + 1]
+        return original(*args, **options)
+
+    @property
+    def parameter_groups(self) -> tuple[ParameterGroup, ...]:
+        """The parameter groups of this unit; those of nested units are not among them."""
+        return unit_of(self).groups
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's weights as they are now (not those of nested units), and show them.
+
+        Args:
+            async_op: return a handle at once; the weights may be used after its ``wait()``.
+        Raises:
+            StateError: something else is registered in the place of a parameter.
+        """
+        unit = unit_of(self)
+        unit.settle_strangers()
+        for group in unit.groups:
+            group.gather_afresh()
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Release this unit's gathered weights; its parameters are sharded DTensors again."""
+        for group in unit_of(self).groups:
+            group.reshard()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """False: the next backwards keep gradients on this rank, unreduced. The first one with True reduces the sum."""
+        for unit in self._units(recurse):
+            unit.requires_gradient_sync = unit.requires_all_reduce = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """False: the next backwards leave axes on which gradients rest partial (the outer one of HSDP) unreduced."""
+        for unit in self._units(recurse):
+            unit.requires_all_reduce = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the next backward is the last microbatch of an optimizer step."""
+        unit_of(self).schedule.is_last_backward = is_last_backward
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool | int | None, recurse: bool = True) -> None:
+        """Choose whether weights are released after forward and gathered again; as in ``fully_shard``."""
+        for unit in self._units(recurse):
+            unit.reshard_to(reshard_after_forward)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """False keeps weights gathered after backward, so the next microbatch's forward needs no gather."""
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FsdpModule]) -> None:
+        """Gather these units when this one's forward starts, instead of the one that followed last time."""
+        unit_of(self).forward_prefetch = [unit_of(module).reference for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FsdpModule]) -> None:
+        """Gather these units when this one's backward starts, instead of the one that came before in forward."""
+        unit_of(self).backward_prefetch = [unit_of(module).reference for module in modules]
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this unit's summed gradients by ``factor`` instead of by the number of data-parallel ranks."""
+        for group in unit_of(self).groups:
+            group.set_divisor(float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do what ``set_gradient_divide_factor`` does; FSDP2's older name."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook`` with each reduced gradient of this unit, to reduce it further over ranks outside of the mesh.
+
+        Args:
+            hook: changes a 1-D tensor, this rank's part of the averaged gradients of one parameter group, in place;
+                on every microbatch where gradients rest sharded, on the last one where they rest partial.
+            stream: FSDP2's argument. The hook runs on the lane of the reductions, so it must be None.
+        Raises:
+            ConfigError: a stream is given.
+        """
+        if stream is not None:
+            raise ConfigError(
+                "set_all_reduce_hook(stream=...): the hook runs on the lane of the reductions; leave it None"
+            )
+        for group in unit_of(self).groups:
+            group.set_reduction(hook=hook)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather this unit's weights by ``comm(output_tensor, input_tensor, group, async_op=...)``.
+
+        FSDP2's ``AllGather`` protocol; memory is the unit's own, so ``comm.allocate`` is not called.
+        """
+        for group in unit_of(self).groups:
+            group.weights.gather_function = comm
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce this unit's gradients by ``comm(output_tensor, input_tensor, group, op, async_op=...)``.
+
+        FSDP2's ``ReduceScatter`` protocol; memory is the unit's own, so ``comm.allocate`` is not called.
+        """
+        for group in unit_of(self).groups:
+            group.set_reduction(function=comm)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False: backward does not gather this unit's weights, for a module whose backward does not read them.
+
+        The backward of an embedding's look-up is the common case. Backward through one that does read them fails.
+        """
+        unit_of(self).unshards_in_backward = unshard_in_backward
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Make the next forward of the root wait for an event recorded after an optimizer step on another stream."""
+        unit_of(self).schedule.step_event = event
+
+    def reset_iter_state(self) -> None:
+        """Forget a forward or backward that raised: weights are released, gradients that it left incomplete dropped.
+
+        What was accumulated before into the same gradients goes with them.
+        """
+        unit_of(self).schedule.reset()
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accept FSDP2's switch: reductions are always sums here, and the division is part of the fold."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Accept FSDP2's switch: parameters without a gradient here always take part, with zeros."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Allow this many packed gradient buffers at once. More of them let backward run further ahead of reductions.
+
+        Raises:
+            ConfigError: not a number of at least one.
+        """
+        if isinstance(max_input_buffers, bool) or max_input_buffers < 1:
+            raise ConfigError(
+                f"set_reduce_scatter_max_input_buffers({max_input_buffers}): give a number of at least one"
+            )
+        for unit in self._units(recurse):
+            unit.schedule.max_packed_buffers = max_input_buffers
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce on a communicator of its own (the default), or on the one that gathers, which saves its memory."""
+        for unit in self._units(recurse):
+            for group in unit.groups:
+                group.use_separate_reduce_group(enable)
+
+    def set_slot_pool(self, sizing: str | None = "largest", *, recurse: bool = True) -> None:
+        """Let gathered weights and packed gradients take turns in memory that stays, instead of allocating each time.
+
+        Two slots for weights and one for gradients serve a chain of units, whatever their number; more are made where
+        more is needed at once. Call it on the root. ``explain`` counts them.
+
+        Args:
+            sizing: "largest": every slot is as large as the largest unit that is released after forward. "by_size":
+                units of equal size share slots. None: the allocator.
+        Raises:
+            StorageError: another ``sizing``, or a PyTorch that cannot do it (before 2.13).
+        """
+        for unit in self._units(recurse):
+            unit.use_slots(SlotChoice(sizing, unit.slots.source))
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Take this unit's slots from the communicator's own allocator (NCCL: registered memory), if it has one."""
+        unit = unit_of(self)
+        if not enable:
+            unit.use_slots(SlotChoice(unit.slots.sizing if unit.slots.source == "device" else None))
+        elif any(communicator_has_memory(group.main_weight.axes, group.spec.device) for group in unit.groups):
+            unit.use_slots(SlotChoice(unit.slots.sizing or "by_size", "communicator"))
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Take this unit's slots from symmetric memory, which every rank maps at once; on GPUs only.
+
+        Raises:
+            StorageError: the unit is not on a GPU.
+        """
+        unit = unit_of(self)
+        unit.use_slots(SlotChoice(unit.slots.sizing or "by_size", backend))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters; also of those that are gathered now, which show no gradient."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # of nn.Module, which comes next in every class of ours
+        unit = unit_of(self)
+        for each in (unit, *alive(unit.inner)):
+            for group in each.groups:
+                if group.weight_state is WeightState.UNSHARDED:
+                    group.zero_grad(set_to_none=set_to_none)
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accept FSDP2's switch: gathers are always asynchronous, whether or not somebody prefetches."""
+
+    def _get_fsdp_state(self) -> Unit:
+        """Return the unit: what ``fully_shard.state(module)`` returns."""
+        return unit_of(self)
+
+    def _units(self, recurse: bool) -> Iterator[Unit]:
+        return units_below(self) if recurse else iter((unit_of(self),))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        # The module's own parameters stay in their buffers; everything else is handled as in any module.
+        unit = unit_of(self)
+        unit.settle_strangers()
+        for group in unit.groups:
+            group.reshard()
+            group.hide()
+        try:
+            result = super()._apply(fn, recurse)  # type: ignore[misc]
+            for group in unit.groups:
+                apply_to_group(group, fn, unit.policy, is_awaited=any(unit.outstanding_calls()))
+        finally:
+            for group in unit.groups:
+                group.show()
+            # A group that was on the meta device, or of another dtype, has other gradient buffers now.
+            unit.follow_gradients()
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise StateError(
+            f"{type(self).__name__} cannot be deep-copied: its parameters are views of buffers shared by the unit. "
+            "Build a second model, fully_shard it, and load_state_dict(model.state_dict()) into it; an average of the "
+            "weights needs no second model: {name: parameter.detach().clone()}, updated in place."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError(
+            f"{type(self).__name__} cannot be pickled: it holds process groups. Save its state instead: "
+            "save_checkpoint, torch.distributed.checkpoint or state_dict()."
+        )
+
+
+def unit_of(module: object) -> Unit:
+    """Return the unit of an ``FsdpModule``.
+
+    Raises:
+        StateError: ``fully_shard`` was not called on it.
+    """
+    unit = getattr(module, "_fsdp_unit", None)
+    if not isinstance(unit, Unit):
+        raise StateError(f"{type(module).__name__} is not sharded; call fully_shard on it first")
+    return unit
+
+
+def units_below(module: object) -> Iterator[Unit]:
+    """Yield the units of a module and of all modules in it, each once, in registration order."""
+    assert isinstance(module, nn.Module)
+    seen: set[int] = set()
+    for child in module.modules():
+        if isinstance(child, FsdpModule) and id(child._fsdp_unit) not in seen:
+            seen.add(id(child._fsdp_unit))
+            yield child._fsdp_unit
+
+
+@functools.cache
+def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class ``FSDP<Class>`` of a module class, the same one each time."""
+    return type(f"FSDP{cls.__name__}", (FsdpModule, cls), {"__module__": cls.__module__})

@@ -1,0 +1,118 @@
+"""The tensors by which backward may reach a call of a unit, and the hooks on them that gather its weights in time.
+
+What a module returns is one way. Others are what it keeps (an auxiliary loss as an attribute) and what hooks of the
+user take from modules inside of it. So every module whose backward reads weights has its outputs watched, and modules
+with weights of their own are looked through for tensors that the call made (docs/design/order.md).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_fsdp.build.ownership import OwnedParameter
+from megatron_fsdp.runtime.fused_linear import FusedLinear, is_recorded_plainly
+from megatron_fsdp.runtime.pytree import PLAIN_VALUES, iterate_tensors, members_of
+from megatron_fsdp.runtime.unit import Call, Unit, watchers
+
+__all__ = ["Attributes", "watch_given", "watch_made", "watch_output", "watch_readers"]
+
+# Attributes of every module, and ours.
+_INERT = frozenset((*vars(nn.Module()), "_fsdp_unit"))
+# A log of a million entries, or a large configuration, is not read through at every call.
+_MAX_MEMBERS = 64
+_MAX_DEPTH = 3
+
+
+def watch_output(call: Call, output: Any) -> None:
+    """Enter ``call`` when backward reaches any tensor of what its module returned."""
+    for tensor in (output,) if isinstance(output, torch.Tensor) else iterate_tensors(output):
+        if tensor.requires_grad:
+            _watch(call, tensor)
+
+
+def watch_made(call: Call, value: Any) -> None:
+    """Enter ``call`` when backward reaches any tensor in a structure that was made since it began."""
+    for tensor in (value,) if isinstance(value, torch.Tensor) else iterate_tensors(value):
+        node = tensor.grad_fn
+        # Tensors of earlier calls are none of this one's; nodes are numbered as they are made.
+        if node is not None and node._sequence_nr() >= call.first_node:
+            _watch(call, tensor)
+
+
+def watch_given(call: Call, args: Iterable[Any]) -> None:
+    """Enter ``call`` when backward reaches any tensor made since it began that its module wrote into an argument."""
+    for value in args:
+        if not isinstance(value, torch.Tensor) and type(value) not in PLAIN_VALUES:
+            for tensor in _kept(value, 0):
+                watch_made(call, tensor)
+
+
+class Attributes:
+    """The attributes of one module that may hold tensors.
+
+    Their names are looked for again when there are more or fewer attributes than before.
+    """
+
+    __slots__ = ("_names", "_size")
+
+    def __init__(self) -> None:
+        self._size = -1
+        self._names: list[str] = []
+
+    def watch(self, call: Call, module: nn.Module) -> None:
+        """Enter ``call`` when backward reaches any tensor made since it began that the module keeps."""
+        attributes = module.__dict__
+        if len(attributes) != self._size:
+            self._size, self._names = len(attributes), [name for name in attributes if name not in _INERT]
+        for name in self._names:
+            value = attributes.get(name)
+            if type(value) not in PLAIN_VALUES:
+                for tensor in _kept(value, 0):
+                    watch_made(call, tensor)
+
+
+def _kept(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    members = list(members_of(value)) if depth < _MAX_DEPTH else []
+    for member in members[-_MAX_MEMBERS:]:
+        if type(member) not in PLAIN_VALUES:
+            yield from _kept(member, depth + 1)
+
+
+def _watch(call: Call, tensor: torch.Tensor) -> None:
+    calls = watchers(tensor)
+    if call not in calls:
+        calls.append(call)
+    call.unit.expect(call)
+
+
+def watch_readers(owned: Iterable[OwnedParameter], unit: Unit) -> None:
+    """Watch what the modules inside of the unit compute that have weights of it themselves.
+
+    Whatever keeps one of their outputs, backward comes through it. Left out: the unit's own modules, which are watched
+    in any case; ``FusedLinear``, whose backward asks itself; look-ups, whose backward reads no weight.
+    """
+    if not unit.releases_weights:
+        return
+    outermost = {id(reference()) for reference in unit.modules}
+    modules = {id(site.module): site.module for parameter in owned for site in parameter.sites}
+    for key, module in modules.items():
+        is_lookup = type(module).forward in (nn.Embedding.forward, nn.EmbeddingBag.forward)
+        if key not in outermost and not is_lookup and not isinstance(module, FusedLinear):
+            kept = None if type(module).__module__.startswith("torch.nn.") else Attributes()
+            module.register_forward_hook(functools.partial(_after_reader, unit, kept))
+
+
+def _after_reader(unit: Unit, kept: Attributes | None, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if torch.compiler.is_compiling() or unit.open_call is None or not is_recorded_plainly():
+        return
+    watch_made(unit.open_call, output)
+    if kept is not None:
+        kept.watch(unit.open_call, module)

@@ -1,0 +1,572 @@
+"""Faces: the two sets of parameter objects of a group, and what users did to them.
+
+At rest a module shows DTensors over ``main_weight``; while its weights are gathered it shows plain tensors, views of
+that storage. Both sets live as long as the group, so switching is a few dictionary writes."""
+
+from __future__ import annotations
+
+import collections
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dbuffer import DBuffer, RaggedShard
+from dbuffer.dtensor.checkpoint_chunks import own_rows
+from dbuffer.dtensor.flat_dtensor import FlatDTensor, num_flags_set, rebind, refuse_hooks
+from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
+from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.freshness import STALE, mark_gathered, mark_replaced
+from megatron_fsdp.runtime.gathered_weight import GatheredWeight, Place, let_read, refuse_reads, refuse_uncounted
+from megatron_fsdp.runtime.read_guard import ReadGuard
+
+__all__ = [
+    "Faces",
+    "GradientReceiver",
+    "Sites",
+    "Stranger",
+    "is_laid_out_like",
+]
+
+_REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
+
+# Called for all parameters of a group: the attribute of a subclass costs a Python call otherwise, and a switch of the
+# subclass's own functions off and on as much again.
+_requires_grad = _REQUIRES_GRAD.__get__
+
+_plainly: Any = torch._C._disabled_torch_function_impl
+
+
+class GradientSink(Protocol):
+    """Where the gradients of gathered weights go."""
+
+    def receive(self, index: int, parameter: torch.Tensor) -> None:
+        """Autograd has accumulated the gradient of parameter ``index`` into ``parameter.grad``."""
+
+
+class GradientReceiver(Protocol):
+    """Who has the sink; another one after ``materialize``."""
+
+    @property
+    def gradients(self) -> GradientSink | None:
+        """What takes them; None where nothing was ever trained."""
+
+
+class Faces:
+    """The sharded and the gathered parameters of one group, and where they are registered.
+
+    Attributes:
+        sharded: DTensors over ``main_weight``, in plan order. gathered: views of the gathered weights.
+        has_splits: whether parameters were sharded along another axis before.
+
+    Args:
+        known: sharded parameters that stay the same objects, over other memory.
+    """
+
+    def __init__(
+        self,
+        owned: Sequence[OwnedParameter],
+        main_weight: DBuffer,
+        gathered: DBuffer,
+        receiver: GradientReceiver,
+        known: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self._owned = tuple(owned)
+        self._main_weight = main_weight
+        self.has_splits = any(parameter.split is not None for parameter in owned)
+        self.sharded = [self._sharded_face(index) for index in range(len(owned))]
+        if known:
+            self.sharded = [rebound(face, new) for face, new in zip(known, self.sharded, strict=True)]
+        self._receiver = weakref.ref(receiver)
+        self.gathered = [self._gathered_face(index, gathered) for index in range(len(owned))]
+        self._guarded = [face for face in self.gathered if isinstance(face, GatheredWeight)]
+        self._guard = ReadGuard(self.gathered)
+        self._versions = self._guard.current()
+        self._refuse_hooks()
+        self._follow_locals()
+        self._listening = bytearray(len(owned))
+        self._required = [False] * len(owned)
+        self._num_flags_set = -1
+        for index, parameter in enumerate(owned):
+            self.set_requires_grad(index, parameter.parameter.requires_grad)
+        self.sites = Sites(owned, self.sharded, self.gathered)
+
+    def by_name(self) -> dict[str, nn.Parameter]:
+        """Return the sharded parameters by their names within the unit."""
+        return {owned.name: face for owned, face in zip(self._owned, self.sharded, strict=True)}
+
+    def adopt_names(self, unit: str) -> None:
+        """Mark all sharded parameters as belonging to a unit."""
+        for owned, face in zip(self._owned, self.sharded, strict=True):
+            mark_owned(face, unit, owned.name)
+
+    def _resting(self, index: int) -> DTensor:
+        rows = self._main_weight.get_dtensor(index)
+        split = self._owned[index].split
+        return rows if split is None else split.resting(rows)
+
+    def _sharded_face(self, index: int) -> nn.Parameter:
+        owned = self._owned[index]
+        face = nn.Parameter(self._resting(index), requires_grad=owned.parameter.requires_grad)
+        _copy_attributes(owned.parameter, face)
+        return face
+
+    def _gathered_face(self, index: int, gathered: DBuffer) -> nn.Parameter:
+        owned = self._owned[index]
+        # .data gives the view a version counter of its own. Gathering again must not look to autograd like a change of
+        # the tensors it saved: the values are the same.
+        view = gathered.get_local_tensor(index).data
+        if owned.split is None:
+            weight = GatheredWeight(view, requires_grad=False)
+            weight._fsdp_place = Place(self._receiver, owned.name)
+            face: nn.Parameter = weight
+        else:
+            face = nn.Parameter(owned.split.gathered(view), requires_grad=False)
+        _copy_attributes(owned.parameter, face)
+        mark_gathered(face, owned.name)
+        return face
+
+    @contextmanager
+    def over(self, values: DBuffer) -> Iterator[None]:
+        """Register parameters over another buffer of the same plan, inside the block, in place of the sharded ones."""
+        faces = []
+        for index, owned in enumerate(self._owned):
+            face = nn.Parameter(self.wrap(index, values.get_dtensor(index)), self.sharded[index].requires_grad)
+            _copy_attributes(owned.parameter, face)
+            faces.append(face)
+        Sites(self._owned, faces, self.gathered).register()
+        try:
+            yield
+        finally:
+            self.sites.register()
+
+    # ------------------------------------------------------------------ memory of the gathered ones
+
+    def released(self, *, is_unchanged: bool = False) -> None:
+        """Refuse reads of the gathered weights, by name and by autograd: their memory is gone.
+
+        Args:
+            is_unchanged: ``changed_in_place`` has just found no change.
+        """
+        self._guard.forbid(self._versions if is_unchanged else None)
+        refuse_reads(self._guarded)
+
+    def brought_back(self) -> None:
+        """Allow reads of the gathered weights again."""
+        self._guard.allow()
+        let_read(self._guarded)
+
+    def changed_in_place(self) -> int | None:
+        """Return which gathered weight an operator that PyTorch counts has changed, None for none."""
+        versions = self._guard.current()
+        if versions == self._versions:
+            return None
+        changed = next(i for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)) if new != old)
+        return self._guard.index_of(changed)
+
+    def refuse_change(self, index: int) -> NoReturn:
+        """Refuse a change of gathered weights that was found afterwards.
+
+        Raises:
+            StateError: always.
+        """
+        refuse_uncounted(self.gathered[index], Place(self._receiver, self._owned[index].name))
+
+    def accept_versions(self) -> None:
+        """Forget of changes in place: the values will be written again."""
+        self._versions = self._guard.current()
+
+    # ------------------------------------------------------------------ requires_grad
+
+    def changed_requires_grad(self) -> list[int]:
+        """Return which parameters were frozen or unfrozen since compute last used them, on whichever face."""
+        used, required = self._used_flags(), self._required
+        if num_flags_set() == self._num_flags_set and used == required:
+            return []
+        resting, self._num_flags_set = self._resting_flags(), num_flags_set()
+        if resting == required == used:
+            return []
+        changed = []
+        for index, flag in enumerate(required):
+            wanted = used[index] if used[index] is not flag else resting[index]
+            self.sharded[index].requires_grad_(wanted)
+            self.gathered[index].requires_grad_(flag)
+            if wanted is not flag:
+                changed.append(index)
+        return changed
+
+    def frozen_since_used(self) -> list[int]:
+        """Return which parameters were trained when compute last used them and are not any more."""
+        used = self._used_flags()
+        if num_flags_set() == self._num_flags_set and used == self._required:
+            return []
+        flags = zip(self._resting_flags(), used, self._required, strict=True)
+        frozen = [index for index, (one, other, required) in enumerate(flags) if required and not (one and other)]
+        for index in frozen:
+            self.sharded[index].requires_grad_(False)
+        return frozen
+
+    def _resting_flags(self) -> list[bool]:
+        flags: list[bool] = _plainly(list, (), (map(_requires_grad, self.sharded),))
+        return flags
+
+    def _used_flags(self) -> list[bool]:
+        flags: list[bool] = _plainly(list, (), (map(_requires_grad, self.gathered),))
+        return flags
+
+    def set_requires_grad(self, index: int, requires_grad: bool) -> None:
+        """Make the gathered face require a gradient, and hear of it, or not."""
+        used = self.gathered[index]
+        used.requires_grad_(requires_grad)
+        self._required[index] = requires_grad
+        if requires_grad and not self._listening[index]:
+            self._listening[index] = 1
+            torch.Tensor.register_post_accumulate_grad_hook(used, _gradient_hook(self._receiver, index))  # type: ignore[no-untyped-call]  # torch's stub
+
+    def name_of(self, index: int) -> str:
+        """Return the name of a parameter within its unit."""
+        return self._owned[index].name
+
+    def local_gradient(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the gradient of a gathered parameter, whole along the data-parallel axes."""
+        split = self._owned[index].split
+        return gradient if split is None else split.local_gradient(gradient)
+
+    def wrap(self, index: int, rows: DTensor) -> DTensor:
+        """Return another buffer's DTensor of parameter ``index``, placed like the sharded parameter."""
+        split = self._owned[index].split
+        return rows if split is None else split.resting(rows)
+
+    def own_rows(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of a gradient that autograd or the user gave a sharded parameter.
+
+        Raises:
+            StateError: it is a plain tensor.
+        """
+        if not isinstance(gradient, DTensor):
+            raise StateError(
+                f"{self._main_weight.name}: .grad of parameter {self._owned[index].name!r} was replaced by a plain "
+                "tensor; assign a DTensor laid out like the parameter, or change the gradient in place"
+            )
+        if not is_laid_out_like(gradient, self.sharded[index]):
+            gradient = self.laid_out(self.sharded[index], gradient)
+        return gradient.to_local()
+
+    # ------------------------------------------------------------------ what users do to them
+
+    def version(self) -> int:
+        """Return a number that grows with every in-place change of a sharded parameter that PyTorch counts."""
+        return sum([local._version for local in self._locals])
+
+    def readopt(self, unit: str) -> bool:
+        """Copy values back where somebody replaced a registered parameter or its tensor; tell whether any was.
+
+        Raises:
+            StateError: the replacement has another shape, dtype or device.
+        """
+        is_changed = False
+        for index, face in enumerate(self.sharded):
+            current = self.sites.registered(index)
+            if current is None:
+                continue
+            local = current.to_local() if isinstance(current, DTensor) else current.data
+            wanted = self._main_weight.get_local_tensor(index)
+            if current is face and local.data_ptr() == wanted.data_ptr():
+                continue
+            self._adopt(index, current, unit)
+            if current is not face:
+                face.grad = None  # A parameter that is loaded by assign=True brings no gradient.
+            is_changed = True
+        self.sites.register()
+        return is_changed
+
+    def _adopt(self, index: int, current: torch.Tensor, unit: str) -> None:
+        buffer, face, owned = self._main_weight, self.sharded[index], self._owned[index]
+        if current.shape != face.shape or current.dtype != buffer.dtype or current.device != buffer.device:
+            raise StateError(
+                f"unit {unit!r}: parameter {owned.name!r} was replaced by {current.dtype} {tuple(current.shape)} on "
+                f"{current.device}; its buffer holds {buffer.dtype} {tuple(face.shape)} on {buffer.device}. "
+                "Change dtype or device before fully_shard, or use MixedPrecisionPolicy."
+            )
+        with torch.no_grad():
+            mine = buffer.get_local_tensor(index)
+            if isinstance(current, DTensor) and is_laid_out_like(current, face):
+                mine.view(-1).copy_(current.to_local().reshape(-1))
+            else:
+                whole = current.full_tensor() if isinstance(current, DTensor) else current
+                buffer.write_tensor(index, whole if owned.split is None else owned.split.local_part(whole))
+            face.data = self._resting(index)
+            self._follow_locals()
+
+    def adopt(self, index: int, value: FlatDTensor) -> None:
+        """Let a sharded tensor that a user registered be parameter ``index``, over this group's memory."""
+        old, resting = self.sharded[index], self._resting(index)
+        assert isinstance(old, FlatDTensor)
+        assert isinstance(resting, FlatDTensor)
+        with torch.no_grad():
+            values = value if is_laid_out_like(value, old) else self.laid_out(old, value.detach())
+            # Who kept the old parameter keeps its values.
+            rebind(old, old.with_local(old._local_tensor.clone()))
+            resting._local_tensor.copy_(values._local_tensor)
+            rebind(value, resting)
+        mark_replaced(old, self._owned[index].name)
+        self.sharded[index] = value  # type: ignore[call-overload]  # a DTensor that says that it is a parameter
+        self._refuse_hooks()
+        self._follow_locals()
+        self.sites = Sites(self._owned, self.sharded, self.gathered)
+
+    def _refuse_hooks(self) -> None:
+        for owned, face in zip(self._owned, self.sharded, strict=True):
+            refuse_hooks(face, partial(_no_hooks, Place(self._receiver, owned.name)))
+
+    def _follow_locals(self) -> None:
+        # Every in-place operator on a sharded parameter changes the version of the rows below it.
+        self._locals = [face._local_tensor for face in self.sharded if isinstance(face, DTensor)]
+
+    def laid_out(self, face: torch.Tensor, value: torch.Tensor) -> DTensor:
+        """Return ``value``, a whole tensor or a DTensor of any placement, as a DTensor laid out like a parameter.
+
+        Every rank of the mesh calls it. One whole tensor exists at a time.
+        """
+        index = next(position for position, other in enumerate(self.sharded) if other is face)
+        template, split = self.sharded[index], self._owned[index].split
+        assert isinstance(template, FlatDTensor)
+        local = torch.empty_like(template.to_local(), dtype=value.dtype)
+        touched = _touched_slices(value, template)
+        if touched is not None:
+            local.copy_(touched)
+        else:
+            held = self._main_weight.layout.held(index)
+            whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+            part = (whole if split is None else split.local_part(whole)).reshape(-1)
+            local.view(-1).copy_(part[held.start : held.stop])
+        stride = template.stride()
+        return FlatDTensor.from_local(
+            local, template.device_mesh, template.placements, run_check=False, shape=template.shape, stride=stride
+        )
+
+
+def _no_hooks(place: Place) -> str:
+    return (
+        f"{place.words}: register_hook on a sharded parameter would never be called, as autograd knows the gathered "
+        "weights alone. Use register_post_accumulate_grad_hook(hook): it gets the parameter when .grad, the gradient "
+        "averaged over ranks, is there, and may change that in place."
+    )
+
+
+def rebound(face: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
+    """Return ``face``, which stands for what ``new`` stands for from here on."""
+    assert isinstance(face, FlatDTensor)
+    assert isinstance(new, FlatDTensor)
+    rebind(face, new)
+    return face
+
+
+def _touched_slices(value: torch.Tensor, template: FlatDTensor) -> torch.Tensor | None:
+    """Return this rank's rows where PyTorch cut ``value`` like ``template``, but by slices of the first dimension."""
+    if not isinstance(value, DTensor) or isinstance(value, FlatDTensor) or not template.distribution.is_flattened:
+        return None
+    if [repr(one) for one in value.placements] != [repr(one) for one in template.placements]:
+        return None
+    ragged = next(one for one in value.placements if isinstance(one, RaggedShard))
+    return own_rows(value.to_local().detach(), ragged, template.distribution.rows)
+
+
+def _gradient_hook(receiver: weakref.ref[GradientReceiver], index: int) -> Callable[[torch.Tensor], None]:
+    def receive(parameter: torch.Tensor) -> None:
+        owner = receiver()
+        gradients = None if owner is None else owner.gradients
+        if gradients is not None:
+            gradients.receive(index, parameter)
+
+    return receive
+
+
+def _copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
+    for name, value in vars(source).items():
+        if name != STALE:
+            setattr(target, name, value)
+
+
+def is_laid_out_like(value: torch.Tensor, face: torch.Tensor) -> bool:
+    """Whether ``value`` may stand beside a sharded parameter as it is: a DTensor with the very rows of its ranks."""
+    if not isinstance(value, DTensor) or not isinstance(face, DTensor):
+        return False
+    if value.to_local().numel() != face.to_local().numel():
+        return False
+    return [repr(placement) for placement in value.placements] == [repr(placement) for placement in face.placements]
+
+
+_registered: Callable[[dict[str, nn.Parameter | None], str], nn.Parameter | None] = dict.get
+
+
+@dataclass(frozen=True, slots=True)
+class Stranger:
+    """Something that is registered where a parameter was.
+
+    Attributes:
+        position: of the place. index: of the parameter in the group.
+        value: what is there; None for nothing.
+    """
+
+    position: int
+    index: int
+    value: torch.Tensor | None
+
+
+class Sites:
+    """Where the parameters of a group are registered, and the two sets of objects to register there."""
+
+    def __init__(
+        self, owned: Sequence[OwnedParameter], sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter]
+    ) -> None:
+        # Dictionaries, not modules: they do not refer back to anything that owns this group.
+        self._plain: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
+        self._assigned: list[tuple[weakref.ref[nn.Module], str, nn.Parameter, nn.Parameter]] = []
+        # All places, and the parameter of each.
+        self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
+        self._indices: list[int] = []
+        for index, (parameter, resting, used) in enumerate(zip(owned, sharded, unsharded, strict=True)):
+            for site in parameter.sites:
+                place = (site.module._parameters, site.attribute, resting, used)
+                self._indices.append(index)
+                self._places.append(place)
+                if type(site.module).__setattr__ is nn.Module.__setattr__:
+                    self._plain.append(place)
+                else:
+                    # Modules with their own __setattr__ (recurrent ones) keep further references to their weights.
+                    self._assigned.append((weakref.ref(site.module), site.attribute, resting, used))
+        # The columns of the plain places, for passes over all of them that leave Python once.
+        self._registries = [registry for registry, *_ in self._plain]
+        self._attributes = [attribute for _, attribute, *_ in self._plain]
+        self._resting = [resting for *_, resting, _ in self._plain]
+        self._used = [used for *_, used in self._plain]
+        self._hidden: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
+        # By position: what is registered for one call, and what was.
+        self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.shows_gathered = False
+
+    def registered(self, index: int) -> torch.Tensor | None:
+        """Return what is registered now where parameter ``index`` was first found."""
+        registry, attribute, *_ = self._places[self._indices.index(index)]
+        return registry.get(attribute)
+
+    def places(self) -> Iterator[tuple[dict[str, nn.Parameter | None], str]]:
+        """Yield the places: a module's dictionary, and the name in it."""
+        for registry, attribute, *_ in self._places:
+            yield registry, attribute
+
+    def num_places(self, index: int) -> int:
+        """Return how often parameter ``index`` is registered."""
+        return self._indices.count(index)
+
+    def strangers(self) -> list[Stranger]:
+        """Return what somebody else registered."""
+        if not self._assigned and self._shows(self._resting):
+            return []
+        return [
+            Stranger(position, self._indices[position], registry.get(attribute))
+            for position, (registry, attribute, resting, used) in enumerate(self._places)
+            if (found := registry.get(attribute)) is not resting and found is not used
+        ]
+
+    def lend(self, stranger: Stranger, value: torch.Tensor) -> None:
+        """Let compute use ``value`` in a stranger's place until ``take_back``."""
+        assert stranger.value is not None
+        self._lent[stranger.position] = (value, stranger.value)
+        registry, attribute, *_ = self._places[stranger.position]
+        registry[attribute] = value  # type: ignore[assignment]  # as torch.func.functional_call does
+
+    def register(self) -> None:
+        """Register the sharded parameters, whatever was there."""
+        for registry, attribute, resting, _ in self._plain:
+            registry[attribute] = resting
+        for module, attribute, resting, _ in self._assigned:
+            setattr(module(), attribute, resting)
+        self.shows_gathered = False
+
+    def show_sharded(self) -> None:
+        """Register the sharded parameters in the places of the gathered ones."""
+        self._switch(self._used, self._resting)
+        if self._assigned:
+            self._assign(is_gathered=False)
+        self.take_back()
+        self.shows_gathered = False
+
+    def show_unsharded(self) -> None:
+        """Register the gathered views in the places of the sharded parameters."""
+        self._switch(self._resting, self._used)
+        if self._assigned:
+            self._assign(is_gathered=True)
+        self.shows_gathered = True
+
+    def _shows(self, wanted: Sequence[nn.Parameter]) -> bool:
+        """Whether the plain places hold these."""
+        return all(map(operator.is_, map(_registered, self._registries, self._attributes), wanted))
+
+    def _switch(self, found: Sequence[nn.Parameter], wanted: Sequence[nn.Parameter]) -> None:
+        """Register parameters in the plain places of others; strangers stay."""
+        if self._shows(found):
+            collections.deque(map(operator.setitem, self._registries, self._attributes, wanted), maxlen=0)
+            return
+        for registry, attribute, old, new in zip(self._registries, self._attributes, found, wanted, strict=True):
+            if registry.get(attribute) is old:
+                registry[attribute] = new
+
+    def is_gathered_everywhere(self) -> bool:
+        """Whether no sharded parameter is registered; ``functional_call`` puts back what it found."""
+        if not self.shows_gathered:
+            return False
+        if not self._assigned and self._shows(self._used):
+            return True
+        for registry, attribute, resting, _ in self._places:  # noqa: SIM110  # asked for in every forward
+            if registry.get(attribute) is resting:
+                return False
+        return True
+
+    def _assign(self, *, is_gathered: bool) -> None:
+        for reference, attribute, resting, used in self._assigned:
+            module = reference()
+            if module is None:
+                continue
+            found, wanted = (resting, used) if is_gathered else (used, resting)
+            if module._parameters.get(attribute) is found:
+                setattr(module, attribute, wanted)
+
+    def take_back(self) -> None:
+        """Register what was there in place of what was lent."""
+        if not self._lent:
+            return
+        for position, (value, original) in self._lent.items():
+            registry, attribute, *_ = self._places[position]
+            if registry.get(attribute) is value:
+                registry[attribute] = original  # type: ignore[assignment]  # what functional_call had put there
+        self._lent.clear()
+
+    def hide(self) -> None:
+        """Register nothing in the places of the sharded parameters, until ``unhide``."""
+        self._hidden = [place for place in self._places if place[0].get(place[1]) is place[2]]
+        for registry, attribute, resting, _ in self._plain:
+            if registry.get(attribute) is resting:
+                registry[attribute] = None
+        for reference, attribute, resting, _ in self._assigned:
+            module = reference()
+            if module is not None and module._parameters.get(attribute) is resting:
+                setattr(module, attribute, None)
+
+    def unhide(self) -> None:
+        """Register again what ``hide`` took away."""
+        for registry, attribute, resting, _ in self._hidden:
+            registry[attribute] = resting
+        for reference, attribute, resting, _ in self._assigned:
+            module = reference()
+            if module is not None and module._parameters.get(attribute) is resting:
+                setattr(module, attribute, resting)
+        self._hidden = []

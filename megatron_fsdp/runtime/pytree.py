@@ -1,0 +1,108 @@
+"""Tensors in nested arguments and outputs: containers, dataclasses, what PyTorch's pytree knows, plain objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+__all__ = [
+    "PLAIN_VALUES",
+    "caster",
+    "iterate_tensors",
+    "map_tensors",
+    "members_of",
+]
+
+
+@functools.cache
+def caster(dtype: torch.dtype) -> Callable[[Any], Any]:
+    """Return a function that casts every floating-point tensor in a nested structure to ``dtype``."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor
+
+    return functools.partial(map_tensors, cast)
+
+
+PLAIN_VALUES = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size))
+
+"""Types whose values hold no tensors."""
+
+# Classes and code, and modules, whose tensors are somebody else's.
+_OPAQUE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, nn.Module)
+
+_MAX_DEPTH = 8
+
+
+def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in a nested structure, in a fixed order; of objects of unknown classes, the attributes."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    else:
+        yield from _iterate(value, 0)
+
+
+def _iterate(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    leaves, _ = tree_flatten(value)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif type(leaf) not in PLAIN_VALUES and depth < _MAX_DEPTH:
+            for member in members_of(leaf):
+                yield from _iterate(member, depth + 1)
+
+
+def members_of(value: Any) -> Iterable[Any]:
+    """Return what a container, a dataclass or an object holds; nothing of what no tensor is looked for in."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value)
+    if _is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    if isinstance(value, _OPAQUE):
+        return ()
+    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return the structure with ``function`` applied to every tensor; the same object where nothing changed."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    leaves, structure = tree_flatten(value)
+    mapped = [_map_leaf(function, leaf) for leaf in leaves]
+    if all(new is old for new, old in zip(mapped, leaves, strict=True)):
+        return value
+    return tree_unflatten(mapped, structure)
+
+
+def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return function(leaf)
+    if not _is_dataclass(leaf):
+        return leaf
+    changes = {}
+    for field in dataclasses.fields(leaf):
+        old = getattr(leaf, field.name)
+        new = map_tensors(function, old)
+        if new is not old and field.init:
+            changes[field.name] = new
+    return dataclasses.replace(leaf, **changes) if changes else leaf
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -1,0 +1,49 @@
+"""State dictionaries: what happens to a unit around ``state_dict`` and ``load_state_dict``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_fsdp.runtime.module import units_below
+from megatron_fsdp.runtime.parameter_group import group_of_parameter, is_laid_out_like
+from megatron_fsdp.runtime.unit import Unit
+
+
+def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    for group in unit.groups:
+        group.reshard()
+
+
+def _before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for below in units_below(module):
+        # What was assigned in the place of a parameter is what the values are for.
+        below.settle_strangers()
+        for group in below.groups:
+            group.reshard()
+    _materialize_for(module, prefix, state_dict)
+    # Whole tensors, and DTensors that torch.distributed.tensor cut, are brought into the rows of each rank.
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value, owner = state_dict.get(prefix + name), group_of_parameter(parameter)
+        if owner is None or not isinstance(value, torch.Tensor) or is_laid_out_like(value, parameter):
+            continue
+        if value.shape == parameter.shape:
+            state_dict[prefix + name] = owner.laid_out(parameter, value)
+
+
+def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any]) -> None:
+    """Allocate the units on the meta device that the state dictionary fills; what is missing must not become zeros."""
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters():
+        names[id(parameter)] = prefix + name
+    for unit in units_below(module):
+        faces = [face for group in unit.groups for face in group.parameters.values()]
+        if any(group.is_meta for group in unit.groups) and all(names.get(id(face)) in state_dict for face in faces):
+            unit.materialize()
+
+
+def _after_load_state_dict(unit: Unit, *_: Any) -> None:
+    for group in unit.groups:
+        group.readopt()

@@ -1,0 +1,439 @@
+"""Unit: the state of one ``fully_shard`` call, shared by the modules it was given."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from megatron_fsdp.errors import AgreementError, ConfigError, StateError
+from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+from megatron_fsdp.runtime.gradients import GradientBuffer
+from megatron_fsdp.runtime.lanes import trace
+from megatron_fsdp.runtime.memory_slots import BufferPools, SlotChoice
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
+from megatron_fsdp.runtime.readers import mark_read
+from megatron_fsdp.runtime.strangers import admit, settle
+from megatron_fsdp.runtime.tree import Tree
+
+__all__ = ["Call", "Driver", "InFlight", "Unit", "alive", "is_in_backward", "watchers"]
+
+
+class Driver(Protocol):
+    """What a unit and its hooks ask of the schedule that serves it."""
+
+    is_last_backward: bool
+    max_packed_buffers: int
+    step_event: Any
+    num_backwards: int
+    pools: BufferPools
+    after_backward: list[Callable[[], None]]
+
+    @property
+    def root(self) -> Unit | None:
+        """The outermost unit."""
+
+    def before_forward(self, unit: Unit, module: nn.Module) -> None:
+        """A module of the unit is about to run."""
+
+    def after_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """A module of the unit has run."""
+
+    def before_backward(self, call: Call) -> None:
+        """Backward has reached an output of a call."""
+
+    def watch(self, unit: Unit, output: Any) -> None:
+        """A module inside of the unit made ``output`` from weights."""
+
+    def before_reading(self, unit: Unit, call: Call | None) -> None:
+        """Backward is about to read weights of the unit."""
+
+    def begin_backward(self) -> int:
+        """A backward is under way; return its number."""
+
+    def gradients_missing(self, unit: Unit) -> None:
+        """Gradients of the unit are about to be reduced, and some parameters have none."""
+
+    def gradient_arrived(self, unit: Unit) -> None:
+        """One more gradient of the unit is packed."""
+
+    def make_room(self) -> None:
+        """Release packed gradient buffers until there may be one more."""
+
+    def reset(self) -> None:
+        """Forget a forward or backward that raised, and its gradients."""
+
+    def share_reductions(self, other: Any) -> None:
+        """Count packed gradient buffers together with another schedule."""
+
+    def reshards_after_forward(self, unit: Unit) -> bool:
+        """Whether a unit gives its gathered weights back between forward and backward."""
+
+
+class Call:
+    """One forward call of a unit, kept alive by the autograd hooks on its outputs.
+
+    Attributes:
+        begin, end: ticks of the schedule's clock; calls nest or follow each other, so these intervals do too.
+        position: place in the schedule's list of finished calls of that forward pass.
+        entered: the number of the last backward that reached its outputs; 0 for none so far.
+        first_node: autograd's nodes that were made since it began have this number or a higher one.
+    """
+
+    __slots__ = ("__weakref__", "_unit", "begin", "end", "entered", "first_node", "position", "trail")
+
+    def __init__(self, unit: Unit, begin: int) -> None:
+        self._unit = unit.reference
+        self.begin = begin
+        self.end = begin
+        self.position = 0
+        self.trail: list[weakref.ref[Unit]] = []
+        self.entered = 0
+        self.first_node: int = torch._C._autograd._get_sequence_nr()
+
+    @property
+    def unit(self) -> Unit:
+        """The unit that was called; graphs do not keep models alive.
+
+        Raises:
+            StateError: it is gone.
+        """
+        unit = self._unit()
+        if unit is None:
+            raise StateError(
+                "backward through the output of a sharded model that was deleted; keep the model until then"
+            )
+        return unit
+
+
+class Unit:
+    """Modules that are gathered, resharded and reduced together.
+
+    Attributes:
+        name: path of the (first) module below the root, for messages.
+        groups: the parameter groups; empty for a module without parameters of its own.
+        reshard_after_forward: as asked; None means when the next unit runs, but not for the root. Groups that keep a
+            part for backward know it themselves.
+        requires_all_reduce: whether the last backward also reduces over axes that hold partial sums.
+        requires_gradient_sync: False keeps gradients here, unreduced, until a backward with True.
+        slots: where the memory of gathered weights and packed gradients comes from.
+        releases_weights: whether any of its weights are gathered and released; others are whole on every rank all the
+            time.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        modules: Sequence[nn.Module],
+        groups: Sequence[ParameterGroup],
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        self.name = name
+        self.groups = tuple(groups)
+        self.policy = policy
+        self.reshard_after_forward: bool | None = None
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.requires_all_reduce = True
+        self.slots = SlotChoice()
+        self.forward_prefetch: list[weakref.ref[Unit]] = []
+        self.backward_prefetch: list[weakref.ref[Unit]] = []
+        self.schedule: Driver
+        self.modules = [weakref.ref(module) for module in modules]
+        # Units inside of this one, all of which were made before it.
+        self.inner: list[weakref.ref[Unit]] = []
+        self.calls: list[weakref.ref[Call]] = []
+        self.pending_modules: set[int] = set()
+        self.open_call: Call | None = None
+        # By the id of the module.
+        self.trees: dict[int, Tree] = {}
+        self.unshards_in_backward = True
+        self.gradients: tuple[GradientBuffer, ...] = ()
+        self.num_gradients = 0
+        self.releases_weights = False
+        self.follow_gradients()
+
+    def reshard_to(self, choice: bool | int | None) -> None:
+        """Choose what happens to weights between forward and backward; see ``fully_shard(reshard_after_forward=...)``.
+
+        Raises:
+            ConfigError: an int that does not divide the axis over which weights are sharded.
+        """
+        size = self.check_reshard(choice)
+        for group in self.groups:
+            group.reshard_to(size)
+        # Groups of one rank hold the weights whole.
+        self.reshard_after_forward = choice if choice is None or isinstance(choice, bool) else size != 1
+        if self.slots.sizing is not None:
+            self._place_in_slots()
+
+    def check_reshard(self, choice: bool | int | None) -> int:
+        """Return on how many ranks ``reshard_to`` would keep the weights, 0 for none; it raises as that does."""
+        if choice is not None and not isinstance(choice, int):
+            raise ConfigError(f"reshard_after_forward={choice!r}; give None, True, False or a number of ranks")
+        size = 0 if choice is None or isinstance(choice, bool) else choice
+        for group in self.groups:
+            group.check_reshard(size)
+        return size
+
+    def use_slots(self, choice: SlotChoice) -> None:
+        """Take memory from slots from now on, or from the allocator again."""
+        self.slots = choice
+        self._place_in_slots()
+
+    def _place_in_slots(self) -> None:
+        if self.slots.sizing is None:
+            for group in self.groups:
+                group.use_pools(None, self.slots)
+            return
+        # Weights that stay from forward to backward would each hold a slot as large as the largest unit.
+        is_kept = not self.schedule.reshards_after_forward(self)
+        weights = replace(self.slots, sizing="by_size") if is_kept else self.slots
+        for group in self.groups:
+            group.use_pools(self.schedule.pools, self.slots, weights)
+
+    def follow_gradients(self) -> None:
+        """Take notice of gradient buffers that were made or changed: after materialization, freezing, unfreezing."""
+        if self.slots.sizing is not None:
+            self._place_in_slots()
+        self.gradients = tuple(group.gradients for group in self.groups if group.gradients is not None)
+        self.num_gradients = sum(buffer.num_trained for buffer in self.gradients)
+        for buffer in self.gradients:
+            buffer.observe(self)
+        for group in self.groups:
+            if not group.rests_whole:
+                mark_read(group.faces.gathered, self)
+                self.releases_weights = True
+
+    def watch(self, output: Any) -> None:
+        """Tell the schedule what a module inside of the unit made from weights."""
+        self.schedule.watch(self, output)
+
+    def before_reading(self, call: Call | None) -> None:
+        """Tell the schedule that backward is about to read weights."""
+        self.schedule.before_reading(self, call)
+
+    def follow_requires_grad(self) -> None:
+        """Take notice of parameters that were frozen or unfrozen since the last forward."""
+        changed = [group.follow_requires_grad() for group in self.groups]
+        if any(changed):
+            self.follow_gradients()
+
+    def meet_strangers(self) -> None:
+        """Decide what becomes of what somebody else registered in the places of the unit's parameters.
+
+        Raises:
+            StateError: it cannot be used for what follows.
+        """
+        for group in self.groups:
+            strangers = group.faces.sites.strangers()
+            if strangers:
+                was_meta = group.is_meta
+                admit(group, strangers)
+                if was_meta:
+                    self.follow_gradients()
+
+    def settle_strangers(self) -> None:
+        """Let sharded parameters that were assigned take their places for good, and refuse whatever else is there.
+
+        Raises:
+            StateError: something else is registered in the place of a parameter.
+        """
+        was_meta = any(group.is_meta for group in self.groups)
+        for group in self.groups:
+            settle(group)
+        if was_meta:
+            self.follow_gradients()
+
+    def places(self) -> Iterator[tuple[dict[str, nn.Parameter | None], str]]:
+        """Yield where its parameters are registered: a module's dictionary, and the name in it."""
+        for group in self.groups:
+            yield from group.faces.sites.places()
+
+    def end_call(self) -> None:
+        """Take notice that a forward call has used the weights."""
+        for group in self.groups:
+            group.end_call()
+
+    def conceal(self) -> None:
+        """Show the sharded parameters, while gathered weights stay for the backward that follows."""
+        for group in self.groups:
+            group.conceal()
+
+    def materialize(self) -> None:
+        """Allocate the buffers of parameters that were on the meta device."""
+        for group in self.groups:
+            group.materialize()
+        self.follow_gradients()
+
+    def awaits(self, module: nn.Module) -> bool:
+        """Whether a call of the unit is under way in which this module of it has still to run."""
+        return self.open_call is not None and id(module) in self.pending_modules
+
+    def has_state(self, state: WeightState) -> bool:
+        """Whether any of its groups is in ``state``."""
+        return any(group.weight_state is state for group in self.groups)
+
+    @property
+    def reference(self) -> weakref.ref[Unit]:
+        """A weak reference to the unit, for whoever it must not be kept alive by."""
+        return weakref.ref(self)
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether compute may use all of its weights."""
+        for group in self.groups:  # noqa: SIM110  # asked for every operator that reads weights
+            if group.weight_state is not WeightState.UNSHARDED:
+                return False
+        return True
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether nothing of it is gathered or being gathered."""
+        return all(group.weight_state is WeightState.SHARDED for group in self.groups)
+
+    @property
+    def num_arrived(self) -> int:
+        """How many of its parameters got a gradient in this backward."""
+        return sum(buffer.num_arrived for buffer in self.gradients)
+
+    def outstanding_calls(self) -> Iterator[Call]:
+        """Yield the forward calls whose backward may still come, oldest first."""
+        alive = [(reference, call) for reference in self.calls if (call := reference()) is not None]
+        self.calls = [reference for reference, _ in alive]
+        for _, call in alive:
+            yield call
+
+    def first_begin(self) -> int:
+        """Return when the oldest call began whose backward may still come, 0 where there is none."""
+        return min((call.begin for call in self.outstanding_calls()), default=0)
+
+    def begin_backward(self) -> int:
+        """Tell the schedule that a backward is under way, and return its number."""
+        return self.schedule.begin_backward()
+
+    def before_packing(self) -> None:
+        """Make room for a packed gradient buffer."""
+        self.schedule.make_room()
+
+    def enter(self, call: Call) -> None:
+        """Take notice that backward has reached an output of a call."""
+        self.expect(call)
+        task = torch._C._current_graph_task_id()
+        for buffer in self.gradients:
+            buffer.task = task
+
+    def gradients_missing(self) -> None:
+        """Tell the schedule that gradients are reduced of which some are missing."""
+        self.schedule.gradients_missing(self)
+
+    def gradient_arrived(self) -> None:
+        """Tell the schedule that one more gradient is packed."""
+        self.schedule.gradient_arrived(self)
+
+    def encloses(self, other: Unit) -> bool:
+        """Whether a module of ``other`` lies below one of this unit's."""
+        inner = {id(module()) for module in other.modules}
+        return any(
+            id(child) in inner
+            for reference in self.modules
+            if (module := reference()) is not None
+            for child in module.modules()
+        )
+
+    def awaits_inner(self, closed: set[int]) -> bool:
+        """Whether a unit inside of this one may still be reduced in this backward.
+
+        Its reduction comes first then, on every rank: where this unit's last gradient arrives depends on which of its
+        parameters a rank uses.
+        """
+        return any(
+            id(other) not in closed
+            and bool(other.num_gradients)
+            and (any(other.outstanding_calls()) or other.num_arrived)
+            for other in alive(self.inner)
+        )
+
+    def forget(self, backward: int) -> None:
+        """Expect no further backward of the calls entered in the given one; a retained graph may bring it anyway."""
+        self.calls = [
+            reference for reference in self.calls if (call := reference()) is not None and call.entered != backward
+        ]
+
+    def expect(self, call: Call) -> None:
+        """Expect a backward of ``call``, as long as the hooks on its outputs keep it alive."""
+        if not any(reference() is call for reference in self.calls):
+            self.calls.append(weakref.ref(call))
+            self.calls.sort(key=_begin)
+
+    def rename(self, name: str) -> None:
+        """Take the name that the unit has below a (new) root."""
+        self.name = name
+        for group in self.groups:
+            group.rename(name)
+
+
+class InFlight:
+    """Units whose gradients are being reduced, in the order of issue."""
+
+    def __init__(self) -> None:
+        self._units: list[weakref.ref[Unit]] = []
+
+    def add(self, unit: Unit) -> None:
+        """Note that the unit's reduction was issued."""
+        self._units.append(unit.reference)
+
+    def drain(self, num_kept: int) -> None:
+        """Make compute wait for all reductions but the newest ``num_kept``, and release their packed buffers."""
+        count = max(len(self._units) - num_kept, 0)
+        done, self._units = self._units[:count], self._units[count:]
+        for unit in alive(done):
+            for buffer in unit.gradients:
+                if buffer.is_reducing:
+                    trace("fold", unit.name)
+                    try:
+                        buffer.wait()
+                    except RuntimeError as error:
+                        AgreementError.raise_for(unit.name, "the reduction of its gradients", error)
+
+
+def alive(references: Iterable[weakref.ref[Unit]]) -> list[Unit]:
+    """Return the units that still exist."""
+    return [unit for reference in references if (unit := reference()) is not None]
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def watchers(tensor: torch.Tensor) -> list[Call]:
+    """Return the calls that a tensor is an output of, which a hook on it enters.
+
+    There are several where a unit returns its very input, or its last child's output: backward has to enter the later
+    call first, while hooks of their own would run in the order of registration.
+    """
+    calls: list[Call] | None = getattr(tensor, "_fsdp_calls", None)
+    if calls is None:
+        calls = []
+        tensor._fsdp_calls = calls  # type: ignore[attr-defined]  # lives and dies with the tensor
+        tensor.register_hook(functools.partial(_enter_backward, calls))
+    elif tensor.is_leaf:
+        # A leaf outlives its graphs, and so would the calls of earlier steps.
+        calls[:] = [call for call in calls if not call.entered]
+    return calls
+
+
+def _enter_backward(calls: list[Call], gradient: torch.Tensor) -> None:
+    for call in reversed(calls):
+        call.unit.schedule.before_backward(call)
+
+
+def _begin(reference: weakref.ref[Call]) -> int:
+    call = reference()
+    return 0 if call is None else call.begin

@@ -1,0 +1,142 @@
+"""Backward through functions of sharded tensors gives the gradients of the whole ones, in their rows."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import functional
+
+from dbuffer import FlatDTensor
+from tests.harness import run_ranks
+from tests.unit.dbuffer.dtensor.operator_cases import (
+    SHAPES,
+    agree,
+    in_other_rows,
+    make_mesh,
+    num_ranks,
+    sharded,
+    values,
+    whole,
+)
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _hooked(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    inner = p * q
+    inner.register_hook(lambda gradient: gradient * 3)
+    p.register_hook(lambda gradient: gradient * 2)
+    return inner.square().sum() + p.sum()
+
+
+def _second_use(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    inner = p.exp()
+    return (inner * q).sum() + inner.square().mean() + inner.flatten()[:1].sum() + p.norm() + (p * p).sum() + p.sum()
+
+
+def _mixed_whole(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    everything = p.full_tensor() if isinstance(p, DTensor) else p
+    return everything.square().sum() + (p * q).sum()
+
+
+def _redistributed(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    if isinstance(p, DTensor):
+        return (p.redistribute(placements=[Replicate()] * p.device_mesh.ndim) * q).square().sum() + q.sum()
+    return (p * q).square().sum() + q.sum()
+
+
+def _other_rows(p: torch.Tensor, q: torch.Tensor, kind: str) -> torch.Tensor:
+    other = values(7)[SHAPES.index(tuple(p.shape))]
+    if isinstance(p, DTensor):
+        other = in_other_rows(other, p, kind)
+    return (p * other).square().sum() + (other - q).square().sum()
+
+
+def _grad_function(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    (gradient,) = torch.autograd.grad((p.square() * q.detach()).sum(), [p])
+    assert type(gradient) is type(p.detach())
+    return (gradient * p).sum() + (gradient * q).sum()
+
+
+def _backward_with_gradient(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    (p * q).backward(q.detach() * 2, retain_graph=True)
+    torch.autograd.backward([p * 2, q.sum()], [p.detach(), None])
+    return p.sum()
+
+
+LOSSES: dict[str, Loss] = {
+    "sum": lambda p, q: p.sum() + (q * 2).sum(),
+    "mean": lambda p, q: p.mean() * q.square().mean(),
+    "sum of squares": lambda p, q: 0.5 * (p * p).sum() + q.pow(2).sum(),
+    "bf16": lambda p, q: (p.bfloat16() * q.bfloat16()).float().sum(),
+    "norm": lambda p, q: p.norm() + torch.linalg.vector_norm(q, 3),
+    "absolute": lambda p, q: p.abs().sum() + q.abs().amax(),
+    "distance": lambda p, q: (p - q).square().sum().sqrt(),
+    "matmul": lambda p, q: (p.flatten(0, -2) @ q.flatten(0, -2).T).square().sum() if p.ndim > 1 else p.dot(q),
+    "transposed": lambda p, q: (p.transpose(0, -1) * q.transpose(0, -1)).sum() + p.transpose(0, -1).square().sum(),
+    "slices": lambda p, q: p[:1].square().sum() + q[-1].sum() + (p[..., :1] * q[..., :1]).sum(),
+    "views": lambda p, q: (p.view(-1)[:1] * q.reshape(-1)).sum(),
+    "broadcast row": lambda p, q: (p * q[0]).square().sum(),
+    "broadcast column": lambda p, q: (p * q.sum(-1, keepdim=True)).square().sum(),
+    "softmax": lambda p, q: (p.softmax(0) * q).sum() + (p.softmax(-1) * q).sum(),
+    "layer norm": lambda p, q: (functional.layer_norm(p, p.shape[-1:]) * q).sum(),
+    "where": lambda p, q: torch.where(p > q, p, q * 2).sum(),
+    "lerp": lambda p, q: torch.lerp(p, q, 0.3).square().sum(),
+    "activation": lambda p, q: functional.gelu(p).sum() + functional.relu(q).sum() + functional.softplus(p * q).sum(),
+    "detached": lambda p, q: (p.detach() * q).sum() + p.sum() + (p.data * q).sum(),
+    "clone": lambda p, q: (p.clone() * q.contiguous()).sum() + torch.zeros_like(p).sum() + p.double().sum().float(),
+    "cat": lambda p, q: torch.cat([p, q]).square().sum(),
+    "scalar products": lambda p, q: (p.sum() * q).sum() + (p * q.norm()).sum(),
+    "many uses": _second_use,
+    "hooks": _hooked,
+    "full_tensor": _mixed_whole,
+    "redistribute": _redistributed,
+    "autograd.grad": _grad_function,
+    "backward with a gradient": _backward_with_gradient,
+    "other rows, cut by torch": lambda p, q: _other_rows(p, q, "cut by torch"),
+    "other rows, replicated": lambda p, q: _other_rows(p, q, "replicated"),
+    "other rows, another buffer": lambda p, q: _other_rows(p, q, "another buffer"),
+    "plain 0-d tensor": lambda p, q: (p * torch.tensor(3.0)).sum() + torch.tensor(1.0, requires_grad=True) * q.sum(),
+}
+
+
+def gradients(loss: Loss, p: torch.Tensor, q: torch.Tensor) -> object:
+    """Return the gradients of two backward passes, added up."""
+    p, q = nn.Parameter(p), nn.Parameter(q)
+    for _ in range(2):
+        loss(p, q).backward()
+    for tensor in (p, q):
+        if isinstance(tensor, DTensor) and tensor.grad is not None:
+            assert type(tensor.grad) is FlatDTensor
+            assert tensor.grad.placements == tensor.placements
+    return [whole(p.grad), whole(q.grad)]
+
+
+def wrong_gradients(layout: str) -> list[str]:
+    found, mesh = [], make_mesh(layout)
+    for name, loss in LOSSES.items():
+        plain = zip(values(1), values(2), strict=True)
+        faces = zip(sharded(layout, values(1), mesh), sharded(layout, values(2), mesh), strict=True)
+        for shape, operands, own in zip(SHAPES, plain, faces, strict=True):
+            if 0 in shape:
+                continue
+            wanted, result = gradients(loss, *operands), gradients(loss, *own)
+            if not agree(result, wanted, 1e-2 if name == "bf16" else 1e-5):
+                found.append(f"{name} of {shape}: {result}, wanted {wanted}")
+    return found
+
+
+LAYOUTS_OF_REGULARIZERS = ["one rank", "three ranks", "hsdp", "hfsdp", "inside slices", "inside slices, hfsdp"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=() if layout in ("one rank", "three ranks", "inside slices") else pytest.mark.slow)
+        for layout in LAYOUTS_OF_REGULARIZERS
+    ],
+)
+def test_gradients_are_those_of_whole_tensors(layout: str) -> None:
+    assert run_ranks(num_ranks(layout), wrong_gradients, layout) == [[]] * num_ranks(layout)

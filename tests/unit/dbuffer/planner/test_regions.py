@@ -1,0 +1,317 @@
+"""Units in several flat buffers: how they are split, which tensors fall back on a finer cut, and what is proved."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dbuffer.errors import LayoutError, PaddingWarning
+from dbuffer.layout import first_dimension_granularity
+from dbuffer.planner.granularity import Block, Element, Granularity, Row
+from dbuffer.planner.plan import PaddingLimits, Plan, Region, check_plan
+from dbuffer.planner.regions import plan, plan_regions
+from megatron_fsdp.planning import catalog
+
+Shape = tuple[int, ...]
+
+ANYTHING = PaddingLimits(warn_ratio=math.inf, refuse_ratio=math.inf)
+LANGUAGE_MODELS = [name for name in catalog.names() if name != "siglip-so400m"]
+
+ATTENTION = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]
+LLAMA = [(4096,), *ATTENTION, (4096,), (14336, 4096), (14336, 4096), (4096, 14336)]
+GPT2_LAYER = [
+    *[(768,), (768,), (768, 2304), (2304,), (768, 768), (768,)],
+    *[(768,), (768,), (768, 3072), (3072,), (3072, 768), (768,)],
+]
+SIGLIP = [*[(1152,), (1152,)] * 2, *[(1152, 1152), (1152,)] * 4, (4304, 1152), (4304,), (1152, 4304), (1152,)]
+
+
+@functools.cache
+def unit_regions(name: str, num_shards: int, granularity: Granularity) -> tuple[tuple[int, tuple[Region, ...]], ...]:
+    """Return for each unit of a model how often it occurs and its regions."""
+    units = catalog.architecture(catalog.load(name)).units
+    return tuple(
+        (unit.count, plan_regions(unit.shapes, num_shards, granularity=granularity, limits=ANYTHING)) for unit in units
+    )
+
+
+def model_padding(name: str, num_shards: int, granularity: Granularity) -> float:
+    found = unit_regions(name, num_shards, granularity)
+    data = sum(count * region.plan.data_numel for count, regions in found for region in regions)
+    return sum(count * region.plan.numel for count, regions in found for region in regions) / data - 1
+
+
+def total_padding(regions: Sequence[Region]) -> float:
+    data = sum(region.plan.data_numel for region in regions)
+    return sum(region.plan.numel for region in regions) / data - 1
+
+
+def total_numel(regions: Sequence[Region]) -> int:
+    return sum(region.plan.numel for region in regions)
+
+
+@pytest.mark.parametrize("num_shards", [2, 8, 64, 128])
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_language_models_with_whole_rows_pad_at_most_a_thousandth_up_to_128_shards(name: str, num_shards: int) -> None:
+    assert model_padding(name, num_shards, Row()) <= 0.001
+
+
+@pytest.mark.parametrize("num_shards", [512, 1024])
+@pytest.mark.parametrize("name", sorted({*LANGUAGE_MODELS} - {"gpt2"}))
+def test_language_models_with_whole_rows_pad_at_most_a_hundredth_up_to_1024_shards(name: str, num_shards: int) -> None:
+    assert model_padding(name, num_shards, Row()) <= 0.01
+
+
+@pytest.mark.parametrize("num_shards", [2, 8, 64, 128])
+@pytest.mark.parametrize("name", sorted({*LANGUAGE_MODELS} - {"gpt2"}))
+def test_language_models_in_blocks_of_32_rows_pad_at_most_a_twentieth_up_to_128_shards(
+    name: str, num_shards: int
+) -> None:
+    assert model_padding(name, num_shards, Block(32)) <= 0.05
+
+
+@pytest.mark.parametrize("num_shards", [2, 8, 64, 128])
+@pytest.mark.parametrize("name", catalog.names())
+def test_models_cut_between_elements_pad_at_most_a_ten_thousandth_up_to_128_shards(name: str, num_shards: int) -> None:
+    assert model_padding(name, num_shards, Element()) <= 0.0001
+
+
+@pytest.mark.parametrize("num_shards", [512, 1024, 4096])
+@pytest.mark.parametrize("name", catalog.names())
+def test_by_default_models_pad_at_most_a_hundredth_beyond_128_shards(name: str, num_shards: int) -> None:
+    padding = data = 0
+    for unit in catalog.architecture(catalog.load(name)).units:
+        regions = plan_regions(unit.shapes, num_shards)
+        data += unit.count * unit.num_parameters
+        padding += unit.count * (total_numel(regions) - unit.num_parameters)
+    assert padding <= 0.01 * data
+
+
+@pytest.mark.parametrize("num_shards", [2, 8, 64, 128, 512, 1024, 4096])
+@pytest.mark.parametrize("name", catalog.names())
+def test_where_a_unit_pads_by_more_than_a_hundredth_no_split_into_three_pads_by_less(
+    name: str, num_shards: int
+) -> None:
+    for _, regions in unit_regions(name, num_shards, Row()):
+        for region in regions:
+            check_plan(region.plan)
+        if total_padding(regions) > 0.01:
+            (proved,) = {region.split_bound_numel for region in regions}
+            assert 0.997 * total_numel(regions) <= proved <= total_numel(regions)
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 8, 64, 128])
+@pytest.mark.parametrize("shapes", [[(50257, 768), (1024, 768), *GPT2_LAYER * 12], LLAMA * 11], ids=["gpt2", "llama"])
+def test_many_layers_in_one_unit_pad_at_most_a_thousandth(shapes: list[Shape], num_shards: int) -> None:
+    assert total_padding(plan_regions(shapes, num_shards, granularity=Row())) <= 0.001
+
+
+@pytest.mark.parametrize(
+    ("shapes", "num_shards", "width", "rows", "padding"),
+    [
+        (GPT2_LAYER, 1024, 3072, 1, 0.110),
+        (SIGLIP, 128, 4304, 9, 0.0027),
+        (SIGLIP, 256, 4304, 5, 0.039),
+        (SIGLIP, 512, 4304, 3, 0.131),
+    ],
+)
+def test_where_layers_pad_more_whole_rows_leave_no_choice(
+    shapes: list[Shape], num_shards: int, width: int, rows: int, padding: float
+) -> None:
+    regions = plan_regions(shapes, num_shards, granularity=Row())
+    assert all(region.plan.gap < 1e-9 for region in regions)
+    (widest,) = [region.plan for region in regions if any(shape[1:] == (width,) for shape in region.plan.shapes)]
+    data_rows = sum(shape[0] for shape in shapes if shape[1:] == (width,))
+    assert widest.shard_numel == rows * width == -(-data_rows // num_shards) * width
+    assert total_padding(regions) == pytest.approx(padding, rel=0.03)
+    assert regions[0].split_bound_numel == pytest.approx(total_numel(regions), rel=0.003)
+
+
+def test_tensors_of_one_width_part_where_their_sums_then_fill_whole_rows() -> None:
+    # Over 1024 shards gate, up and down have 5.25 rows of 21504 each: two of them with v and o make 12, the third with
+    # q and k makes 6.75, which is whole in rows of 5376. In regions of whole classes of width the layer pads by 2 %.
+    layer = next(unit for unit in catalog.architecture(catalog.load("gemma-3-27b")).units if unit.name == "layer")
+    regions = plan_regions(layer.shapes, 1024, granularity=Row())
+    assert total_padding(regions) < 0.0002
+    assert len(regions) <= 3
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 8])
+def test_a_vision_layer_pads_next_to_nothing_on_one_node(num_shards: int) -> None:
+    assert total_padding(plan_regions(SIGLIP, num_shards)) < 0.0005
+
+
+def test_mixing_widths_1152_and_4304_at_256_shards_explodes_and_regions_cure_it() -> None:
+    with pytest.raises(LayoutError, match=r"5\.\d\dx their data.*rows of 1152.*rows of 4304.*multiples of 309888"):
+        plan(SIGLIP, 256)
+    assert 4 < plan(SIGLIP, 256, limits=ANYTHING).padding_ratio < 5
+    regions = plan_regions(SIGLIP, 256, granularity=Row())
+    assert len(regions) == 2
+    assert total_padding(regions) < 0.04
+
+
+def set_partitions(tensors: Sequence[int], most: int) -> Iterator[list[list[int]]]:
+    """Yield all ways to deal tensors into at most so many groups."""
+    for numbers in itertools.product(range(most), repeat=len(tensors)):
+        groups = [[tensor for tensor, number in zip(tensors, numbers, strict=True) if number == n] for n in range(most)]
+        if numbers[:1] in ((), (0,)):
+            yield [group for group in groups if group]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(2, 60)), min_size=1, max_size=5),
+    num_shards=st.sampled_from([2, 3, 7, 16]),
+    max_regions=st.sampled_from([2, 3]),
+)
+def test_no_way_to_deal_tensors_into_regions_is_below_the_split_bound(
+    shapes: list[Shape], num_shards: int, max_regions: int
+) -> None:
+    eager = dataclasses.replace(ANYTHING, split_ratio=0.0, split_bytes=0)
+    regions = plan_regions(shapes, num_shards, granularity=Row(), max_regions=max_regions, limits=eager)
+    least = min(
+        sum(plan([shapes[tensor] for tensor in group], num_shards, limits=ANYTHING).numel for group in groups)
+        for groups in set_partitions(range(len(shapes)), max_regions)
+    )
+    assert regions[0].split_bound_numel <= least
+    # Two of the splits are solved, those with the lowest bounds: seldom not the best, and then not by much.
+    assert total_numel(regions) <= 1.5 * least
+
+
+def test_tensors_whose_rows_pad_too_much_are_cut_between_elements_by_default_and_named() -> None:
+    regions = plan_regions(SIGLIP, 1024)
+    relaxed = [tensor for region in regions for tensor in region.relaxed]
+    assert relaxed == [14]
+    for region in regions:
+        check_plan(region.plan)
+        for tensor, granularity in zip(region.indices, region.plan.granularities, strict=True):
+            assert granularity == (Element() if tensor in relaxed else Row())
+    strict = plan_regions(SIGLIP, 1024, granularity=Row(), limits=ANYTHING)
+    assert {region.saved_numel for region in regions} == {total_numel(strict) - total_numel(regions)}
+    assert total_padding(regions) < 0.01 < 0.27 < total_padding(strict)
+
+
+def test_an_asked_granularity_is_kept_to_whatever_it_pads() -> None:
+    for granularity in (Row(), [Row()] * len(SIGLIP)):
+        regions = plan_regions(SIGLIP, 1024, granularity=granularity, limits=ANYTHING)
+        assert {cut for region in regions for cut in region.plan.granularities} == {Row()}
+        assert not any(region.relaxed or region.saved_numel for region in regions)
+
+
+def test_no_tensor_is_relaxed_in_vain() -> None:
+    (relaxed,) = [tensor for region in plan_regions(GPT2_LAYER, 1024) for tensor in region.relaxed]
+    assert GPT2_LAYER[relaxed] == (768, 3072)
+
+
+def test_whole_experts_fall_back_on_rows_where_the_caller_permits_it() -> None:
+    shapes = [(8, 28672, 4096), (8, 4096, 14336), (4096, 4096)]
+    granularity = [first_dimension_granularity(shape) for shape in shapes]
+    with pytest.raises(LayoutError, match="blocks of 28672 rows of 4096"):
+        plan_regions(shapes, 64, granularity=granularity)
+    regions = plan_regions(shapes, 64, granularity=granularity, limits=PaddingLimits(fallback=Row()))
+    assert sorted(tensor for region in regions for tensor in region.relaxed) == [0, 1]
+    assert total_padding(regions) < 0.001
+
+
+def test_a_fallback_that_is_no_finer_changes_nothing() -> None:
+    limits = dataclasses.replace(ANYTHING, fallback=Block(2))
+    regions = plan_regions(SIGLIP, 1024, granularity=Row(), limits=limits)
+    assert not any(region.relaxed for region in regions)
+
+
+def test_padding_within_the_limits_relaxes_nothing() -> None:
+    loose = dataclasses.replace(ANYTHING, relax_ratio=0.5)
+    assert not any(region.relaxed for region in plan_regions(SIGLIP, 1024, limits=loose))
+    small = dataclasses.replace(ANYTHING, relax_bytes=1 << 30)
+    assert not any(region.relaxed for region in plan_regions(SIGLIP, 1024, limits=small))
+
+
+def test_padding_that_nothing_cures_warns_once_and_names_the_tensor_as_the_caller_numbers_it() -> None:
+    with pytest.warns(PaddingWarning, match=r"rows of 4304 in tensor 14 of shape \(1152, 4304\)") as caught:
+        regions = plan_regions(SIGLIP, 1024, granularity=Row())
+    assert [warning.filename for warning in caught] == [__file__]
+    assert len(regions) == 2
+
+
+def test_the_binding_tensor_of_a_region_gets_its_name_from_the_tensors_of_that_region() -> None:
+    regions = plan_regions(SIGLIP, 512, granularity=Row(), limits=ANYTHING)
+    names = [f"layer.{index}" for index in range(len(SIGLIP))]
+    (wide,) = [region for region in regions if 14 in region.indices]
+    assert wide.plan.binding.startswith("rows of 4304 in tensor 14 of shape (1152, 4304)")
+    named = wide.plan.named_binding([names[index] for index in wide.indices])
+    assert named.startswith("rows of 4304 in layer.14 of shape (1152, 4304)")
+
+
+def relaxed_plan(layout: Plan) -> Plan:
+    """Return the plan again with every tensor cut anywhere whose unit is that of one that binds."""
+    units = {layout.granularities[t].unit_numel(layout.shapes[t]) for t in layout.binding_tensors}
+    cuts = [
+        Element() if cut.unit_numel(shape) in units else cut
+        for cut, shape in zip(layout.granularities, layout.shapes, strict=True)
+    ]
+    return plan(layout.shapes, layout.num_shards, granularity=cuts, limits=ANYTHING)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "num_shards"), [(SIGLIP, 512), (GPT2_LAYER, 1024), (LLAMA, 1000), ([(24, 4096)], 16)]
+)
+def test_a_plan_says_what_relaxing_the_tensors_that_bind_would_save(shapes: list[Shape], num_shards: int) -> None:
+    layout = plan(shapes, num_shards, limits=ANYTHING)
+    assert layout.relaxation_numel == layout.numel - relaxed_plan(layout).numel > 0
+
+
+def test_a_plan_that_the_data_binds_has_nothing_to_relax() -> None:
+    layout = plan(LLAMA, 8)
+    even = plan([(64, 64)], 8)
+    assert (even.binding, even.binding_tensors, even.relaxation_numel) == ("the data itself", (), 0)
+    assert 0 <= layout.relaxation_numel <= layout.numel - layout.data_numel
+
+
+def test_padding_beyond_four_times_the_data_is_refused_with_the_cure_named() -> None:
+    with pytest.raises(LayoutError, match=r"rows of 131072 in tensor 0.*Element\(\), which would save 250.0 MiB"):
+        plan_regions([(24, 131072)], 1024, granularity=Row())
+    assert plan([(24, 131072)], 1024, granularity=Element()).padding_ratio == 0
+
+
+def test_small_models_are_not_split_for_a_few_kibibytes() -> None:
+    shapes = [(64, 96), (96, 36), (96,), (36,)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (region,) = plan_regions(shapes, 24)
+    assert region.plan.padding_ratio > 0.1
+    assert region.relaxed == ()
+    eager = PaddingLimits(split_ratio=0.0, split_bytes=0)
+    assert len(plan_regions(shapes, 24, limits=eager)) > 1
+
+
+@pytest.mark.parametrize("max_regions", [1, 2, 3])
+def test_max_regions_caps_the_regions(max_regions: int) -> None:
+    assert len(plan_regions(LLAMA, 1024, granularity=Row(), max_regions=max_regions)) == max_regions
+
+
+def test_no_split_costs_more_than_the_limits_price_it() -> None:
+    dear = PaddingLimits(split_bytes=1 << 40)
+    assert len(plan_regions(LLAMA, 1024, granularity=Row(), limits=dear)) == 1
+
+
+@pytest.mark.parametrize(("split_ratio", "count"), [(0.0005, 3), (0.05, 2), (0.06, 1)])
+def test_each_further_region_has_to_save_its_price(split_ratio: float, count: int) -> None:
+    # One region pads by 7.7 % of the data, two by 1.9 %, three by nothing.
+    limits = PaddingLimits(split_ratio=split_ratio)
+    assert len(plan_regions(LLAMA, 1024, granularity=Row(), limits=limits)) == count
+
+
+def test_regions_come_in_order_of_their_first_tensor() -> None:
+    firsts = [region.indices[0] for region in plan_regions(LLAMA, 1024)]
+    assert firsts == sorted(firsts)
+
+
+def test_a_list_of_no_tensors_makes_one_empty_region() -> None:
+    (region,) = plan_regions([], 8)
+    assert (region.indices, region.plan.numel, region.relaxed) == ((), 0, ())

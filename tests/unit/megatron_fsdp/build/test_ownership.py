@@ -1,0 +1,196 @@
+"""Which parameters a unit owns, under which names, in which groups, and where they may be cut."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from dbuffer import Block, Element, Granularity, Row, Whole
+from megatron_fsdp import ConfigError, OwnershipError
+from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, mark_owned
+from megatron_fsdp.build.grouping import granularities, group_parameters
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 5)
+        self.scale = nn.Parameter(torch.ones(5))
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.norm = nn.LayerNorm(5)
+        self.register_parameter("absent", None)
+
+
+def no_units(module: nn.Module) -> bool:
+    return False
+
+
+def owned_names(
+    *modules: nn.Module, is_unit: Callable[[nn.Module], bool] = no_units, ignored: object = ()
+) -> list[str]:
+    assert isinstance(ignored, tuple)
+    return [owned.name for owned in collect_parameters(modules, is_unit, ignored)]
+
+
+def test_a_unit_owns_all_parameters_below_it_in_registration_order() -> None:
+    assert owned_names(Outer()) == [
+        "inner.scale",
+        "inner.linear.weight",
+        "inner.linear.bias",
+        "norm.weight",
+        "norm.bias",
+    ]
+
+
+def test_names_are_those_of_named_parameters() -> None:
+    model = Outer()
+    assert owned_names(model) == [name for name, _ in model.named_parameters()]
+
+
+def test_what_nested_units_own_is_left_out() -> None:
+    assert owned_names(Outer(), is_unit=lambda module: isinstance(module, Inner)) == ["norm.weight", "norm.bias"]
+
+
+def test_what_lies_below_a_nested_unit_is_left_out_too() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    assert owned_names(model, is_unit=lambda module: module is model[0]) == ["1.weight", "1.bias"]
+
+
+def test_ignored_parameters_are_left_out() -> None:
+    model = Outer()
+    assert owned_names(model, ignored=(model.inner.linear.weight, model.norm.bias)) == [
+        "inner.scale",
+        "inner.linear.bias",
+        "norm.weight",
+    ]
+
+
+def test_modules_of_a_list_are_numbered() -> None:
+    assert owned_names(nn.LayerNorm(3), nn.Linear(3, 2)) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_a_module_without_parameters_owns_none() -> None:
+    assert owned_names(nn.ReLU()) == []
+
+
+def test_a_tied_weight_is_owned_once_with_every_site() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    weight, _ = collect_parameters([model], no_units, ())
+    assert weight.name == "0.weight"
+    assert [(site.module, site.attribute) for site in weight.sites] == [(model[0], "weight"), (model[1], "weight")]
+
+
+def test_one_module_in_two_places_has_one_site() -> None:
+    shared = nn.Linear(3, 3)
+    weight, _ = collect_parameters([nn.ModuleList([shared, shared])], no_units, ())
+    assert len(weight.sites) == 1
+
+
+def test_a_weight_tied_between_two_modules_of_a_list_is_owned_once() -> None:
+    first, second = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+    second.weight = first.weight
+    (weight,) = collect_parameters([first, second], no_units, ())
+    assert [site.module for site in weight.sites] == [first, second]
+
+
+def test_a_parameter_that_a_unit_has_taken_names_that_unit() -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    shared = next(first.parameters())
+    mark_owned(shared, "encoder", "first.weight")
+    with pytest.raises(OwnershipError, match=r"Linear: parameter 'weight' .*'first.weight' of unit 'encoder'"):
+        collect_parameters([second], no_units, ())
+
+
+def test_a_complex_parameter_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match=r"Sequential: parameter '0.weight' is complex .*view_as_real.*ignored"):
+        collect_parameters([model], no_units, ())
+
+
+@pytest.mark.parametrize("place", ["inner.scale", "norm.weight"])
+def test_a_parameter_without_dimensions_is_refused_by_name(place: str) -> None:
+    model = Outer()
+    parent = model.get_submodule(place.rpartition(".")[0])
+    setattr(parent, place.rpartition(".")[2], nn.Parameter(torch.tensor(1.0)))
+    with pytest.raises(ConfigError, match=f"Outer: parameter '{place}' has no dimensions.*ignored_params"):
+        collect_parameters([model], no_units, ())
+
+
+def test_an_ignored_parameter_may_be_anything() -> None:
+    model = Outer()
+    model.inner.scale = nn.Parameter(torch.tensor(1.0))
+    assert "inner.scale" not in owned_names(model, ignored=(model.inner.scale,))
+
+
+# ---------------------------------------------------------------- groups
+
+
+def parameter(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> OwnedParameter:
+    return OwnedParameter("weight", nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=requires_grad))
+
+
+def test_parameters_are_grouped_by_dtype_and_whether_they_train() -> None:
+    owned = [
+        parameter((1,)),
+        parameter((2,), torch.bfloat16),
+        parameter((3,), requires_grad=False),
+        parameter((4,)),
+        parameter((5,), torch.int64, requires_grad=False),
+    ]
+    shapes = [[one.shape for one in group] for group in group_parameters(owned)]
+    assert shapes == [[(1,), (4,)], [(2,)], [(3,)], [(5,)]]
+
+
+def test_nothing_makes_no_group() -> None:
+    assert group_parameters([]) == []
+
+
+# ---------------------------------------------------------------- granularity
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [((7,), Row()), ((7, 3), Row()), ((7, 3, 5), Block(3)), ((7, 2, 3, 5), Block(6)), ((7, 0, 5), Row())],
+)
+def test_parameters_are_cut_between_slices_of_the_first_dimension(shape: tuple[int, ...], wanted: Granularity) -> None:
+    assert granularities([parameter(shape)], None) == [wanted]
+
+
+def test_one_granularity_holds_for_all() -> None:
+    assert granularities([parameter((7, 3)), parameter((5,))], Whole()) == [Whole(), Whole()]
+
+
+def test_a_function_may_decide_or_leave_it() -> None:
+    chosen = granularities([parameter((7, 3)), parameter((5,))], lambda p: Block(2) if p.ndim == 2 else None)
+    assert chosen == [Block(2), Row()]
+
+
+@pytest.mark.parametrize(("shape", "asked"), [((7, 3), Element()), ((7, 3, 5), Element()), ((2, 3, 4, 5), Element())])
+def test_a_cut_inside_a_row_is_refused_with_the_finest_legal_one(shape: tuple[int, ...], asked: Granularity) -> None:
+    with pytest.raises(ConfigError) as caught:
+        granularities([parameter(shape)], asked)
+    assert str(asked) in str(caught.value)
+    assert "the finest here is Row()" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "asked"),
+    [
+        ((7,), Element()),
+        ((7, 1), Element()),
+        ((7, 3, 5), Row()),
+        ((7, 3, 5), Block(2)),
+        ((7, 3, 5), Block(6)),
+        ((2, 3, 5), Block(100)),
+    ],
+)
+def test_a_coarser_cut_is_taken_as_asked(shape: tuple[int, ...], asked: Granularity) -> None:
+    assert granularities([parameter(shape)], asked) == [asked]

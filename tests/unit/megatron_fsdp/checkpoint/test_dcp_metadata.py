@@ -1,0 +1,96 @@
+"""The index of a checkpoint is read without running what it names."""
+
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from megatron_fsdp import CheckpointError, save_checkpoint
+from megatron_fsdp.checkpoint.dcp_metadata import METADATA, paths_of, read_metadata, tensors_by_file, tensors_of
+from megatron_fsdp.checkpoint.manifest import DamagedCheckpointError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    save_checkpoint(model, optimizer, tmp_path / "step")
+    return tmp_path / "step"
+
+
+def test_it_says_what_pytorchs_own_reader_says(folder: Path) -> None:
+    ours, theirs = read_metadata(folder), FileSystemReader(folder).read_metadata()
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
+    assert ours.planner_data == theirs.planner_data
+
+
+def test_entries_have_their_shapes_and_places(folder: Path) -> None:
+    metadata = read_metadata(folder)
+    assert tuple(tensors_of(metadata)["model.weight"].size) == (2, 3)
+    assert paths_of(metadata)["optimizer.state.weight.momentum_buffer"] == (
+        "optimizer",
+        "state",
+        "weight",
+        "momentum_buffer",
+    )
+    assert tensors_by_file(metadata) == {"__0_0.distcp": ["bias", "weight"]}
+
+
+class Call:
+    """Pickles as a call of the given function."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "name"),
+    [
+        (os.system, ("true",), "posix.system"),
+        (eval, ("1",), "builtins.eval"),
+        (torch.load, ("x",), "torch.serialization.load"),
+        (getattr, ("x", "upper"), "builtins.getattr"),
+        (io.FileIO, ("x",), "_io.FileIO"),
+    ],
+)
+def test_a_call_of_anything_is_refused_by_name_and_not_made(
+    folder: Path, function: Any, args: tuple[Any, ...], name: str
+) -> None:
+    metadata = read_metadata(folder)
+    metadata.planner_data = Call(function, *args)
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=f"names {name}, which no checkpoint is made of"):
+        read_metadata(folder)
+
+
+@pytest.mark.parametrize("name", ["../state.pt", "/etc/passwd", "sub/file"])
+def test_files_outside_of_the_folder_are_refused(folder: Path, name: str) -> None:
+    metadata = read_metadata(folder)
+    next(iter(metadata.storage_data.values())).relative_path = name
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="lies outside"):
+        read_metadata(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps([1, 2])])
+def test_what_is_no_index_is_damaged(folder: Path, content: bytes) -> None:
+    (folder / METADATA).write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match="is damaged"):
+        read_metadata(folder)
+
+
+def test_a_folder_without_one_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        read_metadata(tmp_path)

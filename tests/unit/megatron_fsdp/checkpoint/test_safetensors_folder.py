@@ -1,0 +1,145 @@
+"""Files that the safetensors library reads as we meant them, split by size, and what is said of damaged ones."""
+
+import builtins
+import importlib
+import json
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_fsdp import CheckpointError, ConfigError
+from megatron_fsdp.checkpoint.safetensors_file import TensorInfo, read_infos
+from megatron_fsdp.checkpoint.safetensors_folder import INDEX, SINGLE, FolderReader, write_folder
+
+TENSORS = {
+    "odd": torch.arange(21, dtype=torch.float32).reshape(7, 3) / 8,
+    "half": torch.randn(5, 2).to(torch.bfloat16),
+    "counts": torch.arange(3),
+    "flag": torch.tensor([True, False, True]),
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+    "empty": torch.empty(0, 4),
+    "bytes": torch.arange(9, dtype=torch.uint8),
+}
+
+
+def infos(tensors: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:
+    return {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(
+        found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name]) for name in wanted
+    )
+
+
+def test_the_library_reads_what_was_written(tmp_path: Path) -> None:
+    write_folder(tmp_path, infos(TENSORS), TENSORS.__getitem__)
+    assert [file.name for file in tmp_path.iterdir()] == [SINGLE]
+    assert same(load_file(tmp_path / SINGLE), TENSORS)
+
+
+def test_what_the_library_wrote_is_read(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / SINGLE)
+    with FolderReader(tmp_path) as reader:
+        assert reader.infos == infos(TENSORS)
+        found = {name: reader.read(name, (0,) * tensor.ndim, tensor.shape) for name, tensor in TENSORS.items()}
+    assert same(found, TENSORS)
+
+
+def test_a_box_of_a_tensor_is_read_alone(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / SINGLE)
+    with FolderReader(tmp_path / SINGLE) as reader:
+        assert torch.equal(reader.read("odd", (2, 1), (4, 2)), TENSORS["odd"][2:6, 1:3])
+
+
+def test_files_end_before_the_size_and_the_index_says_what_is_where(tmp_path: Path) -> None:
+    write_folder(tmp_path, infos(TENSORS), TENSORS.__getitem__, max_file_bytes=100)
+    index = json.loads((tmp_path / INDEX).read_text())
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert [file.name for file in files] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    assert index["metadata"]["total_size"] == sum(info.num_bytes for info in infos(TENSORS).values())
+    for file in files:
+        content = load_file(file)
+        assert sum(tensor.nbytes for tensor in content.values()) <= 100
+        assert {index["weight_map"][name] for name in content} == {file.name}
+    with FolderReader(tmp_path) as reader:
+        assert reader.infos.keys() == TENSORS.keys()
+
+
+def test_a_tensor_larger_than_a_file_gets_one_of_its_own(tmp_path: Path) -> None:
+    write_folder(tmp_path, infos(TENSORS), TENSORS.__getitem__, max_file_bytes=1)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) == len(TENSORS)
+
+
+def test_one_file_takes_the_place_of_several_and_their_index(tmp_path: Path) -> None:
+    write_folder(tmp_path, infos(TENSORS), TENSORS.__getitem__, max_file_bytes=100)
+    write_folder(tmp_path, infos(TENSORS), TENSORS.__getitem__)
+    assert not (tmp_path / INDEX).exists()
+    with FolderReader(tmp_path) as reader:
+        assert reader.infos == infos(TENSORS)
+
+
+def test_a_write_that_fails_leaves_neither_a_half_file_nor_an_entry_point(tmp_path: Path) -> None:
+    write_folder(tmp_path, infos(TENSORS), TENSORS.__getitem__)
+
+    def fail(name: str) -> torch.Tensor:
+        if name == "counts":
+            raise OSError(28, "No space left on device")
+        return TENSORS[name]
+
+    with pytest.raises(OSError, match="No space left"):
+        write_folder(tmp_path, infos(TENSORS), fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dtype_that_the_format_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'phase' is torch\.complex64"):
+        write_folder(tmp_path, {"phase": TensorInfo((2,), torch.complex64)}, TENSORS.__getitem__)
+
+
+def test_a_file_that_was_cut_short_is_refused_by_name(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / SINGLE)
+    os.truncate(tmp_path / SINGLE, (tmp_path / SINGLE).stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read as safetensors"):
+        FolderReader(tmp_path)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        FolderReader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "is damaged"),
+        ('{"weight_map": {"odd": "../x.safetensors"}}', "lies outside"),
+        ('{"weight_map": {"odd": "missing.safetensors"}}', "missing.safetensors cannot be read"),
+        ('{"weight_map": {"even": "part.safetensors"}}', "lacks even, which the index says it has"),
+    ],
+)
+def test_an_index_that_is_wrong_is_refused(tmp_path: Path, index: str, message: str) -> None:
+    save_file(TENSORS, tmp_path / "part.safetensors")
+    (tmp_path / INDEX).write_text(index)
+    with pytest.raises(CheckpointError, match=message):
+        FolderReader(tmp_path)
+
+
+def test_without_the_package_the_error_says_what_to_install(tmp_path: Path) -> None:
+    write_folder(tmp_path, infos(TENSORS), TENSORS.__getitem__)
+    with (
+        mock.patch.object(importlib, "import_module", side_effect=builtins.ImportError("no module")),
+        pytest.raises(ConfigError, match=r"pip install 'megatron-fsdp-dbuffer\[hf\]'"),
+    ):
+        FolderReader(tmp_path)
+
+
+def test_infos_come_without_values(tmp_path: Path) -> None:
+    part = mock.Mock(get_shape=lambda: [2, 3], get_dtype=lambda: "F16")
+    file = mock.Mock(keys=lambda: ["a"], get_slice=lambda _: part)
+    assert read_infos(file) == {"a": TensorInfo((2, 3), torch.float16)}
+    assert file.get_tensor.call_count == 0

@@ -1,0 +1,341 @@
+"""A save touches what this library made and nothing else, wherever it is killed and whatever lies beside it."""
+
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from megatron_fsdp import CheckpointError, load_checkpoint, save_checkpoint
+from megatron_fsdp.checkpoint import api as checkpoint
+from megatron_fsdp.checkpoint import scratch as checkpoint_scratch
+from megatron_fsdp.checkpoint.scratch import make_scratch, sweep
+from megatron_fsdp.checkpoint.series import CheckpointSeries
+
+
+def module(value: float) -> nn.Linear:
+    made = nn.Linear(3, 2)
+    nn.init.constant_(made.weight, value)
+    return made
+
+
+def save(path: Path, value: float) -> None:
+    save_checkpoint(module(value), None, path, extra={"value": value})
+
+
+def loaded(path: Path) -> float:
+    """Return the value of all weights of a checkpoint, which is its extra's too."""
+    model = module(-1.0)
+    extra = load_checkpoint(model, None, path)
+    assert model.weight.unique().tolist() == [extra["value"]]
+    return float(extra["value"])
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+FOREIGN = ("step.old", "step.tmp-mine", "step.tmp-12345678", "step.tmp-deleted", "step.replaced")
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Iterator[Path]:
+    """A folder with folders of somebody else's under names that this library used or could use."""
+    for name in FOREIGN:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.txt").write_text("years of work")
+    # A mark in another place, and one that is none.
+    (tmp_path / "step.tmp-mine" / "owner.json").write_text('{"kind": "mine", "of": "step", "job": "1", "host": "h"}')
+    yield tmp_path
+    for name in FOREIGN:
+        assert (tmp_path / name / "thesis.txt").read_text() == "years of work"
+
+
+def test_folders_of_somebody_else_stay_through_saves_and_loads(foreign: Path) -> None:
+    path = foreign / "step"
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        loaded(path)
+    assert names(foreign) == sorted(FOREIGN)
+    save(path, 1.0)
+    save(path, 2.0)
+    assert loaded(path) == 2.0
+    assert names(foreign) == sorted(["step", *FOREIGN])
+
+
+def test_a_checkpoint_that_somebody_put_aside_under_an_old_name_is_neither_deleted_nor_brought_back(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path / "step", 1.0)
+    (tmp_path / "step").rename(tmp_path / "step.old")
+    with pytest.raises(CheckpointError, match=r"holds no complete checkpoint(.|\n)*there is one at .*step\.old"):
+        loaded(tmp_path / "step")
+    save(tmp_path / "step", 2.0)
+    save(tmp_path / "step", 3.0)
+    assert (loaded(tmp_path / "step.old"), loaded(tmp_path / "step")) == (1.0, 3.0)
+
+
+def test_a_series_deletes_no_folder_but_its_own(tmp_path: Path) -> None:
+    series = CheckpointSeries(tmp_path)
+    mine = ("step_0000001.tmp-mine", "step_0000002.tmp-deleted", "step_notes.tmp-deleted", "latest.tmp")
+    for name in mine:
+        (tmp_path / name).mkdir()
+    for step in (1, 2, 3):
+        series.save(module(step), None, step, keep_last=1)
+    assert names(tmp_path) == sorted(["latest", "step_0000003", *mine])
+
+
+def test_what_somebody_put_into_a_checkpoint_is_in_the_one_that_replaces_it(tmp_path: Path) -> None:
+    path = tmp_path / "step"
+    save(path, 1.0)
+    (path / "notes.txt").write_text("a good one")
+    (path / "tokenizer").mkdir()
+    (path / "tokenizer" / "vocabulary.txt").write_text("a b c")
+    save(path, 2.0)
+    assert (path / "notes.txt").read_text() == "a good one"
+    assert (path / "tokenizer" / "vocabulary.txt").read_text() == "a b c"
+    assert loaded(path) == 2.0
+
+
+def test_a_checkpoint_of_pytorchs_own_is_not_replaced(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"model": module(1.0).state_dict()}, checkpoint_id=tmp_path / "theirs")
+    before = names(tmp_path / "theirs")
+    with pytest.raises(CheckpointError, match="was not written by save_checkpoint; it would be replaced"):
+        save(tmp_path / "theirs", 2.0)
+    assert names(tmp_path / "theirs") == before
+
+
+def test_a_checkpoint_whose_manifest_was_lost_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "step"
+    save(path, 1.0)
+    (path / "manifest.json").unlink()
+    save(path, 2.0)
+    assert loaded(path) == 2.0
+
+
+# ---------------------------------------------------------------------- paths
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["a folder", "nothing yet"])
+def test_a_link_stays_a_link_and_what_it_names_is_replaced_each_time(tmp_path: Path, is_there: bool) -> None:
+    (tmp_path / "disk").mkdir()
+    if is_there:
+        (tmp_path / "disk" / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "run")
+    for value in (1.0, 2.0, 3.0):
+        save(tmp_path / "link", value)
+        assert loaded(tmp_path / "link") == loaded(tmp_path / "disk" / "run") == value
+    assert (tmp_path / "link").is_symlink()
+    assert (names(tmp_path), names(tmp_path / "disk")) == (["disk", "link"], ["run"])
+
+
+def test_a_relative_path_means_where_the_process_was_when_the_save_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    handle = CheckpointSeries("runs/one").save(module(1.0), None, 1, keep_last=1, asynchronous=True)
+    monkeypatch.chdir(tmp_path / "there")
+    assert handle.wait() == tmp_path / "here" / "runs" / "one" / "step_0000001"
+    assert names(tmp_path / "here" / "runs" / "one") == ["latest", "step_0000001"]
+    assert names(tmp_path / "there") == []
+
+
+@pytest.mark.parametrize("spelling", ["step/", "./step", "other/../step", "."])
+def test_a_path_may_be_spelled_in_any_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: str) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "step").mkdir()
+    monkeypatch.chdir(tmp_path / "step" if spelling == "." else tmp_path)
+    model = module(1.0)
+    save_checkpoint(model, None, spelling, extra={"value": 1.0})
+    monkeypatch.chdir(tmp_path)
+    assert loaded(tmp_path / "step") == 1.0
+
+
+def test_a_file_in_the_place_of_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "step").write_text("years of work")
+    with pytest.raises(CheckpointError, match="exists and is no checkpoint"):
+        save(tmp_path / "step", 1.0)
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        loaded(tmp_path / "step")
+    assert (tmp_path / "step").read_text() == "years of work"
+    assert names(tmp_path) == ["step"]
+
+
+# ---------------------------------------------------------------------- two jobs
+
+
+def as_of(folder: Path, **changes: str) -> None:
+    """Let a scratch folder be another job's."""
+    owner = json.loads((folder / "owner.json").read_text())
+    (folder / "owner.json").write_text(json.dumps({**owner, **changes}))
+
+
+def test_a_save_that_another_process_is_at_is_not_swept_away(tmp_path: Path) -> None:
+    path = tmp_path / "step"
+    other = make_scratch(path)
+    other.new.mkdir()
+    (other.new / "part").write_text("half written")
+    save(path, 1.0)
+    assert (other.new / "part").read_text() == "half written"
+    # Its maker's end opens the lock, whatever way it came.
+    other.lock.close()
+    save(path, 2.0)
+    assert names(tmp_path) == ["step"]
+
+
+@pytest.mark.parametrize("is_quiet", [True, False])
+def test_a_save_of_another_host_counts_as_dead_when_it_was_quiet_for_an_hour(
+    tmp_path: Path, is_quiet: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "step"
+    other = make_scratch(path)
+    as_of(other.folder, job="another", host="elsewhere")
+    other.lock.close()
+    if is_quiet:
+        hours_ago = time.time() - 7200
+        for entry in (other.folder / "owner.json", other.folder):
+            os.utime(entry, (hours_ago, hours_ago))
+    save(path, 1.0)
+    assert other.folder.exists() is not is_quiet
+
+
+def test_a_restart_of_the_same_job_sweeps_on_another_host_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    other = make_scratch(tmp_path / "step")
+    assert json.loads((other.folder / "owner.json").read_text())["job"] == "4711"
+    other.lock.close()
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-node")
+    sweep(tmp_path / "step")
+    assert names(tmp_path) == []
+
+
+def test_without_locks_only_an_hours_silence_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    save(tmp_path / "step", 1.0)
+    other = make_scratch(tmp_path / "step")
+    as_of(other.folder, job="another")
+    save(tmp_path / "step", 2.0)
+    assert names(tmp_path) == ["step", other.folder.name]
+    monkeypatch.setattr(checkpoint_scratch, "_QUIET_SECONDS", -1.0)
+    save(tmp_path / "step", 3.0)
+    assert names(tmp_path) == ["step"]
+    other.lock.close()
+
+
+def test_the_old_checkpoint_is_back_when_another_job_takes_the_name_in_between(tmp_path: Path) -> None:
+    path = tmp_path / "step"
+    save(path, 1.0)
+    scratch = make_scratch(path)
+    with pytest.raises(OSError):
+        # There is nothing to publish.
+        scratch.publish()
+    scratch.remove()
+    assert loaded(path) == 1.0
+    assert names(tmp_path) == ["step"]
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_two_halves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "step"
+    save(path, 1.0)
+    read = checkpoint.match_model
+
+    def replace_and_match(*args: Any) -> Any:
+        save(path, 2.0)
+        return read(*args)
+
+    monkeypatch.setattr(checkpoint, "match_model", replace_and_match)
+    with pytest.raises(CheckpointError, match="was replaced while it was loaded"):
+        load_checkpoint(module(-1.0), None, path)
+
+
+def save_often(path: Path, values: range) -> int:
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            for value in values:
+                save(path, float(value))
+                CheckpointSeries(path.parent / "series").save(module(value), None, value, keep_last=1)
+            status = 0
+        finally:
+            os._exit(status)
+    return child
+
+
+def test_two_jobs_that_save_to_one_path_both_get_through_and_one_whole_checkpoint_is_there(tmp_path: Path) -> None:
+    children = [save_often(tmp_path / "step", values) for values in (range(8), range(8, 16))]
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
+    assert loaded(tmp_path / "step") in (7.0, 15.0)
+    assert names(tmp_path) == ["series", "step"]
+    assert "step_0000015" in names(tmp_path / "series")
+
+
+# ---------------------------------------------------------------------- kills
+
+EFFECTS = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "open")
+
+
+def save_until(path: Path, effect: int) -> bool:
+    """Save in a process that is killed just before its n-th effect on the disk; return whether it came to that."""
+    child = os.fork()
+    if not child:
+        seen = 0
+
+        def count(event: str, args: tuple[Any, ...]) -> None:
+            nonlocal seen
+            is_writing = event != "open" or (isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR))
+            if event in EFFECTS and is_writing and str(path.parent) in str(args[0]):
+                seen += 1
+                if seen == effect:
+                    os._exit(9)
+
+        sys.addaudithook(count)
+        try:
+            CheckpointSeries(path.parent).save(module(2.0), None, 2, extra={"value": 2.0}, keep_last=1)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+@pytest.mark.parametrize("is_replacing", [True, False], ids=["over one", "beside one"])
+def test_a_whole_checkpoint_is_there_wherever_a_save_is_killed_and_the_next_one_clears_up(
+    tmp_path: Path, is_replacing: bool
+) -> None:
+    effect = 1
+    while True:
+        root = tmp_path / f"effect-{effect}"
+        series = CheckpointSeries(root)
+        series.save(module(1.0), None, 2 if is_replacing else 1, extra={"value": 1.0})
+        (root / "step_0000002.old").mkdir()
+        was_killed = save_until(series.path(2), effect)
+        model = module(-1.0)
+        found = series.load(model, None)
+        assert found is not None
+        assert found.damaged == ()
+        assert model.weight.unique().tolist() == [found.extra["value"]]
+        assert found.extra["value"] in ((1.0, 2.0) if was_killed else (2.0,))
+        series.save(module(3.0), None, 2, extra={"value": 3.0}, keep_last=1)
+        series.save(module(4.0), None, 3, extra={"value": 4.0}, keep_last=1)
+        left = set(names(root)) - {"latest", "step_0000003", "step_0000002.old"}
+        # One without its mark yet cannot be told from somebody else's; there is nothing in it.
+        assert [size for name in left for file in (root / name).iterdir() if (size := file.stat().st_size)] == []
+        assert len(left) <= (1 if was_killed else 0)
+        if not was_killed:
+            break
+        effect += 1
+    assert effect > 15

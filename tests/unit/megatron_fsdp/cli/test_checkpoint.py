@@ -1,0 +1,139 @@
+"""The command in one process: what it prints, its exit status, and weights on the way to safetensors and back."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from megatron_fsdp import load_checkpoint, save_checkpoint
+from megatron_fsdp.cli import checkpoint as checkpoint_command
+
+
+class Tiny(nn.Module):
+    """Two layers and a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+MAP = {"embedding.weight": "model.embed_tokens.weight", "blocks.*.weight": "model.layers.*.mlp.weight"}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    model = Tiny()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model.head(model.embedding(torch.arange(3))).sum().backward()
+    optimizer.step()
+    save_checkpoint(model, optimizer, tmp_path / "step_0000007", extra={"iteration": 7, "table": torch.zeros(2, 2)})
+    (tmp_path / "map.json").write_text(json.dumps(MAP))
+    return tmp_path / "step_0000007"
+
+
+def command(*words: object) -> int:
+    parser = argparse.ArgumentParser()
+    checkpoint_command.add_arguments(parser)
+    return checkpoint_command.run(parser.parse_args([str(word) for word in words]))
+
+
+def test_inspect_prints_names_shapes_ties_optimizer_and_extra(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("inspect", checkpoint) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{checkpoint}: saved by 1 rank(s), torch 2.")
+    assert "  blocks.1.weight   float32   (3, 3)" in lines
+    assert f"6 tensors of the model, {4 * (15 + 24 + 15)} bytes" in lines
+    assert "tied: embedding.weight = head.weight" in lines
+    assert "optimizer AdamW, state per parameter: exp_avg, exp_avg_sq, step" in lines
+    assert lines[-2:] == ["extra iteration: 7", "extra table: tensor (2, 2)"]
+
+
+def test_verify_counts_the_bytes_of_a_whole_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("verify", checkpoint) == 0
+    num_bytes = sum(file.stat().st_size for file in checkpoint.iterdir() if file.name != "manifest.json")
+    assert capsys.readouterr().out == f"{checkpoint}: whole, {num_bytes:,} bytes checked\n"
+
+
+def test_verify_goes_through_a_folder_of_checkpoints_and_fails_when_one_is_damaged(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_checkpoint(Tiny(), None, checkpoint.with_name("step_0000008"))
+    (checkpoint / "state.pt").write_bytes(b"")
+    assert command("verify", checkpoint.parent) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"error: {checkpoint} is damaged; nothing was loaded")
+    assert f"{checkpoint / 'state.pt'} has 0 bytes" in printed
+    assert f"{checkpoint.with_name('step_0000008')}: whole" in printed
+
+
+@pytest.mark.parametrize("action", ["inspect", "verify"])
+def test_what_is_no_checkpoint_is_an_error(tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(action, tmp_path) == 1
+    assert capsys.readouterr().out.startswith("error: ")
+
+
+def test_export_writes_each_parameter_once_under_the_mapped_name(checkpoint: Path) -> None:
+    output = checkpoint.parent / "hf"
+    assert command("export", checkpoint, output, "--name-map", checkpoint.parent / "map.json") == 0
+    found = load_file(output / "model.safetensors")
+    model = Tiny()
+    load_checkpoint(model, None, checkpoint)
+    assert sorted(found) == [
+        "blocks.0.bias",
+        "blocks.1.bias",
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.weight",
+        "model.layers.1.mlp.weight",
+    ]
+    assert torch.equal(found["model.layers.1.mlp.weight"], model.blocks[1].weight)
+
+
+def test_export_splits_and_converts_as_asked(checkpoint: Path) -> None:
+    output = checkpoint.parent / "hf"
+    assert command("export", checkpoint, output, "--dtype", "bfloat16", "--max-file-size", "40B") == 0
+    files = sorted(output.glob("model-*-of-00003.safetensors"))
+    assert len(files) == 3
+    assert {tensor.dtype for file in files for tensor in load_file(file).values()} == {torch.bfloat16}
+
+
+def test_import_makes_a_checkpoint_that_loads_into_the_tied_model(checkpoint: Path) -> None:
+    folder, name_map = checkpoint.parent / "hf", checkpoint.parent / "map.json"
+    assert command("export", checkpoint, folder, "--name-map", name_map) == 0
+    assert command("import", folder, checkpoint.parent / "back", "--name-map", name_map) == 0
+    model, wanted = Tiny(), Tiny()
+    load_checkpoint(wanted, None, checkpoint)
+    assert load_checkpoint(model, None, checkpoint.parent / "back") == {}
+    assert all(torch.equal(value, wanted.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_import_does_not_replace_other_things(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoint.parent / "hf"
+    folder.mkdir()
+    save_file({"a": torch.zeros(2)}, folder / "model.safetensors")
+    assert command("import", folder, checkpoint.parent) == 1
+    assert "exists and is no checkpoint" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("40", 40), ("5GB", 5 * 10**9), ("2GiB", 2**31), ("500 mb", 5 * 10**8)]
+)
+def test_sizes_are_understood(text: str, num_bytes: int) -> None:
+    parser = argparse.ArgumentParser()
+    checkpoint_command.add_arguments(parser)
+    assert parser.parse_args(["export", "a", "b", "--max-file-size", text]).max_file_size == num_bytes
+
+
+@pytest.mark.parametrize("text", ["much", "0", "-1", "1.5GB", "5TB"])
+def test_sizes_that_make_no_sense_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command("export", "a", "b", f"--max-file-size={text}")
+    assert "wanted a size such as 500MB" in capsys.readouterr().err

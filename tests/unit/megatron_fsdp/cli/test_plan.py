@@ -1,0 +1,319 @@
+"""``megatron-fsdp plan``: its page, JSON, charts and refusals."""
+
+import builtins
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from megatron_fsdp.__main__ import main
+from megatron_fsdp.planning import catalog
+
+EIGHT_RANKS = ("plan", "--model", "llama3-8b", "--mesh", "8")
+Run = Callable[..., str]
+# For processes of their own, which may start elsewhere.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+class Block(nn.Module):
+    """A block of ``make_model``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 128)
+
+
+class LongRows(nn.Module):
+    """Two blocks of four rows each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(1 << 22, 4, bias=False) for _ in range(2)])
+
+
+def few_long_rows() -> nn.Module:
+    return LongRows()
+
+
+def make_model() -> nn.Module:
+    """Build the model of the tests of --factory."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList(Block() for _ in range(4))
+    model.head = nn.Linear(64, 10)
+    return model
+
+
+FACTORY = ("plan", "--factory", f"{__name__}:make_model", "--mesh", "4")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: str) -> str:
+        assert main(arguments) == 0
+        return capsys.readouterr().out
+
+    return call
+
+
+def plan_of(run: Run, *arguments: str) -> dict[str, Any]:
+    plain = json.loads(run(*arguments, "--json"))
+    assert isinstance(plain, dict)
+    return plain
+
+
+def test_the_page_folds_equal_layers_and_names_what_decided_each_choice(run: Run) -> None:
+    page = run(*EIGHT_RANKS, "--dtype", "fp32")
+    assert page.startswith("llama3-8b: 8.03 B parameters, on 8 ranks, optim_grads_params\n")
+    assert "layer.0 .. layer.31 (32 alike, each)" in page
+    assert "weights compute and travel in fp32: --dtype fp32\n" in page
+    assert "gradients travel in fp32: --reduce-dtype fp32 (default)\n" in page
+    assert "kept after forward: the last that forward uses, its backward is next: head\n" in page
+
+
+def test_the_bars_of_the_chart_follow_each_other_up_to_the_total(run: Run) -> None:
+    lines = run(*EIGHT_RANKS).split("\n\n")[3].splitlines()
+    assert lines[0].split() == ["memory", "one", "rank", "all", "ranks"]
+    bars = [line[re.search(r" +#*$", line).start() :] for line in lines[1:]]  # type: ignore[union-attr]
+    assert len(bars[-1].strip()) == 40
+    ends = [len(bar.rstrip()) for bar in bars[:-1]]
+    assert ends == sorted(ends)
+
+
+def test_json_counts_every_unit_and_byte_once(run: Run) -> None:
+    plain = plan_of(run, *EIGHT_RANKS)
+    assert plain["format"] == 1
+    assert plain["model"]["num_parameters"] == 8_030_261_248
+    units = plain["report"]["units"]
+    assert [(unit["count"], len(unit["names"])) for unit in units] == [(1, 1), (1, 1), (32, 32), (1, 1)]
+    resting = sum(
+        unit["count"] * buffer["num_bytes"]
+        for unit in units
+        for group in unit["groups"]
+        for buffer in group["resting"]
+        if not buffer["shares"]
+    )
+    parts = {part["name"]: part["num_bytes"] for part in plain["memory"]["parts"]}
+    assert resting == parts["compute weights"] + parts["main weights"] + parts["gradients"]
+    assert resting == plain["report"]["persistent_bytes"]
+    assert parts["AdamW moments"] == plain["report"]["optimizer_bytes"]
+    assert plain["memory"]["total_bytes"] == sum(parts.values())
+
+
+def test_muon_is_planned_with_its_owners_and_their_state(run: Run) -> None:
+    page = run(*EIGHT_RANKS, "--optimizer", "muon", "--max-team", "4")
+    assert re.search(r"muon +224 matrices  28 on each of 8 ranks", page)
+    assert "Muon steps matrices, teams of up to 4 ranks share one: --optimizer muon, --max-team 4" in page
+    plain, adamw = (plan_of(run, *EIGHT_RANKS, "--optimizer", name) for name in ("muon", "adamw"))
+    parts = {part["name"]: part["num_bytes"] for part in plain["memory"]["parts"]}
+    outer = (128256 * 2 + 1) * 4096 + 32 * 2 * 4096
+    matrices = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
+    assert parts["Muon and AdamW state"] == pytest.approx((4 * matrices + 8 * outer) / 8, rel=1e-3)
+    (owners,) = plain["owners"]
+    assert owners["num_elements"] == matrices
+    assert owners["redundant_flops"] == pytest.approx(8 * owners["mean_flops"])
+    assert plain["time"]["optimizer_seconds"] > adamw["time"]["optimizer_seconds"]
+    assert "owners" not in adamw
+
+
+def test_every_key_of_the_owners_is_documented(run: Run) -> None:
+    text = (Path(__file__).parents[4] / "docs" / "planning.md").read_text(encoding="utf-8")
+    (owners,) = plan_of(run, "plan", "--model", "gpt2", "--mesh", "8", "--optimizer", "muon")["owners"]
+    assert not [key for key in owners if f"`{key}`" not in text]
+
+
+def test_every_key_of_the_json_is_documented(run: Run) -> None:
+    text = (Path(__file__).parents[4] / "docs" / "planning.md").read_text(encoding="utf-8")
+    plain = plan_of(run, "plan", "--model", "gpt2", "--mesh", "8", "--fit", "80GiB", "--micro-batch", "1")
+    keys = {*plain, *plain["fit"], *plain["fit"]["fitting"][0], *plain["workload"], *plain["model"], *plain["time"]}
+    assert not [key for key in keys if f"`{key}`" not in text]
+
+
+def test_sixteen_bits_of_weights_and_three_of_fp32_make_eighteen_bytes_a_parameter(run: Run) -> None:
+    plain = plan_of(run, *EIGHT_RANKS, "--mesh", "1")
+    parts = {part["name"]: part["num_bytes"] for part in plain["memory"]["parts"]}
+    numel = 8_030_261_248
+    wanted = {"compute weights": 2, "main weights": 4, "gradients": 4, "AdamW moments": 8}
+    for name, itemsize in wanted.items():
+        assert parts[name] == pytest.approx(itemsize * numel, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("option", "part", "factor"),
+    [
+        ("--main-dtype=bf16", "main weights", 0),
+        ("--main-grads-dtype=bf16", "gradients", 0.5),
+        ("--moments-dtype=bf16", "AdamW moments", 0.5),
+        ("--micro-batch=3", "activations", 3),
+        ("--dtype=fp32", "main weights", 0),
+    ],
+)
+def test_an_option_changes_the_part_of_memory_it_is_about(run: Run, option: str, part: str, factor: float) -> None:
+    def size(*options: str) -> int:
+        parts = plan_of(run, *EIGHT_RANKS, *options)["memory"]["parts"]
+        return next(int(each["num_bytes"]) for each in parts if each["name"] == part)
+
+    # Main weights in compute dtype are the compute weights.
+    assert size(option) == pytest.approx(factor * size(), rel=1e-4)
+
+
+def test_a_strategy_for_one_axis_keeps_replicas_on_the_outer_of_two(run: Run) -> None:
+    one = plan_of(run, *EIGHT_RANKS, "--mesh", "2x4", "--strategy", "optim_grads_params")
+    assert one["memory"] == plan_of(run, *EIGHT_RANKS, "--mesh", "2x4", "--strategy", "hsdp")["memory"]
+    assert {total["axis"] for total in one["report"]["collectives"]} == {"outer", "inner"}
+
+
+def test_400b_parameters_on_16384_ranks_are_planned_within_two_seconds(run: Run) -> None:
+    # The processor's time: others may use the machine.
+    before = time.process_time()
+    page = run("plan", "--model", "llama3-405b", "--mesh", "2048x8")
+    assert time.process_time() - before < 2.0
+    assert page.startswith("llama3-405b: 405.9 B parameters, on 2,048 x 8 = 16,384 ranks, hsdp")
+
+
+@pytest.mark.parametrize("name", catalog.names())
+def test_every_model_of_the_catalog_can_be_planned(run: Run, name: str) -> None:
+    page = run("plan", "--model", name, "--mesh", "8")
+    assert page.startswith(f"{name}: ")
+    assert "activations" in page
+
+
+def test_models_are_listed(run: Run) -> None:
+    assert run("plan", "--list-models").split() == list(catalog.names())
+
+
+def test_a_config_file_is_planned_like_the_catalogs(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(catalog.load("llama3-8b")))
+    from_file = plan_of(run, "plan", "--hf-config", str(tmp_path / "config.json"), "--mesh", "8")
+    assert from_file["memory"] == plan_of(run, *EIGHT_RANKS)["memory"]
+
+
+def test_a_factorys_repeated_blocks_are_units_and_its_activations_not_known(run: Run) -> None:
+    page = run(*FACTORY)
+    assert "blocks.0 .. blocks.3 (4 alike, each)" in page
+    assert re.search(r"activations +not known +not known\n", page)
+    assert "activations are not known" in page
+
+
+def test_a_factorys_units_can_be_named(run: Run) -> None:
+    units = plan_of(run, *FACTORY, "--unit-class", "Linear")["report"]["units"]
+    assert [unit["names"] for unit in units] == [["Module"], [f"blocks.{n}.up" for n in range(4)], ["head"]]
+
+
+def test_activations_that_were_measured_count_per_sequence(run: Run) -> None:
+    parts = plan_of(run, *FACTORY, "--activation-bytes", "1KiB", "--micro-batch", "3")["memory"]["parts"]
+    assert {"name": "activations", "num_bytes": 3072, "is_known": True} in parts
+
+
+def test_the_html_page_needs_nothing_from_elsewhere(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    run(*EIGHT_RANKS, "--html", str(file))
+    text = file.read_text()
+    assert not re.search(r"(src|href)=|https?:|@import|url\(", text)
+    svg = re.search(r"<svg.*</svg>", text, re.DOTALL)
+    assert svg is not None
+    widths = [
+        float(shape.get("width", 0)) for shape in xml.etree.ElementTree.fromstring(svg[0]) if shape.get("y") == "0"
+    ]
+    assert sum(widths) == pytest.approx(820, abs=1)
+    assert "rows of 4096 in lm_head.weight" in text
+
+
+def test_the_picture_is_a_png(run: Run, tmp_path: Path) -> None:
+    run(*EIGHT_RANKS, "--png", str(tmp_path / "plan.png"))
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    original = builtins.__import__
+
+    def refuse(name: str, *rest: Any, **options: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return original(name, *rest, **options)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    assert main([*EIGHT_RANKS, "--png", str(tmp_path / "plan.png")]) == 2
+    assert "--png needs matplotlib: pip install 'megatron-fsdp-dbuffer[examples]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--mesh 8", "found none; give exactly one of --model, --hf-config and --factory"),
+        ("--model gpt2 --factory a:b --mesh 8", "found --model and --factory"),
+        ("--model gpt3 --mesh 8", "no model 'gpt3' in the catalog, which has deepseek-v3"),
+        ("--model gpt2", "--mesh is missing"),
+        ("--model gpt2 --mesh 8x", "argument --mesh: '8x' is no mesh: write 64 for one axis, 8x128 for outer x inner"),
+        ("--model gpt2 --mesh 2x2x2", "'2x2x2' is no mesh"),
+        ("--model gpt2 --mesh 0", "'0' is no mesh"),
+        ("--model gpt2 --mesh 16 --strategy hsdp", "--mesh 16 has one; write --mesh OUTERxINNER, such as --mesh 2x8"),
+        ("--model gpt2 --mesh 8 --rank 8", "--rank 8: the mesh has 8 ranks, counted from 0"),
+        ("--model gpt2 --mesh 8 --micro-batch 0", "argument --micro-batch: '0' is not an integer of at least 1"),
+        ("--model gpt2 --mesh 8 --bandwidth 1G 2G", "--bandwidth has 2 values, --mesh 1 axes; give one for each"),
+        ("--model gpt2 --mesh 8 --bandwidth 400Gb/s", "'Gb/s' is no unit that fits here; write it as 50GB/s"),
+        ("--model gpt2 --mesh 8 --gpus 8", "--gpus 8 belongs to --fit SIZE"),
+        ("--model gpt2 --mesh 8 --max-team 4", "--max-team 4 belongs to --optimizer muon"),
+        ("--model gpt2 --mesh 8 --unit-class A", "--unit-class A belongs to --factory"),
+        ("--model gpt2 --fit 80 --gpus 8", "'80' has no unit; write it as 80GiB or 80GB"),
+        ("--model gpt2 --fit 80GiB", "--fit needs --gpus N"),
+        ("--model gpt2 --fit 80GiB --gpus 6 --mesh 8", "--gpus 6 contradicts --mesh 8"),
+        ("--model gpt2 --fit 80GiB --gpus 8 --global-batch 9", "no multiple of the 8 ranks; the nearest is 8"),
+        ("--model gpt2 --fit 80GiB --gpus 8 --global-batch 8 --micro-batch 3", "1 sequences per rank and step cannot"),
+        ("--hf-config /nowhere/config.json --mesh 8", "--hf-config /nowhere/config.json: "),
+        ("--factory nowhere:make --mesh 8", "--factory nowhere:make: No module named 'nowhere'"),
+        ("--factory nowhere --mesh 8", "wanted package.module:function"),
+        (f"--factory {__name__}:EIGHT_RANKS --mesh 8", "EIGHT_RANKS is a tuple, wanted a function"),
+        (f"--factory {__name__}:make_model --mesh 8 --unit-class Foo", "--unit-class Foo: the model has Block, Linear"),
+        ("--model gpt2 --mesh 8 --html /nowhere/plan.html", "give a file that can be written"),
+        (f"--factory {__name__}:few_long_rows --mesh 64", "padding makes"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_cure(
+    capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    try:
+        code: Any = main(["plan", *arguments.split()])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    found = capsys.readouterr()
+    assert message in found.err
+    assert found.out == ""
+
+
+@pytest.mark.parametrize(("arguments", "message"), [([], "no command given"), (["plane"], "'plane' is no command")])
+def test_an_unknown_command_is_refused_with_those_there_are(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert message in (found := capsys.readouterr().err)
+    assert "there are plan" in found
+
+
+def test_a_model_in_the_current_folder_is_found(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from torch import nn\ndef make():\n    return nn.Linear(4, 4)\n")
+    command = [sys.executable, "-m", "megatron_fsdp", "plan", "--factory", "mine:make", "--mesh", "2"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "mine:make: 20 parameters, on 2 ranks" in done.stdout
+    assert "the whole model is one unit" in done.stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m megatron_fsdp plan --model llama3-8b --mesh 8 --json | head -1"
+    done = subprocess.run(command, shell=True, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""

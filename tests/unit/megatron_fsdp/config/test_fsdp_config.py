@@ -1,0 +1,319 @@
+"""FsdpConfig: refusals that name both flags, and what the flags mean for fully_shard."""
+
+import argparse
+import copy
+import dataclasses
+import pickle
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from dbuffer import Flat, Partial, Replicate
+from megatron_fsdp.api import fully_shard
+from megatron_fsdp.config.fsdp_config import FsdpConfig
+from megatron_fsdp.config.parser import FLAGS, Flag, add_megatron_fsdp_args
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.policy.strategy import Placements
+
+STRATEGY = "--data-parallel-sharding-strategy"
+MAIN_GRADS = "--megatron-fsdp-main-grads-dtype"
+WIRE = "--megatron-fsdp-grad-comm-dtype"
+WHOLE = (Replicate(), Replicate())
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def namespace(line: str) -> argparse.Namespace:
+    return add_megatron_fsdp_args(argparse.ArgumentParser()).parse_args(line.split())
+
+
+def config(line: str) -> FsdpConfig:
+    """Return the config of a command line."""
+    return FsdpConfig.from_args(namespace(line))
+
+
+def mesh(*shape: int, device_type: str = "cpu") -> Any:
+    """Return what a config reads of a device mesh."""
+    sizes = SimpleNamespace(ndim=len(shape), device_type=device_type)
+    sizes.size = lambda axis=None: shape[axis] if axis is not None else torch.Size(shape).numel()
+    return sizes
+
+
+# ---------------------------------------------------------------------- surroundings
+
+
+def test_megatron_s_default_checkpoint_format_counts_as_not_given() -> None:
+    found = config("--use-megatron-fsdp --ckpt-format torch_dist").explain()
+    assert "checkpoints are fsdp_dtensor: --use-megatron-fsdp (--ckpt-format torch_dist counts as not given)" in found
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "backend", "is_refused"), [(True, "nccl", True), (True, "gloo", False), (False, None, False)]
+)
+def test_one_gpu_queue_is_refused_in_a_job_on_gpus(
+    has_gpu: bool, backend: str | None, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    args = argparse.Namespace(use_megatron_fsdp=True, distributed_backend=backend)
+    if is_refused:
+        with pytest.raises(ConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 contradicts --use-megatron-fsdp"):
+            FsdpConfig.from_args(args)
+    else:
+        assert FsdpConfig.from_args(args).use_megatron_fsdp
+
+
+def test_one_gpu_queue_is_refused_on_a_mesh_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert FsdpConfig().fully_shard_kwargs(mesh(4))
+    with pytest.raises(ConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 contradicts --use-megatron-fsdp"):
+        FsdpConfig().fully_shard_kwargs(mesh(4, device_type="cuda"))
+
+
+# ---------------------------------------------------------------------- where values come from
+
+
+@pytest.mark.parametrize(
+    "flag", [flag for flag in FLAGS if flag.name != "--use-megatron-fsdp"], ids=lambda flag: flag.name
+)
+def test_a_field_has_its_flag_s_default(flag: Flag) -> None:
+    assert getattr(FsdpConfig(), flag.dest) == flag.default
+
+
+def test_there_is_a_field_for_every_flag_and_one_for_hugging_face_s_settings() -> None:
+    found = [field.name for field in dataclasses.fields(FsdpConfig)]
+    assert found == [*(flag.dest for flag in FLAGS), "hugging_face"]
+
+
+def test_a_config_made_in_code_is_of_this_engine_and_one_of_a_command_line_asks_the_flag() -> None:
+    assert FsdpConfig().use_megatron_fsdp
+    assert not config("").use_megatron_fsdp
+    assert config("--use-megatron-fsdp") == FsdpConfig()
+
+
+def test_a_namespace_may_lack_flags_and_have_others() -> None:
+    args = argparse.Namespace(hidden_size=3, data_parallel_sharding_strategy="optim", train_iters=None)
+    assert FsdpConfig.from_args(args) == FsdpConfig(data_parallel_sharding_strategy="optim")
+
+
+def test_the_forms_that_megatron_gives_values_after_parsing_are_understood() -> None:
+    args = argparse.Namespace(
+        megatron_fsdp_main_params_dtype=BF16,
+        megatron_fsdp_main_grads_dtype=None,
+        megatron_fsdp_grad_comm_dtype=F16,
+        exp_avg_dtype=torch.uint8,
+        high_priority_stream_groups=["dp_cp"],
+    )
+    assert FsdpConfig.from_args(args) == FsdpConfig(
+        megatron_fsdp_main_params_dtype="bf16",
+        megatron_fsdp_main_grads_dtype="auto",
+        megatron_fsdp_grad_comm_dtype="fp16",
+        exp_avg_dtype="fp8",
+        high_priority_stream_groups=("dp_cp",),
+    )
+
+
+def test_a_dictionary_gives_the_same_as_keywords() -> None:
+    given = {"bf16": True, "ddp_param_name_patterns_for_fp32_local_accumulation": ["*.norm.*"]}
+    assert FsdpConfig.from_dict(given) == FsdpConfig(
+        bf16=True, ddp_param_name_patterns_for_fp32_local_accumulation=("*.norm.*",)
+    )
+
+
+@pytest.mark.parametrize("make", [FsdpConfig.from_dict, lambda given: FsdpConfig(**given)], ids=["dict", "keywords"])
+@pytest.mark.parametrize(
+    ("unknown", "nearest"),
+    [
+        ("outer_dp_sharding_stratgy", "outer_dp_sharding_strategy"),
+        ("use_nccl_ub", "nccl_ub"),
+        ("overlap_param_gathr", "overlap_param_gather"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_valid_one(make: Any, unknown: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown setting '{unknown}', the nearest valid one is '{nearest}'"):
+        make({unknown: True, "bf16": True})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"bf16": "yes"}, r"--bf16 \(bf16\): found 'yes', wanted bool"),
+        ({"nccl_ub": 1}, r"--use-nccl-ub \(nccl_ub\): found 1, wanted bool"),
+        ({"num_distributed_optimizer_instances": True}, "found True, wanted int"),
+        ({"num_distributed_optimizer_instances": 0}, "found 0, wanted a whole number >= 1"),
+        ({"ddp_bucket_size": -3}, "found -3, wanted a whole number >= 1"),
+        ({"suggested_communication_unit_size": 1.5}, "found 1.5, wanted int"),
+        ({"optimizer_offload_fraction": "half"}, "found 'half', wanted float"),
+        ({"high_priority_stream_groups": "dp"}, "found 'dp', wanted tuple"),
+        ({"optimizer": None}, "found None, wanted str"),
+        ({"clip_grad": -1.0}, r"--clip-grad \(clip_grad\): found -1.0, wanted a number >= 0"),
+        ({"clip_grad": float("nan")}, "found nan, wanted a number >= 0"),
+        ({"megatron_fsdp_version": 3}, "found 3, wanted one of 1, 2"),
+        ({"data_parallel_sharding_strategy": "optim_grad"}, "wanted one of no_shard, .*; the nearest is optim_grads"),
+        ({"megatron_fsdp_main_params_dtype": torch.float64}, "found 'torch.float64', wanted one of fp32"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_value_of_another_type_or_choice_is_refused_with_what_is_legal(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FsdpConfig.from_dict(given)
+
+
+def test_a_config_survives_copies_and_pickling() -> None:
+    original = FsdpConfig(bf16=True)
+    assert copy.deepcopy(original) == pickle.loads(pickle.dumps(original)) == original
+    assert dataclasses.replace(original, bf16=False) == FsdpConfig()
+
+
+# ---------------------------------------------------------------------- what fully_shard gets
+
+
+@pytest.mark.parametrize(
+    ("strategy", "placements"),
+    [
+        ("no_shard", Placements.no_shard(0)),
+        ("optim", Placements.optim(0)),
+        ("optim_grads", Placements.optim_grads(0)),
+        ("optim_grads_params", Placements.optim_grads_params(0)),
+    ],
+)
+def test_a_strategy_on_one_axis_is_its_placements(strategy: str, placements: Placements) -> None:
+    kwargs = config(f"--data-parallel-sharding-strategy {strategy}").fully_shard_kwargs(mesh(3))
+    assert kwargs["placements"] == placements
+
+
+@pytest.mark.parametrize(
+    ("line", "placements"),
+    [
+        ("", Placements.hsdp(0, 1)),
+        ("--outer-dp-sharding-strategy optim", Placements.hfsdp(0, 1)),
+        ("--enable-full-sharding-in-hsdp", Placements.hfsdp(0, 1)),
+        (f"{STRATEGY} optim_grads", Placements((0, 1), WHOLE, (Partial(), Flat()), (Replicate(), Flat()))),
+        (f"{STRATEGY} optim", Placements((0, 1), WHOLE, (Partial(), Partial()), (Replicate(), Flat()))),
+        (f"{STRATEGY} no_shard", Placements((0, 1), WHOLE, (Partial(), Partial()), WHOLE)),
+    ],
+)
+def test_on_two_axes_the_strategy_is_the_inner_one_s(line: str, placements: Placements) -> None:
+    kwargs = config(f"--num-distributed-optimizer-instances 2 {line}").fully_shard_kwargs(mesh(2, 3))
+    assert kwargs["placements"] == placements
+
+
+def test_a_mesh_of_two_axes_says_the_number_of_replicas_where_no_flag_does() -> None:
+    assert FsdpConfig().fully_shard_kwargs(mesh(5, 3))["placements"] == Placements.hsdp(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "shape", "message"),
+    [
+        ("--num-distributed-optimizer-instances 2", (6,), "optimizer-instances 2 needs a mesh of two axes"),
+        ("--outer-dp-sharding-strategy optim", (6,), "--outer-dp-sharding-strategy optim needs a mesh .* of 6 ranks"),
+        ("--enable-full-sharding-in-hsdp", (6,), r"--enable-full-sharding-in-hsdp needs .*instances \(found 1\)"),
+        ("--num-distributed-optimizer-instances 2", (3, 2), "an outer axis of 2 ranks, found a mesh of 3 x 2"),
+        ("", (1, 2, 3), r"the mesh has 3 axes; pass its data-parallel part"),
+    ],
+)
+def test_a_mesh_of_other_axes_than_the_flags_ask_for_is_refused(
+    line: str, shape: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(line).fully_shard_kwargs(mesh(*shape))
+
+
+# Compute, main weights, main gradients, reduction.
+@pytest.mark.parametrize(
+    ("line", "dtypes"),
+    [
+        ("", (None, F32, F32, F32)),
+        ("--bf16", (BF16, F32, F32, F32)),
+        ("--fp16", (F16, F32, F16, F16)),
+        ("--bf16 --grad-reduce-in-bf16", (BF16, F32, BF16, BF16)),
+        ("--grad-reduce-in-bf16", (None, F32, F32, F32)),
+        (f"--bf16 --grad-reduce-in-bf16 {MAIN_GRADS} fp32", (BF16, F32, F32, BF16)),
+        (f"--bf16 {MAIN_GRADS} bf16", (BF16, F32, BF16, BF16)),
+        (f"--bf16 {WIRE} bf16", (BF16, F32, F32, BF16)),
+        (f"{WIRE} fp16", (None, F32, F32, F16)),
+        (f"--bf16 {MAIN_GRADS} bf16 {WIRE} fp32", (BF16, F32, BF16, F32)),
+        ("--bf16 --megatron-fsdp-main-params-dtype auto", (BF16, BF16, F32, F32)),
+        ("--fp16 --megatron-fsdp-main-params-dtype bf16", (F16, BF16, F16, F16)),
+        ("--megatron-fsdp-main-params-dtype auto", (None, None, F32, F32)),
+    ],
+)
+def test_the_dtypes_follow_megatron_s_rules(line: str, dtypes: tuple[torch.dtype | None, ...]) -> None:
+    policy = config(line).mixed_precision_policy()
+    assert (policy.param_dtype, policy.main_params_dtype, policy.main_grads_dtype, policy.reduce_dtype) == dtypes
+
+
+# Of bf16 weights: the dtypes of main weights and of main gradients, and of what travels.
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("line", "dtypes"),
+    [
+        ("", (F32, F32, F32)),
+        ("--megatron-fsdp-main-params-dtype bf16", (BF16, F32, F32)),
+        ("--megatron-fsdp-main-grads-dtype bf16", (F32, BF16, BF16)),
+        ("--megatron-fsdp-grad-comm-dtype bf16", (F32, F32, BF16)),
+        ("--grad-reduce-in-bf16", (F32, BF16, BF16)),
+    ],
+)
+def test_the_dtype_flags_reach_the_buffers(line: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    device_mesh = init_device_mesh("cpu", (1,))
+    model = fully_shard(nn.Linear(5, 3), device_mesh, **config(f"--bf16 {line}").fully_shard_kwargs(device_mesh))
+    model(torch.ones(2, 5)).sum().backward()
+    (group,) = model.parameter_groups
+    assert (group.main_weight.dtype, group.main_grad.dtype, group.spec.dtypes.reduce) == dtypes
+
+
+def test_every_unit_gets_the_policy_and_the_engine_s_choice_of_resharding() -> None:
+    given = config("--bf16")
+    kwargs = given.fully_shard_kwargs(mesh(4))
+    assert kwargs == {
+        "placements": Placements.optim_grads_params(0),
+        "mp_policy": given.mixed_precision_policy(),
+        "reshard_after_forward": None,
+    }
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("shape", [(1,), (1, 1)], ids=["one axis", "two axes"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_fully_shard_takes_the_arguments_and_computes_in_their_dtypes(strategy: str, shape: tuple[int, ...]) -> None:
+    device_mesh = init_device_mesh("cpu", shape)
+    given = config(f"--bf16 --data-parallel-sharding-strategy {strategy}")
+    model = fully_shard(nn.Linear(5, 3), device_mesh, **given.fully_shard_kwargs(device_mesh))
+    output = model(torch.ones(2, 5))
+    output.sum().backward()
+    (parameter, _) = model.parameters()
+    assert (output.dtype, parameter.dtype) == (BF16, F32)
+    assert parameter.grad is not None
+    assert parameter.grad.full_tensor().equal(torch.full((3, 5), 2.0))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_optimizer_cpu_offload_reaches_fully_shard_and_changes_no_result() -> None:
+    device_mesh = init_device_mesh("cpu", (1,))
+    gradients = []
+    for line in ("", "--optimizer-cpu-offload"):
+        torch.manual_seed(2)
+        options = config(line).fully_shard_kwargs(device_mesh)
+        model = fully_shard(nn.Linear(5, 3), device_mesh, **options)
+        model(torch.ones(2, 5)).square().sum().backward()
+        gradients.append(model.weight.grad.full_tensor())
+        assert model.parameter_groups[0].spec.is_offloaded is ("offload_policy" in options) is bool(line)
+    assert torch.equal(*gradients)

@@ -1,0 +1,289 @@
+"""What Megatron's configs ask for and this engine does not do is refused; nothing of it needs Megatron."""
+
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.integrations.megatron import adapter as mcore_adapter
+from megatron_fsdp.integrations.megatron.data_parallel import (
+    hybrid_mesh,
+    refuse_arguments,
+    refuse_configs,
+    shard_for_megatron,
+)
+from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
+from megatron_fsdp.integrations.megatron.optimizer import adopt_optimizer, refuse_optimizer
+from megatron_fsdp.runtime.module import unit_of
+from tests.harness import run_ranks
+
+
+def model_config(**changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        **{"tensor_model_parallel_size": 1, "fp16": False, "calculate_per_token_loss": False, **changes}
+    )
+
+
+def ddp_config(**changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"average_in_collective": False, "num_distributed_optimizer_instances": 1, **changes})
+
+
+def optimizer_config(**changes: Any) -> SimpleNamespace:
+    plain = {
+        "optimizer": "adam", "fp16": False, "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False,
+        "overlap_param_gather_with_optimizer_step": False, "lr": 0.1, "weight_decay": 0.01, "sgd_momentum": 0.5,
+        "decoupled_weight_decay": True, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-6,
+    }  # fmt: skip
+    return SimpleNamespace(**{**plain, **changes})
+
+
+def test_settings_that_this_engine_does_are_accepted() -> None:
+    refuse_configs(model_config(calculate_per_token_loss=True), ddp_config())
+    refuse_configs(model_config(cuda_graph_impl="none", fp8=None), ddp_config(average_in_collective=True))
+    refuse_optimizer(optimizer_config())
+    refuse_optimizer(optimizer_config(optimizer="sgd"))
+    refuse_optimizer(optimizer_config(optimizer="muon"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_model_parallel_size": 2}, r"tensor_model_parallel_size=2: .* give 1"),
+        ({"pipeline_model_parallel_size": 4}, r"pipeline_model_parallel_size=4: .* give 1"),
+        ({"expert_model_parallel_size": 2}, r"expert_model_parallel_size=2: .* give 1"),
+        ({"fp16": True}, r"fp16=True: there is no loss scaler"),
+        ({"fp8": "hybrid"}, r"fp8='hybrid'"),
+        ({"cuda_graph_impl": "local"}, r"cuda_graph_impl='local'"),
+        ({"fp16": True, "fp4": "nvfp4"}, r"fp16=True: .*; fp4='nvfp4'"),
+    ],
+)
+def test_settings_of_the_model_that_it_does_not_do_are_refused_with_a_cure(changes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        refuse_configs(model_config(**changes), ddp_config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fp8_param_gather": True}, r"fp8_param_gather=True"),
+        ({"delay_wgrad_compute": True}, r"delay_wgrad_compute=True"),
+        ({"check_for_large_grads": True}, r"check_for_large_grads=True"),
+    ],
+)
+def test_settings_of_data_parallelism_that_it_does_not_do_are_refused(changes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        refuse_configs(model_config(), ddp_config(**changes))
+
+
+def test_summed_and_averaged_gradients_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"calculate_per_token_loss=True and average_in_collective=True"):
+        refuse_configs(model_config(calculate_per_token_loss=True), ddp_config(average_in_collective=True))
+
+
+def test_arguments_of_newer_adapters_are_refused_only_where_they_ask_for_something() -> None:
+    refuse_arguments({"full_param_layout": None, "is_expert": False})
+    with pytest.raises(ConfigError, match=r"^full_param_layout=3: this wrapper does not know"):
+        refuse_arguments({"full_param_layout": 3, "is_expert": False})
+
+
+def mesh_of(instances: int) -> tuple[list[list[int]], str]:
+    """Return Megatron's grid of four ranks as a mesh, and what is said of groups that make none."""
+    ranks = torch.arange(4).view(instances, -1)
+    rows = [dist.new_group(row) for row in ranks.tolist()]
+    columns = [dist.new_group(column) for column in ranks.t().tolist()]
+    row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    assert dist.group.WORLD is not None
+    mesh = hybrid_mesh(dist.group.WORLD, columns[column], rows[row], "cpu")
+    assert mesh.mesh_dim_names == ("dp_outer", "dp_shard")
+    with pytest.raises(ConfigError) as caught:
+        hybrid_mesh(dist.group.WORLD, rows[row], columns[column], "cpu")
+    return mesh.mesh.tolist(), str(caught.value)
+
+
+def test_megatrons_groups_become_a_mesh_of_instances_and_others_are_refused() -> None:
+    for mesh, message in run_ranks(4, mesh_of, 2):
+        assert mesh == [[0, 1], [2, 3]]
+        assert message.startswith("hybrid sharding over ranks [[0, 1], [2, 3]] needs the groups [")
+        assert "leave Megatron's order of groups as it is" in message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": "lion"},
+        {"fp16": True},
+        {"optimizer_cpu_offload": True},
+        {"use_precision_aware_optimizer": True},
+        {"overlap_param_gather_with_optimizer_step": True},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_other_optimizers_are_refused_by_name(changes: Any) -> None:
+    ((name, value),) = changes.items()
+    with pytest.raises(ConfigError, match=f"{name}={value!r}: "):
+        refuse_optimizer(optimizer_config(**changes))
+
+
+def test_models_of_another_wrapper_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a list of one ShardedDataParallel, found \['Linear'\]"):
+        mcore_adapter.get_megatron_optimizer(optimizer_config(), [nn.Linear(2, 2)])
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Stands in for TransformerEngine's optimizer, which is none of PyTorch's classes."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 0.1, "bias_correction": True})
+
+
+def adopt(changes: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    """Return the class and the hyperparameters of the optimizer that takes a fused one's place."""
+    model = fully_shard_model(nn.Linear(2, 2), [nn.Linear])
+    groups = [{"params": [model.weight], "wd_mult": 1.0}, {"params": [model.bias], "wd_mult": 0.0, "lr": 0.3}]
+    made = SimpleNamespace(optimizer=FusedAdam(groups), config=optimizer_config(**changes))
+    assert adopt_optimizer(made, model)._sharded_model is model
+    fields = [
+        {name: group[name] for name in ("lr", "wd_mult", "weight_decay")} for group in made.optimizer.param_groups
+    ]
+    return type(made.optimizer).__name__, fields
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [({}, "AdamW"), ({"decoupled_weight_decay": False}, "Adam"), ({"optimizer": "sgd"}, "SGD")],
+)
+def test_optimizers_of_fused_kernels_give_way_to_pytorchs_with_the_same_groups(changes: Any, wanted: str) -> None:
+    ((name, fields),) = run_ranks(1, adopt, changes)
+    assert name == wanted
+    assert fields == [
+        {"lr": 0.1, "wd_mult": 1.0, "weight_decay": 0.01},
+        {"lr": 0.3, "wd_mult": 0.0, "weight_decay": 0.01},
+    ]
+
+
+class Attention(nn.Module):
+    """The parameters of a Megatron layer that matter to Muon, with what says how they are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=3, hidden_size=12)
+        self.embedding = nn.Embedding(5, 12)
+        self.embedding.weight.is_embedding_or_output_parameter = True  # type: ignore[assignment]
+        self.linear_qkv = nn.Linear(12, 24)
+        self.linear_proj = nn.Linear(12, 12, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.embedding(tokens)
+        hidden = self.linear_qkv(hidden)[..., :12]
+        projected: torch.Tensor = self.linear_proj(hidden)
+        return projected
+
+
+def adopt_muon() -> tuple[list[dict[str, Any]], bool]:
+    """Return the groups that Megatron's become, and whether a step moves all weights."""
+    model = fully_shard_model(Attention(), [nn.Linear])
+    named = dict(model.named_parameters())
+    decayed = [parameter for parameter in named.values() if parameter.ndim > 1]
+    groups = [{"params": decayed, "wd_mult": 1.0}, {"params": [named["linear_qkv.bias"]], "wd_mult": 0.0}]
+    fields = {"momentum": 0.9, "split_qkv": True, "use_nesterov": True, "scale_mode": "spectral",
+              "num_ns_steps": 4, "extra_scale_factor": 0.2}  # fmt: skip
+    config = optimizer_config(optimizer="muon", **{f"muon_{name}": value for name, value in fields.items()})
+    made = adopt_optimizer(SimpleNamespace(optimizer=FusedAdam(groups), config=optimizer_config()), model, config)
+    before = {name: parameter.full_tensor().clone() for name, parameter in named.items()}
+    model(torch.arange(5)[None]).square().sum().backward()
+    made.optimizer.step()
+    moved = all(not torch.equal(before[name], named[name].full_tensor()) for name in before)
+    names = {id(parameter): name for name, parameter in named.items()}
+    return [
+        {
+            "names": [names[id(parameter)] for parameter in group["params"]],
+            "rows": group.get("view", {}).get("row_splits"),
+            **{key: group.get(key) for key in ("wd_mult", "momentum", "nesterov", "ns_steps", "betas")},
+        }
+        for group in made.optimizer.param_groups
+    ], moved
+
+
+def test_muon_takes_the_matrices_of_megatrons_groups_and_adamw_the_rest() -> None:
+    for groups, moved in run_ranks(2, adopt_muon):
+        muon = {"wd_mult": 1.0, "momentum": 0.9, "nesterov": True, "ns_steps": 4, "betas": None}
+        adamw = {"rows": None, "momentum": None, "nesterov": None, "ns_steps": None, "betas": (0.8, 0.9)}
+        assert groups == [
+            {"names": ["embedding.weight"], "wd_mult": 1.0, **adamw},
+            {"names": ["linear_qkv.weight"], "rows": (6, 3, 3), **muon},
+            {"names": ["linear_proj.weight"], "rows": (), **muon},
+            {"names": ["linear_qkv.bias"], "wd_mult": 0.0, **adamw},
+        ]
+        assert moved
+
+
+def test_the_adapter_imports_no_megatron_by_itself() -> None:
+    code = "import sys, megatron_fsdp.mcore_adapter; print(any(n.split('.')[0] == 'megatron' for n in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_names_that_the_adapter_lacks_are_errors_of_python() -> None:
+    with pytest.raises(AttributeError, match=r"adapter.* has no attribute 'Sharded'"):
+        _ = mcore_adapter.Sharded
+
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+def shard_what_ranks_drew(given: dict[str, Any], shape: tuple[int, ...], strategy: str) -> dict[str, Any]:
+    """Shard a model of which ranks drew one part alike and another differently; return whole weights and settings."""
+    names = ("dp_outer", "dp_shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    torch.manual_seed(3)
+    layers = [nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 1)]
+    torch.manual_seed(10 * dist.get_rank())
+    layers[1].reset_parameters()
+    with torch.no_grad():
+        layers[2].weight.fill_(float("nan"))
+    model = nn.Sequential(*layers)
+    drawn = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    settings = {"data_parallel_sharding_strategy": strategy, "outer_dp_sharding_strategy": "no_shard"}
+    config = ddp_config(**settings, check_for_nan_in_grad=False, grad_reduce_in_fp32=True, **given)
+    sharded = shard_for_megatron(model, model_config(), config, mesh, [nn.Linear])
+    ahead = [len(unit_of(layer).forward_prefetch or ()) for layer in layers]
+    slots = [unit_of(layer).slots for layer in layers]
+    state = sharded.state_dict().items()
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state}
+    return {"drawn": drawn, "found": whole, "ahead": ahead, "slots": slots}
+
+
+@pytest.mark.parametrize(
+    ("shape", "strategy"), [((3,), name) for name in STRATEGIES] + [((2, 2), "optim_grads_params")]
+)
+def test_weights_that_ranks_drew_differently_become_the_first_rank_s(shape: tuple[int, ...], strategy: str) -> None:
+    results = run_ranks(math.prod(shape), shard_what_ranks_drew, {}, shape, strategy)
+    first = results[0]["drawn"]
+    assert not torch.equal(results[1]["drawn"]["1.weight"], first["1.weight"])
+    for result in results:
+        for name, value in first.items():
+            assert torch.equal(result["found"][name].nan_to_num(9.0), value.nan_to_num(9.0)), name
+
+
+def test_megatron_s_settings_of_buffers_and_prefetch_act() -> None:
+    sizes = {"suggested_communication_unit_size": 20}
+    (plain,) = run_ranks(1, shard_what_ranks_drew, {}, (1,), "optim_grads_params")
+    (found,) = run_ranks(1, shard_what_ranks_drew, {"fsdp_double_buffer": True, **sizes}, (1,), "optim_grads_params")
+    assert plain["ahead"] == [0, 0, 0]
+    # The second layer has 18 elements, so the first one starts the third as well.
+    assert found["ahead"] == [2, 1, 0]
+    assert [slots.sizing for slots in plain["slots"]] == [None] * 3
+    assert [slots.sizing for slots in found["slots"]] == ["by_size"] * 3
+    (largest,) = run_ranks(
+        1, shard_what_ranks_drew, {"megatron_fsdp_max_pool_double_buffer": True}, (1,), "optim_grads_params"
+    )
+    assert [slots.sizing for slots in largest["slots"]] == ["largest"] * 3

@@ -1,0 +1,217 @@
+"""The catalog against the parameter counts that were published with the models."""
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.planning import catalog
+from megatron_fsdp.planning.catalog import Architecture, UnitShapes
+
+# In millions. DeepSeek-V3 is published as 671B for the main model, 685B on its hub page with the layer that predicts a
+# second token, which is left out here. Gemma 3 27B and SigLIP have another tower, which is left out: 27.0B is the text
+# model of 27.4B, 428M the vision model of 878M.
+PUBLISHED = {
+    "deepseek-v3": 671_026,
+    "gemma-2-9b": 9_242,
+    "gemma-3-27b": 27_009,
+    "gpt-oss-120b": 116_830,
+    "gpt2": 124.4,
+    "llama3-405b": 405_853,
+    "llama3-70b": 70_554,
+    "llama3-8b": 8_030,
+    "mixtral-8x7b": 46_703,
+    "qwen3-235b-a22b": 235_094,
+    "siglip-so400m": 428.2,
+}
+# In billions, as published: of gpt-oss without the embedding, whose 0.58B are looked up, not multiplied.
+ACTIVE = {"mixtral-8x7b": 12.9, "qwen3-235b-a22b": 22.2, "deepseek-v3": 37.6, "gpt-oss-120b": 5.13 + 0.58}
+
+SMALL = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def small(model_type: str, **fields: Any) -> Architecture:
+    return catalog.architecture({"model_type": model_type, **SMALL, **fields})
+
+
+def unit(architecture: Architecture, name: str) -> UnitShapes:
+    (found,) = [unit for unit in architecture.units if unit.name == name]
+    return found
+
+
+def test_every_model_has_a_published_count_to_be_held_against() -> None:
+    assert set(catalog.names()) == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", catalog.names())
+def test_a_model_has_as_many_parameters_as_were_published(name: str) -> None:
+    found = catalog.architecture(catalog.load(name))
+    assert found.num_parameters / 1e6 == pytest.approx(PUBLISHED[name], rel=0.001)
+    assert found.num_parameters == sum(unit.count * unit.num_parameters for unit in found.units)
+
+
+@pytest.mark.parametrize("name", catalog.names())
+def test_a_token_uses_as_many_parameters_as_were_published(name: str) -> None:
+    found = catalog.architecture(catalog.load(name))
+    published = ACTIVE[name] * 1e9 if name in ACTIVE else found.num_parameters
+    assert found.num_active_parameters == pytest.approx(published, rel=0.005)
+
+
+@pytest.mark.parametrize("name", catalog.names())
+def test_a_config_names_where_it_was_published(name: str) -> None:
+    organisation, _, repository = catalog.load(name)["source"].partition("/")
+    assert organisation
+    assert repository
+
+
+@pytest.mark.parametrize("name", catalog.names())
+def test_names_below_a_unit_are_unique_and_shapes_positive(name: str) -> None:
+    for found in catalog.architecture(catalog.load(name)).units:
+        assert found.count > 0
+        assert max(Counter(name for name, _ in found.parameters).values()) == 1
+        assert all(dim > 0 for shape in found.shapes for dim in shape)
+
+
+@pytest.mark.parametrize("name", catalog.names())
+def test_layers_are_counted_once_whatever_their_kind(name: str) -> None:
+    found = catalog.architecture(catalog.load(name))
+    assert sum(unit.count for unit in found.units if unit.name.endswith("layer")) == found.num_layers
+
+
+def test_a_llama_layer_has_the_shapes_of_its_config() -> None:
+    found = catalog.architecture(catalog.load("llama3-8b"))
+    assert unit(found, "layer") == UnitShapes(
+        "layer",
+        32,
+        (
+            ("self_attn.q_proj.weight", (4096, 4096)),
+            ("self_attn.k_proj.weight", (1024, 4096)),
+            ("self_attn.v_proj.weight", (1024, 4096)),
+            ("self_attn.o_proj.weight", (4096, 4096)),
+            ("mlp.gate_proj.weight", (14336, 4096)),
+            ("mlp.up_proj.weight", (14336, 4096)),
+            ("mlp.down_proj.weight", (4096, 14336)),
+            ("input_layernorm.weight", (4096,)),
+            ("post_attention_layernorm.weight", (4096,)),
+        ),
+    )
+    assert unit(found, "embedding").parameters == (("weight", (128256, 4096)),)
+    assert unit(found, "head").parameters == (("norm.weight", (4096,)), ("lm_head.weight", (128256, 4096)))
+    assert (found.head_dim, found.num_key_value_heads, found.tied) == (128, 8, False)
+
+
+def test_routed_experts_are_fused_and_a_unit_of_their_own() -> None:
+    found = catalog.architecture(catalog.load("deepseek-v3"))
+    experts = unit(found, "experts")
+    assert experts.count == unit(found, "moe_layer").count == 58
+    assert experts.parameters == (("gate_up_proj", (256, 4096, 7168)), ("down_proj", (256, 7168, 2048)))
+
+
+def test_tied_models_keep_their_last_norm_with_the_embedding() -> None:
+    found = small("qwen3", tie_word_embeddings=True)
+    assert found.tied
+    assert unit(found, "embedding").parameters == (("embed_tokens.weight", (100, 64)), ("norm.weight", (64,)))
+    assert [unit.name for unit in found.units] == ["embedding", "layer"]
+    untied = small("qwen3", tie_word_embeddings=False)
+    assert untied.num_parameters == found.num_parameters + 100 * 64
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "biases", "norms"),
+    [
+        ("llama", {}, set(), 0),
+        ("llama", {"attention_bias": True}, {"q", "k", "v", "o"}, 0),
+        ("mistral", {}, set(), 0),
+        ("qwen2", {}, {"q", "k", "v"}, 0),
+        ("qwen3", {}, set(), 2),
+        ("gemma3_text", {}, set(), 2),
+    ],
+)
+def test_families_differ_in_biases_and_norms_of_heads(
+    model_type: str, fields: dict[str, Any], biases: set[str], norms: int
+) -> None:
+    names = [name for name, _ in unit(small(model_type, **fields), "layer").parameters]
+    assert {name.split(".")[1][0] for name in names if name.endswith("_proj.bias")} == biases
+    assert sum(name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight") for name in names) == norms
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "head_dim"),
+    [("llama", {}, 16), ("llama", {"head_dim": 24}, 24), ("mistral", {"head_dim": None}, 16), ("gemma2", {}, 256)],
+)
+def test_the_width_of_a_head_has_the_default_of_its_family(
+    model_type: str, fields: dict[str, Any], head_dim: int
+) -> None:
+    found = small(model_type, **fields)
+    assert found.head_dim == head_dim
+    assert dict(unit(found, "layer").parameters)["self_attn.q_proj.weight"] == (4 * head_dim, 64)
+
+
+def test_some_layers_of_a_mixture_may_be_dense() -> None:
+    fields = {"num_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+    found = small("qwen3_moe", **fields, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert {unit.name: unit.count for unit in found.units if unit.name != "head"} == {
+        "embedding": 1,
+        "dense_layer": 3,
+        "moe_layer": 1,
+        "experts": 1,
+    }
+    routed = math.prod((8, 64, 64)) + math.prod((8, 64, 32))
+    assert found.num_active_parameters == found.num_parameters - routed * 6 // 8
+
+
+def test_a_vision_part_counts_its_patches() -> None:
+    found = catalog.architecture(catalog.load("siglip-so400m"))
+    assert dict(unit(found, "embedding").parameters)["position_embedding.weight"] == (27 * 27, 1152)
+    assert found.vocab_size == 0
+
+
+@pytest.mark.parametrize("model_type", ["bert", None, 7])
+def test_an_unknown_family_is_refused_with_those_known_and_the_way_around(model_type: object) -> None:
+    with pytest.raises(ConfigError, match=r"deepseek_v3, .*qwen3_moe.*--factory"):
+        catalog.architecture({"model_type": model_type})
+
+
+def test_every_family_of_the_catalog_is_listed_as_supported() -> None:
+    assert {catalog.load(name)["model_type"] for name in catalog.names()} <= set(catalog.SUPPORTED)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None}, "llama model: hidden_size is None, wanted an integer >= 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"vocab_size": "100"}, "vocab_size is '100'"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+    ],
+)
+def test_a_config_without_a_needed_number_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small("llama", **change)
+
+
+def test_an_unknown_name_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="no model 'llama4' in the catalog, which has deepseek-v3, "):
+        catalog.load("llama4")
+
+
+def test_a_loaded_config_is_the_callers_to_change() -> None:
+    catalog.load("gpt2")["n_layer"] = 1
+    assert catalog.load("gpt2")["n_layer"] == 12
+
+
+def test_models_are_shipped_as_plain_json_files() -> None:
+    folder = Path(catalog.__file__).parent / "models"
+    assert {path.stem for path in folder.iterdir()} == set(catalog.names())
+    assert all(json.loads(path.read_text(encoding="utf-8"))["model_type"] for path in folder.iterdir())

@@ -1,0 +1,109 @@
+"""Time: collectives by the formulas of rings, steps by what overlaps, against numbers worked out by hand."""
+
+import pytest
+
+from megatron_fsdp import Placements
+from megatron_fsdp.planning.cost_model import Hardware, Link, Machine, StepTime, predict_step, transfer_seconds
+from megatron_fsdp.planning.model_spec import ModelFacts, Transfer, UnitFacts
+from megatron_fsdp.planning.options import mesh_axes_of
+from megatron_fsdp.planning.step_simulator import forecast_step
+from megatron_fsdp.planning.transformer import Recompute, UnitWork, Workload
+from tests.unit.megatron_fsdp.planning.chains import chain, group_of, three_units
+
+GIGABYTE = 10**9
+
+
+def test_a_ring_moves_all_but_one_part_and_waits_once_per_hop() -> None:
+    link = Link(GIGABYTE, 1e-3)
+    gather = transfer_seconds(Transfer("all_gather", "dp", 4, GIGABYTE), link)
+    assert gather == pytest.approx(0.75 + 3e-3)
+    assert transfer_seconds(Transfer("reduce_scatter", "dp", 4, GIGABYTE), link) == gather
+    assert transfer_seconds(Transfer("all_reduce", "dp", 4, GIGABYTE), link) == pytest.approx(2 * gather)
+
+
+def step(facts: ModelFacts, flops: float, num_microbatches: int = 1, recompute: Recompute = Recompute.NONE) -> StepTime:
+    """Predict with 1 byte per second, no latency, and 1 operation per token and unit with parameters."""
+    workload = Workload(1, 1, num_microbatches, recompute)
+    links = {f"axis{position}": Link(1.0) for position in range(2)}
+
+    def work(unit: UnitFacts) -> UnitWork:
+        return UnitWork(len(unit.groups), is_layer=True)
+
+    return predict_step(facts, forecast_step(facts, num_microbatches), work, workload, Hardware(flops, 1.0, links))
+
+
+def test_fast_compute_leaves_all_communication_exposed() -> None:
+    # 64 + 128 + 32 elements of 4 bytes, three quarters of them moved: gathered twice, reduced once.
+    time = step(three_units(), flops=1e9)
+    assert time.communication == pytest.approx(3 * 224 * 4 * 0.75)
+    assert time.exposed == pytest.approx(time.communication, rel=1e-6)
+    assert time.total == pytest.approx(time.compute + time.exposed + time.optimizer)
+
+
+def test_slow_compute_hides_all_but_the_first_gather_of_each_pass_and_the_last_reduction() -> None:
+    time = step(three_units(), flops=1e-4)
+    # Forward begins with unit1, backward with unit3 and ends with unit1.
+    assert time.exposed == pytest.approx((64 + 32 + 64) * 4 * 0.75)
+    assert time.compute == pytest.approx(3 * 3 / 1e-4)
+
+
+def test_compute_and_overlapped_communication_grow_with_the_microbatches() -> None:
+    one, three = step(three_units(), 1.0), step(three_units(), 1.0, 3)
+    assert three.compute == pytest.approx(3 * one.compute)
+    assert three.communication == pytest.approx(3 * one.communication)
+    assert three.optimizer == one.optimizer
+
+
+def test_what_is_reduced_after_the_last_microbatch_is_never_hidden() -> None:
+    facts = chain(group_of(16, Placements.hsdp(0, 1), sizes=(2, 4)))
+    one, three = step(facts, 1e-9), step(facts, 1e-9, 3)
+    tail = 2 * 0.5 * 16 * 4
+    assert one.units[1].tail == three.units[1].tail == pytest.approx(tail)
+    assert one.exposed > tail
+
+
+def test_refreshing_replicated_weights_is_never_hidden() -> None:
+    time = step(three_units(placements=Placements.optim(0)), 1e-9)
+    # A reduce-scatter and an all-gather of everything, when backward has ended.
+    assert time.exposed == pytest.approx(2 * 224 * 4 * 0.75)
+
+
+def test_replicas_on_one_rank_communicate_nothing() -> None:
+    time = step(chain(group_of(16, sizes=(1,))), 1.0)
+    assert (time.communication, time.exposed, time.tokens_to_hide) == (0.0, 0.0, 0)
+
+
+def test_recomputing_a_layer_costs_another_forward() -> None:
+    assert step(three_units(), 1.0, recompute=Recompute.FULL).compute == pytest.approx(3 * 4)
+
+
+def test_the_optimizer_reads_and_writes_its_own_part() -> None:
+    # 56 elements: gradient, weights and moments twice in FP32, and the compute weights, which are the same.
+    assert step(three_units(), 1.0).optimizer == pytest.approx(56 * (4 + 6 * 4 + 4))
+
+
+def test_tokens_to_hide_grow_with_bandwidth_bound_time() -> None:
+    # unit2 reduces and gathers 512 bytes in backward, 2 operations per token; forward 512 against 1.
+    assert step(three_units(), 1.0).tokens_to_hide == 128 * 4 * 3 // 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bandwidths"),
+    [
+        ((8,), [450.0]),
+        ((64,), [400.0]),
+        ((8, 8), [50.0, 450.0]),
+        ((16, 4), [100.0, 450.0]),
+        ((4, 16), [50.0, 400.0]),
+        ((4, 2), [450.0, 450.0]),
+    ],
+)
+def test_an_axis_gets_the_ports_of_its_members_in_a_node(sizes: tuple[int, ...], bandwidths: list[float]) -> None:
+    axes = mesh_axes_of(sizes)
+    links = Machine().hardware(axes).links
+    assert [links[axis.name].bytes_per_second / 1e9 for axis in axes] == bandwidths
+
+
+def test_given_bandwidths_replace_those_of_the_nodes() -> None:
+    links = Machine().hardware(mesh_axes_of((2, 8)), (1e9, 2e9)).links
+    assert (links["outer"].bytes_per_second, links["inner"].bytes_per_second) == (1e9, 2e9)

@@ -1,0 +1,281 @@
+"""The report: what it says about a live model, and the page that it prints."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, StateError, explain, fsdp_no_shard, fully_shard
+from megatron_fsdp.formatting import format_bytes
+from megatron_fsdp.planning.report import report_of
+from tests.unit.megatron_fsdp.planning.chains import three_units
+
+NUM_RANKS = 6
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int = 5) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, hidden)
+        self.down = nn.Linear(hidden, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.down(self.up(x))
+        return result
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 3)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.head = nn.Linear(3, 11, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=NUM_RANKS)
+    yield init_device_mesh("cpu", (NUM_RANKS,))
+    dist.destroy_process_group()
+
+
+def test_a_model_without_units_is_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(StateError, match="Model holds no sharded module"):
+        explain(Model())
+
+
+def test_units_are_named_by_their_path_and_list_their_modules(mesh: DeviceMesh) -> None:
+    model = Model(1)
+    fully_shard(model.blocks[0], mesh)
+    fully_shard([model.embedding, model.head], mesh)
+    fully_shard(model, mesh)
+    named = {unit.name: unit.modules for unit in explain(model).units}
+    assert named == {"Model": ("Model",), "embedding": ("Embedding", "Linear"), "blocks.0": ("Block",)}
+
+
+def test_a_unit_without_parameters_of_its_own_says_so(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(Block())
+    fully_shard(model[0], mesh)
+    fully_shard(model, mesh)
+    root, block = explain(model).units
+    assert "no parameters of its own" in root.note
+    assert "no parameters of its own" in root.reason
+    assert block.note == ""
+
+
+def test_the_reason_for_keeping_weights_is_told(mesh: DeviceMesh) -> None:
+    model = Model(3)
+    fully_shard(model.blocks[0], mesh)
+    fully_shard(model.blocks[1], mesh, reshard_after_forward=False)
+    fully_shard(model.blocks[2], mesh, Placements.optim(0))
+    fully_shard(model, mesh)
+    reasons = {unit.name: (unit.reshards_after_forward, unit.reason) for unit in explain(model).units}
+    assert reasons == {
+        "Model": (False, "kept after forward: it is the root"),
+        "blocks.0": (True, "released after forward: the default below the root"),
+        "blocks.1": (False, "kept after forward: reshard_after_forward=False"),
+        "blocks.2": (True, "nothing to release: its weights rest whole on every rank"),
+    }
+
+
+def test_ties_name_every_place_of_a_parameter(mesh: DeviceMesh) -> None:
+    model = Model(1)
+    model.head.weight = model.embedding.weight
+    report = explain(fully_shard(model, mesh))
+    assert report.units[0].ties == (("embedding.weight", "head.weight"),)
+    assert report.units[0].groups[0].num_parameters == 5
+    assert "tied parameters: embedding.weight = head.weight" in str(report)
+
+
+def test_frozen_parameters_form_a_group_without_gradient_buffers(mesh: DeviceMesh) -> None:
+    model = Block()
+    model.up.requires_grad_(False)
+    (unit,) = explain(fully_shard(model, mesh)).units
+    frozen, trained = sorted(unit.groups, key=lambda group: group.requires_grad)
+    assert unit.num_frozen_groups == 1
+    assert [buffer.kind for buffer in frozen.resting] == ["main_weight", "model_weight"]
+    assert [buffer.kind for buffer in trained.resting] == ["main_weight", "model_weight", "main_grad"]
+    assert [collective.kind for collective in frozen.collectives] == ["all_gather"]
+
+
+def test_a_group_tells_its_dtypes_and_where_each_buffer_lies(mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float16, main_grads_dtype=torch.float64)
+    (unit,) = explain(fully_shard(Block(), mesh, Placements.optim_grads(0), mp_policy=policy)).units
+    (group,) = unit.groups
+    dtypes = (group.compute_dtype, group.main_dtype, group.reduce_dtype, group.main_grad_dtype)
+    assert dtypes == ("bfloat16", "float32", "float16", "float64")
+    assert [(buffer.kind, buffer.dtype, buffer.placement) for buffer in (*group.resting, *group.transient)] == [
+        ("main_weight", "float32", "axis 0: Flat"),
+        ("model_weight", "bfloat16", "axis 0: Replicate"),
+        ("main_grad", "float64", "axis 0: Flat"),
+        ("packed gradients", "float16", "axis 0: Partial"),
+    ]
+
+
+def test_the_certificate_of_a_group_is_its_plans_and_names_the_parameter_that_binds(mesh: DeviceMesh) -> None:
+    model = fully_shard(nn.Linear(17, 7, bias=False), mesh)
+    assert isinstance(model, FsdpModule)
+    layout = model.parameter_groups[0].plan
+    (group,) = explain(model).units[0].groups
+    assert (group.numel, group.buffer_numel) == (119, layout.numel)
+    assert (group.padding_ratio, group.gap) == (layout.padding_ratio, layout.gap)
+    assert group.lower_bound_numel == layout.lower_bound_numel
+    assert "weight (7, 17)" in group.binding
+    assert "tensor" not in group.binding
+
+
+def test_parameters_outside_of_units_are_listed_and_not_counted(mesh: DeviceMesh) -> None:
+    model = Model(1)
+    fully_shard(model.blocks[0], mesh)
+    report = explain(model)
+    assert report.unsharded == ("embedding.weight", "head.weight")
+    assert report.unsharded_bytes == 2 * 33 * 4
+    assert "in no unit" in str(report)
+    assert sum(group.num_parameters for unit in report.units for group in unit.groups) == 4
+
+
+def test_units_that_no_unit_encloses_are_roots_each(mesh: DeviceMesh) -> None:
+    model = Model(3)
+    for block in model.blocks:
+        fully_shard(block, mesh)
+    report = explain(model)
+    assert report.num_roots == 3
+    assert "call fully_shard on the outermost module" in str(report)
+    assert explain(fully_shard(model, mesh)).num_roots == 1
+
+
+def test_a_part_of_a_unit_can_be_explained(mesh: DeviceMesh) -> None:
+    model = Model(1)
+    fully_shard([model.embedding, model.head], mesh)
+    fully_shard(model, mesh)
+    (unit,) = explain(model.head).units
+    assert unit.modules == ("Embedding", "Linear")
+    assert explain(model.head).forward_peak.num_bytes == unit.transient_bytes("gathered weights")
+
+
+def test_explaining_changes_nothing_and_says_the_same_in_the_middle_of_a_step(mesh: DeviceMesh) -> None:
+    model = Model(2)
+    for block in model.blocks:
+        fully_shard(block, mesh)
+    fully_shard(model, mesh)
+    at_rest = explain(model, 2)
+    loss = model(torch.tensor([[1, 4, 7]])).sum()
+    states = [group.weight_state for group in model.parameter_groups]
+    registered = [id(parameter) for parameter in model.parameters()]
+    assert explain(model, 2) == at_rest
+    assert [group.weight_state for group in model.parameter_groups] == states
+    assert [id(parameter) for parameter in model.parameters()] == registered
+    loss.backward()
+    assert explain(model, 2) == at_rest
+
+
+# ---------------------------------------------------------------- the page and the data
+
+
+def test_the_data_survives_json_and_holds_every_total(mesh: DeviceMesh) -> None:
+    report = explain(fully_shard(Model(2), mesh), 3)
+    data = report.to_dict()
+    assert json.loads(json.dumps(data)) == data
+    assert data["persistent_bytes"] == report.persistent_bytes
+    assert data["backward_peak"] == {"num_bytes": report.backward_peak.num_bytes, "unit": "Model"}
+    assert data["collectives"][0]["count"] == 3
+    assert data["units"][0]["groups"][0]["resting"][0]["kind"] == "main_weight"
+
+
+def test_a_hundred_layers_fit_on_a_page(mesh: DeviceMesh) -> None:
+    model = Model(100)
+    for block in model.blocks:
+        fully_shard(block, mesh)
+    page = str(explain(fully_shard(model, mesh)))
+    assert "blocks.0 .. blocks.99 (100 alike, each)" in page
+    assert len(page.splitlines()) <= 50
+
+
+def test_units_of_different_sizes_have_lines_of_their_own() -> None:
+    lines = str(report_of(three_units())).splitlines()
+    assert [line.split()[0] for line in lines[1:5]] == ["root", "unit1", "unit2", "unit3"]
+    assert "512 B" in lines[3]
+    assert "256 B" in lines[2]
+
+
+def test_columns_of_the_unit_table_are_aligned() -> None:
+    header, _, *units, total = str(report_of(three_units())).split("\n\n")[0].splitlines()
+    end = header.index("elements") + len("elements")
+    for line in (*units, total):
+        assert line[end - 1].isdigit()
+        assert line[end : end + 1] in ("", " ")
+
+
+def test_the_total_line_sums_the_units() -> None:
+    report = report_of(three_units())
+    total = next(line for line in str(report).splitlines() if line.startswith("total "))
+    assert total.split()[1:] == ["3", "224", "0.00%", "448", "B"]
+    assert report.persistent_bytes == sum(unit.persistent_bytes for unit in report.units) == 448
+
+
+def test_peaks_are_printed_as_multiples_of_the_largest_unit() -> None:
+    page = str(report_of(three_units()))
+    assert "1.50 B, reached by unit2" in page
+    assert "2.50 B, reached by unit2" in page
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1536, "1.50 KiB"),
+        (5 * 2**20, "5.00 MiB"),
+        (3 * 2**30, "3.00 GiB"),
+        (2**50, "1024.00 TiB"),
+    ],
+)
+def test_bytes_are_printed_in_the_largest_unit_that_they_fill(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+def test_what_is_replicated_in_a_sharded_model_is_listed(mesh: DeviceMesh) -> None:
+    model = Model()
+    fsdp_no_shard(model.blocks[1].get_parameter("up.bias"))
+    for block in model.blocks:
+        fully_shard(block, mesh)
+    report = explain(fully_shard(model, mesh))
+    assert [unit.replicated for unit in report.units] == [(), (), ("up.bias",), ()]
+    assert "whole on every rank, not sharded: blocks.1: up.bias" in str(report)
+    placements = [group.resting[0].placement for group in report.units[2].groups]
+    assert placements == ["axis 0: Flat", "axis 0: Replicate"]
+
+
+def test_a_model_of_which_nothing_is_sharded_lists_nothing_as_replicated(mesh: DeviceMesh) -> None:
+    report = explain(fully_shard(Model(), mesh, Placements.no_shard(0)))
+    assert [unit.replicated for unit in report.units] == [()]
+
+
+def test_a_part_kept_for_backward_is_named_with_its_cause(mesh: DeviceMesh) -> None:
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block, mesh, reshard_after_forward=2)
+    page = str(explain(fully_shard(model, mesh)))
+    assert "released after forward but for one part in 2: reshard_after_forward=2: blocks.0, blocks.1, blocks.2" in page
+
+
+def test_a_parameter_frozen_after_sharding_is_seen_before_the_next_forward(mesh: DeviceMesh) -> None:
+    model = fully_shard(Model(), mesh)
+    before = explain(model)
+    model.get_parameter("head.weight").requires_grad_(False)
+    after = explain(model)
+    assert after.persistent_bytes == before.persistent_bytes
+    assert after.optimizer_bytes < before.optimizer_bytes

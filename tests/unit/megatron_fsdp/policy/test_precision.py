@@ -1,0 +1,104 @@
+"""The mixed-precision policy: which dtype each copy gets, and what is cast."""
+
+from dataclasses import fields
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+
+from megatron_fsdp import ConfigError, MixedPrecisionPolicy
+from megatron_fsdp.policy.precision import GroupDtypes, as_policy
+from megatron_fsdp.runtime.pytree import caster
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("policy", "own", "wanted"),
+    [
+        (MixedPrecisionPolicy(), FP32, GroupDtypes(compute=FP32, main=FP32, reduce=FP32, main_grad=FP32)),
+        (MixedPrecisionPolicy(), BF16, GroupDtypes(compute=BF16, main=BF16, reduce=BF16, main_grad=BF16)),
+        (MixedPrecisionPolicy(BF16), FP32, GroupDtypes(compute=BF16, main=FP32, reduce=BF16, main_grad=FP32)),
+        (MixedPrecisionPolicy(BF16, FP32), FP32, GroupDtypes(compute=BF16, main=FP32, reduce=FP32, main_grad=FP32)),
+        (
+            MixedPrecisionPolicy(main_params_dtype=FP32),
+            BF16,
+            GroupDtypes(compute=BF16, main=FP32, reduce=BF16, main_grad=FP32),
+        ),
+        (
+            MixedPrecisionPolicy(FP16, main_grads_dtype=BF16),
+            FP32,
+            GroupDtypes(compute=FP16, main=FP32, reduce=FP16, main_grad=BF16),
+        ),
+        (MixedPrecisionPolicy(BF16, FP32), torch.int64, GroupDtypes(*[torch.int64] * 4)),
+        (MixedPrecisionPolicy(BF16, FP32), torch.uint8, GroupDtypes(*[torch.uint8] * 4)),
+    ],
+)
+def test_trainable_parameters_get_the_dtypes_of(
+    policy: MixedPrecisionPolicy, own: torch.dtype, wanted: GroupDtypes
+) -> None:
+    assert policy.dtypes_for(own, requires_grad=True) == wanted
+
+
+def test_frozen_parameters_get_no_wider_main_copy() -> None:
+    dtypes = MixedPrecisionPolicy(BF16, main_params_dtype=FP32).dtypes_for(BF16, requires_grad=False)
+    assert dtypes.main is BF16
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(MixedPrecisionPolicy)])
+@pytest.mark.parametrize("value", [torch.int8, torch.bool, "bfloat16", 16])
+def test_a_dtype_that_is_none_is_refused_with_the_name_of_its_field(name: str, value: object) -> None:
+    if name == "cast_forward_inputs":
+        assert MixedPrecisionPolicy().cast_forward_inputs is True
+        return
+    with pytest.raises(ConfigError, match=f"{name}="):
+        MixedPrecisionPolicy(**{name: value})  # type: ignore[arg-type]
+
+
+def test_no_policy_is_the_policy_that_changes_nothing() -> None:
+    assert as_policy(None) == MixedPrecisionPolicy()
+
+
+def test_our_policy_is_taken_as_it_is() -> None:
+    policy = MixedPrecisionPolicy(BF16, main_params_dtype=FP32)
+    assert as_policy(policy) is policy
+
+
+def test_pytorchs_policy_keeps_all_of_its_fields() -> None:
+    policy = as_policy(TorchPolicy(BF16, FP32, FP16, False))
+    assert policy == MixedPrecisionPolicy(BF16, FP32, FP16, False)
+
+
+@pytest.mark.parametrize("policy", ["bf16", torch.bfloat16, {"param_dtype": BF16}])
+def test_anything_else_is_refused_by_its_class(policy: object) -> None:
+    with pytest.raises(ConfigError, match=f"{type(policy).__name__}; give a MixedPrecisionPolicy"):
+        as_policy(policy)
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def test_floating_point_tensors_are_cast_wherever_they_are() -> None:
+    cast = caster(BF16)({"a": [torch.ones(2)], "b": Pair(torch.ones(1), torch.ones(1, dtype=FP16))})
+    assert {cast["a"][0].dtype, cast["b"].first.dtype, cast["b"].second.dtype} == {BF16}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.complex64])
+def test_other_tensors_are_not_cast(dtype: torch.dtype) -> None:
+    tensor = torch.ones(2).to(dtype)
+    assert caster(BF16)(tensor) is tensor
+
+
+def test_a_tensor_of_the_wanted_dtype_is_not_copied() -> None:
+    tensor = torch.ones(2, dtype=BF16)
+    assert caster(BF16)((tensor,))[0] is tensor
+
+
+def test_gradients_flow_back_through_a_cast() -> None:
+    x = torch.ones(3, requires_grad=True)
+    caster(BF16)({"x": x})["x"].sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype is FP32

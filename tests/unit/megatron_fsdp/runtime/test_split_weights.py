@@ -1,0 +1,102 @@
+"""FP32 weights in two halves, as plans and reports count them: 14 bytes per parameter over all ranks."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fsdp import MixedPrecisionPolicy
+from megatron_fsdp.__main__ import main
+from megatron_fsdp.planning.cost_model import Hardware, Link, predict_step
+from megatron_fsdp.planning.step_simulator import forecast_step
+from megatron_fsdp.planning.transformer import UnitWork, Workload
+from megatron_fsdp.policy.precision import GroupDtypes
+from tests.unit.megatron_fsdp.planning.chains import chain, group_of
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SPLIT = MixedPrecisionPolicy(BF16, split_main_params=True)
+MODEL = ("plan", "--model", "llama3-8b", "--mesh", "8", "--json")
+
+
+def plan_of(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    assert main((*MODEL, *options)) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert isinstance(plan, dict)
+    return plan
+
+
+def bytes_per_parameter(plan: dict[str, Any]) -> float:
+    """Return the bytes at rest and of the moments on all ranks for each element of the buffers."""
+    memory = {part["name"]: part["num_bytes"] for part in plan["memory"]["parts"]}
+    resting = ("compute weights", "main weights", "gradients", "AdamW moments")
+    numel = sum(unit["count"] * group["buffer_numel"] for unit in plan["report"]["units"] for group in unit["groups"])
+    return float(8 * sum(memory[name] for name in resting) / numel)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (("--split-main-params",), 14),
+        (("--split-main-params", "--main-grads-dtype", "fp32"), 16),
+        (("--split-main-params", "--moments-dtype", "bf16"), 10),
+        (("--main-grads-dtype", "bf16"), 16),
+        ((), 18),
+    ],
+    ids=str,
+)
+def test_a_plan_counts_bytes_per_parameter(
+    options: tuple[str, ...], wanted: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Moments have no padding, and a counter for each parameter.
+    assert bytes_per_parameter(plan_of(capsys, *options)) == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_plan_says_what_split_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main((*MODEL[:-1], "--split-main-params")) == 0
+    page = capsys.readouterr().out
+    assert "the optimizer steps fp32 weights in two halves: --main-dtype fp32 (default), --split-main-params\n" in page
+    assert "gradients rest in bf16: --main-grads-dtype bf16 (default)\n" in page
+    assert "moments are fp32: as main weights\n" in page
+
+
+def test_a_plan_refuses_to_split_what_is_not_bf16(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main((*MODEL, "--split-main-params", "--dtype", "fp16")) != 0
+    assert "only bf16 weights are the upper half of FP32 ones" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("policy", "own", "wanted"),
+    [
+        (SPLIT, FP32, GroupDtypes(BF16, BF16, BF16, BF16, is_split=True)),
+        (
+            MixedPrecisionPolicy(BF16, FP32, main_grads_dtype=FP32, split_main_params=True),
+            FP32,
+            GroupDtypes(BF16, BF16, FP32, FP32, is_split=True),
+        ),
+        (SPLIT, torch.int64, GroupDtypes(torch.int64, torch.int64, torch.int64, torch.int64)),
+    ],
+)
+def test_trained_parameters_get_the_dtypes_of(
+    policy: MixedPrecisionPolicy, own: torch.dtype, wanted: GroupDtypes
+) -> None:
+    assert policy.dtypes_for(own, requires_grad=True) == wanted
+
+
+def test_frozen_parameters_are_not_split() -> None:
+    assert SPLIT.dtypes_for(FP32, requires_grad=False) == GroupDtypes(BF16, FP32, BF16, FP32)
+
+
+def test_the_optimizer_reads_and_writes_halves_and_fp32_moments() -> None:
+    facts = chain(group_of(16, dtypes=SPLIT.dtypes_for(FP32, requires_grad=True)))
+    hardware = Hardware(1.0, 1.0, {"axis0": Link(1.0)})
+    time = predict_step(facts, forecast_step(facts, 1), lambda _: UnitWork(1), Workload(1, 1), hardware)
+    numel = sum(group.local_numel(group.placements.optimizer) for unit in facts.units for group in unit.groups)
+    # A bf16 gradient once, weights in two halves of 2 bytes twice, two FP32 moments twice.
+    assert time.optimizer == pytest.approx(numel * (2 + 2 * 4 + 2 * 2 * 4))
+    assert [part.kind for part in facts.units[-1].groups[0].resting()] == [
+        "main_weight",
+        "remainder",
+        "model_weight",
+        "main_grad",
+    ]
