@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, fully_shard, microbatch
+from megatron_fsdp import CPUOffloadPolicy, FsdpModule, MixedPrecisionPolicy, Placements, fully_shard, microbatch
 from megatron_fsdp.optim import MatrixView
 
 DIVISOR = 4.0
@@ -112,11 +112,15 @@ def make_matrices(num_layers: int = 2) -> Matrices:
 
 
 def shard_matrices(
-    model: Matrices, mesh: DeviceMesh, placements: Placements, policy: MixedPrecisionPolicy | None = None
+    model: Matrices,
+    mesh: DeviceMesh,
+    placements: Placements,
+    policy: MixedPrecisionPolicy | None = None,
+    offload: CPUOffloadPolicy | None = None,
 ) -> Matrices:
     """Shard every layer and the rest, with gradients divided by 4."""
     for part in (*model.layers, model):
-        fully_shard(part, mesh, placements, mp_policy=policy, grad_divisor=1)
+        fully_shard(part, mesh, placements, mp_policy=policy, offload_policy=offload, grad_divisor=1)
         assert isinstance(part, FsdpModule)
         part.set_gradient_divide_factor(DIVISOR)
     return model

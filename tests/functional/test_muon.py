@@ -11,7 +11,15 @@ import torch.distributed as dist
 from torch import nn
 
 from dbuffer import CollectiveCall, Flat, Partial, Replicate, observe_collectives
-from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
+from megatron_fsdp import (
+    CPUOffloadPolicy,
+    FsdpModule,
+    MixedPrecisionPolicy,
+    ParameterGroup,
+    Placements,
+    fully_shard,
+    fully_shard_optimizer,
+)
 from megatron_fsdp.optim import Muon, MuonOptions
 from megatron_fsdp.optim.newton_schulz import Iteration
 from tests.functional.models import differing, make_mesh, whole_state
@@ -95,6 +103,10 @@ def sharded(
     return shard_matrices(make_matrices(), make_mesh((dist.get_world_size(),)), placements, policy)
 
 
+def groups_of(model: nn.Module) -> list[ParameterGroup]:
+    return [group for unit in model.modules() if isinstance(unit, FsdpModule) for group in unit.parameter_groups]
+
+
 def each_way() -> dict[str, Any]:
     """Train for three steps in ways that are compared with whole runs, and count."""
     found: dict[str, Any] = {}
@@ -106,6 +118,10 @@ def each_way() -> dict[str, Any]:
         found[name] = run(Muon(param_groups(model), **OPTIONS, **options), model)
     model = sharded()
     single = MuonOptions(comm_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=False)
+    offloaded = shard_matrices(make_matrices(), make_mesh((4,)), ZERO["optim_grads_params"], offload=offload)
+    assert all(group.spec.is_offloaded for group in groups_of(offloaded))
+    found["offloaded"] = run(Muon(param_groups(offloaded), **OPTIONS), offloaded)
     found["fp32 on the wire"] = run(Muon(param_groups(model), options=single, **OPTIONS), model)
     model = sharded()
     optimizer = Muon(param_groups(model), options=MuonOptions(ns_dtype=torch.float32), **OPTIONS)
@@ -124,8 +140,7 @@ def each_way() -> dict[str, Any]:
         model = sharded(chosen)
         optimizer = Muon(param_groups(model), **OPTIONS)
         train_sharded(model, optimizer, range(3), dist.get_rank())
-        units = [unit for unit in model.modules() if isinstance(unit, FsdpModule)]
-        joined = [group.weights.values().local_buffer.clone() for unit in units for group in unit.parameter_groups]
+        joined = [group.weights.values().local_buffer.clone() for group in groups_of(model)]
         found[name] = torch.cat(joined)
     model = sharded()
     optimizer = Muon(param_groups(model), **OPTIONS)
@@ -177,6 +192,7 @@ def whole_run(options: Mapping[str, Any] | None = None, num_ranks: int = 4) -> W
         ("momentum alone", {"nesterov": False, "momentum": 0.9}),
         ("like AdamW", {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}),
         ("fp32 on the wire", {}),
+        ("offloaded", {}),
     ],
 )
 def test_options_of_torchs_muon_mean_the_same(ways: list[dict[str, Any]], way: str, options: dict[str, Any]) -> None:
