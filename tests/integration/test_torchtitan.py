@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from megatron_fsdp import Muon, MuonOptions, muon_param_groups
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.torchtitan import parallelize_decoder
 from megatron_fsdp.runtime.module import units_below
@@ -67,9 +68,11 @@ def configure(replicas: int = 1, **changes: Any) -> dict[str, Any]:
     }
 
 
-def train(model: nn.Module, ranks: list[int], num_ranks: int) -> dict[str, torch.Tensor]:
+def train(
+    model: nn.Module, ranks: list[int], num_ranks: int, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, torch.Tensor]:
     """Train as torchtitan does: losses are sums over tokens, divided by the tokens of all ranks."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
     positions = torch.arange(LENGTH)[None].expand(2, LENGTH)
     for step in range(NUM_STEPS):
         for rank in ranks:
@@ -108,6 +111,24 @@ def test_a_parallelized_decoder_trains_as_the_whole_one(num_ranks: int, replicas
         assert movement > 1e-3
         # The embedding, two layers, the norm with the output, and the model around them.
         assert num_units == 5
+
+
+def with_muon(num_shards: int) -> dict[str, torch.Tensor]:
+    """Train with Muon for the matrices, on the same data whatever the ranks; in FP32, as bf16 is slow on CPUs."""
+    model = initialise(parallelize_decoder(build_model(), **configure(dist.get_world_size() // num_shards)))
+    groups = muon_param_groups(model)
+    optimizer = Muon(groups, lr=0.02, options=MuonOptions(ns_dtype=torch.float32, comm_dtype=torch.float32))
+    num_matrices = sum(len(group["params"]) for group in groups if group.get("use_muon", True))
+    # Queries, keys and values in one, the output, and three of the feed-forward network, in two layers.
+    assert num_matrices == 10
+    return train(model, [0], 1, optimizer)
+
+
+def test_muon_of_a_parallelized_decoder_takes_the_same_steps_on_any_number_of_ranks() -> None:
+    (alone,) = run_ranks(1, with_muon, 1)
+    for found in run_ranks(2, with_muon, 2):
+        assert found.keys() == alone.keys()
+        assert max((found[name] - alone[name]).abs().max().item() for name in alone) < 1e-4
 
 
 def refuse() -> None:
