@@ -42,6 +42,11 @@ def test_every_package_of_the_library_is_checked(package: str, repository: list[
     assert package in {source.module for source in repository}
 
 
+def test_every_folder_of_the_library_is_a_package_that_an_installation_finds(repository: list[Source]) -> None:
+    paths = {source.path for source in architecture.library(repository)}
+    assert {f"{path.rpartition('/')[0]}/__init__.py" for path in paths} <= paths
+
+
 def sources(**texts: str) -> list[Source]:
     """Make sources from texts; ``dbuffer__buffer`` is dbuffer/buffer.py, ``dbuffer____init__`` its package's file."""
     paths = {name: "/__init__".join(part.replace("__", "/") for part in name.split("____init__")) for name in texts}
