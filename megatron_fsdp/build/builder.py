@@ -1,9 +1,14 @@
 """GroupPlanner: from a unit's parameters to what its parameter groups are built from."""
 
 from __future__ import annotations
-import torch
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
 from dbuffer import Granularity, Plan
 from megatron_fsdp.build.grouping import granularities, unit_regions
 from megatron_fsdp.build.ownership import OwnedParameter
@@ -11,8 +16,6 @@ from megatron_fsdp.policy.mesh import ShardingTarget, buffer_device
 from megatron_fsdp.policy.offload import Offload
 from megatron_fsdp.policy.precision import GroupDtypes, MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
     "GranularityChoice",

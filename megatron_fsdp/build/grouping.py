@@ -1,12 +1,15 @@
 """Grouping: which of a unit's parameters share a flat buffer."""
 
 from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
+
+from torch import nn
+
 from dbuffer import Granularity, PaddingLimits, Region, Row, first_dimension_granularity, plan_regions
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.errors import ConfigError
-from torch import nn
 
 __all__ = [
     "group_parameters",
@@ -53,6 +56,7 @@ def _checked_granularity(parameter: OwnedParameter, asked: Granularity) -> Granu
             f"{row_numel} elements, which no DTensor can describe; the finest here is Row()"
         )
     return asked
+
 
 # Cutting between slices of the first dimension is what PyTorch's tools understand best, and enough but for weights
 # of few, large slices: Mixtral's eight experts over 64 ranks would take five times their size.

@@ -1,17 +1,20 @@
 """Which parameters a unit owns, and where in its modules each of them is used."""
 
 from __future__ import annotations
-import torch
+
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
 from megatron_fsdp.build.no_shard import is_no_shard
 from megatron_fsdp.build.tensor_parallel import TensorParallel, tensor_parallel_of
 from megatron_fsdp.errors import ConfigError, OwnershipError
 from megatron_fsdp.policy.mesh import ShardingTarget
-from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
     "OwnedParameter",

@@ -8,8 +8,8 @@ from torch import nn
 
 from dbuffer import Block, Element, Granularity, Row, Whole
 from megatron_fsdp import ConfigError, OwnershipError
-from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, mark_owned
 from megatron_fsdp.build.grouping import granularities, group_parameters
+from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, mark_owned
 
 
 class Inner(nn.Module):
