@@ -22,6 +22,7 @@ from torch import nn
 from benchmarks.engines import ENGINES, Precision, world_mesh
 from benchmarks.harness import Row, Samples, interleaved, ratio
 from benchmarks.null_group import null_world
+from megatron_fsdp.runtime.backward import Backward, InFlight
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.schedule import Schedule
 
@@ -31,14 +32,14 @@ WIDTH = 1024
 HOOKS: Mapping[str, tuple[type, str]] = {
     "pre-forward": (Schedule, "before_forward"),
     "post-forward": (Schedule, "after_forward"),
-    "pre-backward": (Schedule, "before_backward"),
+    "pre-backward": (Backward, "before_backward"),
     "gradient arrival": (GradientBuffer, "receive"),
-    "reduce": (Schedule, "_reduce"),
-    "unshard": (Schedule, "_unshard"),
-    "gather ahead": (Schedule, "_gather_ahead"),
-    "reshard": (Schedule, "_reshard"),
-    "fold": (Schedule, "make_room"),
-    "end of backward": (Schedule, "finish"),
+    "reduce": (Backward, "_reduce"),
+    "unshard": (Schedule, "unshard"),
+    "gather ahead": (Schedule, "gather_ahead"),
+    "reshard": (Schedule, "reshard"),
+    "fold": (InFlight, "drain"),
+    "end of backward": (Backward, "finish"),
 }
 
 

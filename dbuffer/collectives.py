@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dbuffer.events import listen, listeners, tell
 from dbuffer.gloo import (
     _MOST_EXCHANGED_BYTES,
     _finish,
@@ -55,24 +56,21 @@ class CollectiveCall:
     num_bytes: int
 
 
-_observers: list[Callable[[CollectiveCall], None]] = []
-
-
 @contextmanager
 def observe_collectives(observer: Callable[[CollectiveCall], None]) -> Iterator[None]:
     """Call ``observer`` for every collective that this process issues through this file while the block runs."""
-    _observers.append(observer)
-    try:
+
+    def hear(action: str, subject: Any) -> None:
+        if action == "collective":
+            observer(subject)
+
+    with listen(hear):
         yield
-    finally:
-        # By identity: two observers may compare equal.
-        _observers[:] = [other for other in _observers if other is not observer]
 
 
 def _notify(kind: str, axis: MeshAxis, full: torch.Tensor) -> None:
     call = CollectiveCall(kind, axis.name, axis.size, full.numel() * full.element_size())
-    for observer in _observers:
-        observer(call)
+    tell("collective", call)
 
 
 def _is_traced(tensor: torch.Tensor) -> bool:
@@ -100,7 +98,7 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works:
         whole = torch.ops._c10d_functional.all_gather_into_tensor(shard, axis.size, axis.gather_group.group_name)
         output.copy_(_traced(whole))
         return
-    if _observers:
+    if listeners:
         _notify("all_gather", axis, output)
     if axis.size == 2 and output.nbytes and output.is_cpu and _is_gloo(axis.gather_group):
         _finish(_gather_from_other(output, shard, axis), works)
@@ -122,7 +120,7 @@ def reduce_scatter(
         if not _same_memory(output, full):
             output.copy_(full)
         return
-    if _observers:
+    if listeners:
         _notify("reduce_scatter", axis, full)
     group = axis.reduce_group
     if full.is_cpu and _is_gloo(group):
@@ -139,7 +137,7 @@ def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.W
     if _is_traced(tensor):
         tensor.copy_(_traced(torch.ops._c10d_functional.all_reduce(tensor, op, axis.reduce_group.group_name)))
         return
-    if _observers:
+    if listeners:
         _notify("all_reduce", axis, tensor)
     reduce_op = dist.ReduceOp.MAX if op == "max" else _reduce_op(op)
     _finish(_start(dist.all_reduce, tensor, op=reduce_op, group=axis.reduce_group, waits=works is None), works)
@@ -163,7 +161,7 @@ def all_to_all(
     if axis.size == 1:
         output.copy_(source)
         return
-    if _observers:
+    if listeners:
         _notify("all_to_all", axis, output)
     parts = output.view(torch.uint8), source.view(torch.uint8)
     splits = {"output_split_sizes": received, "input_split_sizes": sent}
@@ -187,6 +185,6 @@ def broadcast(tensor: torch.Tensor, axis: MeshAxis, source: int = 0) -> None:
     """Copy ``tensor`` from the rank at position ``source`` of the axis to all others, in place."""
     if axis.size == 1:
         return
-    if _observers:
+    if listeners:
         _notify("broadcast", axis, tensor)
     _finish(_start(dist.broadcast, tensor, group=axis.gather_group, group_src=source, waits=True), None)

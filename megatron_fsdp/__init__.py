@@ -1,56 +1,123 @@
-"""Megatron-style FSDP on flat distributed buffers."""
+"""Megatron-style FSDP on flat distributed buffers.
+
+Names are imported when they are first asked for: ``from megatron_fsdp import fully_shard`` loads what that needs.
+"""
 
 # Before anything else of this package is imported: NVIDIA's distribution installs a file of this name over it.
 __distribution__ = "megatron-fsdp-dbuffer"
 
-from megatron_fsdp.api import fully_shard, microbatch, no_sync, replicate, share_comm_ctx
-from megatron_fsdp.build.no_shard import fsdp_no_shard
-from megatron_fsdp.checkpoint.api import load_checkpoint, save_checkpoint
-from megatron_fsdp.checkpoint.async_save import SaveHandle
-from megatron_fsdp.checkpoint.manifest import DamagedCheckpointError
-from megatron_fsdp.checkpoint.model_state import full_state_dict
-from megatron_fsdp.checkpoint.safetensors_model import export_safetensors, import_safetensors
-from megatron_fsdp.checkpoint.series import CheckpointSeries
-from megatron_fsdp.config.fsdp_config import FsdpConfig
-from megatron_fsdp.config.parser import add_megatron_fsdp_args
-from megatron_fsdp.errors import (
-    AgreementError,
-    CheckpointError,
-    ConfigError,
-    FsdpError,
-    NonfiniteGradientError,
-    OwnershipError,
-    StateError,
-)
-from megatron_fsdp.installation import check_neighbour as _check_neighbour
-from megatron_fsdp.integrations.huggingface.prepare import prepare_model
-from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model, fully_shard_model_and_optimizer
-from megatron_fsdp.integrations.megatron.module import MegatronFSDP
-from megatron_fsdp.observability.audit import Audit
-from megatron_fsdp.observability.timeline import Timeline
-from megatron_fsdp.observability.watch import Watch
-from megatron_fsdp.optim import MatrixView, Muon, MuonOptions, muon_param_groups
-from megatron_fsdp.optim.adamw import AdamW
-from megatron_fsdp.optim.flat_optimizer import FlatOptimizer
-from megatron_fsdp.optim.flat_parameters import flat_parameters
-from megatron_fsdp.optim.grad_norm import clip_grad_norm_
-from megatron_fsdp.optim.nonfinite import check_gradients
-from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
-from megatron_fsdp.planning.report import Report, explain
-from megatron_fsdp.policy.mesh import DataParallelMeshDims
-from megatron_fsdp.policy.offload import CPUOffloadPolicy, OffloadPolicy
-from megatron_fsdp.policy.precision import MixedPrecisionPolicy
-from megatron_fsdp.policy.strategy import Placements
-from megatron_fsdp.runtime.fused_linear import expert_matmul
-from megatron_fsdp.runtime.hooks import register_fsdp_forward_method
-from megatron_fsdp.runtime.lanes import record_transcript
-from megatron_fsdp.runtime.materialize import materialize
-from megatron_fsdp.runtime.module import FsdpModule, UnshardHandle
-from megatron_fsdp.runtime.parameter_group import ParameterGroup
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
-FSDPModule = FsdpModule
+from megatron_fsdp.installation import check_neighbour as _check_neighbour
+
+if TYPE_CHECKING:
+    from megatron_fsdp.api import fully_shard, microbatch, no_sync, replicate, share_comm_ctx
+    from megatron_fsdp.build.no_shard import fsdp_no_shard
+    from megatron_fsdp.checkpoint.api import load_checkpoint, save_checkpoint
+    from megatron_fsdp.checkpoint.async_save import SaveHandle
+    from megatron_fsdp.checkpoint.manifest import DamagedCheckpointError
+    from megatron_fsdp.checkpoint.model_state import full_state_dict
+    from megatron_fsdp.checkpoint.safetensors_model import export_safetensors, import_safetensors
+    from megatron_fsdp.checkpoint.series import CheckpointSeries
+    from megatron_fsdp.config.fsdp_config import FsdpConfig
+    from megatron_fsdp.config.parser import add_megatron_fsdp_args
+    from megatron_fsdp.errors import (
+        AgreementError,
+        CheckpointError,
+        ConfigError,
+        FsdpError,
+        NonfiniteGradientError,
+        OwnershipError,
+        StateError,
+    )
+    from megatron_fsdp.integrations.huggingface.prepare import prepare_model
+    from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model, fully_shard_model_and_optimizer
+    from megatron_fsdp.integrations.megatron.module import MegatronFSDP
+    from megatron_fsdp.observability.audit import Audit
+    from megatron_fsdp.observability.flight_recorder import record_transcript
+    from megatron_fsdp.observability.timeline import Timeline
+    from megatron_fsdp.observability.watch import Watch
+    from megatron_fsdp.optim import MatrixView, Muon, MuonOptions, muon_param_groups
+    from megatron_fsdp.optim.adamw import AdamW
+    from megatron_fsdp.optim.flat_optimizer import FlatOptimizer
+    from megatron_fsdp.optim.flat_parameters import flat_parameters
+    from megatron_fsdp.optim.grad_norm import clip_grad_norm_
+    from megatron_fsdp.optim.nonfinite import check_gradients
+    from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
+    from megatron_fsdp.planning.report import Report, explain
+    from megatron_fsdp.policy.mesh import DataParallelMeshDims
+    from megatron_fsdp.policy.offload import CPUOffloadPolicy, OffloadPolicy
+    from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+    from megatron_fsdp.policy.strategy import Placements
+    from megatron_fsdp.runtime.fused_linear import expert_matmul
+    from megatron_fsdp.runtime.hooks import register_fsdp_forward_method
+    from megatron_fsdp.runtime.materialize import materialize
+    from megatron_fsdp.runtime.module import FsdpModule, UnshardHandle
+    from megatron_fsdp.runtime.module import FsdpModule as FSDPModule
+    from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
 _check_neighbour(__file__)
+
+_HOMES = {
+    "api": "fully_shard microbatch no_sync replicate share_comm_ctx",
+    "build.no_shard": "fsdp_no_shard",
+    "checkpoint.api": "load_checkpoint save_checkpoint",
+    "checkpoint.async_save": "SaveHandle",
+    "checkpoint.manifest": "DamagedCheckpointError",
+    "checkpoint.model_state": "full_state_dict",
+    "checkpoint.safetensors_model": "export_safetensors import_safetensors",
+    "checkpoint.series": "CheckpointSeries",
+    "config.fsdp_config": "FsdpConfig",
+    "config.parser": "add_megatron_fsdp_args",
+    "errors": "AgreementError CheckpointError ConfigError FsdpError NonfiniteGradientError OwnershipError StateError",
+    "integrations.huggingface.prepare": "prepare_model",
+    "integrations.megatron.fully_shard_model": "fully_shard_model fully_shard_model_and_optimizer",
+    "integrations.megatron.module": "MegatronFSDP",
+    "observability.audit": "Audit",
+    "observability.flight_recorder": "record_transcript",
+    "observability.timeline": "Timeline",
+    "observability.watch": "Watch",
+    "optim": "MatrixView Muon MuonOptions muon_param_groups",
+    "optim.adamw": "AdamW",
+    "optim.flat_optimizer": "FlatOptimizer",
+    "optim.flat_parameters": "flat_parameters",
+    "optim.grad_norm": "clip_grad_norm_",
+    "optim.nonfinite": "check_gradients",
+    "optim.sharded_optimizer": "fully_shard_optimizer",
+    "planning.report": "Report explain",
+    "policy.mesh": "DataParallelMeshDims",
+    "policy.offload": "CPUOffloadPolicy OffloadPolicy",
+    "policy.precision": "MixedPrecisionPolicy",
+    "policy.strategy": "Placements",
+    "runtime.fused_linear": "expert_matmul",
+    "runtime.hooks": "register_fsdp_forward_method",
+    "runtime.materialize": "materialize",
+    "runtime.module": "FSDPModule FsdpModule UnshardHandle",
+    "runtime.parameter_group": "ParameterGroup",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, or a module of the package, when it is first asked for."""
+    home = _HOME_OF.get(name)
+    if home is not None:
+        module = importlib.import_module(f"{__name__}.{home}")
+        value = getattr(module, "FsdpModule" if name == "FSDPModule" else name)
+    elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        value = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names, imported or not."""
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "AdamW",

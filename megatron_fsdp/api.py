@@ -25,6 +25,7 @@ from megatron_fsdp.policy.precision import as_policy
 from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.agreement import Wrapping
 from megatron_fsdp.runtime.asked_gradients import serve_asked_gradients
+from megatron_fsdp.runtime.backward import Backward
 from megatron_fsdp.runtime.freshness import mark_replaced
 from megatron_fsdp.runtime.hooks import convert
 from megatron_fsdp.runtime.module import FsdpModule, unit_of, units_below
@@ -197,6 +198,7 @@ def _adopt_units(modules: Sequence[nn.Module], root: Unit) -> None:
                     unit.rename(prefix + path)
     root.inner = [unit.reference for unit in units.values() if unit is not root]
     schedule.adopt(root, units.values())
+    Backward(schedule)
 
 
 def _state(module: nn.Module) -> Unit:
@@ -235,9 +237,9 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     Raises:
         StateError: one of them is not sharded.
     """
-    schedules = [unit_of(module).schedule for module in modules]
-    for schedule in schedules[1:]:
-        schedule.share_reductions(schedules[0])
+    first, *others = [unit_of(module).backward for module in modules]
+    for backward in others:
+        backward.share_reductions(first)
 
 
 @contextmanager
@@ -246,15 +248,15 @@ def microbatch(model: nn.Module, is_last: bool) -> Iterator[None]:
 
     Gradients that rest sharded are reduced each time; those that rest partial only when ``is_last``.
     """
-    schedules = {id(unit.schedule): unit.schedule for unit in units_below(model)}.values()
-    before = [schedule.is_last_backward for schedule in schedules]
-    for schedule in schedules:
-        schedule.is_last_backward = is_last
+    backwards = {id(unit.backward): unit.backward for unit in units_below(model)}.values()
+    before = [backward.is_last for backward in backwards]
+    for backward in backwards:
+        backward.is_last = is_last
     try:
         yield
     finally:
-        for schedule, value in zip(schedules, before, strict=True):
-            schedule.is_last_backward = value
+        for backward, value in zip(backwards, before, strict=True):
+            backward.is_last = value
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dbuffer.collectives import all_reduce
+from dbuffer.events import listen
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.runtime.gradients import GradientBuffer
@@ -46,26 +47,16 @@ class Audit:
         self._units = [unit for unit in units_below(model) if unit.groups]
         if not self._units:
             raise ConfigError("Audit: no module of the model has parameters that fully_shard took")
-        self._schedule = self._units[0].schedule
+        self._backward = self._units[0].backward
         self._open = contextlib.ExitStack()
-        self._weights: list[_WeightAudit] = []
-        self._gradients: list[_GradientAudit] = []
+        self._weights: dict[int, list[_WeightAudit]] = {}
+        self._gradients: dict[int, _GradientAudit] = {}
 
     def __enter__(self) -> Audit:
-        for unit in self._units:
-            for group in unit.groups:
-                watched = _WeightAudit(unit, group)
-                self._weights.append(watched)
-                self._around(group, "finish_gather", after=watched.gathered)
-                self._around(group, "reshard", before=watched.resharding, after=watched.resharded)
-            for buffer in unit.gradients:
-                counted = _GradientAudit(unit, buffer)
-                self._gradients.append(counted)
-                self._around(buffer, "receive", before=counted.received)
-                self._around(buffer, "_reduce", after=counted.reduced)
-        self._schedule.after_backward.append(self._backward_done)
-        self._open.callback(self._schedule.after_backward.remove, self._backward_done)
-        self._open.enter_context(_ReleasedStorage(self._weights))
+        self._weights = {id(unit): [_WeightAudit(unit, group) for group in unit.groups] for unit in self._units}
+        self._gradients = {id(each): _GradientAudit(unit, each) for unit in self._units for each in unit.gradients}
+        self._open.enter_context(listen(self._hear))
+        self._open.enter_context(_ReleasedStorage(self._all_weights()))
         return self
 
     def __exit__(
@@ -73,31 +64,24 @@ class Audit:
     ) -> None:
         self._open.close()
 
-    def _around(
-        self,
-        owner: Any,
-        name: str,
-        before: Callable[[], None] | None = None,
-        after: Callable[[], None] | None = None,
-    ) -> None:
-        """Call something before or after a method of one object, until the block ends."""
-        method = getattr(owner, name)
+    def _all_weights(self) -> list[_WeightAudit]:
+        return [watched for each in self._weights.values() for watched in each]
 
-        def call(*args: Any, **options: Any) -> Any:
-            if before is not None:
-                before()
-            result = method(*args, **options)
-            if after is not None:
-                after()
-            return result
-
-        setattr(owner, name, call)
-        self._open.callback(delattr, owner, name)
-
-    def _backward_done(self) -> None:
-        for counted in self._gradients:
-            counted.check()
-        _compare_over_ranks(self._weights)
+    def _hear(self, action: str, subject: Any) -> None:
+        if action == "unsharded":
+            for watched in self._weights.get(id(subject), ()):
+                watched.gathered()
+        elif action == "reshard":
+            for watched in self._weights.get(id(subject), ()):
+                watched.resharding()
+        elif action in ("gradient", "reducing"):
+            counted = self._gradients.get(id(subject))
+            if counted is not None:
+                counted.received() if action == "gradient" else counted.reduced()
+        elif action == "backward" and subject is self._backward:
+            for counted in self._gradients.values():
+                counted.check()
+            _compare_over_ranks(self._all_weights())
 
 
 class _Gather(NamedTuple):
@@ -116,13 +100,12 @@ class _WeightAudit:
         self._unit = unit.name
         self._names = tuple(group.parameters)
         self._sums: list[torch.Tensor] | None = None
-        self._is_resharding = False
         # One checksum per gather since the last comparison with the other ranks.
         self.seen: list[_Gather] = []
 
     def gathered(self) -> None:
         """Compare this rank's shard with the main weights, and remember what was gathered."""
-        if self.group.weight_state is not WeightState.UNSHARDED or self._sums is not None or self._is_resharding:
+        if self.group.weight_state is not WeightState.UNSHARDED or self._sums is not None:
             return
         # Said at the end of the backward, on all ranks together: one that raised here would let the others wait.
         stale = self._find_stale()
@@ -147,7 +130,6 @@ class _WeightAudit:
 
     def resharding(self) -> None:
         """Compare what was gathered with what is about to be released."""
-        self._is_resharding = True
         if self.group.weight_state is not WeightState.UNSHARDED or self._sums is None:
             return
         sums, self._sums = self._sums, None
@@ -160,10 +142,6 @@ class _WeightAudit:
                     f"unit {self._unit!r}: parameter {name!r} was changed in place while it was gathered; the change "
                     "is lost when the unit reshards. Change it before forward or after backward, when it is sharded."
                 )
-
-    def resharded(self) -> None:
-        """Look again at what is gathered next."""
-        self._is_resharding = False
 
     def _checksums(self) -> list[torch.Tensor]:
         return [_checksum(self.group.gathered.get_local_tensor(index)) for index in range(len(self._names))]
@@ -189,7 +167,7 @@ class _GradientAudit:
         Raises:
             StateError: it had been, and no gradient has arrived since.
         """
-        backward = self._unit.schedule.num_backwards
+        backward = self._unit.backward.number
         if not self._num_waiting and self._reduced_in == backward:
             self._fail("were reduced twice")
         self._reduced_in, self._num_waiting = backward, 0

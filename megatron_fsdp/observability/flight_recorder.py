@@ -6,16 +6,24 @@ import dataclasses
 import json
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+from dbuffer.events import listen
 from megatron_fsdp.formatting import rank_list
 
 __all__ = [
+    "TRANSCRIBED",
     "Journal",
     "RankState",
+    "record_transcript",
     "verdict",
 ]
+
+TRANSCRIBED = frozenset(("gather", "use", "reshard", "reduce", "fold", "final"))
+"""The events (``dbuffer.events``) that make up a transcript: those of one step, in host order."""
 
 # What every rank does in the same order; reshards and folds depend on when a rank's gradients arrive.
 _SHARED = ("gather ", "reduce ", "final ")
@@ -74,6 +82,11 @@ class Journal:
         self._latest = "nothing yet"
         self._moved_at = time.monotonic()
         self._kept = [""] * _NUM_KEPT
+
+    def hear(self, action: str, subject: Any) -> None:
+        """Record an event of a unit, or of a parameter group."""
+        if action in TRANSCRIBED:
+            self.append(f"{action} {subject.name}")
 
     def append(self, line: str) -> None:
         """Record one action."""
@@ -163,3 +176,21 @@ def _stand(state: RankState, furthest: RankState) -> str:
 def _quoted(line: str | None) -> str:
     action, _, unit = (line or "").partition(" ")
     return f"{action} {unit!r}" if unit or action in ("gather", "reduce", "final") else repr(line)
+
+
+@contextmanager
+def record_transcript() -> Iterator[list[str]]:
+    """Record what the runtime does, in host order, one "action unit" string each.
+
+    Actions: ``gather`` (issued), ``use`` (compute waits for the gather), ``reshard``, ``reduce`` (issued), ``fold``
+        (compute waits for the reduction, which is in main_grad then), ``final`` (the gradients are what the optimizer
+        may read).
+    """
+    transcript: list[str] = []
+
+    def hear(action: str, subject: Any) -> None:
+        if action in TRANSCRIBED:
+            transcript.append(f"{action} {subject.name}")
+
+    with listen(hear):
+        yield transcript

@@ -1,14 +1,13 @@
 """Timeline: when each unit was gathered, computed and reduced, and how long compute waited for communication.
 
-While it is open it wraps methods of the model's units and of the lanes, and puts hooks on the units' modules; nothing
-of it is left afterwards. On CPU it reads the host's clock. On CUDA it records timing events on the streams and reads
+While it is open it listens to the engine's events and puts hooks on the units' modules; nothing of it is left
+afterwards. On CPU it reads the host's clock. On CUDA it records timing events on the streams and reads
 them when the block ends, so the host waits for nothing inside.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from os import PathLike
 from types import TracebackType
 from typing import Any
@@ -18,15 +17,14 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dbuffer import observe_collectives
+from dbuffer.events import listen
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.observability.timeline_clock import clock_for
 from megatron_fsdp.observability.timeline_files import write_record
-from megatron_fsdp.observability.timeline_record import GATHER, REDUCE, TimelineRecord, UnitTimes
+from megatron_fsdp.observability.timeline_record import TimelineRecord, UnitTimes
 from megatron_fsdp.observability.timeline_recorder import Recorder
-from megatron_fsdp.runtime.lanes import lane
 from megatron_fsdp.runtime.module import units_below
-from megatron_fsdp.runtime.unit import Driver, Unit, is_in_backward
+from megatron_fsdp.runtime.unit import Unit, is_in_backward
 
 __all__ = ["Timeline"]
 
@@ -63,7 +61,6 @@ class Timeline:
     def __enter__(self) -> Timeline:
         self._record = None
         self._recorder = Recorder(clock_for(self._device))
-        self._num_backwards: dict[int, int] = {}
         self._open = contextlib.ExitStack()
         try:
             self._install()
@@ -81,7 +78,7 @@ class Timeline:
         self._open.close()
         seconds, spans = self._recorder.spans()
         rank = dist.get_rank() if dist.is_initialized() else 0
-        num_steps = max(self._num_backwards.values(), default=0)
+        num_steps = self._recorder.num_steps
         self._record = TimelineRecord(rank, tuple(unit.name for unit in self._units), seconds, num_steps, spans)
 
     # ------------------------------------------------------------------ results
@@ -118,23 +115,11 @@ class Timeline:
     # ------------------------------------------------------------------ hooks
 
     def _install(self) -> None:
-        recorder, schedules = self._recorder, {id(unit.schedule): unit.schedule for unit in self._units}
+        recorder = self._recorder
         for unit in self._units:
             self._install_forward(unit)
-            for group in unit.groups:
-                self._wrap(group, "start_gather", recorder.owning(unit))
-                self._wrap(group, "refresh", recorder.blocking(unit, GATHER))
-            for buffer in unit.gradients:
-                self._wrap(buffer, "close", recorder.closing(unit))
-                self._wrap(buffer, "complete", recorder.blocking(unit, REDUCE))
-        for schedule in schedules.values():
-            self._wrap(schedule, "before_backward", recorder.entering)
-            self._wrap(schedule, "finish", recorder.finishing)
-            self._count_backwards(schedule)
-        for device in {group.spec.device for unit in self._units for group in unit.groups}:
-            for name in (GATHER, REDUCE):
-                self._wrap(lane(name, device), "submit", recorder.submitting(name))
-        self._open.enter_context(observe_collectives(recorder.issued))
+            recorder.follow(unit)
+        self._open.enter_context(listen(recorder.hear))
         before = register_optimizer_step_pre_hook(lambda *_: recorder.push("optimizer", ""))
         self._open.callback(before.remove)
         after = register_optimizer_step_post_hook(lambda *_: recorder.pop())
@@ -157,23 +142,3 @@ class Timeline:
                 # The engine's own hook comes first, so its wait is the waiting of whoever ran before.
                 self._open.callback(module.register_forward_pre_hook(begin).remove)
                 self._open.callback(module.register_forward_hook(end, always_call=True).remove)
-
-    def _count_backwards(self, schedule: Driver) -> None:
-        def count() -> None:
-            self._num_backwards[id(schedule)] = self._num_backwards.get(id(schedule), 0) + 1
-
-        schedule.after_backward.append(count)
-        self._open.callback(schedule.after_backward.remove, count)
-
-    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Let ``wrapper(method, *args)`` stand for a method of one object until the block ends."""
-        method, previous = getattr(owner, name), vars(owner).get(name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            return wrapper(method, *args, **options)
-
-        setattr(owner, name, call)
-        if previous is None:
-            self._open.callback(delattr, owner, name)
-        else:
-            self._open.callback(setattr, owner, name, previous)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch.distributed as dist
 from torch.autograd import profiler
 from torch.profiler import record_function
 
 from dbuffer import CollectiveCall
 from megatron_fsdp.observability.timeline_clock import Clock
-from megatron_fsdp.observability.timeline_record import COMPUTE, RECORDING, WAITS, Span
-from megatron_fsdp.runtime.lanes import Operation, Ticket
-from megatron_fsdp.runtime.unit import Call, Unit
+from megatron_fsdp.observability.timeline_record import COMPUTE, GATHER, RECORDING, REDUCE, WAITS, Span
+from megatron_fsdp.runtime.lanes import Ticket
+from megatron_fsdp.runtime.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.unit import Unit
 
 __all__ = ["Recorder"]
 
@@ -57,8 +57,12 @@ class Recorder:
         self._range: AbstractContextManager[Any] | None = None
         self._calls: list[tuple[str, str]] = []
         self._backward: list[Unit] = []
+        # The units' names, by the identity of whatever the engine tells of.
+        self._names: dict[int, str] = {}
+        self._num_backwards: dict[int, int] = {}
+        self._tickets: dict[int, _Bar] = {}
         # Whose collectives are being issued: on a lane, or one after the other while compute waits.
-        self._owner: Unit | None = None
+        self._submission: AbstractContextManager[Any] = contextlib.nullcontext()
         self._submitted: _Bar | None = None
         self._blocking: tuple[str, str] | None = None
         self._blocking_bar: _Bar | None = None
@@ -107,98 +111,80 @@ class Recorder:
         self._bars.append(bar)
         return bar
 
-    # ------------------------------------------------------------------ backward
+    # ------------------------------------------------------------------ what the engine tells
 
-    def entering(self, method: Callable[..., Any], call: Call) -> Any:
+    def follow(self, unit: Unit) -> None:
+        """Record what becomes of a unit."""
+        self._names |= {id(each): unit.name for each in (unit, *unit.groups, *unit.gradients)}
+
+    def hear(self, action: str, subject: Any) -> None:
+        """Take notice of an event of the engine (``dbuffer.events``)."""
+        if action in _OF_TICKETS:
+            if subject.owner in self._names:
+                _OF_TICKETS[action](self, subject)
+        elif action == "enter":
+            self._enter(subject.unit)
+        elif action == "collective":
+            self._issued(subject)
+        elif action == "finish":
+            self._backward = []
+            self._resume()
+        elif action == "backward":
+            self._num_backwards[id(subject)] = self._num_backwards.get(id(subject), 0) + 1
+        elif id(subject) in self._names and action in _OF_UNITS:
+            _OF_UNITS[action](self, subject)
+
+    @property
+    def num_steps(self) -> int:
+        """How many accumulations ended, of the model's root that had most."""
+        return max(self._num_backwards.values(), default=0)
+
+    def _enter(self, unit: Unit) -> None:
         """Backward reaches an output of a unit: what it left are the units that do not lie around this one."""
-        unit = call.unit
-        around = [other for other in self._backward if other is not unit and _lies_around(other, unit)]
-        self._backward = [*around, unit]
-        self._resume()
-        return method(call)
+        if id(unit) in self._names:
+            around = [other for other in self._backward if other is not unit and _lies_around(other, unit)]
+            self._backward = [*around, unit]
+            self._resume()
 
-    def closing(self, unit: Unit) -> Callable[..., Any]:
+    def _closed(self, unit: Unit) -> None:
         """Gradients of a unit are complete: backward goes on in what lies around it."""
+        if unit in self._backward:
+            self._backward.remove(unit)
+            self._resume()
 
-        def close(method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            with self._owned_by(unit):
-                result = method(*args, **options)
-            if unit in self._backward:
-                self._backward.remove(unit)
-                self._resume()
-            return result
+    # ------------------------------------------------------------------ communication on lanes
 
-        return close
+    def _issue(self, ticket: Ticket) -> None:
+        bar = self._begin(ticket.lane, ticket.lane, self._names[ticket.owner], self._clock.mark())
+        self._tickets[id(ticket)] = self._submitted = bar
+        self._submission = _range(f"{bar.lane} {bar.unit}")
+        self._submission.__enter__()
 
-    def finishing(self, method: Callable[..., Any]) -> Any:
-        """Backward is done, but for the reductions."""
-        self._backward = []
-        self._resume()
-        return method()
+    def _has_issued(self, ticket: Ticket) -> None:
+        if self._submitted is not None:
+            self._submission.__exit__(None, None, None)
+            if ticket.works:
+                self._clock.follow(ticket.works, self._submitted.end)
+            self._submitted = None
 
-    # ------------------------------------------------------------------ communication
-
-    def owning(self, unit: Unit) -> Callable[..., Any]:
-        """What is submitted inside is the unit's."""
-
-        def call(method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            with self._owned_by(unit):
-                return method(*args, **options)
-
-        return call
-
-    @contextlib.contextmanager
-    def _owned_by(self, unit: Unit) -> Iterator[None]:
-        outer, self._owner = self._owner, unit
-        try:
-            yield
-        finally:
-            self._owner = outer
-
-    def submitting(self, name: str) -> Callable[..., Any]:
-        """Record what is submitted to the lane of that name, and the waits for it."""
-
-        def submit(
-            method: Callable[..., Ticket],
-            operation: Operation,
-            then: Callable[[], None] | None = None,
-            on_host: Callable[[], None] | None = None,
-        ) -> Ticket:
-            if self._owner is None:
-                return method(operation, then, on_host)
-            bar = _Bar(name, name, self._owner.name, None)
-            with _range(f"{name} {bar.unit}"):
-                ticket = method(self._timed(operation, bar), self._after(bar, then), on_host)
-            return _TimedTicket(ticket, self, bar)
-
-        return submit
-
-    def _timed(self, operation: Operation, bar: _Bar) -> Operation:
-        def run(works: list[dist.Work] | None) -> None:
-            bar.start = self._clock.mark()
-            self._bars.append(bar)
-            self._submitted = bar
-            try:
-                operation(works)
-            finally:
-                self._submitted = None
-            if works is not None:
-                self._clock.follow(works, bar.end)
-
-        return run
-
-    def _after(self, bar: _Bar, then: Callable[[], None] | None) -> Callable[[], None]:
-        """Return what follows the collectives: on the lane's stream, or on the host when it has waited for them."""
-
-        def run() -> None:
+    def _landed(self, ticket: Ticket) -> None:
+        """What follows the collectives comes now: on the lane's stream, or on the host when it has waited for them."""
+        bar = self._tickets.get(id(ticket))
+        if bar is not None:
             if not self._clock.is_device:
                 self.has_waited(bar)
             elif not self._is_over:
                 bar.end(self._clock.mark())
-            if then is not None:
-                then()
 
-        return run
+    def _wait(self, ticket: Ticket) -> None:
+        bar = self._tickets.get(id(ticket))
+        if bar is not None:
+            self.wait(bar)
+
+    def _waited(self, ticket: Ticket) -> None:
+        bar = self._tickets.pop(id(ticket), None)
+        if bar is not None:
+            self.has_waited(bar)
 
     def wait(self, bar: _Bar) -> None:
         """Compute waits for what a bar stands for."""
@@ -212,23 +198,20 @@ class Recorder:
             if not self._clock.is_device:
                 bar.waited_until = waiting.stop
 
-    def blocking(self, unit: Unit, name: str) -> Callable[..., Any]:
-        """Compute waits for collectives that are issued inside, from the first one to the end."""
+    # ------------------------------------------------------------------ communication that compute waits for at once
 
-        def call(method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            outer, self._blocking = self._blocking, (name, unit.name)
-            try:
-                return method(*args, **options)
-            finally:
-                self._blocking = outer
-                if self._blocking_bar is not None:
-                    self._resume()
-                    self._blocking_bar.end(self._clock.mark())
-                    self._blocking_bar = None
+    def _block(self, group: ParameterGroup, lane: str) -> None:
+        """Compute waits for collectives that are issued from here on, from the first one to ``_unblock``."""
+        self._blocking = lane, self._names[id(group)]
 
-        return call
+    def _unblock(self) -> None:
+        self._blocking = None
+        if self._blocking_bar is not None:
+            self._resume()
+            self._blocking_bar.end(self._clock.mark())
+            self._blocking_bar = None
 
-    def issued(self, call: CollectiveCall) -> None:
+    def _issued(self, call: CollectiveCall) -> None:
         """A collective is about to be issued."""
         if self._submitted is not None:
             self._submitted.num_bytes += call.num_bytes
@@ -264,25 +247,20 @@ class Recorder:
         return seconds, tuple(sorted(spans, key=lambda span: span.start))
 
 
-class _TimedTicket:
-    """A ticket whose first wait is recorded."""
-
-    __slots__ = ("_bar", "_recorder", "_ticket")
-
-    def __init__(self, ticket: Ticket, recorder: Recorder, bar: _Bar) -> None:
-        self._ticket = ticket
-        self._recorder: Recorder | None = recorder
-        self._bar = bar
-
-    def wait(self) -> None:
-        """Wait as the ticket does."""
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
-            self._ticket.wait()
-            return
-        recorder.wait(self._bar)
-        self._ticket.wait()
-        recorder.has_waited(self._bar)
+_OF_TICKETS = {
+    "issue": Recorder._issue,
+    "issued": Recorder._has_issued,
+    "landed": Recorder._landed,
+    "wait": Recorder._wait,
+    "waited": Recorder._waited,
+}
+_OF_UNITS: dict[str, Callable[[Recorder, Any], None]] = {
+    "closed": Recorder._closed,
+    "refresh": lambda recorder, group: recorder._block(group, GATHER),
+    "refreshed": lambda recorder, _: recorder._unblock(),
+    "final": lambda recorder, group: recorder._block(group, REDUCE),
+    "completed": lambda recorder, _: recorder._unblock(),
+}
 
 
 def _lies_around(outer: Unit, inner: Unit) -> bool:

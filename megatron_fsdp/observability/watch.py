@@ -25,11 +25,12 @@ from torch import nn
 
 import dbuffer
 from dbuffer.collectives import start_maximum
+from dbuffer.events import listen
 from dbuffer.gloo import wait_with
 from dbuffer.mesh import new_group
 from megatron_fsdp.errors import AgreementError, ConfigError
 from megatron_fsdp.observability.flight_recorder import Journal, RankState, verdict
-from megatron_fsdp.runtime.lanes import latest_submission, record_into
+from megatron_fsdp.runtime.lanes import latest_submission
 from megatron_fsdp.runtime.meeting import Statement, meet
 from megatron_fsdp.runtime.module import units_below
 
@@ -71,7 +72,7 @@ class Watch:
         if not units:
             raise ConfigError("Watch: no module of the model has parameters that fully_shard took")
         mesh = max((unit.groups[0].main_weight.mesh for unit in units), key=lambda mesh: mesh.size())
-        self._schedule = units[0].schedule
+        self._backward = units[0].backward
         self._ranks: list[int] = mesh.mesh.flatten().tolist()
         self._timeout_s = timeout.total_seconds()
         self._poll_s = min(1.0, self._timeout_s / 10)
@@ -103,10 +104,8 @@ class Watch:
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = store.clone()
         self._watched = threading.get_ident()
-        self._open.enter_context(record_into(self._journal))
+        self._open.enter_context(listen(self._hear))
         self._open.enter_context(wait_with(self.wait))
-        self._schedule.after_backward.append(self._step_done)
-        self._open.callback(self._schedule.after_backward.remove, self._step_done)
         self._thread = threading.Thread(target=self._run, name="megatron_fsdp watch", daemon=True)
         self._thread.start()
         return self
@@ -178,6 +177,11 @@ class Watch:
             self._compare()
             self._start_comparison()
             self._compare()
+
+    def _hear(self, action: str, subject: Any) -> None:
+        self._journal.hear(action, subject)
+        if action == "backward" and subject is self._backward:
+            self._step_done()
 
     def _step_done(self) -> None:
         self._steps += 1

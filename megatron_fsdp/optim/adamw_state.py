@@ -21,7 +21,7 @@ from dbuffer.mesh import MeshAxis
 from dbuffer_kernels import AdamWBuffers, Segment, Segments, pack
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.nonfinite import Reading
-from megatron_fsdp.runtime.gradients import GradState
+from megatron_fsdp.runtime.grad_binding import GradState
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
 __all__ = ["FlatGradient", "GroupGradients", "GroupMoments", "local_range", "state_values"]
@@ -101,18 +101,18 @@ class GroupGradients:
             grads = list(map(_gradient_of, self._faces))
         group = self.group
         gradients = None if group is None else group.gradients
-        is_final = gradients is not None and gradients.state is GradState.FINAL
+        is_final = gradients is not None and gradients.binding.state is GradState.FINAL
         # The objects that lay in the group's buffer once still do: nothing has to be looked at again.
         if is_final and self._own_gradients and all(map(operator.is_, grads, self._own_gradients)):
             assert gradients is not None
-            return FlatGradient(gradients.final.local_buffer, self._all_present)
+            return FlatGradient(gradients.binding.final.local_buffer, self._all_present)
         grads = [None if member == ABSENT else grad for grad, member in zip(grads, self.members, strict=True)]
         if group is None or all(grad is None for grad in grads):
             return None
         present = tuple(grad is not None for grad in grads)
         if gradients is None or not is_final:
             return FlatGradient(self._packed(group, grads), present)
-        final = gradients.settled()
+        final = gradients.binding.settled()
         assert final is not None
         lies_inside = all(
             isinstance(grad, DTensor) and _lies_at(grad.to_local(), final.local_buffer[start:stop])

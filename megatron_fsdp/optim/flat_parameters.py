@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from dbuffer import DBuffer
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.adamw_state import local_range
-from megatron_fsdp.runtime.gradients import GradState
+from megatron_fsdp.runtime.grad_binding import GradState
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
 
 __all__ = ["FlatParameter", "Member", "flat_parameters", "flat_view", "parameters_to_train"]
@@ -189,7 +189,7 @@ class FlatParameter(nn.Parameter):
                 "made; build the optimizer again"
             )
         gradients = None if group is None else group.gradients
-        is_final = gradients is not None and gradients.state is GradState.FINAL
+        is_final = gradients is not None and gradients.binding.state is GradState.FINAL
         # The objects that lay in the group's buffer once still do: nothing has to be looked at again.
         if is_final and self._own and all(map(operator.is_, shown, self._own)):
             return self._final
@@ -206,9 +206,9 @@ class FlatParameter(nn.Parameter):
                 "a gradient or none, leave a parameter that no rank uses out of the optimizer, or use an optimizer "
                 "over model.parameters()."
             )
-        if gradients is None or gradients.state is not GradState.FINAL:
+        if gradients is None or gradients.binding.state is not GradState.FINAL:
             return self._packed(shown)
-        final = gradients.settled()
+        final = gradients.binding.settled()
         assert final is not None
         self._final = final.local_buffer[self._range]
         with torch._C.DisableTorchFunctionSubclass():

@@ -60,7 +60,7 @@ def lay_out_loaded_state(optimizer: Optimizer, *_: Any) -> None:
         for key, value in list(values.items()):
             is_per_element = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == parameter.shape
             if is_per_element and not (isinstance(value, FlatDTensor) and is_laid_out_like(value, parameter)):
-                values[key] = group.laid_out(parameter, value)
+                values[key] = group.faces.laid_out(parameter, value)
     _SEEN[optimizer] = optimizer.state
 
 

@@ -107,7 +107,7 @@ def readings_of(model: nn.Module) -> list[Reading]:
         if group is None or group.gradients is None:
             found.append(Reading(f"parameter {name!r}", local, (), parameter.device))
         else:
-            axes = tuple(group.spread_over(group.gradients.final.placements))
+            axes = tuple(group.spread_over(group.gradients.binding.final.placements))
             found.append(Reading(f"parameter {name!r}", local, axes, group.spec.device))
     return found
 

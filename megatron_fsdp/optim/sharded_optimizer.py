@@ -16,7 +16,7 @@ from dbuffer.placements import BufferPlacement
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.fresh_state import show_fresh_state
 from megatron_fsdp.optim.loaded_state import lay_out_loaded_state, parameters_of, refuse_split_weights
-from megatron_fsdp.runtime.grad_binding import grads_of
+from megatron_fsdp.runtime.grad_binding import GradState, grads_of
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
 
 __all__ = [
@@ -67,7 +67,7 @@ def _before_step(references: Iterable[weakref.ref[ParameterGroup]], optimizer: O
     for reference in references:
         group = reference()
         if group is not None and group.gradients is not None:
-            group.gradients.match_parameter_dtype()
+            group.gradients.binding.match_parameter_dtype()
 
 
 def _after_step(references: Iterable[weakref.ref[ParameterGroup]], *_: Any) -> None:
@@ -75,7 +75,7 @@ def _after_step(references: Iterable[weakref.ref[ParameterGroup]], *_: Any) -> N
         group = reference()
         if group is not None:
             if group.gradients is not None:
-                group.gradients.restore_dtype()
+                group.gradients.binding.restore_dtype()
             group.catch_up()
 
 
@@ -101,14 +101,15 @@ def _held_by(group: ParameterGroup) -> Iterator[_Held]:
     """
     gradients = group.gradients
     if gradients is not None:
-        if gradients.is_partial or gradients.is_filled:
+        binding = gradients.binding
+        if binding.state is GradState.PARTIAL or gradients.is_filled:
             raise StateError(
-                f"{gradients.name}: clip_grad_norm_ before gradients are final; run the last microbatch's backward "
+                f"{binding.name}: clip_grad_norm_ before gradients are final; run the last microbatch's backward "
                 "with synchronization (outside of no_sync, or after set_requires_gradient_sync(True))"
             )
-        final = gradients.settled()
+        final = binding.settled()
         if final is not None:
-            yield _Held(group, final.local_buffer, final.placements, gradients.scale)
+            yield _Held(group, final.local_buffer, final.placements, binding.scale)
         return
     # A frozen group has no buffer for what the user puts in .grad.
     for index, gradient in enumerate(grads_of(group.faces.sharded)):

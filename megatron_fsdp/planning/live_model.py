@@ -13,7 +13,6 @@ from megatron_fsdp.planning.model_spec import AxisFacts, GroupFacts, ModelFacts,
 from megatron_fsdp.planning.module_order import walk_modules
 from megatron_fsdp.runtime.module import units_below
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Unit
 
 __all__ = ["read_facts"]
@@ -78,26 +77,21 @@ def _unit_facts(unit: Unit, positions: Mapping[int, int], schedule: int) -> Unit
 
     groups = tuple(_group_facts(group) for group in unit.groups)
     asked = next((group.part_of for group in groups if group.part_of), unit.reshard_after_forward)
-    is_root = unit is _schedule(unit).root
+    is_root = unit is unit.schedule.root
     return UnitFacts(
         name=unit.name,
         groups=groups,
         schedule=schedule,
-        reshards_after_forward=_schedule(unit).reshards_after_forward(unit),
+        reshards_after_forward=unit.schedule.reshards_after_forward(unit),
         reshards_after_backward=unit.reshard_after_backward,
         lingers=unit.reshard_after_forward is None and not is_root,
         unshards_in_backward=unit.unshards_in_backward,
-        max_packed_buffers=_schedule(unit).max_packed_buffers,
+        max_packed_buffers=unit.backward.max_packed_buffers,
         forward_prefetch=ahead(unit.forward_prefetch),
         backward_prefetch=ahead(unit.backward_prefetch),
         modules=tuple(type(module).__name__.removeprefix("FSDP") for module in modules),
         reason=reshard_reason(groups, asked, is_root=is_root),
     )
-
-
-def _schedule(unit: Unit) -> Schedule:
-    assert isinstance(unit.schedule, Schedule)
-    return unit.schedule
 
 
 def _group_facts(group: ParameterGroup) -> GroupFacts:

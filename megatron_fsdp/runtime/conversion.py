@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -47,12 +48,26 @@ def apply_to_group(
         )
     if found.dtype != current.dtype:
         _check_dtype(group, found.dtype, is_awaited=is_awaited)
-        group.convert(found.dtype, policy)
+        _convert(group, found.dtype, policy)
         return
     with torch.no_grad():
         result = function(current)
         if result is not current:
-            group.overwrite(result)
+            current.copy_(result)
+            group.freshness.change()
+
+
+def _convert(group: ParameterGroup, dtype: torch.dtype, policy: MixedPrecisionPolicy) -> None:
+    """Hold and use the parameters, which stay the same objects, in the dtypes that belong to another own one."""
+    for owned in group.owned:
+        owned.trained_main_dtype = policy.dtypes_for(dtype, requires_grad=True).stepped
+    dtypes = policy.dtypes_for(dtype, requires_grad=any(face.requires_grad for face in group.faces.sharded))
+    weights, values = group.weights, group.main_weight.local_buffer
+    group.rebuild(replace(group.spec, dtypes=dtypes))
+    group.main_weight.local_buffer.copy_(values)
+    group.weights.gather_function = weights.gather_function
+    if weights.post_forward is not None:
+        group.reshard_to(weights.post_forward.axis.size)
 
 
 def _words(group: ParameterGroup) -> str:

@@ -1,12 +1,15 @@
-"""Optimizer steps: how a group learns that an optimizer may have changed its main weights, and refuses its copies.
+"""Freshness: whether compute weights are as new as main weights, and how anybody learns that these have changed.
 
 Fused and foreach optimizers change a DTensor's memory without touching any version counter, so every step of any
-torch.optim.Optimizer in the process counts as a change (docs/design/freshness.md).
+torch.optim.Optimizer in the process counts as a change (docs/design/freshness.md). Optimizers are heard of from the
+first ``fully_shard`` on, and asked before each step whether they would step copies.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch._compile import _disable_dynamo
@@ -15,13 +18,73 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.pending_sums import refuse_pending
 
-__all__ = ["STALE", "mark_gathered", "mark_replaced", "num_optimizer_steps", "refreshes_itself"]
+__all__ = ["STALE", "Freshness", "mark_gathered", "mark_replaced", "refreshes_itself"]
 
 _num_steps = [0]
 _REFRESHING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 STALE = "_fsdp_stale"
 """The attribute of tensors that no optimizer may step; its value says why."""
+
+
+class Freshness:
+    """How old the compute weights of one parameter group are.
+
+    Weights at rest are of a generation, which ends when main weights change; gathered ones are of that of their gather.
+
+    Args:
+        version: returns a number that grows with every change of main weights that PyTorch counts.
+
+    Attributes:
+        generation: of the weights at rest. gathered: of those that were gathered last.
+    """
+
+    __slots__ = ("_is_changed", "_is_suspect", "_seen", "_version", "gathered", "generation")
+
+    def __init__(self, version: Callable[[], int]) -> None:
+        self._version = version
+        self._seen = -1
+        self._is_changed = True
+        self._is_suspect = False
+        self.generation = self.gathered = 0
+
+    def change(self) -> None:
+        """Main weights have changed."""
+        self._is_changed = True
+
+    def suspect(self) -> None:
+        """Main weights may have changed in a way that shows nowhere."""
+        self._is_suspect = True
+
+    def lose(self) -> None:
+        """Gathered weights were changed: nobody may use them, or what was kept of them, again."""
+        self._is_suspect = True
+        self.generation += 1
+
+    def is_changed(self) -> bool:
+        """Whether main weights are known to have changed since the last refresh."""
+        version = self._version() + _num_steps[0]
+        if version != self._seen:
+            self._seen = version
+            self._is_changed = True
+        return self._is_changed
+
+    def wants_refresh(self) -> bool:
+        """Whether they have, or may have."""
+        return self.is_changed() or self._is_suspect
+
+    def refreshing(self) -> None:
+        """Weights at rest are about to be made from main weights."""
+        self._is_changed = self._is_suspect = False
+        self.generation += 1
+
+    def look_again(self) -> None:
+        """The memory of main weights was written with the values that it had, which is no change of theirs."""
+        self._seen = self._version() + _num_steps[0]
+
+    def is_stale(self) -> bool:
+        """Whether gathered weights are older than main weights."""
+        return self.is_changed() or self.gathered != self.generation
 
 
 def _count_step(optimizer: Optimizer, *_: object) -> None:
@@ -42,13 +105,16 @@ def _check_parameters(optimizer: Optimizer, *_: object) -> None:
     _CHECKED[optimizer] = len(parameters)
 
 
-# A compiled step calls them as they are: traced, the count would be a constant of the compiled code.
-register_optimizer_step_post_hook(_disable_dynamo(_count_step))
-register_optimizer_step_pre_hook(_disable_dynamo(_check_parameters))
+@functools.cache
+def _hear_of_steps() -> None:
+    # A compiled step calls them as they are: traced, the count would be a constant of the compiled code.
+    register_optimizer_step_post_hook(_disable_dynamo(_count_step))
+    register_optimizer_step_pre_hook(_disable_dynamo(_check_parameters))
 
 
 def mark_gathered(parameter: torch.Tensor, name: str) -> None:
     """Note that a tensor is a gathered weight, which no optimizer may step."""
+    _hear_of_steps()
     parameter.__dict__[STALE] = (
         f"holds the gathered weights of parameter {name!r} instead of its shard: model.parameters() was called between "
         "a forward and its backward. Build the optimizer before the first forward, or call model.reset_iter_state() "
@@ -58,15 +124,11 @@ def mark_gathered(parameter: torch.Tensor, name: str) -> None:
 
 def mark_replaced(parameter: torch.Tensor, name: str) -> None:
     """Note that a parameter was replaced by a sharded one, so that no optimizer may step it."""
+    _hear_of_steps()
     parameter.__dict__[STALE] = (
         f"holds parameter {name!r} as it was before fully_shard, which nobody uses any more. Build the optimizer after "
         "fully_shard, or give both to fully_shard_model_and_optimizer."
     )
-
-
-def num_optimizer_steps() -> int:
-    """Return how many steps were taken in this process by optimizers that give no notice themselves."""
-    return _num_steps[0]
 
 
 def refreshes_itself(optimizer: Optimizer) -> None:

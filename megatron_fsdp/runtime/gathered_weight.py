@@ -113,7 +113,7 @@ class GatheredWeight(nn.Parameter):
         if group is not None:
             sharded = group.parameters[self._fsdp_place.parameter]
             is_whole = value is not None and not isinstance(value, DTensor) and value.shape == sharded.shape
-            sharded.grad = group.laid_out(sharded, value) if is_whole else value
+            sharded.grad = group.faces.laid_out(sharded, value) if is_whole else value
 
     @grad.deleter
     def grad(self) -> None:

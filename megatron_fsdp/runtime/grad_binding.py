@@ -1,26 +1,366 @@
-"""The ``.grad`` of many sharded parameters at once, and small gradients on their way into a buffer together.
+"""GradBinding: ``main_grad`` as the ``.grad`` of the sharded parameters, and what users do to that.
 
-An attribute of a DTensor costs a Python call, a copy of a few elements a launch; a unit has dozens of each.
+A user may set ``.grad`` to None, zero it, add to it, assign another, freeze its parameter or step too early, at any
+time between two backwards. Whatever backward brings has to be added to what a plain model would have by then. While a
+sum is not reduced over all ranks, ``.grad`` shows a stand-in that says so when it is read (``pending_sums.py``).
 """
 
 from __future__ import annotations
 
+import enum
 import functools
+import itertools
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
+from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.parameters import Faces
+from megatron_fsdp.runtime.pending_sums import PendingSums
+from megatron_fsdp.runtime.reduction import Reduction
 
-__all__ = ["CastGradients", "SmallGradients", "assign_grads", "clear_grads", "grads_of", "outside"]
+__all__ = ["GradBinding", "GradState", "grads_of"]
 
 _GRAD: Any = torch._C.TensorBase.grad
 _get, _set = _GRAD.__get__, _GRAD.__set__
-_SMALL_NUMEL = 1 << 14
-_MAX_WAITING = 64
+
+
+class GradState(enum.Enum):
+    """What ``main_grad`` holds: nothing, a sum not reduced over all axes yet, or what the optimizer may read."""
+
+    EMPTY = "empty"
+    PARTIAL = "partial"
+    FINAL = "final"
+
+
+_MAY_BECOME = {
+    GradState.EMPTY: (GradState.EMPTY, GradState.PARTIAL),
+    GradState.PARTIAL: (GradState.PARTIAL, GradState.FINAL, GradState.EMPTY),
+    GradState.FINAL: (GradState.PARTIAL, GradState.EMPTY),
+}
+
+
+class GradBinding:
+    """What the gradients of one parameter group are between backwards.
+
+    Args:
+        main_grad: the accumulator. final: the slice of it that the optimizer reads.
+        faces: the parameters; the sharded ones' ``.grad`` is set when gradients are final, and read to see
+            ``zero_grad``.
+        dtype: of the main weights.
+
+    Attributes:
+        state: changed by ``become`` alone. name: of the unit, for messages.
+        trained: by parameter, whether a gradient of it is expected in each backward (nonzero).
+        missing: parameters of which this sum has no gradient so far (``missing_gradients.py``).
+    """
+
+    def __init__(self, main_grad: DBuffer, final: DBuffer, faces: Faces, dtype: torch.dtype) -> None:
+        self.name = main_grad.name
+        self.state = GradState.EMPTY
+        self.main_grad, self.final = main_grad, final
+        self._faces = faces
+        self._parameters = tuple(faces.sharded)
+        self._dtype = dtype
+        self.trained = bytearray(int(parameter.requires_grad) for parameter in self._parameters)
+        self.missing = bytearray(len(self._parameters))
+        # Parameters that had a gradient before this sum began.
+        self._had = bytearray(len(self._parameters))
+        # What ``final`` held when this sum began, where its memory takes part in the sum.
+        self._carry: torch.Tensor | None = None
+        self._gradients: list[DTensor] = []
+        self._sums: PendingSums | None = None
+        self._cast = _CastGradients(dtype, faces.wrap)
+
+    def become(self, state: GradState) -> None:
+        """Change the state.
+
+        Raises:
+            StateError: gradients cannot go from what they are to that.
+        """
+        if state not in _MAY_BECOME[self.state]:
+            raise StateError(
+                f"{self.name}: main_grad is {self.state.value} and cannot become {state.value}. This is an error of "
+                "the engine or of code that calls its methods; please report it."
+            )
+        self.state = state
+
+    def replace(self, index: int, parameter: nn.Parameter) -> None:
+        """Show gradients of parameter ``index`` on another object."""
+        self._parameters = (*self._parameters[:index], parameter, *self._parameters[index + 1 :])
+        if self._sums is not None:
+            self._sums.follow(self._parameters)
+
+    @property
+    def has_sum_under_way(self) -> bool:
+        """Whether gradients are accumulated that are not final."""
+        return self._sums is not None and self._sums.is_under_way
+
+    @property
+    def is_void(self) -> bool:
+        """Whether a backward raised and left the sum incomplete."""
+        return self._sums is not None and self._sums.is_void
+
+    # ------------------------------------------------------------------ a sum begins
+
+    def begin_sum(self) -> None:
+        """Begin a sum, or go on with it: what ``.grad`` was counts as a part of it."""
+        if self._sums is None:
+            self._sums = PendingSums(self._parameters, self._final_gradients(), _describer(self))
+        if self._sums.is_under_way:
+            added = bytearray(map(operator.gt, self.trained, self._sums.wanted))
+            self.missing = _either(self.missing, added)
+            self._sums.wanted = _either(self.trained, self._sums.wanted)
+            self.show_pending()
+            return
+        shown = self._shown()
+        self._had = bytearray(map(self._has_had, range(len(shown)), shown))
+        self.missing = bytearray(self.trained)
+        if not any(_given(shown)):
+            self.become(GradState.EMPTY)
+            self._sums.begin(bytearray(self.trained))
+        elif self.state is GradState.EMPTY:
+            self._sums.begin(_either(self.trained, _given(shown)))
+            self._adopt_direct(shown)
+            self._sums.show()
+        else:
+            self._adopt_user_gradients(shown)
+            _clear_grads(self._parameters)
+            self._sums.begin(_either(self.trained, _given(shown)))
+            self.become(GradState.PARTIAL)
+            if self.final is not self.main_grad:
+                # The memory around the final slice holds what the last reduction left: keep the slice aside, start
+                # over.
+                self._carry = self.final.local_buffer.clone()
+                self.become(GradState.EMPTY)
+
+    def _has_had(self, index: int, shown: torch.Tensor | None) -> bool:
+        """Whether a plain model would have a gradient beside the one that is summed up next."""
+        assert self._sums is not None
+        if self._sums.sum_of(index, shown) is None:
+            return shown is not None
+        # Of a sum that was set to zero: a sum of nothing is none still.
+        return bool(self._had[index] or not self.missing[index])
+
+    def show_pending(self) -> None:
+        """Let ``.grad`` of all parameters of a sum under way say so."""
+        assert self._sums is not None
+        shown = self._shown()
+        if not self._sums.is_untouched(shown):
+            self._adopt_direct(shown)
+        self._sums.show()
+
+    def _adopt_direct(self, shown: Sequence[torch.Tensor | None]) -> None:
+        """Take what lies in ``.grad`` beside a sum as something to add to it in the end."""
+        assert self._sums is not None
+        for index, gradient in enumerate(shown):
+            pending = self._sums.sum_of(index, gradient)
+            if pending is not None:
+                if pending.is_added:
+                    self.missing[index] = 0
+                pending.is_zeroed = False
+            elif gradient is not None:
+                self._sums[index].add(self._faces.own_rows(index, gradient))
+                self._sums.wanted[index] = self._had[index] = 1
+
+    # ------------------------------------------------------------------ a sum is thrown away
+
+    def settle(self) -> list[int] | None:
+        """Take notice, before a backward, of what users did to ``.grad`` while a sum was under way.
+
+        Returns:
+            The parameters whose sum they threw away; None where that of every one.
+        Raises:
+            StateError: a backward has raised, and ``.grad`` was not dropped since.
+        """
+        sums = self._sums
+        if sums is None or not sums.is_under_way:
+            return []
+        dropped = []
+        for index, (gradient, is_wanted) in enumerate(zip(self._shown(), sums.wanted, strict=True)):
+            pending = sums.sum_of(index, gradient)
+            if pending is None:
+                sums[index].forget()
+            if is_wanted and (pending is None or pending.is_zeroed):
+                dropped.append(index)
+        if len(dropped) == sum(sums.wanted):
+            sums.end()
+            return None
+        if sums.is_void:
+            raise StateError(self._describe(next(i for i, one in enumerate(sums.wanted) if one and i not in dropped)))
+        for index in dropped:
+            self._drop_one(index, sums)
+        return dropped
+
+    def _drop_one(self, index: int, sums: PendingSums) -> None:
+        self._had[index] = self._has_had(index, self._shown()[index])
+        sums.wanted[index] = self.missing[index] = self.trained[index]
+        if self.state is GradState.PARTIAL:
+            self.main_grad.get_local_tensor(index).zero_()
+        if self._carry is not None:
+            self.final.layout.piece(index, self._carry).zero_()
+
+    def void(self) -> None:
+        """Let ``.grad`` of a sum that a backward left incomplete refuse to be read until it is dropped."""
+        assert self._sums is not None
+        if self._sums.is_thrown_away(self._shown()):
+            self._sums.end()
+        else:
+            self._sums.show()
+            self._sums.is_void = True
+
+    def discard(self) -> None:
+        """Drop ``.grad`` of a sum under way."""
+        assert self._sums is not None
+        _clear_grads(self._parameters)
+        self._sums.forget()
+        self._sums.end()
+
+    def drop(self) -> None:
+        """Hold nothing."""
+        self._carry = None
+        self.become(GradState.EMPTY)
+
+    def _describe(self, index: int) -> str:
+        name = f"{self.name}: the gradient of parameter {self._faces.name_of(index)!r}"
+        if self._sums is not None and self._sums.is_void:
+            return (
+                f"{name} is incomplete, because the last backward raised. Drop it, with what was accumulated before: "
+                "call zero_grad() of the optimizer or the model, or model.reset_iter_state()."
+            )
+        return (
+            f"{name} is a sum under way, not reduced over all ranks yet. Run the last microbatch outside of no_sync() "
+            "and of microbatch(model, False) before .grad is read or an optimizer steps; after a backward that raised "
+            "call zero_grad() first."
+        )
+
+    # ------------------------------------------------------------------ a sum is complete
+
+    def complete(self, reduction: Reduction) -> None:
+        """Reduce the axes that still hold partial sums; ``show`` sets ``.grad`` of the sharded parameters then."""
+        if self.state is not GradState.PARTIAL:
+            return
+        if self.final is not self.main_grad:
+            reduction.finish()
+            if self._carry is not None:
+                self.final.local_buffer.add_(self._carry)
+                self._carry = None
+        self._add_direct_gradients()
+        self.become(GradState.FINAL)
+
+    def _add_direct_gradients(self) -> None:
+        assert self._sums is not None
+        shown = self._shown()
+        if self._sums.is_untouched(shown):
+            return
+        self._adopt_direct(shown)
+        for index in range(len(shown)):
+            rows = self._sums[index].added
+            if rows is not None:
+                self.final.get_local_tensor(index).view(-1).add_(rows.reshape(-1))
+
+    def show(self) -> None:
+        """Set ``.grad`` of every sharded parameter to its part of the final gradients, but of those in ``missing``."""
+        gradients, wanted = self._final_gradients(), self.trained
+        if self._sums is not None and self._sums.is_under_way:
+            if 0 in self.trained:
+                # One that was frozen in between keeps what was accumulated before.
+                wanted = _either(self.trained, self._sums.wanted)
+            self._sums.forget()
+            self._sums.end()
+        if 1 in self.missing:
+            # They keep what they had, and nothing was accumulated of which hooks could be told.
+            _clear_grads(itertools.compress(self._parameters, self.missing))
+            _assign_grads(self._parameters, gradients, bytes(map(operator.and_, self.missing, self._had)))
+            wanted = bytearray(map(operator.gt, wanted, self.missing))
+        # Autograd accumulates into the gathered parameters, so it calls no hook of the sharded ones.
+        for call_hook in _assign_grads(self._parameters, gradients, wanted):
+            call_hook()
+
+    def _final_gradients(self) -> list[DTensor]:
+        if not self._gradients:
+            indices = range(len(self._parameters))
+            self._gradients = [self._faces.wrap(index, self.final.get_dtensor(index)) for index in indices]
+            if self.final.dtype is not self._dtype:
+                for parameter in self._parameters:
+                    parameter.grad_dtype = None  # any dtype may be assigned then
+        return self._gradients
+
+    # ------------------------------------------------------------------ the optimizer reads
+
+    def settled(self) -> DBuffer | None:
+        """Return the final gradients, with what the user did to ``.grad`` taken over; None where there are none.
+
+        ``.grad`` may be the user's own although no backward made any.
+
+        Raises:
+            StateError: a sum is under way.
+        """
+        if self._sums is not None and self._sums.is_under_way:
+            for index, gradient in enumerate(self._shown()):
+                pending = self._sums.sum_of(index, gradient)
+                if pending is not None:
+                    pending.values()
+        if self.state is GradState.PARTIAL:
+            return None
+        shown = self._shown()
+        if all(gradient is None for gradient in shown):
+            return None
+        self._adopt_user_gradients(shown)
+        return self.final
+
+    def scale(self, factor: torch.Tensor | float) -> None:
+        """Multiply the gradients that ``settled`` returned, and the user's own tensors where they are not those."""
+        for tensor in (self.final.local_buffer, *_outside(self._shown(), self._gradients, self.final)):
+            tensor.mul_(factor.to(tensor) if isinstance(factor, torch.Tensor) else factor)
+
+    def match_parameter_dtype(self) -> None:
+        """Show gradients in the parameters' dtype, which PyTorch's optimizers need; ``restore_dtype`` undoes it."""
+        if self.final.dtype is not self._dtype and self.state is GradState.FINAL:
+            self._cast.show(self._parameters, self._shown(), self._gradients, self.final)
+
+    def restore_dtype(self) -> None:
+        """Show the gradients themselves again after ``match_parameter_dtype``."""
+        self._cast.take_back()
+
+    def _shown(self) -> list[torch.Tensor | None]:
+        return grads_of(self._parameters)
+
+    def _adopt_user_gradients(self, shown: Sequence[torch.Tensor | None]) -> None:
+        for index, gradient in enumerate(shown):
+            mine = self.final.get_local_tensor(index)
+            if gradient is None:
+                mine.zero_()
+            elif not self._gradients or gradient is not self._gradients[index]:
+                rows = self._faces.own_rows(index, gradient)
+                if rows.data_ptr() != mine.data_ptr():
+                    mine.view(-1).copy_(rows.reshape(-1))
+
+
+def _either(ones: Iterable[int], others: Iterable[int]) -> bytearray:
+    return bytearray(map(operator.or_, ones, others))
+
+
+def _given(gradients: Iterable[torch.Tensor | None]) -> Iterable[int]:
+    return map(operator.is_not, gradients, repeat(None))
+
+
+def _describer(binding: GradBinding) -> Callable[[int], str]:
+    """Return what the pending gradients ask for their error; they must not keep the buffer alive."""
+    reference = weakref.ref(binding)
+
+    def describe(index: int) -> str:
+        owner = reference()
+        return "the model of this gradient is gone" if owner is None else owner._describe(index)
+
+    return describe
 
 
 def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -29,14 +369,14 @@ def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
         return list(map(_get, parameters))
 
 
-def clear_grads(parameters: Iterable[torch.Tensor]) -> None:
+def _clear_grads(parameters: Iterable[torch.Tensor]) -> None:
     """Set ``.grad`` of each parameter to None."""
     with torch._C.DisableTorchFunctionSubclass():
         for parameter in parameters:
             _set(parameter, None)
 
 
-def assign_grads(
+def _assign_grads(
     parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], wanted: Sequence[int]
 ) -> list[Callable[[], object]]:
     """Set ``.grad`` of the parameters that are wanted (nonzero); return the calls of their hooks, in order."""
@@ -52,7 +392,7 @@ def assign_grads(
     return calls
 
 
-def outside(
+def _outside(
     gradients: Sequence[torch.Tensor | None], faces: Sequence[torch.Tensor], buffer: DBuffer
 ) -> list[torch.Tensor]:
     """Return this rank's parts of those gradients that are tensors of their own, not the buffer's.
@@ -71,7 +411,7 @@ def outside(
     return found
 
 
-class CastGradients:
+class _CastGradients:
     """Gradients shown in another dtype for the length of an optimizer's step.
 
     Args:
@@ -107,38 +447,3 @@ class CastGradients:
         replaced, self._replaced = self._replaced, []
         for parameter, gradient in replaced:
             parameter.grad = gradient if parameter.grad is not None else None
-
-
-class SmallGradients:
-    """Gradients of few elements that wait for each other, to be copied in one call, and one launch.
-
-    Args:
-        views: where the gradient of each parameter belongs.
-    """
-
-    def __init__(self, views: Sequence[torch.Tensor]) -> None:
-        self._views = views
-        self._is_small = [view.numel() <= _SMALL_NUMEL for view in views]
-        self._targets: list[torch.Tensor] = []
-        self._gradients: list[torch.Tensor] = []
-
-    def copy(self, index: int, gradient: torch.Tensor) -> None:
-        """Copy a gradient into its view, at once or at the next ``pack``."""
-        if not self._is_small[index]:
-            self._views[index].copy_(gradient)
-            return
-        self._targets.append(self._views[index])
-        self._gradients.append(gradient)
-        if len(self._gradients) == _MAX_WAITING:
-            self.pack()
-
-    def pack(self) -> None:
-        """Copy what waits."""
-        if self._gradients:
-            torch._foreach_copy_(self._targets, self._gradients)
-            self.drop()
-
-    def drop(self) -> None:
-        """Forget what waits."""
-        self._targets.clear()
-        self._gradients.clear()

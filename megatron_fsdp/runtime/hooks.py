@@ -15,7 +15,7 @@ from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.runtime.module import FsdpModule, _innermost_transform, sharded_class, unit_of, units_below
 from megatron_fsdp.runtime.pytree import caster
 from megatron_fsdp.runtime.state_dict import _after_load_state_dict, _before_load_state_dict, _before_state_dict
-from megatron_fsdp.runtime.unit import Unit
+from megatron_fsdp.runtime.unit import Unit, is_in_backward
 
 __all__ = [
     "convert",
@@ -44,16 +44,24 @@ def _before_forward(
     if unit is unit.schedule.root:
         unit.trees[id(module)].check(module, lambda: units_below(module))
     if _innermost_transform() is None:
-        unit.schedule.before_forward(unit, module)
+        _gather(unit, module)
     else:
         # A transform of torch.func would wrap buffers and what collectives return.
         with temporarily_clear_interpreter_stack():
-            unit.schedule.before_forward(unit, module)
+            _gather(unit, module)
     policy = unit.policy
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         cast = caster(policy.param_dtype)
         return cast(args), cast(kwargs)
     return None
+
+
+def _gather(unit: Unit, module: nn.Module) -> None:
+    if is_in_backward():
+        unit.backward.before_recomputation(unit, module)
+    else:
+        unit.backward.recover()
+        unit.schedule.before_forward(unit, module)
 
 
 @_disable_dynamo

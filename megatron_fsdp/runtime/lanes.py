@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from dbuffer.events import tell
 from dbuffer.gloo import wait_for
 
 __all__ = [
     "CpuLane",
     "CudaLane",
     "Lane",
-    "Recorder",
     "Streams",
     "Ticket",
     "Turns",
@@ -30,9 +30,6 @@ __all__ = [
     "join_lanes",
     "lane",
     "latest_submission",
-    "record_into",
-    "record_transcript",
-    "trace",
     "turns",
     "wait_for_event",
     "wait_on_host",
@@ -42,7 +39,16 @@ Operation = Callable[[list[dist.Work] | None], None]
 
 
 class Ticket(Protocol):
-    """Work that was submitted to a lane."""
+    """Work that was submitted to a lane.
+
+    Attributes:
+        lane: the name of the lane. owner: the identity of the object whose work it is, 0 for nobody's.
+        works: handles of its collectives, on CPU, until somebody waits.
+    """
+
+    lane: str
+    owner: int
+    works: list[dist.Work]
 
     def wait(self) -> None:
         """Make all later compute see the result. On CUDA this orders streams and does not block the host."""
@@ -56,6 +62,8 @@ class Lane(Protocol):
         operation: Operation,
         then: Callable[[], None] | None = None,
         on_host: Callable[[], None] | None = None,
+        *,
+        owner: int = 0,
     ) -> Ticket:
         """Queue ``operation`` after all compute issued so far, and ``then`` after it.
 
@@ -63,39 +71,53 @@ class Lane(Protocol):
             operation: issues collectives; it is given a list for their handles, or None where stream order suffices.
             then: device work on their result.
             on_host: work of the CPU on what ``then`` copied to it; ``Ticket.wait`` blocks the host for it.
+            owner: told to listeners with the ticket.
         """
 
 
 class _CpuTicket:
-    __slots__ = ("_then", "_works")
+    __slots__ = ("_then", "lane", "owner", "works")
 
-    def __init__(self, works: list[dist.Work], then: list[Callable[[], None]]) -> None:
-        self._works = works
+    def __init__(self, lane: str, owner: int, then: list[Callable[[], None]]) -> None:
+        self.lane, self.owner = lane, owner
+        self.works: list[dist.Work] = []
         self._then = then
 
     def wait(self) -> None:
         """Block until the collectives are done, then run what follows them, once."""
-        works, self._works = self._works, []
+        works, self.works = self.works, []
+        then, self._then = self._then, []
+        if not works and not then:
+            return
+        tell("wait", self)
         for work in works:
             wait_for(work)
-        then, self._then = self._then, []
+        tell("landed", self)
         for step in then:
             step()
+        tell("waited", self)
 
 
 class CpuLane:
     """Gloo's workers as a lane."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def submit(
         self,
         operation: Operation,
         then: Callable[[], None] | None = None,
         on_host: Callable[[], None] | None = None,
+        *,
+        owner: int = 0,
     ) -> Ticket:
         """Start the collectives; ``then`` and ``on_host`` run in ``Ticket.wait``."""
-        works: list[dist.Work] = []
-        operation(works)
-        return _CpuTicket(works, [step for step in (then, on_host) if step is not None])
+        ticket = _CpuTicket(self._name, owner, [step for step in (then, on_host) if step is not None])
+        tell("issue", ticket)
+        operation(ticket.works)
+        tell("issued", ticket)
+        return ticket
 
 
 class Streams(Protocol):
@@ -201,27 +223,32 @@ class Turns:
 
 
 class _CudaTicket:
-    __slots__ = ("_compute", "_event", "_on_host")
+    __slots__ = ("_compute", "_on_host", "event", "lane", "owner", "works")
 
-    def __init__(self, event: Any, compute: _Compute, on_host: Callable[[], None] | None) -> None:
-        self._event = event
+    def __init__(self, lane: str, owner: int, compute: _Compute, on_host: Callable[[], None] | None) -> None:
+        self.lane, self.owner = lane, owner
+        self.works: list[dist.Work] = []
+        self.event: Any = None
         self._compute = compute
         self._on_host = on_host
 
     def wait(self) -> None:
         """Order compute after the submitted work, and the host too where the host has work to do on it."""
+        tell("wait", self)
         for stream in self._compute.all():
-            stream.wait_event(self._event)
+            stream.wait_event(self.event)
         on_host, self._on_host = self._on_host, None
         if on_host is not None:
-            self._event.synchronize()
+            self.event.synchronize()
             on_host()
+        tell("waited", self)
 
 
 class CudaLane:
     """A high-priority stream as a lane."""
 
-    def __init__(self, compute: _Compute) -> None:
+    def __init__(self, name: str, compute: _Compute) -> None:
+        self._name = name
         self._compute = compute
         self._stream = compute.streams.new(compute.device)
         # The end of what was submitted last, and whether that was captured: an event lives in its capture alone.
@@ -233,21 +260,27 @@ class CudaLane:
         operation: Operation,
         then: Callable[[], None] | None = None,
         on_host: Callable[[], None] | None = None,
+        *,
+        owner: int = 0,
     ) -> Ticket:
         """Run the operation on the lane's stream, after what compute streams hold now."""
         streams = self._compute.streams
+        ticket = _CudaTicket(self._name, owner, self._compute, on_host)
         # The wait also covers memory: a block that compute has finished with may be handed out again on this stream.
         for stream in self._compute.all():
             self._stream.wait_stream(stream)
         with streams.use(self._stream):
+            tell("issue", ticket)
             operation(None)
+            tell("landed", ticket)
             if then is not None:
                 then()
-            event = streams.event()
-            event.record(self._stream)
-            self._last, self._is_last_captured = event, streams.is_capturing()
-        _latest[:] = [] if self._is_last_captured else [event]
-        return _CudaTicket(event, self._compute, on_host)
+            ticket.event = streams.event()
+            ticket.event.record(self._stream)
+            self._last, self._is_last_captured = ticket.event, streams.is_capturing()
+        _latest[:] = [] if self._is_last_captured else [ticket.event]
+        tell("issued", ticket)
+        return ticket
 
     def join(self) -> None:
         """Order compute after all that was submitted."""
@@ -286,7 +319,7 @@ def lane(name: str, device: torch.device) -> Lane:
     key = (name, device)
     if key not in _LANES:
         compute = _compute_of(device)
-        _LANES[key] = CpuLane() if compute is None else CudaLane(compute)
+        _LANES[key] = CpuLane(name) if compute is None else CudaLane(name, compute)
     return _LANES[key]
 
 
@@ -340,43 +373,3 @@ def wait_for_event(event: torch.Event) -> None:
     """Order the current stream, and with it all lanes' later work, after an event; nothing to do on CPU."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().wait_event(event)
-
-
-class Recorder(Protocol):
-    """Who is told what the runtime does."""
-
-    def append(self, line: str, /) -> None:
-        """Take notice of one "action unit"."""
-
-
-_recorders: list[Recorder] = []
-
-
-def trace(action: str, unit: str) -> None:
-    """Tell the recorders "action unit"."""
-    for recorder in _recorders:
-        recorder.append(f"{action} {unit}")
-
-
-@contextmanager
-def record_into(recorder: Recorder) -> Iterator[None]:
-    """Tell ``recorder`` what the runtime does, in host order, while the block runs."""
-    _recorders.append(recorder)
-    try:
-        yield
-    finally:
-        # By identity: two recorders may hold the same lines.
-        _recorders[:] = [other for other in _recorders if other is not recorder]
-
-
-@contextmanager
-def record_transcript() -> Iterator[list[str]]:
-    """Record what the runtime does, in host order, one "action unit" string each.
-
-    Actions: ``gather`` (issued), ``use`` (compute waits for the gather), ``reshard``, ``reduce`` (issued), ``fold``
-        (compute waits for the reduction, which is in main_grad then), ``final`` (the gradients are what the optimizer
-        may read).
-    """
-    transcript: list[str] = []
-    with record_into(transcript):
-        yield transcript

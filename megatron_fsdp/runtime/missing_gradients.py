@@ -42,7 +42,7 @@ class MissingGradients:
     def say(self, groups: Iterable[ParameterGroup]) -> None:
         """Tell the other ranks, before gradients are reduced, if some are missing here."""
         for group in groups:
-            if group.gradients is not None and 1 in group.gradients.missing:
+            if group.gradients is not None and 1 in group.gradients.binding.missing:
                 self._circle(group).say()
 
     def settle(self, final: Sequence[ParameterGroup], units: Iterable[Unit]) -> None:
@@ -143,7 +143,7 @@ class _Circle:
 
     def _ask(self, reduced: Sequence[GradientBuffer], known: Sequence[GradientBuffer]) -> None:
         wanted = {id(buffer) for buffer in reduced}
-        mine = [one if id(buffer) in wanted else 0 for buffer in known for one in buffer.missing]
+        mine = [one if id(buffer) in wanted else 0 for buffer in known for one in buffer.binding.missing]
         # The maximum of "is there" is whether any rank has it. The last one: whether any misses something.
         votes = torch.tensor([*(1 - one for one in mine), max(mine, default=0)], dtype=torch.int32, device=self._device)
         for axis in self._axes:
@@ -152,9 +152,9 @@ class _Circle:
         self._asks = bool(is_missed)
         position = 0
         for buffer in known:
-            size = len(buffer.missing)
+            size = len(buffer.binding.missing)
             if id(buffer) in wanted:
-                buffer.missing = bytearray(1 - one for one in is_there[position : position + size])
+                buffer.binding.missing = bytearray(1 - one for one in is_there[position : position + size])
             position += size
 
     def _key(self, name: str) -> str:
@@ -168,5 +168,5 @@ class _Circle:
 
 def _count_as_zeros(buffers: Iterable[GradientBuffer]) -> None:
     for buffer in buffers:
-        if 1 in buffer.missing:
-            buffer.missing = bytearray(len(buffer.missing))
+        if 1 in buffer.binding.missing:
+            buffer.binding.missing = bytearray(len(buffer.binding.missing))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -39,9 +39,7 @@ class UnshardHandle:
         """Make compute wait for the gather; the module's parameters are plain tensors afterwards."""
         unit, self._unit = self._unit, None
         if unit is not None:
-            for group in unit.groups:
-                group.finish_gather()
-                group.reveal()
+            unit.schedule.finish_gather(unit)
 
 
 class FsdpModule:
@@ -71,8 +69,7 @@ class FsdpModule:
         """
         unit = unit_of(self)
         unit.settle_strangers()
-        for group in unit.groups:
-            group.gather_afresh()
+        unit.schedule.gather_afresh(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -81,8 +78,8 @@ class FsdpModule:
 
     def reshard(self) -> None:
         """Release this unit's gathered weights; its parameters are sharded DTensors again."""
-        for group in unit_of(self).groups:
-            group.reshard()
+        unit = unit_of(self)
+        unit.schedule.reshard(unit)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: the next backwards keep gradients on this rank, unreduced. The first one with True reduces the sum."""
@@ -96,7 +93,7 @@ class FsdpModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the last microbatch of an optimizer step."""
-        unit_of(self).schedule.is_last_backward = is_last_backward
+        unit_of(self).backward.is_last = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int | None, recurse: bool = True) -> None:
         """Choose whether weights are released after forward and gathered again; as in ``fully_shard``."""
@@ -174,7 +171,7 @@ class FsdpModule:
 
         What was accumulated before into the same gradients goes with them.
         """
-        unit_of(self).schedule.reset()
+        unit_of(self).backward.reset()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accept FSDP2's switch: reductions are always sums here, and the division is part of the fold."""
@@ -193,7 +190,7 @@ class FsdpModule:
                 f"set_reduce_scatter_max_input_buffers({max_input_buffers}): give a number of at least one"
             )
         for unit in self._units(recurse):
-            unit.schedule.max_packed_buffers = max_input_buffers
+            unit.backward.max_packed_buffers = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce on a communicator of its own (the default), or on the one that gathers, which saves its memory."""
@@ -240,7 +237,7 @@ class FsdpModule:
         for each in (unit, *alive(unit.inner)):
             for group in each.groups:
                 if group.weight_state is WeightState.UNSHARDED:
-                    group.zero_grad(set_to_none=set_to_none)
+                    _zero_grad(group.faces.sharded, set_to_none=set_to_none)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept FSDP2's switch: gathers are always asynchronous, whether or not somebody prefetches."""
@@ -256,16 +253,16 @@ class FsdpModule:
         # The module's own parameters stay in their buffers; everything else is handled as in any module.
         unit = unit_of(self)
         unit.settle_strangers()
+        unit.schedule.reshard(unit)
         for group in unit.groups:
-            group.reshard()
-            group.hide()
+            group.faces.sites.hide()
         try:
             result = super()._apply(fn, recurse)  # type: ignore[misc]
             for group in unit.groups:
                 apply_to_group(group, fn, unit.policy, is_awaited=any(unit.outstanding_calls()))
         finally:
             for group in unit.groups:
-                group.show()
+                group.faces.sites.unhide()
             # A group that was on the meta device, or of another dtype, has other gradient buffers now.
             unit.follow_gradients()
         return result
@@ -282,6 +279,14 @@ class FsdpModule:
             f"{type(self).__name__} cannot be pickled: it holds process groups. Save its state instead: "
             "save_checkpoint, torch.distributed.checkpoint or state_dict()."
         )
+
+
+def _zero_grad(parameters: Iterable[torch.Tensor], *, set_to_none: bool) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None and not set_to_none:
+            parameter.grad.zero_()
+        elif parameter.grad is not None:
+            parameter.grad = None
 
 
 def unit_of(module: object) -> Unit:

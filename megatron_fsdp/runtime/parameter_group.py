@@ -15,23 +15,23 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dbuffer import BufferPlacement, DBuffer, Flat, FlatDTensor, Plan, SlotPool
+from dbuffer.events import tell
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import AgreementError, StateError
 from megatron_fsdp.policy.offload import hand_back
-from megatron_fsdp.policy.precision import MixedPrecisionPolicy
-from megatron_fsdp.runtime.freshness import num_optimizer_steps, refreshes_itself
+from megatron_fsdp.runtime.freshness import Freshness, refreshes_itself
 from megatron_fsdp.runtime.fused_linear import fuse_linear_layers
-from megatron_fsdp.runtime.gradients import GradientBuffer, GradientSpec, ReduceFunction
+from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.lanes import Ticket, join_lanes, lane
 from megatron_fsdp.runtime.memory_slots import BufferPools, SlotChoice
 from megatron_fsdp.runtime.parameters import Faces, is_laid_out_like
 from megatron_fsdp.runtime.post_forward_shard import PostForwardShard, check_post_forward_size
+from megatron_fsdp.runtime.reduction import GradientSpec, ReduceFunction
 from megatron_fsdp.runtime.weight_buffers import WeightBuffers
 
 __all__ = ["ParameterGroup", "WeightState", "group_of_parameter", "is_laid_out_like", "refreshes_itself"]
@@ -46,11 +46,18 @@ def group_of_parameter(parameter: torch.Tensor) -> ParameterGroup | None:
 
 
 class WeightState(enum.Enum):
-    """Where a group's compute weights are: SHARDED -> GATHERING (unshard issued) -> UNSHARDED (usable) -> SHARDED."""
+    """Where a group's compute weights are: at rest alone; on their way, as a gather was issued; usable."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
+
+
+_MAY_BECOME = {
+    WeightState.SHARDED: (WeightState.GATHERING,),
+    WeightState.GATHERING: (WeightState.UNSHARDED,),
+    WeightState.UNSHARDED: (WeightState.SHARDED,),
+}
 
 
 class ParameterGroup:
@@ -58,16 +65,18 @@ class ParameterGroup:
 
     Attributes:
         name: the unit's name, for messages.
-        parameters: the sharded parameters by name within the unit, in plan order.
+        owned: what it was built from. parameters: the sharded ones by name within the unit, in plan order.
         plan: where the tensors sit. spec: what else it was built from.
         weights: its weight buffers. gradients: its gradient buffers; None for a frozen group.
         faces: the two sets of parameter objects.
+        weight_state: changed by ``_become`` alone. freshness: how old the compute weights are.
+        rests_whole: whether compute weights are whole on every rank all the time.
     """
 
     def __init__(self, owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> None:
         self.name = name
         self.plan = plan
-        self._owned = tuple(owned)
+        self.owned = tuple(owned)
         self._hook: Callable[[torch.Tensor], None] | None = None
         self._function: ReduceFunction | None = None
         # Before the buffers: their memory goes back to an allocator that knows nothing of lanes.
@@ -82,20 +91,16 @@ class ParameterGroup:
         self.spec = spec
         self.weight_state = WeightState.SHARDED
         self._gather_ticket: Ticket | None = None
-        self._is_changed = True
-        self._is_suspect = False
-        self._seen_version = -1
-        self._generation = 0
-        self._gathered_generation = 0
         self.weights = WeightBuffers(self.plan, spec, self.name)
-        self.faces = Faces(self._owned, self.main_weight, self.gathered, self, faces)
+        self.faces = Faces(self.owned, self.main_weight, self.gathered, self, faces)
+        main, faces_ = self.main_weight, self.faces
+        self.freshness = Freshness(lambda: main.local_buffer._version + faces_.version())
         self.parameters: dict[str, nn.Parameter] = self.faces.by_name()
         for face in self.faces.sharded:
             _GROUPS[face] = weakref.ref(self)
         if self.weights.remainder is not None:
             self.weights.remainder.watch(self.faces.sharded)
         self.faces.adopt_names(self.name)
-        # Whether compute weights are whole on every rank all the time.
         self.rests_whole = self.weights.rests_whole
         if not self.rests_whole:
             self._release()
@@ -109,7 +114,7 @@ class ParameterGroup:
         rest = (spec.compute_device, spec.is_offloaded, spec.is_pinned, spec.fuses_weight_gradients)
         like = GradientSpec(spec.placements, dtypes.reduce, dtypes.main_grad, spec.divisor, *rest)
         self.gradients = GradientBuffer(self.main_weight, like, self.faces)
-        self.gradients.rename(f"unit {self.name!r}")
+        self.gradients.rename(self.name)
         self.set_reduction()
 
     @property
@@ -153,7 +158,7 @@ class ParameterGroup:
         Like ``nn.Module.to_empty`` this makes new parameter objects: build optimizers afterwards.
         """
         if self.is_meta:
-            for owned, face in zip(self._owned, self.faces.sharded, strict=True):
+            for owned, face in zip(self.owned, self.faces.sharded, strict=True):
                 owned.parameter.requires_grad_(face.requires_grad)
             self._build(replace(self.spec, is_meta=False))
 
@@ -163,7 +168,7 @@ class ParameterGroup:
         These are the ``Flat`` data-parallel axes, and those along which the parameters were sharded before.
         """
         flat = [axis for axis, placement in zip(self.main_weight.axes, placements, strict=True) if placement == Flat()]
-        split = self._owned[0].split
+        split = self.owned[0].split
         return flat if split is None else flat + split.sharded_axes
 
     def set_divisor(self, divisor: float) -> None:
@@ -204,17 +209,8 @@ class ParameterGroup:
     def forget_originals(self) -> None:
         """Let go of the parameters that the group was built from: their memory is the whole unit's."""
         if not self.is_meta:
-            for owned, face in zip(self._owned, self.faces.sharded, strict=True):
+            for owned, face in zip(self.owned, self.faces.sharded, strict=True):
                 owned.parameter = face
-
-    def zero_grad(self, *, set_to_none: bool) -> None:
-        """Reset the gradients of the sharded parameters."""
-        for face in self.faces.sharded:
-            gradient = face.grad
-            if gradient is not None and not set_to_none:
-                gradient.zero_()
-            elif gradient is not None:
-                face.grad = None
 
     def follow_requires_grad(self) -> bool:
         """Take notice of parameters that were frozen or unfrozen; tell whether any was.
@@ -230,31 +226,19 @@ class ParameterGroup:
                 self._make_gradients()
             assert self.gradients is not None
             self.faces.set_requires_grad(index, trained)
-            self.gradients.set_trained(index, trained)
+            self.gradients.binding.trained[index] = trained
         return bool(changed)
 
     def _check_main_dtype(self, index: int) -> None:
-        wanted = self._owned[index].trained_main_dtype
+        wanted = self.owned[index].trained_main_dtype
         if wanted is not None and wanted is not self.spec.dtypes.main:
             raise StateError(
-                f"unit {self.name!r}: parameter {self._owned[index].name!r} was frozen when it was sharded, so it has "
+                f"unit {self.name!r}: parameter {self.owned[index].name!r} was frozen when it was sharded, so it has "
                 f"no main weight of {wanted}. Call fully_shard while it is trainable, and freeze it afterwards; or "
                 f"leave main_params_dtype None."
             )
 
     # ------------------------------------------------------------------ unshard, reshard
-
-    def unshard(self) -> None:
-        """Gather the weights and show them in the modules. Compute issued afterwards may use them."""
-        self.start_gather()
-        self.finish_gather()
-
-    def gather_afresh(self) -> None:
-        """Issue a gather of the main weights as they are now, unless what is gathered is that and was asked for."""
-        if self.weight_state is not WeightState.SHARDED and (self.is_stale() or not self.faces.sites.shows_gathered):
-            self.reshard()
-        self.suspect_change()
-        self.start_gather()
 
     def start_gather(self, *, check: bool = True) -> None:
         """Issue the gather on its lane; no-op unless SHARDED.
@@ -270,15 +254,17 @@ class ParameterGroup:
                 f"unit {self.name!r}: parameters {', '.join(map(repr, self.parameters))} are on the meta device still. "
                 "Call materialize(model), or model.to_empty(device=...) and initialise it, or load a checkpoint."
             )
-        if check and (self._main_changed() or self._is_suspect):
+        if check and self.freshness.wants_refresh():
             self.refresh()
-        self._gathered_generation = self._generation
+        self.freshness.gathered = self.freshness.generation
         if not self.rests_whole:
-            self.weights.choose_source(self._generation)
+            self.weights.choose_source(self.freshness.generation)
             on_host = hand_back if self.spec.is_offloaded else None
-            self._gather_ticket = lane("gather", self.spec.device).submit(self.weights.gather, on_host=on_host)
+            self._gather_ticket = lane("gather", self.spec.device).submit(
+                self.weights.gather, on_host=on_host, owner=id(self)
+            )
         # Last, so that whatever is raised before (an interrupt, out of memory) leaves nothing that looks gathered.
-        self.weight_state = WeightState.GATHERING
+        self._become(WeightState.GATHERING)
 
     def finish_gather(self) -> None:
         """Make compute wait for the gather and show the gathered weights; no-op unless GATHERING."""
@@ -291,7 +277,7 @@ class ParameterGroup:
                 AgreementError.raise_for(self.name, "the gather of its weights", error)
             self._gather_ticket = None
         self.weights.gathered_is_used()
-        self.weight_state = WeightState.UNSHARDED
+        self._become(WeightState.UNSHARDED)
         if not self.rests_whole:
             self.faces.brought_back()
         self.faces.sites.show_unsharded()
@@ -305,10 +291,6 @@ class ParameterGroup:
         """Show the sharded parameters, while gathered weights stay for the backward that follows."""
         self.faces.sites.show_sharded()
 
-    def end_call(self) -> None:
-        """Compute has used the weights in a forward call: take back what was lent to it."""
-        self.faces.sites.take_back()
-
     def reshard(self, *, keep_part: bool = False) -> None:
         """Show the sharded parameters and release the gathered weights.
 
@@ -321,12 +303,12 @@ class ParameterGroup:
             return
         self.finish_gather()
         self.faces.sites.show_sharded()
-        self.weight_state = WeightState.SHARDED
+        self._become(WeightState.SHARDED)
         # An error that is being handled is what should be seen; the next reshard finds the change as well.
         is_raising = sys.exc_info()[0] is not None
         changed = None if is_raising else self.faces.changed_in_place()
         if changed is not None:
-            self._note_change()
+            self._lose()
         if not self.rests_whole:
             self._release(keep_part=keep_part, is_unchanged=changed is None and not is_raising)
         if changed is not None:
@@ -334,11 +316,19 @@ class ParameterGroup:
 
     def _release(self, *, keep_part: bool = False, is_unchanged: bool = False) -> None:
         self.faces.released(is_unchanged=is_unchanged)
-        self.weights.release(keep_generation=self._gathered_generation if keep_part else None)
+        self.weights.release(keep_generation=self.freshness.gathered if keep_part else None)
 
-    def _note_change(self) -> None:
-        self._is_suspect = True
-        self._generation += 1
+    def _become(self, state: WeightState) -> None:
+        if state not in _MAY_BECOME[self.weight_state]:
+            raise StateError(
+                f"unit {self.name!r}: weights are {self.weight_state.value} and cannot become {state.value}. This is "
+                "an error of the engine or of code that calls its methods; please report it."
+            )
+        self.weight_state = state
+
+    def _lose(self) -> None:
+        """Gathered weights were changed in place: write them again before anybody uses them."""
+        self.freshness.lose()
         if self.weights.can_restore_gathered:
             self.faces.accept_versions()
 
@@ -363,20 +353,6 @@ class ParameterGroup:
 
     # ------------------------------------------------------------------ main weight to model weight
 
-    def suspect_change(self) -> None:
-        """Say that main weights may have changed in a way that shows nowhere: the next gather refreshes first."""
-        self._is_suspect = True
-
-    def _main_changed(self) -> bool:
-        version = self._version()
-        if version != self._seen_version:
-            self._seen_version = version
-            self._is_changed = True
-        return self._is_changed
-
-    def _version(self) -> int:
-        return self.main_weight.local_buffer._version + num_optimizer_steps() + self.faces.version()
-
     @property
     def refreshes_locally(self) -> bool:
         """Whether a refresh is a cast of this rank's shard, without communication."""
@@ -385,9 +361,9 @@ class ParameterGroup:
     def catch_up(self) -> None:
         """Take notice of an optimizer step or a load: gather what rests whole, leave the rest to its next gather."""
         if self.refreshes_locally:
-            self._is_changed = True
+            self.freshness.change()
         else:
-            self._main_changed()
+            self.freshness.is_changed()
             self.refresh()
 
     def is_stale(self) -> bool:
@@ -398,82 +374,52 @@ class ParameterGroup:
         """
         changed = self.faces.changed_in_place() if self.weight_state is WeightState.UNSHARDED else None
         if changed is not None:
-            self._note_change()
+            self._lose()
             self.faces.refuse_change(changed)
-        return self._main_changed() or self._gathered_generation != self._generation
+        return self.freshness.is_stale()
+
+    def is_outdated(self) -> bool:
+        """Whether what is gathered is not what was asked for by ``model.unshard()``; raises as ``is_stale``."""
+        return self.weight_state is not WeightState.SHARDED and (self.is_stale() or not self.faces.sites.shows_gathered)
 
     def refresh(self) -> None:
         """Bring ``model_weight`` up to date with ``main_weight``: one cast, and a gather where weights rest whole."""
-        self._is_changed = False
-        self._is_suspect = False
-        self._generation += 1
+        self.freshness.refreshing()
+        tell("refresh", self)
         if self.weights.refresh():
-            # Where both share memory the gather has written the main weights' bytes too, which is no change of theirs.
-            self._seen_version = self._version()
+            # Where both share memory the gather has written the main weights' bytes too.
+            self.freshness.look_again()
+        tell("refreshed", self)
 
     # ------------------------------------------------------------------ faces
 
-    def convert(self, dtype: torch.dtype, policy: MixedPrecisionPolicy) -> None:
-        """Hold and use the parameters, which stay the same objects, in the dtypes that belong to another own one."""
-        for owned in self._owned:
-            owned.trained_main_dtype = policy.dtypes_for(dtype, requires_grad=True).stepped
-        dtypes = policy.dtypes_for(dtype, requires_grad=any(face.requires_grad for face in self.faces.sharded))
-        weights, values = self.weights, self.main_weight.local_buffer
-        self._build(replace(self.spec, dtypes=dtypes), self.faces.sharded)
-        self.main_weight.local_buffer.copy_(values)
-        self.weights.gather_function = weights.gather_function
-        if weights.post_forward is not None:
-            self.reshard_to(weights.post_forward.axis.size)
-
-    def overwrite(self, values: torch.Tensor) -> None:
-        """Take over other main weights of this rank, laid out as they are."""
-        self.main_weight.local_buffer.copy_(values)
-        self._is_changed = True
-
-    def hide(self) -> None:
-        """Take the parameters out of their modules until ``show``."""
-        self.faces.sites.hide()
-
-    def show(self) -> None:
-        """Register the sharded parameters again."""
-        self.faces.sites.unhide()
+    def rebuild(self, spec: GroupSpec) -> None:
+        """Make other buffers, with undefined content, under the parameters, which stay the same objects."""
+        self._build(spec, self.faces.sharded)
 
     def rename(self, name: str) -> None:
         """Take another unit name, for messages."""
         self.name = name
         self.weights.rename(name)
         if self.gradients is not None:
-            self.gradients.rename(f"unit {name!r}")
-
-    def readopt(self) -> None:
-        """Copy values back where somebody replaced a parameter (``module.to``, ``assign=True``).
-
-        Raises:
-            StateError: the replacement has another shape, dtype or device.
-        """
-        if self.faces.readopt(self.name):
-            self._is_changed = True
+            self.gradients.rename(name)
 
     @property
     def is_untouched(self) -> bool:
         """Whether its weights were never used: nothing was gathered, nothing was trained."""
-        return self._generation == 0 and self.weight_state is WeightState.SHARDED
+        return self.freshness.generation == 0 and self.weight_state is WeightState.SHARDED
 
     def adopt(self, index: int, value: FlatDTensor) -> None:
         """Make a sharded tensor parameter ``index``: its values, and the object itself, over this group's memory."""
         self.faces.adopt(index, value)
         face = self.faces.sharded[index]
         self.parameters = self.faces.by_name()
-        self._owned[index].parameter = face
+        self.owned[index].parameter = face
         _GROUPS[face] = weakref.ref(self)
-        mark_owned(face, self.name, self._owned[index].name)
+        mark_owned(face, self.name, self.owned[index].name)
         if self.gradients is not None:
-            self.gradients.replace(index, face)
-        self._is_changed = True
-
-    def laid_out(self, face: torch.Tensor, value: torch.Tensor) -> DTensor:
-        """Return ``value``, whole or a DTensor, laid out like one of the parameters; see ``Faces.laid_out``."""
-        return self.faces.laid_out(face, value)
+            self.gradients.binding.replace(index, face)
+        self.freshness.change()
 
     def __repr__(self) -> str:
         return f"ParameterGroup({self.name!r}, {len(self.parameters)} parameters, {self.weight_state.value})"

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from dbuffer import DBuffer, RaggedShard
 from dbuffer.dtensor.checkpoint_chunks import own_rows
 from dbuffer.dtensor.flat_dtensor import FlatDTensor, num_flags_set, rebind, refuse_hooks
+from dbuffer.events import listeners, tell
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.freshness import STALE, mark_gathered, mark_replaced
@@ -384,6 +385,8 @@ def _gradient_hook(receiver: weakref.ref[GradientReceiver], index: int) -> Calla
         owner = receiver()
         gradients = None if owner is None else owner.gradients
         if gradients is not None:
+            if listeners:
+                tell("gradient", gradients)
             gradients.receive(index, parameter)
 
     return receive

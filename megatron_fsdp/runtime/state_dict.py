@@ -13,16 +13,14 @@ from megatron_fsdp.runtime.unit import Unit
 
 
 def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    for group in unit.groups:
-        group.reshard()
+    unit.schedule.reshard(unit)
 
 
 def _before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for below in units_below(module):
         # What was assigned in the place of a parameter is what the values are for.
         below.settle_strangers()
-        for group in below.groups:
-            group.reshard()
+        below.schedule.reshard(below)
     _materialize_for(module, prefix, state_dict)
     # Whole tensors, and DTensors that torch.distributed.tensor cut, are brought into the rows of each rank.
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -30,7 +28,7 @@ def _before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str,
         if owner is None or not isinstance(value, torch.Tensor) or is_laid_out_like(value, parameter):
             continue
         if value.shape == parameter.shape:
-            state_dict[prefix + name] = owner.laid_out(parameter, value)
+            state_dict[prefix + name] = owner.faces.laid_out(parameter, value)
 
 
 def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any]) -> None:
@@ -46,4 +44,6 @@ def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any])
 
 def _after_load_state_dict(unit: Unit, *_: Any) -> None:
     for group in unit.groups:
-        group.readopt()
+        # Copy values back where a parameter was replaced (``assign=True``).
+        if group.faces.readopt(group.name):
+            group.freshness.change()

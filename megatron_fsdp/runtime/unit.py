@@ -4,75 +4,27 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from megatron_fsdp.errors import AgreementError, ConfigError, StateError
+from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.runtime.gradients import GradientBuffer
-from megatron_fsdp.runtime.lanes import trace
-from megatron_fsdp.runtime.memory_slots import BufferPools, SlotChoice
+from megatron_fsdp.runtime.memory_slots import SlotChoice
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.runtime.readers import mark_read
 from megatron_fsdp.runtime.strangers import admit, settle
 from megatron_fsdp.runtime.tree import Tree
 
-__all__ = ["Call", "Driver", "InFlight", "Unit", "alive", "is_in_backward", "watchers"]
+if TYPE_CHECKING:
+    from megatron_fsdp.runtime.backward import Backward
+    from megatron_fsdp.runtime.schedule import Schedule
 
-
-class Driver(Protocol):
-    """What a unit and its hooks ask of the schedule that serves it."""
-
-    is_last_backward: bool
-    max_packed_buffers: int
-    step_event: Any
-    num_backwards: int
-    pools: BufferPools
-    after_backward: list[Callable[[], None]]
-
-    @property
-    def root(self) -> Unit | None:
-        """The outermost unit."""
-
-    def before_forward(self, unit: Unit, module: nn.Module) -> None:
-        """A module of the unit is about to run."""
-
-    def after_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """A module of the unit has run."""
-
-    def before_backward(self, call: Call) -> None:
-        """Backward has reached an output of a call."""
-
-    def watch(self, unit: Unit, output: Any) -> None:
-        """A module inside of the unit made ``output`` from weights."""
-
-    def before_reading(self, unit: Unit, call: Call | None) -> None:
-        """Backward is about to read weights of the unit."""
-
-    def begin_backward(self) -> int:
-        """A backward is under way; return its number."""
-
-    def gradients_missing(self, unit: Unit) -> None:
-        """Gradients of the unit are about to be reduced, and some parameters have none."""
-
-    def gradient_arrived(self, unit: Unit) -> None:
-        """One more gradient of the unit is packed."""
-
-    def make_room(self) -> None:
-        """Release packed gradient buffers until there may be one more."""
-
-    def reset(self) -> None:
-        """Forget a forward or backward that raised, and its gradients."""
-
-    def share_reductions(self, other: Any) -> None:
-        """Count packed gradient buffers together with another schedule."""
-
-    def reshards_after_forward(self, unit: Unit) -> bool:
-        """Whether a unit gives its gathered weights back between forward and backward."""
+__all__ = ["Call", "Unit", "alive", "is_in_backward", "watchers"]
 
 
 class Call:
@@ -143,7 +95,8 @@ class Unit:
         self.slots = SlotChoice()
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
-        self.schedule: Driver
+        self.schedule: Schedule
+        self.backward: Backward
         self.modules = [weakref.ref(module) for module in modules]
         # Units inside of this one, all of which were made before it.
         self.inner: list[weakref.ref[Unit]] = []
@@ -215,8 +168,8 @@ class Unit:
         self.schedule.watch(self, output)
 
     def before_reading(self, call: Call | None) -> None:
-        """Tell the schedule that backward is about to read weights."""
-        self.schedule.before_reading(self, call)
+        """Backward is about to read weights of the unit."""
+        self.backward.before_reading(self, call)
 
     def follow_requires_grad(self) -> None:
         """Take notice of parameters that were frozen or unfrozen since the last forward."""
@@ -254,11 +207,6 @@ class Unit:
         """Yield where its parameters are registered: a module's dictionary, and the name in it."""
         for group in self.groups:
             yield from group.faces.sites.places()
-
-    def end_call(self) -> None:
-        """Take notice that a forward call has used the weights."""
-        for group in self.groups:
-            group.end_call()
 
     def conceal(self) -> None:
         """Show the sharded parameters, while gathered weights stay for the backward that follows."""
@@ -313,14 +261,6 @@ class Unit:
         """Return when the oldest call began whose backward may still come, 0 where there is none."""
         return min((call.begin for call in self.outstanding_calls()), default=0)
 
-    def begin_backward(self) -> int:
-        """Tell the schedule that a backward is under way, and return its number."""
-        return self.schedule.begin_backward()
-
-    def before_packing(self) -> None:
-        """Make room for a packed gradient buffer."""
-        self.schedule.make_room()
-
     def enter(self, call: Call) -> None:
         """Take notice that backward has reached an output of a call."""
         self.expect(call)
@@ -328,13 +268,14 @@ class Unit:
         for buffer in self.gradients:
             buffer.task = task
 
-    def gradients_missing(self) -> None:
-        """Tell the schedule that gradients are reduced of which some are missing."""
-        self.schedule.gradients_missing(self)
+    def begin_backward(self, *, packs: bool) -> int:
+        """Tell who drives backward that one is under way, and return its number."""
+        self.backward.begin(packs=packs)
+        return self.backward.number
 
     def gradient_arrived(self) -> None:
-        """Tell the schedule that one more gradient is packed."""
-        self.schedule.gradient_arrived(self)
+        """Tell who drives backward that the first, or the last, gradient of this one is packed."""
+        self.backward.gradient_arrived(self)
 
     def encloses(self, other: Unit) -> bool:
         """Whether a module of ``other`` lies below one of this unit's."""
@@ -378,30 +319,6 @@ class Unit:
             group.rename(name)
 
 
-class InFlight:
-    """Units whose gradients are being reduced, in the order of issue."""
-
-    def __init__(self) -> None:
-        self._units: list[weakref.ref[Unit]] = []
-
-    def add(self, unit: Unit) -> None:
-        """Note that the unit's reduction was issued."""
-        self._units.append(unit.reference)
-
-    def drain(self, num_kept: int) -> None:
-        """Make compute wait for all reductions but the newest ``num_kept``, and release their packed buffers."""
-        count = max(len(self._units) - num_kept, 0)
-        done, self._units = self._units[:count], self._units[count:]
-        for unit in alive(done):
-            for buffer in unit.gradients:
-                if buffer.is_reducing:
-                    trace("fold", unit.name)
-                    try:
-                        buffer.wait()
-                    except RuntimeError as error:
-                        AgreementError.raise_for(unit.name, "the reduction of its gradients", error)
-
-
 def alive(references: Iterable[weakref.ref[Unit]]) -> list[Unit]:
     """Return the units that still exist."""
     return [unit for reference in references if (unit := reference()) is not None]
@@ -431,7 +348,7 @@ def watchers(tensor: torch.Tensor) -> list[Call]:
 
 def _enter_backward(calls: list[Call], gradient: torch.Tensor) -> None:
     for call in reversed(calls):
-        call.unit.schedule.before_backward(call)
+        call.unit.backward.before_backward(call)
 
 
 def _begin(reference: weakref.ref[Call]) -> int:

@@ -12,10 +12,11 @@ from torch import nn
 from dbuffer import Replicate
 from dbuffer.collectives import broadcast
 from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.runtime.backward import Backward
+from megatron_fsdp.runtime.grad_binding import GradState
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.module import FsdpModule, units_below
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
-from megatron_fsdp.runtime.schedule import Schedule
 
 __all__ = ["MegatronFSDP", "as_megatron"]
 
@@ -47,18 +48,18 @@ class MegatronFSDP(FsdpModule, nn.Module):
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Say whether gradients are final after each backward (True), or when ``finish_grad_sync`` is called."""
-        for schedule in self._schedules():
-            schedule.is_last_backward = sync_model
+        for backward in self._backwards():
+            backward.is_last = sync_model
 
     @contextmanager
     def _auto_sync(self, is_on: bool) -> Iterator[None]:
-        before = [(schedule, schedule.is_last_backward) for schedule in self._schedules()]
+        before = [(backward, backward.is_last) for backward in self._backwards()]
         self.set_model_auto_sync(is_on)
         try:
             yield
         finally:
-            for schedule, value in before:
-                schedule.is_last_backward = value
+            for backward, value in before:
+                backward.is_last = value
 
     # ------------------------------------------------------------------ gradients
 
@@ -71,13 +72,13 @@ class MegatronFSDP(FsdpModule, nn.Module):
         Args:
             force_all_reduce: Megatron-FSDP's; what is not reduced over all axes yet always is.
         """
-        for schedule in self._schedules():
-            before = schedule.is_last_backward
-            schedule.is_last_backward = True
+        for backward in self._backwards():
+            before = backward.is_last
+            backward.is_last = True
             try:
-                schedule.finish()
+                backward.finish()
             finally:
-                schedule.is_last_backward = before
+                backward.is_last = before
 
     def synchronize_gradient_reduce(self) -> None:
         """Do nothing: when backward returns, all that compute issues next waits for its reductions."""
@@ -92,13 +93,13 @@ class MegatronFSDP(FsdpModule, nn.Module):
             StateError: gradients are not final yet.
         """
         for buffer in self._gradients():
-            if buffer.is_partial:
+            if buffer.binding.state is GradState.PARTIAL:
                 raise StateError(
-                    f"{buffer.name}: scale_gradients before gradients are final; call finish_grad_sync() first, or run "
-                    "the last microbatch outside of no_sync()"
+                    f"{buffer.binding.name}: scale_gradients before gradients are final; call finish_grad_sync() "
+                    "first, or run the last microbatch outside of no_sync()"
                 )
-            if buffer.settled() is not None:
-                buffer.scale(scaling_factor)
+            if buffer.binding.settled() is not None:
+                buffer.binding.scale(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
         """Drop all gradients, those of microbatches that are not final yet among them."""
@@ -115,16 +116,16 @@ class MegatronFSDP(FsdpModule, nn.Module):
             force_sync: make compute wait for it as well. force_dispatch: Megatron-FSDP's; it is always started now.
         """
         first = next((unit for unit in units_below(self) if unit.groups), None)
-        for group in first.groups if first is not None else ():
-            group.start_gather()
+        if first is not None:
+            first.schedule.start_gather(first, check=True)
         if force_sync:
             self.synchronize_param_gather()
 
     def synchronize_param_gather(self) -> None:
         """Make compute wait for the gathers that were started."""
-        for group in self._groups():
-            if group.weight_state is WeightState.GATHERING:
-                group.finish_gather()
+        for unit in units_below(self):
+            if unit.has_state(WeightState.GATHERING):
+                unit.schedule.finish_gather(unit)
 
     def install_optimized_model_weights(self) -> None:
         """Bring compute weights up to date after main weights changed.
@@ -132,7 +133,7 @@ class MegatronFSDP(FsdpModule, nn.Module):
         A ``torch.optim`` step is noticed without it; an optimizer that is none of PyTorch's may not be.
         """
         for group in self._groups():
-            group.suspect_change()
+            group.freshness.suspect()
             group.catch_up()
 
     def broadcast_params(self) -> None:
@@ -148,7 +149,7 @@ class MegatronFSDP(FsdpModule, nn.Module):
                 if placement == Replicate():
                     broadcast(staged, axis)
             weights.local_buffer.copy_(staged)
-            group.suspect_change()
+            group.freshness.suspect()
             group.catch_up()
 
     # ------------------------------------------------------------------ refused
@@ -201,9 +202,8 @@ class MegatronFSDP(FsdpModule, nn.Module):
             if group.gradients is not None:
                 yield group.gradients
 
-    def _schedules(self) -> list[Schedule]:
-        schedules = {id(unit.schedule): unit.schedule for unit in units_below(self)}
-        return [schedule for schedule in schedules.values() if isinstance(schedule, Schedule)]
+    def _backwards(self) -> list[Backward]:
+        return list({id(unit.backward): unit.backward for unit in units_below(self)}.values())
 
 
 def as_megatron(module: nn.Module) -> MegatronFSDP:

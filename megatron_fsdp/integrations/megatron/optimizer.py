@@ -113,7 +113,7 @@ class OptimizerMethods:
         total = 0.0
         for unit in units_below(self._sharded_model):
             for group in unit.groups:
-                found = group.gradients.settled() if group.gradients is not None else None
+                found = group.gradients.binding.settled() if group.gradients is not None else None
                 if found is None:
                     continue
                 zeros = torch.zeros((), dtype=torch.float64, device=found.device)

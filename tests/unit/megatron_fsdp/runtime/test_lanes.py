@@ -1,11 +1,11 @@
-"""Lanes on CPU: when work starts, what waits for it, and the transcript of it all."""
+"""Lanes on CPU: when work starts, and what waits for it."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp import record_transcript
-from megatron_fsdp.runtime.lanes import CpuLane, Ticket, lane, trace
+from dbuffer.events import listen
+from megatron_fsdp.runtime.lanes import CpuLane, Ticket, lane
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def submit(log: list[str], *, then: bool = True) -> Ticket:
         log.append("issued")
         works.append(Work(log))  # type: ignore[arg-type]
 
-    return CpuLane().submit(operation, (lambda: log.append("followed")) if then else None)
+    return CpuLane("gather").submit(operation, (lambda: log.append("followed")) if then else None)
 
 
 def test_an_operation_is_issued_when_it_is_submitted() -> None:
@@ -70,7 +70,7 @@ def test_an_operation_that_raises_raises_where_it_is_submitted() -> None:
         raise ValueError("sizes differ")
 
     with pytest.raises(ValueError, match="sizes differ"):
-        CpuLane().submit(fail)
+        CpuLane("gather").submit(fail)
 
 
 def test_there_is_one_lane_of_a_name_per_device() -> None:
@@ -81,44 +81,11 @@ def test_gathers_and_reductions_have_lanes_of_their_own() -> None:
     assert lane("gather", CPU) is not lane("reduce", CPU)
 
 
-def test_a_transcript_holds_what_happens_in_its_block_only() -> None:
-    trace("gather", "before")
-    with record_transcript() as lines:
-        trace("gather", "blocks.0")
-        trace("use", "blocks.0")
-    trace("reshard", "blocks.0")
-    assert lines == ["gather blocks.0", "use blocks.0"]
-
-
-def test_transcripts_nest() -> None:
-    with record_transcript() as outer:
-        trace("gather", "a")
-        with record_transcript() as inner:
-            trace("gather", "b")
-        trace("gather", "c")
-    assert inner == ["gather b"]
-    assert outer == ["gather a", "gather b", "gather c"]
-
-
-def test_two_transcripts_with_the_same_lines_end_independently() -> None:
-    with record_transcript() as outer:
-        with record_transcript() as inner:
-            pass
-        trace("gather", "a")
-    assert inner == []
-    assert outer == ["gather a"]
-
-
-def test_a_transcript_ends_with_an_exception_in_its_block() -> None:
-    kept: list[list[str]] = []
-
-    def fail() -> None:
-        with record_transcript() as lines:
-            kept.append(lines)
-            trace("gather", "a")
-            raise ValueError("out of memory, say")
-
-    with pytest.raises(ValueError, match="out of memory"):
-        fail()
-    trace("use", "a")
-    assert kept == [["gather a"]]
+def test_listeners_hear_of_a_submission_when_it_is_issued_and_waited_for() -> None:
+    log: list[str] = []
+    with listen(lambda action, ticket: log.append(f"{action} {ticket.lane} {ticket.owner}")):
+        ticket = CpuLane("reduce").submit(lambda works: log.append("operation"), lambda: log.append("then"), owner=7)
+        ticket.wait()
+        ticket.wait()
+    assert log == ["issue reduce 7", "operation", "issued reduce 7", "wait reduce 7", "landed reduce 7", "then",
+                   "waited reduce 7"]  # fmt: skip

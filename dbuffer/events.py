@@ -1,0 +1,50 @@
+"""Events: what the engine does, told in host order to whoever listens. The one way to observe it; nothing is patched.
+
+| action | told when | subject |
+|---|---|---|
+| collective | one is about to be issued | ``CollectiveCall`` |
+| issue, issued | work goes to a lane; its collectives are issued, their handles in ``ticket.works`` | ``Ticket`` |
+| landed | what follows the collectives comes now: on the lane's stream, or on the host, which has waited | ``Ticket`` |
+| wait, waited | compute waits for a ticket, the first time; it goes on | ``Ticket`` |
+| gather, use, unsharded | a gather is about to be issued, to be waited for; compute may use the weights | ``Unit`` |
+| reshard | a unit's gathered weights are about to be released | ``Unit`` |
+| refresh, refreshed | weights at rest are brought up to date with main weights | ``ParameterGroup`` |
+| enter | backward has reached an output of a call | ``Call`` |
+| gradient | a gradient of a parameter arrives | ``GradientBuffer`` |
+| reducing | the reduction of packed gradients was issued | ``GradientBuffer`` |
+| closed | backward has what it wants of a unit in this pass | ``Unit`` |
+| reduce, fold | reductions of a unit were issued; one is about to be waited for | ``Unit`` |
+| finish | backward is through, but for what is still being reduced | ``Backward`` |
+| final, completed | sums are about to be reduced over the axes that are left; they are final | ``ParameterGroup`` |
+| backward | a backward that ends an accumulation is done | ``Backward`` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["Listener", "listen", "listeners", "tell"]
+
+Listener = Callable[[str, Any], None]
+
+listeners: list[Listener] = []
+"""Whoever listens; who would tell something for every gradient looks whether there is anybody first."""
+
+
+def tell(action: str, subject: object) -> None:
+    """Tell all listeners what happens to what."""
+    for listener in listeners:
+        listener(action, subject)
+
+
+@contextmanager
+def listen(listener: Listener) -> Iterator[None]:
+    """Call ``listener(action, subject)`` for every event of this process while the block runs."""
+    listeners.append(listener)
+    try:
+        yield
+    finally:
+        # By identity: two listeners may compare equal. In place: others have the list itself.
+        listeners[:] = [other for other in listeners if other is not listener]

@@ -1,0 +1,364 @@
+"""Backward: how a backward passes through the units of one root, from the first hook that it calls to final gradients.
+
+Autograd says when it reaches an output of a unit's call (``before_backward``), when it is about to read weights
+(``before_reading``) and when a gradient is there (``gradient_arrived``). From that follows which units it has left:
+they are closed, which is where their gradients are reduced, and released (docs/design/order.md, "Backward").
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from dbuffer.events import tell
+from megatron_fsdp.errors import AgreementError, StateError
+from megatron_fsdp.runtime.asked_gradients import refuse_gathered
+from megatron_fsdp.runtime.grad_binding import GradState
+from megatron_fsdp.runtime.lanes import join_lanes
+from megatron_fsdp.runtime.missing_gradients import MissingGradients
+from megatron_fsdp.runtime.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.pending_sums import open_backwards
+from megatron_fsdp.runtime.schedule import Schedule
+from megatron_fsdp.runtime.unit import Call, Unit, alive, is_in_backward
+
+__all__ = ["Backward", "InFlight"]
+
+
+class _Ending:
+    """Ends a backward when called; lives as long as autograd's task."""
+
+    __slots__ = ("__weakref__", "_finish")
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+
+    def __call__(self) -> None:
+        self._finish()
+
+
+class _Pass:
+    """One backward.
+
+    Attributes:
+        ending: what autograd calls at the end; dead when the backward has ended or raised.
+        active: units that it is in, or whose weights it has gathered once more. Weak, so that a model whose backward
+            raised is freed when it is deleted. closed: units whose gradients it has done with. Both by identity.
+        deferred: units that were closed when nothing had a gradient yet.
+        has_gradients: whether anything has.
+    """
+
+    def __init__(self, ending: _Ending) -> None:
+        self.ending = weakref.ref(ending)
+        self.active: dict[int, weakref.ref[Unit]] = {}
+        self.closed: set[int] = set()
+        self.deferred: list[weakref.ref[Unit]] = []
+        self.has_gradients = False
+
+    def enter(self, unit: Unit) -> None:
+        """Be in a unit, which may get gradients once more."""
+        self.active[id(unit)] = unit.reference
+        self.closed.discard(id(unit))
+
+    def latest_first(self) -> list[Unit]:
+        """Return the units that backward is in, inner ones before those around them, in one order on every rank."""
+        return sorted(alive(self.active.values()), key=Unit.first_begin, reverse=True)
+
+
+class Backward:
+    """Drives backwards through the units below one root, one at a time.
+
+    Attributes:
+        is_last: whether the next backward ends an optimizer step's gradient accumulation.
+        number: how many backwards there were so far.
+        max_packed_buffers: how many units' packed gradients may live at once.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.is_last = True
+        self.number = 0
+        self.max_packed_buffers = 1
+        self._schedule = schedule
+        self._pass: _Pass | None = None
+        self._has_sums = False
+        self._reducing = InFlight()
+        self._missing = MissingGradients(schedule.first_use.tokens)
+        for unit in schedule.units():
+            unit.backward = self
+
+    def share_reductions(self, other: Backward) -> None:
+        """Count packed gradient buffers together with another root's."""
+        self._reducing = other._reducing
+
+    # ------------------------------------------------------------------ begin, raise
+
+    def begin(self, *, packs: bool = False) -> _Pass:
+        """Note that a backward is under way.
+
+        Args:
+            packs: gradients are about to be packed; make room for one more buffer, oldest first.
+        """
+        if self._pass is not None:
+            self.recover()
+        if self._pass is None:
+            self.number += 1
+            ending = _Ending(self.finish)
+            self._pass = _Pass(ending)
+            open_backwards[id(self)] = weakref.ref(self)
+            torch.autograd.Variable._execution_engine.queue_callback(ending)
+            self._settle()
+        if packs:
+            self._reducing.drain(self.max_packed_buffers - 1)
+        return self._pass
+
+    def _settle(self) -> None:
+        """Take notice of sums under way that users threw away."""
+        if self._has_sums:
+            for unit in self._schedule.units():
+                for buffer in unit.gradients:
+                    buffer.settle()
+            self._has_sums = False
+
+    def recover(self) -> None:
+        """Forget a backward that raised: its graph task is gone, but never ran the final callback."""
+        if self._pass is not None and self._pass.ending() is None:
+            self._abandon()
+
+    def reset(self) -> None:
+        """Forget a forward or backward that raised, and the gradients that it left incomplete."""
+        self._abandon()
+        for unit in self._schedule.units():
+            for buffer in unit.gradients:
+                if buffer.binding.is_void:
+                    buffer.discard()
+
+    def _abandon(self) -> None:
+        for unit in self._schedule.units():
+            unit.open_call = None
+            for buffer in unit.gradients if self._pass is not None else ():
+                buffer.abandon(self.number)
+                self._has_sums = self._has_sums or buffer.binding.has_sum_under_way
+            self._schedule.reshard(unit)
+        self._end()
+
+    def _end(self) -> None:
+        self._pass = None
+        open_backwards.pop(id(self), None)
+        self._schedule.end_backward()
+
+    # ------------------------------------------------------------------ enter
+
+    def before_backward(self, call: Call) -> None:
+        """Gather the unit again for its backward, end the units that backward has left, start the next gather.
+
+        Raises:
+            StateError: the backward is itself recorded (``create_graph=True``).
+        """
+        tell("enter", call)
+        if torch.is_grad_enabled():
+            raise StateError(
+                f"unit {call.unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
+                "use released weights. Keep the module whose second derivatives are wanted unsharded."
+            )
+        now, unit = self.begin(), call.unit
+        if call.entered == self.number:
+            self._unshard_again(now, unit)
+            return
+        call.entered = self.number
+        unit.enter(call)
+        self._leave_passed(now, call)
+        now.enter(unit)
+        if unit.unshards_in_backward:
+            self._schedule.unshard(unit, check=False)
+        self._prefetch(call)
+
+    def before_reading(self, unit: Unit, call: Call | None) -> None:
+        """Gather the unit again, if need be, for the backward of an operator that reads its weights.
+
+        Args:
+            call: in which the operator ran; None where it ran outside of any, between ``unshard`` and ``reshard``.
+        """
+        if call is not None:
+            self.before_backward(call)
+            return
+        self._unshard_again(self.begin(), unit)
+
+    def _unshard_again(self, now: _Pass, unit: Unit) -> None:
+        if unit.unshards_in_backward and not unit.is_unsharded:
+            # Left, or even closed: whoever ends the backward releases it once more.
+            now.active[id(unit)] = unit.reference
+            self._schedule.unshard(unit, check=False)
+
+    def before_recomputation(self, unit: Unit, module: nn.Module) -> None:
+        """Gather the unit for a forward inside of backward."""
+        # Reentrant checkpointing runs the first forward without a graph, so no output is watched, and this is where
+        # backward is seen to move on. Units whose outputs are watched are left by the watch.
+        for other in self._pass.latest_first() if self._pass is not None else ():
+            if other is not unit and not any(other.outstanding_calls()) and not other.encloses(unit):
+                self._close(other)
+                self._leave(other)
+        now = self.begin()
+        if unit.open_call is not None or not any(unit.outstanding_calls()):
+            self._schedule.open_call(unit, module)
+            unit.meet_strangers()
+        now.active[id(unit)] = unit.reference
+        self._schedule.unshard(unit, check=False)
+
+    def _prefetch(self, call: Call) -> None:
+        if call.unit.backward_prefetch:
+            for reference in call.unit.backward_prefetch:
+                self._schedule.start_gather(reference(), check=False)
+            return
+        for position in range(call.position - 1, -1, -1):
+            unit = call.trail[position]()
+            if unit is not None and unit.groups and unit is not call.unit and unit.unshards_in_backward:
+                self._schedule.gather_ahead(unit, check=False)
+                return
+
+    # ------------------------------------------------------------------ leave, close, reduce
+
+    def _leave_passed(self, now: _Pass, call: Call) -> None:
+        for unit in now.latest_first():
+            if unit is call.unit:
+                continue
+            outstanding = list(unit.outstanding_calls())
+            if not outstanding or outstanding[0].begin > call.end:
+                self._close(unit)
+                self._leave(unit)
+                continue
+            entered = [other.begin for other in outstanding if other.entered == self.number]
+            if entered and min(entered) > call.end:
+                # An earlier call of the unit has its backward still to come: weights are gathered again then.
+                self._schedule.reshard(unit)
+
+    def _leave(self, unit: Unit) -> None:
+        assert self._pass is not None
+        self._pass.active.pop(id(unit), None)
+        unit.forget(self.number)
+        if unit.reshard_after_backward:
+            self._schedule.reshard(unit)
+
+    def gradient_arrived(self, unit: Unit) -> None:
+        """Note one gradient of a unit; reduce when it was the last."""
+        now = self.begin()
+        now.has_gradients = True
+        if id(unit) not in now.active:
+            now.enter(unit)
+        if unit.num_arrived == unit.num_gradients and not unit.awaits_inner(now.closed):
+            self._close(unit)
+
+    def _close(self, unit: Unit) -> None:
+        """Give back a unit's trainable weights and reduce its gradients, once per backward."""
+        now = self._pass
+        assert now is not None
+        if id(unit) in now.closed or not unit.num_gradients:
+            return
+        now.closed.add(id(unit))
+        if not now.has_gradients:
+            # Nothing has a gradient so far. Either this rank used none of these parameters, and others may have; or
+            # this is a backward that asks for no parameter's gradient at all.
+            self._leave(unit)
+            now.deferred.append(unit.reference)
+            return
+        if all(group.is_all_trained for group in unit.groups):
+            self._leave(unit)
+        deferred, now.deferred = now.deferred, []
+        for earlier in (*alive(deferred), unit):
+            self._reduce(earlier)
+
+    def _reduce(self, unit: Unit) -> None:
+        self._schedule.first_use.before_reduction(unit)
+        complete = [buffer for buffer in unit.gradients if buffer.close(reduce=unit.requires_gradient_sync)]
+        if any(1 in buffer.binding.missing for buffer in complete):
+            self._missing.say(unit.groups)
+        for buffer in complete:
+            buffer.reduce()
+        if any(buffer.is_reducing for buffer in unit.gradients):
+            tell("reduce", unit)
+            self._reducing.add(unit)
+        tell("closed", unit)
+
+    # ------------------------------------------------------------------ finish
+
+    def finish(self) -> None:
+        """End the backward: close what is open, complete the reductions, hand the gradients to the parameters.
+
+        Outside of any, finish what earlier ones left under way.
+        """
+        tell("finish", self)
+        if not is_in_backward():
+            self.recover()
+            self._settle()
+        now, units = self._pass, list(self._schedule.units())
+        is_for_others = is_in_backward() and (now is None or not now.has_gradients)
+        for unit in now.latest_first() if now is not None else ():
+            self._close(unit)
+            self._leave(unit)
+        for unit in units:
+            if unit.requires_gradient_sync and any(buffer.is_filled for buffer in unit.gradients):
+                self._reduce(unit)
+        self._reducing.drain(0)
+        # Hooks waited on the streams that autograd gave them. The caller's follows all of it from here on, also in a
+        # graph that ends with the backward (docs/design/order.md, "Streams"). Not before: compute would wait for the
+        # gather of the unit that comes next.
+        join_lanes()
+        self._finalize(units)
+        for unit in units:
+            for buffer in unit.gradients:
+                if buffer.binding.has_sum_under_way:
+                    buffer.binding.show_pending()
+                    self._has_sums = True
+        self._end()
+        if is_for_others:
+            refuse_gathered(group for unit in units for group in unit.groups)
+        if self.is_last:
+            tell("backward", self)
+
+    def _finalize(self, units: list[Unit]) -> None:
+        final = [group for unit in units for group in self._final(unit)]
+        self._missing.say(final)
+        for group in final:
+            assert group.gradients is not None
+            tell("final", group)
+            group.gradients.binding.complete(group.gradients.reduction)
+            tell("completed", group)
+        self._missing.settle(final, units)
+        for group in final:
+            assert group.gradients is not None
+            group.gradients.binding.show()
+            if self.is_last:
+                group.freshness.suspect()
+
+    def _final(self, unit: Unit) -> Iterator[ParameterGroup]:
+        """Yield the groups whose sums are complete when this backward ends."""
+        is_last = self.is_last and unit.requires_all_reduce
+        for group in unit.groups if unit.requires_gradient_sync else ():
+            buffer = group.gradients
+            if buffer is not None and buffer.binding.state is GradState.PARTIAL and (buffer.rests_final or is_last):
+                yield group
+
+
+class InFlight:
+    """Units whose gradients are being reduced, in the order of issue."""
+
+    def __init__(self) -> None:
+        self._units: list[weakref.ref[Unit]] = []
+
+    def add(self, unit: Unit) -> None:
+        """Note that the unit's reduction was issued."""
+        self._units.append(unit.reference)
+
+    def drain(self, num_kept: int) -> None:
+        """Make compute wait for all reductions but the newest ``num_kept``, and release their packed buffers."""
+        count = max(len(self._units) - num_kept, 0)
+        done, self._units = self._units[:count], self._units[count:]
+        for unit in alive(done):
+            for buffer in unit.gradients:
+                if buffer.is_reducing:
+                    tell("fold", unit)
+                    try:
+                        buffer.wait()
+                    except RuntimeError as error:
+                        AgreementError.raise_for(unit.name, "the reduction of its gradients", error)

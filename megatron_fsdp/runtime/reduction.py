@@ -1,0 +1,145 @@
+"""Reduction: the way of one group's gradients from the packed buffer to main_grad, and what is configured about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dbuffer import DBuffer
+from dbuffer.buffer import Route
+from dbuffer.layout import only_flat_axis
+from dbuffer_kernels import accumulate
+from megatron_fsdp.policy.strategy import Placements
+from megatron_fsdp.runtime.lanes import Ticket, lane
+
+__all__ = ["GradientSpec", "ReduceFunction", "Reduction"]
+
+# A replacement for the reduce-scatter: (output, input, group, op, async_op) -> handle or None, as FSDP2's
+# ``ReduceScatter``.
+ReduceFunction = Callable[
+    [torch.Tensor, torch.Tensor, dist.ProcessGroup, dist.ReduceOp.RedOpType, bool], "dist.Work | None"
+]
+
+Hook = Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSpec:
+    """What a gradient buffer is built from besides its weights.
+
+    Attributes:
+        placements: the strategy. reduce_dtype: of the packed buffer and the wire. main_dtype: of ``main_grad``.
+        divisor: the sum over ranks is divided by it.
+        device: where gradients are produced and reduced.
+        is_offloaded: ``main_grad`` lies in CPU memory, with the main weights. is_pinned: in pages that a GPU writes.
+        fuses_weight_gradients: linear layers may multiply gradients into the packed buffer; "wide": of a wider dtype.
+    """
+
+    placements: Placements
+    reduce_dtype: torch.dtype
+    main_dtype: torch.dtype
+    divisor: float
+    device: torch.device
+    is_offloaded: bool = False
+    is_pinned: bool = False
+    fuses_weight_gradients: bool | str = True
+
+
+class Reduction:
+    """The way of one group's gradients from the packed buffer to the optimizer.
+
+    Args:
+        packed: receives autograd's gradients. reduced: the slice of it that its reduction leaves to this rank.
+        main_grad: the accumulator. final: the slice of it that the optimizer reads.
+        is_offloaded: ``main_grad`` lies in CPU memory beside the main weights. is_pinned: in pages that a GPU writes.
+
+    Attributes:
+        hook: called with each reduced gradient (1-D, averaged) before it is accumulated, to reduce it further.
+        function: used instead of the reduce-scatter.
+    """
+
+    def __init__(
+        self, packed: DBuffer, reduced: DBuffer, main_grad: DBuffer, final: DBuffer, *, is_offloaded: bool,
+        is_pinned: bool,
+    ) -> None:  # fmt: skip
+        self.hook: Hook | None = None
+        self.function: ReduceFunction | None = None
+        self._packed, self._reduced = packed, reduced
+        self._route = Route(packed, reduced)
+        self._main_grad, self._final = main_grad, final
+        self.is_offloaded = is_offloaded
+        self._is_pinned = is_pinned
+        self._staging: torch.Tensor | None = None
+
+    def submit(self, scale: float, *, overwrite: bool, owner: int) -> Ticket:
+        """Issue the reduction of the packed buffer on its lane; ``wait`` sees it folded into ``main_grad``.
+
+        Args:
+            scale: the sum over ranks is multiplied by it.
+            overwrite: ``main_grad`` holds nothing yet. owner: as in ``Lane.submit``.
+        """
+        # Not self: a ticket that nobody waits for must not keep this object alive.
+        reduced, main_grad = self._reduced, self._main_grad
+        # Where axes are left to reduce at the end, the hook's turn comes after them, in ``finish``.
+        hook = self.hook if self._final is self._main_grad else None
+        staging = self._staged()
+        # A hook sees averages, so scaling comes before it.
+        factor = scale if hook is None else 1.0
+
+        def fold() -> None:
+            source = reduced.local_buffer
+            if hook is not None:
+                hook(source.mul_(scale))
+            if staging is None:
+                accumulate(source, main_grad.local_buffer, scale=factor, overwrite=overwrite)
+            else:
+                staging.copy_(source, non_blocking=True)
+
+        def fold_on_host() -> None:
+            assert staging is not None
+            accumulate(staging, main_grad.local_buffer, scale=factor, overwrite=overwrite)
+
+        on_host = None if staging is None else fold_on_host
+        return lane("reduce", self._packed.device).submit(self._operation(), fold, on_host, owner=owner)
+
+    def _operation(self) -> Callable[[list[dist.Work] | None], None]:
+        packed, reduced, function, route = self._packed, self._reduced, self.function, self._route
+
+        def run(works: list[dist.Work] | None) -> None:
+            if function is None:
+                route(works)
+                return
+            group = only_flat_axis(reduced.axes, reduced.placements).reduce_group
+            output, whole = reduced.local_buffer, packed.local_buffer
+            work = function(output, whole, group, dist.ReduceOp.SUM, works is not None)
+            if works is not None and work is not None:
+                works.append(work)
+
+        return run
+
+    def _staged(self) -> torch.Tensor | None:
+        """Return the CPU memory by which reduced gradients reach an offloaded ``main_grad``; None for any other."""
+        if self.is_offloaded and self._staging is None:
+            numel, pinned = self._reduced.local_buffer.numel(), self._is_pinned and torch.cuda.is_available()
+            self._staging = torch.empty(numel, dtype=self._reduced.dtype, pin_memory=pinned)
+        return self._staging
+
+    def finish(self) -> None:
+        """Reduce ``main_grad`` over the axes that still hold partial sums, into ``final``."""
+        main_grad, final = self._main_grad, self._final
+        if not self.is_offloaded:
+            main_grad.redistribute(final.placements, out=final)
+            if self.hook is not None:
+                self.hook(final.local_buffer)
+            return
+        # Collectives run where compute does.
+        like, device = main_grad, self._packed.device
+        staged = DBuffer.from_plan(like.plan, like.mesh, like.placements, like.dtype, device, name=like.name)
+        staged.local_buffer.copy_(main_grad.local_buffer)
+        reduced = staged.redistribute(final.placements)
+        if self.hook is not None:
+            self.hook(reduced.local_buffer)
+        final.local_buffer.copy_(reduced.local_buffer)
