@@ -67,7 +67,7 @@ def _convert(group: ParameterGroup, dtype: torch.dtype, policy: MixedPrecisionPo
     group.main_weight.local_buffer.copy_(values)
     group.weights.gather_function = weights.gather_function
     if weights.post_forward is not None:
-        group.reshard_to(weights.post_forward.axis.size)
+        group.weights.keep_part_for(weights.post_forward.axis.size)
 
 
 def _words(group: ParameterGroup) -> str:

@@ -12,7 +12,7 @@ import copyreg
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,9 +23,11 @@ from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.runtime.gathered_weight import KINDS
 from megatron_fsdp.runtime.readers import reader_of
 
+if TYPE_CHECKING:
+    from megatron_fsdp.runtime.gradients import GradientBuffer
+
 __all__ = [
     "FusedLinear",
-    "ProductReceiver",
     "add_product",
     "expert_matmul",
     "fuse_linear_layers",
@@ -37,22 +39,12 @@ __all__ = [
 _ATTRIBUTE = "_fsdp_product_target"
 
 
-class ProductReceiver(Protocol):
-    """Who keeps the buffer that gradients are multiplied into."""
-
-    def takes_products(self) -> bool:
-        """Whether a product may be scaled as gradients are without rounding otherwise."""
-
-    def receive_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add ``left @ right`` to the gradient of parameter ``index``; its hook says later that it has arrived."""
-
-
 class _Target:
     """A receiver, which it does not keep alive, and the number of a parameter there."""
 
     __slots__ = ("_receiver", "index")
 
-    def __init__(self, receiver: ProductReceiver, index: int) -> None:
+    def __init__(self, receiver: GradientBuffer, index: int) -> None:
         self._receiver = weakref.ref(receiver)
         self.index = index
 
@@ -220,7 +212,7 @@ def _fused_class(kind: type[nn.Linear]) -> type[FusedLinear]:
 def offer_products(
     weights: Sequence[torch.Tensor],
     views: Sequence[torch.Tensor],
-    receiver: ProductReceiver,
+    receiver: GradientBuffer,
     *,
     is_wide: bool = False,
 ) -> None:

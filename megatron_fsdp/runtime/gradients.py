@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,10 @@ from megatron_fsdp.runtime.lanes import Ticket, turns
 from megatron_fsdp.runtime.parameters import Faces
 from megatron_fsdp.runtime.reduction import GradientSpec, Reduction
 
-__all__ = ["GradientBuffer", "GradientObserver"]
+if TYPE_CHECKING:
+    from megatron_fsdp.runtime.unit import Unit
+
+__all__ = ["GradientBuffer"]
 
 _SMALL_NUMEL = 1 << 14
 _MAX_WAITING = 64
@@ -29,19 +32,6 @@ _GRAD: Any = torch._C.TensorBase.grad
 _get_grad, _set_grad = _GRAD.__get__, _GRAD.__set__
 _STRIDED = torch.strided
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
-
-
-class GradientObserver(Protocol):
-    """Who drives a backward."""
-
-    def begin_backward(self, *, packs: bool) -> int:
-        """A backward is under way, whose number is wanted; it ``packs`` if a packed buffer is about to be allocated."""
-
-    def follow_gradients(self) -> None:
-        """Parameters were frozen since forward."""
-
-    def gradient_arrived(self) -> None:
-        """The first, or the last, gradient of a backward was packed."""
 
 
 class GradientBuffer:
@@ -66,7 +56,7 @@ class GradientBuffer:
         self.task = -1
         self.num_arrived = 0
         self._spec, self._template, self._faces = spec, main_weight, faces
-        self._observer: weakref.ref[GradientObserver] | None = None
+        self._observer: weakref.ref[Unit] | None = None
         self._is_begun = self._is_twin = self._copies = False
         self._num_expected = 0
         # The last backward that brought gradients, by the schedule's count.
@@ -117,7 +107,7 @@ class GradientBuffer:
         self.packed.rename(f"unit {name!r}: packed gradients")
         self.main_grad.rename(f"unit {name!r}: main_grad")
 
-    def observe(self, observer: GradientObserver) -> None:
+    def observe(self, observer: Unit) -> None:
         """Report to ``observer``, which is referred to weakly."""
         self._observer = weakref.ref(observer)
 

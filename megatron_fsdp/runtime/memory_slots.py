@@ -12,8 +12,9 @@ from dbuffer import BufferPlacement, SlotPool
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import flat_axes
 from dbuffer.slot_pool import Allocate, from_communicator, from_symmetric_memory
+from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
-__all__ = ["BufferPools", "SlotChoice", "communicator_has_memory"]
+__all__ = ["BufferPools", "SlotChoice", "communicator_has_memory", "place_in_slots"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,23 @@ class BufferPools:
             allocate = None if group is None else _allocator(choice.source, device, group)
             self._pools[key] = SlotPool(device, choice.sizing, allocate)
         return self._pools[key]
+
+
+def place_in_slots(group: ParameterGroup, pools: BufferPools | None, choice: SlotChoice, weights: SlotChoice) -> None:
+    """Take the memory of a group's gathered weights and packed gradients from slots, or from the allocator again.
+
+    Args:
+        pools: None for the allocator. choice: of slots for gradients. weights: for weights.
+    """
+    device, axes, placements = group.spec.compute_device, group.main_weight.axes, group.spec.placements
+
+    def pool(use: str, of: SlotChoice, placed: Sequence[BufferPlacement]) -> SlotPool | None:
+        return None if pools is None else pools.get(use, of, device, axes, placed)
+
+    if not group.rests_whole:
+        group.gathered.storage.use_pool(pool("weights", weights, placements.parameter))
+    if group.gradients is not None and not group.gradients.rests_partial:
+        group.gradients.packed.storage.use_pool(pool("gradients", choice, placements.gradient))
 
 
 def communicator_has_memory(axes: Sequence[MeshAxis], device: torch.device) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dbuffer import BufferPlacement, DBuffer, Flat, FlatDTensor, Plan, SlotPool
+from dbuffer import BufferPlacement, DBuffer, Flat, FlatDTensor, Plan
 from dbuffer.events import tell
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.build.builder import GroupSpec
@@ -28,9 +28,7 @@ from megatron_fsdp.runtime.freshness import Freshness, refreshes_itself
 from megatron_fsdp.runtime.fused_linear import fuse_linear_layers
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.lanes import Ticket, join_lanes, lane
-from megatron_fsdp.runtime.memory_slots import BufferPools, SlotChoice
 from megatron_fsdp.runtime.parameters import Faces, is_laid_out_like
-from megatron_fsdp.runtime.post_forward_shard import PostForwardShard, check_post_forward_size
 from megatron_fsdp.runtime.reduction import GradientSpec, ReduceFunction
 from megatron_fsdp.runtime.weight_buffers import WeightBuffers
 
@@ -185,27 +183,6 @@ class ParameterGroup:
         if self.gradients is not None:
             self.gradients.reduction.hook, self.gradients.reduction.function = self._hook, self._function
 
-    def use_separate_reduce_group(self, enable: bool) -> None:
-        """Reduce on a communicator of its own, or on the one that gathers."""
-        for axis in self.main_weight.axes:
-            axis.has_separate_reduce_group = enable
-
-    def use_pools(self, pools: BufferPools | None, choice: SlotChoice, weights: SlotChoice | None = None) -> None:
-        """Take the memory of gathered weights and packed gradients from slots; None: from the allocator.
-
-        Args:
-            choice: of slots for gradients, and for weights unless ``weights`` says otherwise.
-        """
-        device, axes, placements = self.spec.compute_device, self.main_weight.axes, self.spec.placements
-
-        def pool(use: str, of: SlotChoice, placed: Sequence[BufferPlacement]) -> SlotPool | None:
-            return None if pools is None else pools.get(use, of, device, axes, placed)
-
-        if not self.rests_whole:
-            self.gathered.storage.use_pool(pool("weights", weights or choice, placements.parameter))
-        if self.gradients is not None and not self.gradients.rests_partial:
-            self.gradients.packed.storage.use_pool(pool("gradients", choice, placements.gradient))
-
     def forget_originals(self) -> None:
         """Let go of the parameters that the group was built from: their memory is the whole unit's."""
         if not self.is_meta:
@@ -331,25 +308,6 @@ class ParameterGroup:
         self.freshness.lose()
         if self.weights.can_restore_gathered:
             self.faces.accept_versions()
-
-    def reshard_to(self, size: int) -> None:
-        """Keep, from forward to backward, a part of the weights such that ``size`` neighbours hold them together.
-
-        Args:
-            size: of the smaller group; 0 goes back to one shard per rank.
-        Raises:
-            ConfigError: ``size`` does not divide the axis over which weights are sharded.
-        """
-        axis = self.check_reshard(size)
-        self.weights.post_forward = None
-        if axis is not None and size < axis.size:
-            self.weights.post_forward = PostForwardShard(self.gathered, axis, size)
-
-    def check_reshard(self, size: int) -> MeshAxis | None:
-        """Return the axis that ``reshard_to`` would cut into groups of ``size``; None for none. It raises as that."""
-        if not size or self.rests_whole:
-            return None
-        return check_post_forward_size(size, self.model_weight.axes, self.model_weight.placements)
 
     # ------------------------------------------------------------------ main weight to model weight
 

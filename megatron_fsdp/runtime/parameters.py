@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -28,9 +28,11 @@ from megatron_fsdp.runtime.freshness import STALE, mark_gathered, mark_replaced
 from megatron_fsdp.runtime.gathered_weight import GatheredWeight, Place, let_read, refuse_reads, refuse_uncounted
 from megatron_fsdp.runtime.read_guard import ReadGuard
 
+if TYPE_CHECKING:
+    from megatron_fsdp.runtime.parameter_group import ParameterGroup
+
 __all__ = [
     "Faces",
-    "GradientReceiver",
     "Sites",
     "Stranger",
     "is_laid_out_like",
@@ -43,21 +45,6 @@ _REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 _requires_grad = _REQUIRES_GRAD.__get__
 
 _plainly: Any = torch._C._disabled_torch_function_impl
-
-
-class GradientSink(Protocol):
-    """Where the gradients of gathered weights go."""
-
-    def receive(self, index: int, parameter: torch.Tensor) -> None:
-        """Autograd has accumulated the gradient of parameter ``index`` into ``parameter.grad``."""
-
-
-class GradientReceiver(Protocol):
-    """Who has the sink; another one after ``materialize``."""
-
-    @property
-    def gradients(self) -> GradientSink | None:
-        """What takes them; None where nothing was ever trained."""
 
 
 class Faces:
@@ -76,7 +63,7 @@ class Faces:
         owned: Sequence[OwnedParameter],
         main_weight: DBuffer,
         gathered: DBuffer,
-        receiver: GradientReceiver,
+        receiver: ParameterGroup,
         known: Sequence[nn.Parameter] = (),
     ) -> None:
         self._owned = tuple(owned)
@@ -380,7 +367,7 @@ def _touched_slices(value: torch.Tensor, template: FlatDTensor) -> torch.Tensor 
     return own_rows(value.to_local().detach(), ragged, template.distribution.rows)
 
 
-def _gradient_hook(receiver: weakref.ref[GradientReceiver], index: int) -> Callable[[torch.Tensor], None]:
+def _gradient_hook(receiver: weakref.ref[ParameterGroup], index: int) -> Callable[[torch.Tensor], None]:
     def receive(parameter: torch.Tensor) -> None:
         owner = receiver()
         gradients = None if owner is None else owner.gradients

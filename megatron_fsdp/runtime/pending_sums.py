@@ -12,13 +12,16 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from megatron_fsdp.errors import StateError
+
+if TYPE_CHECKING:
+    from megatron_fsdp.runtime.backward import Backward
 
 __all__ = ["PendingSum", "PendingSums", "open_backwards", "refuse_pending"]
 
@@ -214,12 +217,7 @@ class PendingSums:
         return self._sums[index]
 
 
-class _Backward(Protocol):
-    def recover(self) -> None:
-        """Take notice if it raised."""
-
-
-open_backwards: dict[int, weakref.ref[_Backward]] = {}
+open_backwards: dict[int, weakref.ref[Backward]] = {}
 """Whose backward is open, by identity: one that raised is noticed before an optimizer steps."""
 
 

@@ -9,27 +9,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["Reader", "WeightOwner", "mark_read", "reader_of"]
+if TYPE_CHECKING:
+    from megatron_fsdp.runtime.unit import Unit
+
+__all__ = ["Reader", "mark_read", "reader_of"]
 
 _ATTRIBUTE = "_fsdp_reader"
-
-
-class WeightOwner(Protocol):
-    """The unit that gathers weights."""
-
-    @property
-    def open_call(self) -> Any:
-        """The call under way, None for none."""
-
-    def watch(self, output: Any) -> None:
-        """A module of the call under way made ``output`` from weights."""
-
-    def before_reading(self, call: Any) -> None:
-        """The backward of something made in ``call`` (None: outside of any) is about to read weights."""
 
 
 class Reader:
@@ -37,7 +26,7 @@ class Reader:
 
     __slots__ = ("_owner",)
 
-    def __init__(self, owner: WeightOwner) -> None:
+    def __init__(self, owner: Unit) -> None:
         self._owner = weakref.ref(owner)
 
     def open_call(self) -> Any:
@@ -49,16 +38,16 @@ class Reader:
         """Have weights gathered, for the backward of something made in ``call``."""
         owner = self._owner()
         if owner is not None:
-            owner.before_reading(call)
+            owner.backward.before_reading(owner, call)
 
     def watch(self, output: Any) -> None:
         """Have weights gathered before backward goes through ``output``."""
         owner = self._owner()
         if owner is not None:
-            owner.watch(output)
+            owner.schedule.watch(owner, output)
 
 
-def mark_read(weights: Iterable[torch.Tensor], owner: WeightOwner) -> None:
+def mark_read(weights: Iterable[torch.Tensor], owner: Unit) -> None:
     """Note whose weights some gathered parameters are."""
     reader = Reader(owner)
     for weight in weights:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,37 +21,13 @@ from megatron_fsdp.build.ownership import owner_words
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.parameters import Stranger
 
-__all__ = ["Host", "admit", "settle"]
+if TYPE_CHECKING:
+    from megatron_fsdp.runtime.parameter_group import ParameterGroup
+
+__all__ = ["admit", "settle"]
 
 
-class Host(Protocol):
-    """The parameter group whose places they took."""
-
-    name: str
-    faces: Any
-    weights: Any
-    parameters: dict[str, nn.Parameter]
-
-    @property
-    def gathered(self) -> Any:
-        """The weights that compute uses."""
-
-    @property
-    def is_meta(self) -> bool:
-        """Whether nothing is allocated yet."""
-
-    @property
-    def is_untouched(self) -> bool:
-        """Whether its weights were never used."""
-
-    def adopt(self, index: int, value: FlatDTensor) -> None:
-        """Make it so."""
-
-    def materialize(self) -> None:
-        """Allocate the buffers."""
-
-
-def admit(group: Host, strangers: Sequence[Stranger]) -> None:
+def admit(group: ParameterGroup, strangers: Sequence[Stranger]) -> None:
     """Use what is registered in the places of a group's parameters for the forward call that begins, or refuse it.
 
     Raises:
@@ -82,7 +58,7 @@ def admit(group: Host, strangers: Sequence[Stranger]) -> None:
         group.faces.sites.lend(stranger, _for_compute(group, value))
 
 
-def settle(group: Host) -> None:
+def settle(group: ParameterGroup) -> None:
     """Let sharded parameters that were assigned take their places, and refuse whatever else is there.
 
     Raises:
@@ -96,7 +72,7 @@ def settle(group: Host) -> None:
         raise StateError(f"{place} was taken out of its module" if value is None else _replaced(place, value))
 
 
-def _place(group: Host, stranger: Stranger) -> str:
+def _place(group: ParameterGroup, stranger: Stranger) -> str:
     return f"unit {group.name!r}: parameter {list(group.parameters)[stranger.index]!r}"
 
 
@@ -116,7 +92,7 @@ def _replaced(place: str, value: torch.Tensor) -> str:
     )
 
 
-def _for_compute(group: Host, value: torch.Tensor) -> torch.Tensor:
+def _for_compute(group: ParameterGroup, value: torch.Tensor) -> torch.Tensor:
     """Return a tensor as gathered weights are: whole, in the compute dtype, where compute happens."""
     with torch.no_grad():
         whole = value.full_tensor() if isinstance(value, DTensor) else value.detach()
@@ -134,7 +110,7 @@ def _is_functional_call() -> bool:
     return False
 
 
-def _adopt(group: Host, strangers: Sequence[Stranger]) -> Sequence[Stranger]:
+def _adopt(group: ParameterGroup, strangers: Sequence[Stranger]) -> Sequence[Stranger]:
     """Let sharded parameters that users assigned take their places for good; return the strangers that are none."""
     adopted = {
         stranger.index: stranger.value
@@ -157,8 +133,9 @@ def _adopt(group: Host, strangers: Sequence[Stranger]) -> Sequence[Stranger]:
     return [stranger for stranger in strangers if stranger.index not in adopted]
 
 
-def _fits(group: Host, index: int, value: FlatDTensor) -> bool:
+def _fits(group: ParameterGroup, index: int, value: FlatDTensor) -> bool:
     face = group.faces.sharded[index]
+    assert isinstance(face, FlatDTensor)
     return (
         not group.faces.has_splits
         and group.faces.sites.num_places(index) == 1

@@ -7,26 +7,20 @@ and is trained is refused by name. The look costs some nanoseconds per module; o
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from itertools import chain, repeat
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from megatron_fsdp.errors import StateError
 
-__all__ = ["Tree", "TreeUnit"]
+if TYPE_CHECKING:
+    from megatron_fsdp.runtime.unit import Unit
+
+__all__ = ["Tree"]
 
 _values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
-
-
-class TreeUnit(Protocol):
-    """A unit below a module."""
-
-    trees: dict[int, Tree]
-
-    def places(self) -> Iterator[tuple[dict[str, nn.Parameter | None], str]]:
-        """Yield where its parameters are registered: a module's dictionary, and the name in it."""
 
 
 class Tree:
@@ -51,7 +45,7 @@ class Tree:
         # Places of parameters that nobody shards and nobody trains.
         self._frozen: list[tuple[dict[str, nn.Parameter | None], str]] = []
 
-    def check(self, module: nn.Module, units: Callable[[], Iterable[TreeUnit]]) -> None:
+    def check(self, module: nn.Module, units: Callable[[], Iterable[Unit]]) -> None:
         """Look for parameters that were added since the last look.
 
         Args:
@@ -65,7 +59,7 @@ class Tree:
         if is_new or (self._frozen and any(_is_trained(registry.get(name)) for registry, name in self._frozen)):
             self._walk(module, list(units()))
 
-    def _walk(self, module: nn.Module, units: Iterable[TreeUnit]) -> None:
+    def _walk(self, module: nn.Module, units: Iterable[Unit]) -> None:
         owned = {(id(registry), name) for unit in units for registry, name in unit.places()}
         known = [tree._ignored for unit in units for tree in unit.trees.values()]
         below = dict(module.named_modules())

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.runtime.gradients import GradientBuffer
-from megatron_fsdp.runtime.memory_slots import SlotChoice
+from megatron_fsdp.runtime.memory_slots import SlotChoice, place_in_slots
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.runtime.readers import mark_read
 from megatron_fsdp.runtime.strangers import admit, settle
@@ -119,7 +119,7 @@ class Unit:
         """
         size = self.check_reshard(choice)
         for group in self.groups:
-            group.reshard_to(size)
+            group.weights.keep_part_for(size)
         # Groups of one rank hold the weights whole.
         self.reshard_after_forward = choice if choice is None or isinstance(choice, bool) else size != 1
         if self.slots.sizing is not None:
@@ -131,7 +131,7 @@ class Unit:
             raise ConfigError(f"reshard_after_forward={choice!r}; give None, True, False or a number of ranks")
         size = 0 if choice is None or isinstance(choice, bool) else choice
         for group in self.groups:
-            group.check_reshard(size)
+            group.weights.check_part(size)
         return size
 
     def use_slots(self, choice: SlotChoice) -> None:
@@ -142,13 +142,13 @@ class Unit:
     def _place_in_slots(self) -> None:
         if self.slots.sizing is None:
             for group in self.groups:
-                group.use_pools(None, self.slots)
+                place_in_slots(group, None, self.slots, self.slots)
             return
         # Weights that stay from forward to backward would each hold a slot as large as the largest unit.
         is_kept = not self.schedule.reshards_after_forward(self)
         weights = replace(self.slots, sizing="by_size") if is_kept else self.slots
         for group in self.groups:
-            group.use_pools(self.schedule.pools, self.slots, weights)
+            place_in_slots(group, self.schedule.pools, self.slots, weights)
 
     def follow_gradients(self) -> None:
         """Take notice of gradient buffers that were made or changed: after materialization, freezing, unfreezing."""
@@ -162,14 +162,6 @@ class Unit:
             if not group.rests_whole:
                 mark_read(group.faces.gathered, self)
                 self.releases_weights = True
-
-    def watch(self, output: Any) -> None:
-        """Tell the schedule what a module inside of the unit made from weights."""
-        self.schedule.watch(self, output)
-
-    def before_reading(self, call: Call | None) -> None:
-        """Backward is about to read weights of the unit."""
-        self.backward.before_reading(self, call)
 
     def follow_requires_grad(self) -> None:
         """Take notice of parameters that were frozen or unfrozen since the last forward."""

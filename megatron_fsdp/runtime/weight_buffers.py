@@ -10,10 +10,11 @@ import torch.distributed as dist
 from dbuffer import DBuffer, Plan, Replicate
 from dbuffer.buffer import Route
 from dbuffer.layout import only_flat_axis
+from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement
 from dbuffer_kernels import cast_copy
 from megatron_fsdp.build.builder import GroupSpec
-from megatron_fsdp.runtime.post_forward_shard import PostForwardShard
+from megatron_fsdp.runtime.post_forward_shard import PostForwardShard, check_post_forward_size
 from megatron_fsdp.runtime.split_weights import Remainder
 
 __all__ = [
@@ -107,6 +108,25 @@ class WeightBuffers:
     def can_restore_gathered(self) -> bool:
         """Whether a refresh and a gather write all of the gathered weights again."""
         return self.gathered is not self.model or self.main.dtype is not self.model.dtype
+
+    def keep_part_for(self, size: int) -> None:
+        """Keep, from forward to backward, a part of the weights such that ``size`` neighbours hold them together.
+
+        Args:
+            size: of the smaller group; 0 goes back to one shard per rank.
+        Raises:
+            ConfigError: ``size`` does not divide the axis over which weights are sharded.
+        """
+        axis = self.check_part(size)
+        self.post_forward = None
+        if axis is not None and size < axis.size:
+            self.post_forward = PostForwardShard(self.gathered, axis, size)
+
+    def check_part(self, size: int) -> MeshAxis | None:
+        """Return the axis that ``keep_part_for`` would cut into groups of ``size``; None for none. Raises as that."""
+        if not size or self.rests_whole:
+            return None
+        return check_post_forward_size(size, self.model.axes, self.model.placements)
 
     def choose_source(self, generation: int) -> None:
         """Let the next ``gather`` take the part kept after forward if that is of this generation."""

@@ -282,7 +282,7 @@ def test_watch_and_audit_may_be_open_too_in_either_order(order: str) -> None:
     for record, before, after in run_ranks(2, record_beside, order):
         assert Counter(actions(record, REDUCE)) == {f"reduce {unit}": 1 for unit in UNITS}
         assert record.waited(REDUCE) > 0
-        assert after["attributes"] == before["attributes"]
+        assert after["listeners"] == before["listeners"]
         assert after["hooks"] == before["hooks"]
 
 

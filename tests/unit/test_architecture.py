@@ -1,5 +1,6 @@
 """The rules between files hold in this repository, and the checks of them find what breaks them."""
 
+import ast
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+import megatron_fsdp
 from tests.harness import architecture
 from tests.harness.architecture import Source
 
@@ -107,6 +109,19 @@ def test_two_files_that_import_each_other_are_found(statement: str) -> None:
 def test_a_file_that_imports_its_own_package_is_found() -> None:
     texts = sources(dbuffer____init__="from dbuffer.plan import Plan", dbuffer__plan="from dbuffer import Plan")
     assert places(architecture.import_cycles(texts)) == ["dbuffer -> dbuffer.plan -> dbuffer"]
+
+
+def test_what_is_imported_for_annotations_alone_makes_no_cycle_within_a_room() -> None:
+    guarded = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megatron_fsdp.{} import Name"
+    texts = sources(
+        megatron_fsdp__runtime__unit=guarded.format("runtime.schedule"),
+        megatron_fsdp__runtime__schedule="import megatron_fsdp.runtime.unit",
+        megatron_fsdp__optim__adamw=guarded.format("checkpoint.api"),
+        megatron_fsdp__checkpoint__api="import megatron_fsdp.optim.adamw",
+    )
+    assert places(architecture.import_cycles(texts)) == [
+        "megatron_fsdp.checkpoint.api -> megatron_fsdp.optim.adamw -> megatron_fsdp.checkpoint.api"
+    ]
 
 
 def test_a_room_imports_neither_the_rooms_above_nor_those_beside_it() -> None:
@@ -225,6 +240,12 @@ def test_a_module_without_docstring_is_found() -> None:
     assert places(architecture.missing_docstrings(sources(dbuffer__plan=""))) == ["dbuffer/plan.py:1"]
 
 
+def test_one_training_step_is_read_in_six_files_that_do_not_grow(repository: list[Source]) -> None:
+    lines = architecture.step_lines(repository)
+    print(sum(lines.values()), lines)
+    assert sum(lines.values()) <= architecture.MAX_STEP_LINES
+
+
 # ---------------------------------------------------------------- the pages, and what users import
 
 
@@ -261,7 +282,10 @@ def test_a_package_exports_what_its_all_says(package: str) -> None:
     foreign = {
         name
         for name, value in vars(module).items()
-        if not name.startswith("_") and name not in names and not isinstance(value, ModuleType)
+        if not name.startswith("_")
+        and name not in names
+        and not isinstance(value, ModuleType)
+        and name not in ("Any", "TYPE_CHECKING")
     }
     assert not foreign, "imported into the package and not exported"
 
@@ -292,3 +316,19 @@ def test_a_package_exports_what_its_all_says(package: str) -> None:
 def test_a_path_that_users_import_from_is_still_there(path: str, name: str) -> None:
     module = importlib.import_module(path)
     assert not name or hasattr(module, name)
+
+
+def test_names_for_type_checkers_are_those_that_are_imported_when_asked_for() -> None:
+    tree = ast.parse(Path(megatron_fsdp.__file__).read_text(encoding="utf-8"))
+    guard = next(node for node in tree.body if isinstance(node, ast.If))
+    stated = {
+        alias.asname or alias.name: f"{node.module}".removeprefix("megatron_fsdp.")
+        for node in guard.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert stated == megatron_fsdp._HOME_OF
+    assert sorted(stated) == sorted(megatron_fsdp.__all__)
+    assert set(megatron_fsdp.__all__) <= set(dir(megatron_fsdp))
+    with pytest.raises(AttributeError, match="has no attribute 'fully_shart'"):
+        _ = megatron_fsdp.fully_shart

@@ -1,5 +1,6 @@
 """The recorder of a timeline and its clocks, on streams that are stood in for and on marks that count up."""
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -11,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dbuffer.events import listen
 from megatron_fsdp.observability import timeline_clock
 from megatron_fsdp.observability.timeline_clock import DeviceClock, HostClock, clock_for
 from megatron_fsdp.observability.timeline_record import COMPUTE, GATHER, Span
 from megatron_fsdp.observability.timeline_recorder import Recorder
+from megatron_fsdp.runtime.lanes import CpuLane, CudaLane, Ticket
 
-UNIT: Any = SimpleNamespace(name="blocks.0")
+UNIT: Any = SimpleNamespace(name="blocks.0", groups=(), gradients=())
 
 
 class CountingClock:
@@ -39,41 +42,64 @@ class CountingClock:
         return float(mark)
 
 
-class Lane:
-    """A lane on which everything runs at once, as on a stream, or when it is waited for, as on the host."""
+class Streams:
+    """Streams on which everything runs at once."""
+
+    def new(self, device: torch.device) -> None:
+        pass
+
+    def use(self, stream: None) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def event(self) -> Any:
+        return SimpleNamespace(record=lambda stream: None)
+
+    def is_capturing(self) -> bool:
+        return False
+
+
+class Run:
+    """A recording of a unit's gather on a lane, and what ran in what order."""
 
     def __init__(self, is_device: bool) -> None:
         self.ran: list[str] = []
-        self._is_device = is_device
+        self.recorder = Recorder(CountingClock(is_device))
+        self.recorder.follow(UNIT)
+        compute: Any = SimpleNamespace(streams=Streams(), device=torch.device("cpu"), all=self._compute_streams)
+        self._lane = CudaLane(GATHER, compute) if is_device else CpuLane(GATHER)
 
-    def submit(self, operation: Any, then: Any, on_host: Any) -> Any:
-        operation(None if self._is_device else [])
-        if self._is_device:
-            then()
-            return SimpleNamespace(wait=lambda: self.ran.append("wait"))
-        left = [then]
-        return SimpleNamespace(wait=lambda: (self.ran.append("wait"), left and left.pop()()))
+    def _compute_streams(self) -> list[Any]:
+        self.ran.append("wait")
+        return []
+
+    def submit(self, owner: int) -> Ticket:
+        def operation(works: list[dist.Work] | None) -> None:
+            self.ran.append("gather")
+            if works is not None:
+                works.append(SimpleNamespace(wait=lambda: self.ran.append("wait")))  # type: ignore[arg-type]
+
+        return self._lane.submit(operation, lambda: self.ran.append("then"), owner=owner)
 
 
 def record(is_device: bool) -> tuple[list[str], tuple[Span, ...]]:
     """Record a gather with something after it, issued by a forward that waits for it and goes on."""
-    lane, recorder = Lane(is_device), Recorder(CountingClock(is_device))
-    recorder.begin()
-    recorder.push("forward", "blocks.0")
-    submit = recorder.submitting(GATHER)
-    ticket = recorder.owning(UNIT)(
-        submit, lane.submit, lambda works: lane.ran.append("gather"), lambda: lane.ran.append("then")
-    )
-    ticket.wait()
-    ticket.wait()
-    recorder.pop()
-    recorder.end()
-    return lane.ran, recorder.spans()[1]
+    run = Run(is_device)
+    recorder = run.recorder
+    with listen(recorder.hear):
+        recorder.begin()
+        recorder.push("forward", "blocks.0")
+        ticket = run.submit(id(UNIT))
+        ticket.wait()
+        ticket.wait()
+        recorder.pop()
+        recorder.end()
+    return run.ran, recorder.spans()[1]
 
 
 def test_on_a_stream_a_gather_ends_where_the_lane_is_done_with_it_and_the_wait_where_compute_goes_on() -> None:
     ran, spans = record(is_device=True)
-    assert ran == ["gather", "then", "wait", "wait"]
+    # The lane waits for compute, then compute for the lane, as often as it is asked to.
+    assert ran == ["wait", "gather", "then", "wait", "wait"]
     # Marks: 1 begin, 2 forward, 3 and 4 around the gather, 5 and 6 around the wait, 7 the end of forward.
     assert [(span.name, span.start + 1, span.stop + 1) for span in spans] == [
         ("forward blocks.0", 2, 5),
@@ -85,7 +111,7 @@ def test_on_a_stream_a_gather_ends_where_the_lane_is_done_with_it_and_the_wait_w
 
 def test_on_the_host_the_wait_ends_before_what_follows_the_collective() -> None:
     ran, spans = record(is_device=False)
-    assert ran == ["gather", "wait", "then", "wait"]
+    assert ran == ["gather", "wait", "then"]
     # Marks: 1 begin, 2 forward, 3 the gather's issue, 4 and 5 around the wait, 6 the end of forward.
     assert [(span.name, span.start + 1, span.stop + 1) for span in spans] == [
         ("forward blocks.0", 2, 4),
@@ -96,20 +122,22 @@ def test_on_the_host_the_wait_ends_before_what_follows_the_collective() -> None:
 
 
 def test_what_another_model_submits_is_no_bar() -> None:
-    lane, recorder = Lane(is_device=True), Recorder(CountingClock(is_device=True))
-    recorder.begin()
-    recorder.submitting(GATHER)(lane.submit, lambda works: lane.ran.append("gather"), lambda: None)
-    recorder.end()
-    assert lane.ran == ["gather"]
-    assert recorder.spans()[1] == ()
+    run = Run(is_device=True)
+    with listen(run.recorder.hear):
+        run.recorder.begin()
+        run.submit(0)
+        run.recorder.end()
+    assert "gather" in run.ran
+    assert run.recorder.spans()[1] == ()
 
 
 def test_a_collective_that_nobody_waits_for_lasts_to_the_end() -> None:
-    lane, recorder = Lane(is_device=False), Recorder(CountingClock(is_device=False))
-    recorder.begin()
-    recorder.owning(UNIT)(recorder.submitting(GATHER), lane.submit, lambda works: None)
-    recorder.end()
-    seconds, (span,) = recorder.spans()
+    run = Run(is_device=False)
+    with listen(run.recorder.hear):
+        run.recorder.begin()
+        run.submit(id(UNIT))
+        run.recorder.end()
+    seconds, (span,) = run.recorder.spans()
     assert span.stop == seconds > span.start
 
 
