@@ -73,7 +73,7 @@ class GroupPlanner:
         regions = unit_regions(
             [parameter.shape for parameter in like],
             spec.placements.num_shards([mesh.size(axis) for axis in range(mesh.ndim)]),
-            min(dtype.itemsize for dtype in (dtypes.compute, dtypes.main, dtypes.reduce, dtypes.main_grad)),
+            dtypes,
             None if self._granularity is None else granularities(like, self._granularity),
         )
         for region in regions:

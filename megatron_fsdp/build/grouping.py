@@ -3,32 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
+import torch
 from torch import nn
 
 from dbuffer import Granularity, PaddingLimits, Region, Row, first_dimension_granularity, plan_regions
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.policy.precision import GroupDtypes
 
-__all__ = [
-    "group_parameters",
-    "unit_regions",
-]
+__all__ = ["GroupKey", "granularities", "group_parameters", "grouped", "unit_regions"]
+
+T = TypeVar("T")
 
 
-def group_parameters(owned: Sequence[OwnedParameter]) -> list[list[OwnedParameter]]:
-    """Split a unit's parameters into groups that can share buffers.
+class GroupKey(NamedTuple):
+    """What parameters agree in that share buffers.
 
-    The parameters of one group agree in dtype, ``requires_grad``, whether they are replicated, whether they are on the
-    meta device, and how they are sharded over axes that are not data-parallel.
+    Attributes:
+        dtype: the parameters' own. split: how they are sharded over axes that are not data-parallel.
     """
-    groups: dict[tuple[object, ...], list[OwnedParameter]] = {}
-    for one in owned:
-        parameter, split = one.parameter, None if one.split is None else one.split.key
-        key = (parameter.dtype, parameter.requires_grad, one.is_replicated, parameter.is_meta, split)
-        groups.setdefault(key, []).append(one)
-    return list(groups.values())
+
+    dtype: torch.dtype
+    requires_grad: bool
+    is_replicated: bool
+    is_meta: bool = False
+    split: object = None
+
+
+def grouped(parameters: Iterable[T], key: Callable[[T], GroupKey]) -> list[tuple[GroupKey, list[T]]]:
+    """Split parameters, or what stands for them, into groups that can share buffers, in the order of their first."""
+    groups: dict[GroupKey, list[T]] = {}
+    for parameter in parameters:
+        groups.setdefault(key(parameter), []).append(parameter)
+    return list(groups.items())
+
+
+def group_parameters(owned: Iterable[OwnedParameter]) -> list[list[OwnedParameter]]:
+    """Split a unit's parameters into groups that can share buffers."""
+    return [alike for _, alike in grouped(owned, _key)]
+
+
+def _key(owned: OwnedParameter) -> GroupKey:
+    parameter, split = owned.parameter, None if owned.split is None else owned.split.key
+    return GroupKey(parameter.dtype, parameter.requires_grad, owned.is_replicated, parameter.is_meta, split)
 
 
 def granularities(
@@ -64,17 +84,18 @@ _LIMITS = PaddingLimits(fallback=Row())
 
 
 def unit_regions(
-    shapes: Sequence[Sequence[int]], num_shards: int, itemsize: int, granularities: Sequence[Granularity] | None = None
+    shapes: Sequence[Sequence[int]], num_shards: int, dtypes: GroupDtypes, asked: Sequence[Granularity] | None = None
 ) -> tuple[Region, ...]:
-    """Lay out tensors that share dtype and strategy.
+    """Lay out tensors that share dtypes and strategy.
 
     Args:
-        granularities: where each may be cut. None: between slices of the first dimension, or between the rows of
+        asked: where each may be cut. None: between slices of the first dimension, or between the rows of
             those tensors that would pad the buffers by more than a percent that way.
     Raises:
         LayoutError: padding beyond ``PaddingLimits``.
     """
-    if granularities is not None:
-        return plan_regions(shapes, num_shards, granularity=granularities, itemsize=itemsize)
+    itemsize = min(dtype.itemsize for dtype in (dtypes.compute, dtypes.main, dtypes.reduce, dtypes.main_grad))
+    if asked is not None:
+        return plan_regions(shapes, num_shards, granularity=asked, itemsize=itemsize)
     finest = [first_dimension_granularity(shape) for shape in shapes]
     return plan_regions(shapes, num_shards, granularity=finest, itemsize=itemsize, limits=_LIMITS)

@@ -16,7 +16,7 @@ from torch import nn
 
 from dbuffer import Plan
 from dbuffer.errors import LayoutError
-from megatron_fsdp.build.grouping import unit_regions
+from megatron_fsdp.build.grouping import GroupKey, grouped, unit_regions
 from megatron_fsdp.build.no_shard import is_no_shard
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.planning.catalog import Architecture, UnitShapes
@@ -30,7 +30,7 @@ from megatron_fsdp.planning.model_spec import (
     reshard_reason,
 )
 from megatron_fsdp.planning.module_order import walk_modules
-from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+from megatron_fsdp.policy.precision import GroupDtypes, MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
 
 __all__ = [
@@ -82,16 +82,12 @@ def unit_groups(name: str, parameters: Sequence[ShapedParameter], sharding: Shar
 
 
 def _unit_groups(parameters: Sequence[ShapedParameter], sharding: Sharding) -> tuple[GroupFacts, ...]:
-    kinds: dict[tuple[torch.dtype, bool, bool], list[ShapedParameter]] = {}
-    for parameter in parameters:
-        kinds.setdefault((parameter.dtype, parameter.requires_grad, parameter.is_replicated), []).append(parameter)
     groups = []
-    for (dtype, requires_grad, is_replicated), alike in kinds.items():
+    for (dtype, requires_grad, is_replicated, *_), alike in grouped(parameters, _key):
         placements = sharding.placements.no_shard_on_all_axes() if is_replicated else sharding.placements
         num_shards = placements.num_shards([axis.size for axis in sharding.axes])
         dtypes = sharding.policy.dtypes_for(dtype, requires_grad=requires_grad)
-        itemsize = min(each.itemsize for each in (dtypes.compute, dtypes.main, dtypes.reduce, dtypes.main_grad))
-        for indices, plan in _regions(tuple(parameter.shape for parameter in alike), num_shards, itemsize):
+        for indices, plan in _regions(tuple(parameter.shape for parameter in alike), num_shards, dtypes):
             names = tuple(alike[index].name for index in indices)
             groups.append(GroupFacts(names, plan, sharding.axes, placements, dtypes, requires_grad))
     return tuple(groups)
@@ -99,10 +95,14 @@ def _unit_groups(parameters: Sequence[ShapedParameter], sharding: Sharding) -> t
 
 @functools.lru_cache(maxsize=4096)
 def _regions(
-    shapes: tuple[tuple[int, ...], ...], num_shards: int, itemsize: int
+    shapes: tuple[tuple[int, ...], ...], num_shards: int, dtypes: GroupDtypes
 ) -> tuple[tuple[tuple[int, ...], Plan], ...]:
     # Equal units of a model, and the many settings that a search tries, share few layouts.
-    return tuple((region.indices, region.plan) for region in unit_regions(shapes, num_shards, itemsize))
+    return tuple((region.indices, region.plan) for region in unit_regions(shapes, num_shards, dtypes))
+
+
+def _key(parameter: ShapedParameter) -> GroupKey:
+    return GroupKey(parameter.dtype, parameter.requires_grad, parameter.is_replicated)
 
 
 # ---------------------------------------------------------------------- a catalog architecture

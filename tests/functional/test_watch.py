@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,16 @@ def skip_block(model: Model) -> None:
     model.blocks = torch.nn.ModuleList(list(model.blocks)[1:])
 
 
+def unshard_alone(model: Model) -> None:
+    """Rank 1 asks for a block's weights, to look at them."""
+
+    def look(root: Any, *_: object) -> None:
+        root.blocks[0].unshard()
+        root.blocks[0].reshard()
+
+    model.register_forward_hook(look)
+
+
 def raise_in_forward(model: Model) -> None:
     """Rank 1 raises an error of its own and goes on to something else."""
 
@@ -74,7 +85,7 @@ def raise_in_forward(model: Model) -> None:
 
 FAULTS: dict[str, Callable[[Model], None]] = {
     function.__name__: function
-    for function in (stall_in_forward, stall_in_backward, swap_blocks, skip_block, raise_in_forward)
+    for function in (stall_in_forward, stall_in_backward, swap_blocks, skip_block, unshard_alone, raise_in_forward)
 }
 
 
@@ -112,6 +123,7 @@ WANTED = {
     "swap_blocks": r"different branches at action \d+, after gather .*:\s+ranks 0, 2: gather 'blocks.0'\s+"
     r"rank 1: gather 'blocks.1'",
     "raise_in_forward": r"waited for 2 s.*rank 1: gone with KeyError: 'token', after reshard 'Model'",
+    "unshard_alone": r"different branches at action \d+.*rank 1: gather 'blocks.0'",
     "skip_block": r"different branches at action \d+.*rank 1: gather 'blocks.1'",
 }
 
