@@ -1,0 +1,55 @@
+"""The states of weights and gradients: which may follow which, and what is raised where another one is asked for."""
+
+import itertools
+
+import pytest
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_fsdp import StateError, fully_shard
+from megatron_fsdp.runtime.grad_binding import GradState
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
+
+WEIGHTS = {("sharded", "gathering"), ("gathering", "unsharded"), ("unsharded", "sharded")}
+GRADIENTS = {
+    ("empty", "empty"),
+    ("empty", "partial"),
+    ("partial", "partial"),
+    ("partial", "final"),
+    ("partial", "empty"),
+    ("final", "partial"),
+    ("final", "empty"),
+}
+
+
+@pytest.fixture
+def group(request: pytest.FixtureRequest) -> ParameterGroup:
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    request.addfinalizer(torch.distributed.destroy_process_group)
+    return fully_shard(torch.nn.Linear(3, 2)).parameter_groups[0]
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(WeightState, repeat=2)))
+def test_weights_change_by_the_table(group: ParameterGroup, before: WeightState, after: WeightState) -> None:
+    group.weight_state = before
+    if (before.value, after.value) in WEIGHTS:
+        group._become(after)
+        assert group.weight_state is after
+        return
+    with pytest.raises(StateError, match=f"'Linear': weights are {before.value} and cannot become {after.value}"):
+        group._become(after)
+    assert group.weight_state is before
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(GradState, repeat=2)))
+def test_gradients_change_by_the_table(group: ParameterGroup, before: GradState, after: GradState) -> None:
+    assert group.gradients is not None
+    binding = group.gradients.binding
+    binding.state = before
+    if (before.value, after.value) in GRADIENTS:
+        binding.become(after)
+        assert binding.state is after
+        return
+    with pytest.raises(StateError, match=f"'Linear': main_grad is {before.value} and cannot become {after.value}"):
+        binding.become(after)
+    assert binding.state is before
