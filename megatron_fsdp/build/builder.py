@@ -75,6 +75,7 @@ class GroupPlanner:
             spec.placements.num_shards([mesh.size(axis) for axis in range(mesh.ndim)]),
             min(dtype.itemsize for dtype in (dtypes.compute, dtypes.main, dtypes.reduce, dtypes.main_grad)),
             None if self._granularity is None else granularities(like, self._granularity),
+            block_numel=dtypes.block_numel,
         )
         for region in regions:
             yield GroupPlan([like[index] for index in region.indices], region.plan, spec)

@@ -61,20 +61,33 @@ def _checked_granularity(parameter: OwnedParameter, asked: Granularity) -> Granu
 # Cutting between slices of the first dimension is what PyTorch's tools understand best, and enough but for weights
 # of few, large slices: Mixtral's eight experts over 64 ranks would take five times their size.
 _LIMITS = PaddingLimits(fallback=Row())
+_ALIGNMENT_BYTES = 16
 
 
 def unit_regions(
-    shapes: Sequence[Sequence[int]], num_shards: int, itemsize: int, granularities: Sequence[Granularity] | None = None
+    shapes: Sequence[Sequence[int]],
+    num_shards: int,
+    itemsize: int,
+    granularities: Sequence[Granularity] | None = None,
+    *,
+    block_numel: int = 1,
 ) -> tuple[Region, ...]:
     """Lay out tensors that share dtype and strategy.
 
     Args:
         granularities: where each may be cut. None: between slices of the first dimension, or between the rows of
             those tensors that would pad the buffers by more than a percent that way.
+        block_numel: tensors begin and shards are cut at multiples of so many elements only, so that blocks counted
+            from a tensor's first element are never cut.
     Raises:
         LayoutError: padding beyond ``PaddingLimits``.
     """
-    if granularities is not None:
-        return plan_regions(shapes, num_shards, granularity=granularities, itemsize=itemsize)
-    finest = [first_dimension_granularity(shape) for shape in shapes]
-    return plan_regions(shapes, num_shards, granularity=finest, itemsize=itemsize, limits=_LIMITS)
+    limits = _LIMITS if granularities is None else PaddingLimits()
+    return plan_regions(
+        shapes,
+        num_shards,
+        granularity=granularities or [first_dimension_granularity(shape) for shape in shapes],
+        alignment_bytes=max(_ALIGNMENT_BYTES, block_numel * itemsize),
+        itemsize=itemsize,
+        limits=limits,
+    )

@@ -91,7 +91,8 @@ def _unit_groups(parameters: Sequence[ShapedParameter], sharding: Sharding) -> t
         num_shards = placements.num_shards([axis.size for axis in sharding.axes])
         dtypes = sharding.policy.dtypes_for(dtype, requires_grad=requires_grad)
         itemsize = min(each.itemsize for each in (dtypes.compute, dtypes.main, dtypes.reduce, dtypes.main_grad))
-        for indices, plan in _regions(tuple(parameter.shape for parameter in alike), num_shards, itemsize):
+        shapes = tuple(parameter.shape for parameter in alike)
+        for indices, plan in _regions(shapes, num_shards, itemsize, dtypes.block_numel):
             names = tuple(alike[index].name for index in indices)
             groups.append(GroupFacts(names, plan, sharding.axes, placements, dtypes, requires_grad))
     return tuple(groups)
@@ -99,10 +100,11 @@ def _unit_groups(parameters: Sequence[ShapedParameter], sharding: Sharding) -> t
 
 @functools.lru_cache(maxsize=4096)
 def _regions(
-    shapes: tuple[tuple[int, ...], ...], num_shards: int, itemsize: int
+    shapes: tuple[tuple[int, ...], ...], num_shards: int, itemsize: int, block_numel: int
 ) -> tuple[tuple[tuple[int, ...], Plan], ...]:
     # Equal units of a model, and the many settings that a search tries, share few layouts.
-    return tuple((region.indices, region.plan) for region in unit_regions(shapes, num_shards, itemsize))
+    regions = unit_regions(shapes, num_shards, itemsize, block_numel=block_numel)
+    return tuple((region.indices, region.plan) for region in regions)
 
 
 # ---------------------------------------------------------------------- a catalog architecture
