@@ -20,13 +20,14 @@ __all__ = [
 def group_parameters(owned: Sequence[OwnedParameter]) -> list[list[OwnedParameter]]:
     """Split a unit's parameters into groups that can share buffers.
 
-    The parameters of one group agree in dtype, ``requires_grad``, whether they are replicated, whether they are on the
+    A parameter that brings an all-gather of its own is a group. Those of any other group agree in dtype, ``requires_grad``, whether they are replicated, whether they are on the
     meta device, and how they are sharded over axes that are not data-parallel.
     """
     groups: dict[tuple[object, ...], list[OwnedParameter]] = {}
     for one in owned:
         parameter, split = one.parameter, None if one.split is None else one.split.key
-        key = (parameter.dtype, parameter.requires_grad, one.is_replicated, parameter.is_meta, split)
+        own = None if one.extension is None else id(one)
+        key = (own, parameter.dtype, parameter.requires_grad, one.is_replicated, parameter.is_meta, split)
         groups.setdefault(key, []).append(one)
     return list(groups.values())
 

@@ -25,6 +25,7 @@ from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import AgreementError, StateError
 from megatron_fsdp.policy.offload import hand_back
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+from megatron_fsdp.runtime.extension_hooks import ExtensionFaces, ExtensionWeights
 from megatron_fsdp.runtime.freshness import num_optimizer_steps, refreshes_itself
 from megatron_fsdp.runtime.fused_linear import fuse_linear_layers
 from megatron_fsdp.runtime.gradients import GradientBuffer, GradientSpec, ReduceFunction
@@ -80,6 +81,8 @@ class ParameterGroup:
 
     def _build(self, spec: GroupSpec, faces: Sequence[nn.Parameter] = ()) -> None:
         self.spec = spec
+        self.weights: WeightBuffers
+        self.faces: Faces
         self.weight_state = WeightState.SHARDED
         self._gather_ticket: Ticket | None = None
         self._is_changed = True
@@ -87,8 +90,12 @@ class ParameterGroup:
         self._seen_version = -1
         self._generation = 0
         self._gathered_generation = 0
-        self.weights = WeightBuffers(self.plan, spec, self.name)
-        self.faces = Faces(self._owned, self.main_weight, self.gathered, self, faces)
+        if self._owned[0].extension is None:
+            self.weights = WeightBuffers(self.plan, spec, self.name)
+            self.faces = Faces(self._owned, self.main_weight, self.gathered, self, faces)
+        else:
+            weights = ExtensionWeights(self._owned[0], self.plan, spec, self.name)
+            self.weights, self.faces = weights, ExtensionFaces(self._owned, weights, self)
         self.parameters: dict[str, nn.Parameter] = self.faces.by_name()
         for face in self.faces.sharded:
             _GROUPS[face] = weakref.ref(self)
@@ -206,6 +213,8 @@ class ParameterGroup:
         if not self.is_meta:
             for owned, face in zip(self._owned, self.faces.sharded, strict=True):
                 owned.parameter = face
+                if owned.extension is not None:
+                    owned.extension = owned.extension.emptied()
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Reset the gradients of the sharded parameters."""
