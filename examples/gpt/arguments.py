@@ -135,6 +135,10 @@ def _check_training(args: argparse.Namespace, num_ranks: int) -> None:
         raise ConfigError(f"--save-interval {args.save_interval} without --save: name the folder with --save")
     if args.keep_last is not None and args.save is None:
         raise ConfigError(f"--keep-last {args.keep_last} without --save: name the folder with --save")
+    if args.adam_moments != "fp32" and args.optimizer != "adam":
+        raise ConfigError(f"--adam-moments {args.adam_moments} contradicts --optimizer {args.optimizer}; leave one away")
+    if args.adam_moments_seed is not None and args.adam_moments != "int8":
+        raise ConfigError(f"--adam-moments-seed {args.adam_moments_seed} needs --adam-moments int8, which it rounds")
     if args.optimizer not in ("adam", "sgd", "muon", "dist_muon"):
         raise ConfigError(f"--optimizer {args.optimizer} is not here yet; wanted adam, sgd or muon")
 

@@ -167,6 +167,17 @@ def _add_muon_flags(group: argparse._ActionsContainer) -> None:
     )
 
 
+    group.add_argument(
+        "--adam-moments",
+        choices=["fp32", "int8"],
+        default="fp32",
+        help="of Adam: int8 keeps 8-bit codes with a scale for each 256 elements, 2.03 bytes per parameter for both",
+    )
+    group.add_argument(
+        "--adam-moments-seed", type=int, default=None, help="round these codes stochastically, by this seed"
+    )
+
+
 def _add_io_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data, checkpoints, log")
     group.add_argument(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp import ConfigError
+from megatron_fsdp import AdamW, ConfigError
 from megatron_fsdp.optim import MatrixView, Muon, MuonOptions, muon_param_groups
 
 
@@ -29,7 +29,11 @@ def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.O
     ]
     if args.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=args.lr, momentum=args.sgd_momentum)
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps)
+    betas = (args.adam_beta1, args.adam_beta2)
+    if args.adam_moments == "int8":
+        seed = args.adam_moments_seed
+        return AdamW(groups, lr=args.lr, betas=betas, eps=args.adam_eps, moments="int8", rounding_seed=seed)
+    return torch.optim.AdamW(groups, lr=args.lr, betas=betas, eps=args.adam_eps)
 
 
 def build_muon(model: nn.Module, args: argparse.Namespace) -> Muon:

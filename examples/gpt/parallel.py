@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ def build_model(config: GptConfig, args: argparse.Namespace, mesh: DeviceMesh, d
     if args.use_megatron_fsdp and args.init_model_with_meta_device:
         with torch.device("meta"):
             model = GptModel(config, recompute=recompute)
-        sharded = shard(model, FsdpConfig.from_args(args), mesh)
+        sharded = shard(model, FsdpConfig.from_args(args), mesh, low_precision(args))
         sharded.to_empty(device=device)
         model.init_weights(args.seed)
         return sharded
@@ -38,19 +40,27 @@ def build_model(config: GptConfig, args: argparse.Namespace, mesh: DeviceMesh, d
 def parallelize(model: GptModel, args: argparse.Namespace, mesh: DeviceMesh) -> nn.Module:
     """Return the model, ready to train on the mesh: sharded with ``--use-megatron-fsdp``, else replicated."""
     if args.use_megatron_fsdp:
-        return shard(model, FsdpConfig.from_args(args), mesh)
+        return shard(model, FsdpConfig.from_args(args), mesh, low_precision(args))
     if mesh.size() == 1:
         return model
     return DistributedDataParallel(model)
 
 
-def shard(model: GptModel, config: FsdpConfig, mesh: DeviceMesh) -> nn.Module:
+def low_precision(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of ``MixedPrecisionPolicy`` that flags of the script's own set."""
+    return {"moments": "int8"} if args.adam_moments == "int8" else {}
+
+
+def shard(
+    model: GptModel, config: FsdpConfig, mesh: DeviceMesh, precision: Mapping[str, Any] | None = None
+) -> nn.Module:
     """Make units of every block, of the embedding and of the head, in place, and return the model.
 
     Tied embeddings are used at both ends of the model, so they, the positions and the final norm form the root unit,
     which stays gathered from forward to backward. Otherwise the head stays gathered: backward needs it first.
     """
     options: dict[str, Any] = {"mesh": mesh, **config.fully_shard_kwargs(mesh)}
+    options["mp_policy"] = replace(options["mp_policy"], **(precision or {}))
     is_tied = not model.config.untie_embeddings_and_output_weights
     if not is_tied:
         fully_shard(model.embedding, **options)

@@ -6,6 +6,9 @@ from dbuffer_kernels import reference
 from dbuffer_kernels.accumulate import accumulate
 from dbuffer_kernels.adamw import Segments, adamw, adamw_row, adamw_rows
 from dbuffer_kernels.cast import cast_copy
+from dbuffer_kernels.dynamic_map import QUANT_BLOCK, dequantize_blocks, dynamic_map, num_blocks, quantize_blocks
+from dbuffer_kernels.int8_adamw import CodedSegments, int8_adamw
+from dbuffer_kernels.int8_reference import CodedSegment, Int8AdamWBuffers, Int8Moments
 from dbuffer_kernels.launch import backend, use_backend
 from dbuffer_kernels.muon import MuonWeights, muon_apply, muon_momentum
 from dbuffer_kernels.norm import sum_of_squares
@@ -15,7 +18,12 @@ from dbuffer_kernels.rounding import cast_stochastic
 from dbuffer_kernels.split import join_weight, split_weight
 
 __all__ = [
+    "QUANT_BLOCK",
     "AdamWBuffers",
+    "CodedSegment",
+    "CodedSegments",
+    "Int8AdamWBuffers",
+    "Int8Moments",
     "MuonWeights",
     "Segment",
     "Segments",
@@ -26,10 +34,15 @@ __all__ = [
     "backend",
     "cast_copy",
     "cast_stochastic",
+    "dequantize_blocks",
+    "dynamic_map",
+    "int8_adamw",
     "join_weight",
     "muon_apply",
     "muon_momentum",
+    "num_blocks",
     "pack",
+    "quantize_blocks",
     "reference",
     "split_weight",
     "sum_of_squares",

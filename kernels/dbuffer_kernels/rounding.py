@@ -85,13 +85,20 @@ def stochastic_kernel(
 @device_function
 def round_randomly(value: tl.tensor, position: tl.tensor, low_key: tl.int64, high_key: tl.int64) -> tl.tensor:
     """Round fp32 values to bf16 by the bits that ``reference.rounding_bits`` defines."""
-    mixed = position.to(tl.uint32) ^ tl.full((), low_key, tl.uint32)
-    mixed ^= (position >> 32).to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32)
-    mixed = (mixed ^ (mixed >> 16)) * tl.full((), 0x21F0AAAD, tl.uint32)
-    mixed += tl.full((), high_key, tl.uint32)
-    mixed = (mixed ^ (mixed >> 15)) * tl.full((), 0xD35A2D97, tl.uint32)
+    random = random_bits(position, tl.full((), low_key, tl.uint32), tl.full((), high_key, tl.uint32))
     bits = value.to(tl.uint32, bitcast=True)
     # A carry out of the lower half is the rounding away from zero; a NaN's could run into the sign.
-    rounded = (bits + (mixed >> 16)) >> 16
+    rounded = (bits + random) >> 16
     rounded = tl.where(value == value, rounded, (bits >> 16) | 0x40)
     return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@device_function
+def random_bits(position: tl.tensor, low_key: tl.tensor, high_key: tl.tensor) -> tl.tensor:
+    """Return the 16 bits that ``reference.rounding_bits`` defines, as uint32; of a key the low 32 bits count."""
+    mixed = position.to(tl.uint32) ^ low_key.to(tl.uint32)
+    mixed ^= (position >> 32).to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32)
+    mixed = (mixed ^ (mixed >> 16)) * tl.full((), 0x21F0AAAD, tl.uint32)
+    mixed += high_key.to(tl.uint32)
+    mixed = (mixed ^ (mixed >> 15)) * tl.full((), 0xD35A2D97, tl.uint32)
+    return mixed >> 16

@@ -63,9 +63,15 @@ class GroupPlanner:
         dtypes = self._policy.dtypes_for(first.dtype, requires_grad=first.requires_grad)
         for parameter in like:
             parameter.trained_main_dtype = self._policy.dtypes_for(first.dtype, requires_grad=True).stepped
+        extension = like[0].extension
+        if extension is not None and extension.is_packed:
+            dtypes = self._policy.dtypes_for(torch.uint8, requires_grad=False)
+            for parameter in like:
+                parameter.trained_main_dtype = None
         mesh, placements = self._target.mesh, self._target.placements
         spec = GroupSpec(mesh, placements, buffer_device(mesh), dtypes, self._divisor, is_meta=first.is_meta)
-        spec = replace(spec, fuses_weight_gradients=self._policy.fuse_weight_gradients)
+        fuses = self._policy.fuse_weight_gradients if extension is None else False
+        spec = replace(spec, fuses_weight_gradients=fuses)
         if like[0].is_replicated:
             spec = replace(spec, placements=placements.no_shard_on_all_axes())
         elif self._offload.is_on:

@@ -24,6 +24,7 @@ class GroupKey(NamedTuple):
 
     Attributes:
         dtype: the parameters' own. split: how they are sharded over axes that are not data-parallel.
+        alone: the identity of a parameter that brings an all-gather of its own, and so is a group.
     """
 
     dtype: torch.dtype
@@ -31,6 +32,7 @@ class GroupKey(NamedTuple):
     is_replicated: bool
     is_meta: bool = False
     split: object = None
+    alone: int | None = None
 
 
 def grouped(parameters: Iterable[T], key: Callable[[T], GroupKey]) -> list[tuple[GroupKey, list[T]]]:
@@ -48,7 +50,8 @@ def group_parameters(owned: Iterable[OwnedParameter]) -> list[list[OwnedParamete
 
 def _key(owned: OwnedParameter) -> GroupKey:
     parameter, split = owned.parameter, None if owned.split is None else owned.split.key
-    return GroupKey(parameter.dtype, parameter.requires_grad, owned.is_replicated, parameter.is_meta, split)
+    alone = None if owned.extension is None else id(owned)
+    return GroupKey(parameter.dtype, parameter.requires_grad, owned.is_replicated, parameter.is_meta, split, alone)
 
 
 def granularities(
@@ -81,6 +84,7 @@ def _checked_granularity(parameter: OwnedParameter, asked: Granularity) -> Granu
 # Cutting between slices of the first dimension is what PyTorch's tools understand best, and enough but for weights
 # of few, large slices: Mixtral's eight experts over 64 ranks would take five times their size.
 _LIMITS = PaddingLimits(fallback=Row())
+_ALIGNMENT_BYTES = 16
 
 
 def unit_regions(
@@ -95,7 +99,13 @@ def unit_regions(
         LayoutError: padding beyond ``PaddingLimits``.
     """
     itemsize = min(dtype.itemsize for dtype in (dtypes.compute, dtypes.main, dtypes.reduce, dtypes.main_grad))
-    if asked is not None:
-        return plan_regions(shapes, num_shards, granularity=asked, itemsize=itemsize)
-    finest = [first_dimension_granularity(shape) for shape in shapes]
-    return plan_regions(shapes, num_shards, granularity=finest, itemsize=itemsize, limits=_LIMITS)
+    # Tensors begin and shards are cut at multiples of blocks, so that blocks counted from a tensor's first element
+    # are never cut.
+    return plan_regions(
+        shapes,
+        num_shards,
+        granularity=asked or [first_dimension_granularity(shape) for shape in shapes],
+        alignment_bytes=max(_ALIGNMENT_BYTES, dtypes.block_numel * itemsize),
+        itemsize=itemsize,
+        limits=_LIMITS if asked is None else PaddingLimits(),
+    )

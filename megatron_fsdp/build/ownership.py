@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatron_fsdp.build.extension import Extension, extension_of
 from megatron_fsdp.build.no_shard import is_no_shard
 from megatron_fsdp.build.tensor_parallel import TensorParallel, tensor_parallel_of
 from megatron_fsdp.errors import ConfigError, OwnershipError
@@ -55,6 +56,7 @@ class OwnedParameter:
         split: how it is sharded over axes that are not data-parallel; None for a plain parameter.
         is_replicated: it stays whole on every rank (``fsdp_no_shard``).
         trained_main_dtype: of the main weight it would have if it was trained; None: its own.
+        extension: of a subclass that brings an all-gather of its own; None for any other.
     """
 
     name: str
@@ -62,11 +64,14 @@ class OwnedParameter:
     split: TensorParallel | None = None
     is_replicated: bool = False
     trained_main_dtype: torch.dtype | None = None
+    extension: Extension | None = None
     sites: list[ParameterSite] = field(default_factory=list)
 
     @property
     def local_tensor(self) -> torch.Tensor:
         """This rank's part along axes that are not data-parallel: what the buffers lay out."""
+        if self.extension is not None:
+            return self.extension.data
         return self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter.data
 
     @property
@@ -108,6 +113,7 @@ def collect_parameters(
                     split = tensor_parallel_of(name, parameter, target)
                     is_replicated = is_no_shard(module) or is_no_shard(parameter)
                     owned = found[id(parameter)] = OwnedParameter(name, parameter, split, is_replicated)
+                    owned.extension = None if target is None else extension_of(name, parameter, target.num_weight_shards)
                 owned.sites.append(ParameterSite(module, attribute))
     return list(found.values())
 
@@ -154,11 +160,6 @@ def _check_parameter(name: str, parameter: nn.Parameter, root: nn.Module) -> Non
         raise ConfigError(
             f"{where} has hooks on its gradient, which would never be called: fully_shard makes other parameters. "
             "Register them on the sharded ones, with register_post_accumulate_grad_hook, after fully_shard."
-        )
-    if hasattr(parameter, "fsdp_pre_all_gather"):
-        raise ConfigError(
-            f"{where} is a {type(parameter).__name__} with fsdp_pre_all_gather: tensors that bring an all-gather of "
-            "their own (float8 weights) are not supported; shard the plain weight, or list it in ignored_params."
         )
 
 

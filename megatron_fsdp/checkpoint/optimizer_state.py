@@ -17,6 +17,7 @@ from megatron_fsdp.checkpoint.model_state import ModelView, refuse_differences, 
 from megatron_fsdp.checkpoint.reader import OpenCheckpoint
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.optim.fresh_state import without_fresh_state
+from megatron_fsdp.optim.int8_moments import CODED_KEYS, decoded_state
 from megatron_fsdp.optim.loaded_state import state_dtype
 
 __all__ = ["OptimizerMatch", "describe_optimizer", "match_optimizer", "optimizer_kind"]
@@ -85,6 +86,10 @@ class OptimizerMatch:
         for place in self.places:
             value = place.value if place.entry is None else self.rounds[place.round][place.entry]
             _insert(state.setdefault(place.index, {}), place.path, value)
+        if getattr(optimizer, "moments", None) != "int8":
+            by_index = _parameters_by_index(optimizer, optimizer.state_dict())
+            for index, values in state.items():
+                state[index] = decoded_state(by_index[index], values, state_dtype(optimizer, by_index[index]))
         optimizer.load_state_dict({"state": state, "param_groups": [dict(group) for group in self.groups]})
 
 
@@ -245,7 +250,9 @@ def _target(opened: OpenCheckpoint, saved: Saved, parameter: torch.Tensor, curre
         return current
     if shape == tuple(parameter.shape):
         return torch.zeros_like(parameter.detach(), dtype=dtype if saved_dtype.is_floating_point else saved_dtype)
-    if shape == () or not isinstance(parameter, DTensor):
+    # Scales of 8-bit moments are read whole: which of them a rank needs depends on how it is laid out.
+    is_scales = saved.entries[0].endswith(tuple(key for key in CODED_KEYS if key.endswith("_scales")))
+    if shape == () or is_scales or not isinstance(parameter, DTensor):
         return torch.zeros(shape, dtype=saved_dtype, device="cpu" if shape == () else parameter.device)
     raise CheckpointError(
         f"{opened.folder}: {saved.entries[0]} has shape {shape}, its parameter {tuple(parameter.shape)}, and this "

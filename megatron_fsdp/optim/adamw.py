@@ -13,9 +13,17 @@ import torch
 
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, GroupMoments, state_values
-from megatron_fsdp.optim.adamw_update import PlainParameter, Rows, group_update, plain_update
+from megatron_fsdp.optim.adamw_update import (
+    PlainParameter,
+    Rows,
+    Update,
+    group_update,
+    int8_plain_update,
+    plain_update,
+)
 from megatron_fsdp.optim.grad_norm import global_norm
-from megatron_fsdp.optim.loaded_state import hide_state, lay_out_loaded_state, reveal_state
+from megatron_fsdp.optim.int8_moments import CODED_KEYS, Int8GroupMoments, decoded_state
+from megatron_fsdp.optim.loaded_state import hide_state, lay_out_loaded_state, parameters_of, reveal_state, state_dtype
 from megatron_fsdp.optim.nonfinite import Reading, check_policy, clip_factor, may_step
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
 
@@ -41,13 +49,20 @@ class AdamW(torch.optim.AdamW):
         differentiable: only False.
         moments_dtype: of both moments; None: that of each main weight, FP32 where those are split. bf16 halves them;
             they are rounded to nearest.
+        moments: "int8" keeps them as 8-bit codes of dynamic maps, with a scale for each 256 elements of a flattened
+            parameter: 2.03 bytes per parameter for both. Parameters of less than 4096 elements keep FP32 ones. State,
+            weights and losses are the same for any sharding (docs/low_precision.md); ``fully_shard`` is to be given
+            ``MixedPrecisionPolicy(moments="int8")``.
+        rounding_seed: of stochastic rounding of these codes, 0 to 2**30 - 1, which depends on the step and on an
+            element's place in its parameter alone; None rounds to nearest.
         max_norm: what ``step`` clips to when it is not told otherwise; None does not clip.
         nonfinite: "skip": a step whose gradient norm is NaN or infinite changes nothing on any rank, logs a warning
             that names the first parameter concerned and adds to ``num_skipped``; "raise": it raises
             ``NonfiniteGradientError`` instead. Both read the norm on the host in every step. "ignore": nobody looks,
             and gradients of such a norm are stepped as they are, not clipped.
     Raises:
-        ConfigError: another ``nonfinite``, ``amsgrad`` or ``differentiable``, or a dtype that is no floating-point one.
+        ConfigError: another ``nonfinite``, ``amsgrad`` or ``differentiable``, or a dtype that is no floating-point one;
+            ``moments`` beside ``moments_dtype``, or a ``rounding_seed`` that has nothing to round or is captured.
     """
 
     steps_split_weights = True
@@ -71,11 +86,16 @@ class AdamW(torch.optim.AdamW):
         moments_dtype: torch.dtype | None = None,
         max_norm: float | None = None,
         nonfinite: str = "ignore",
+        moments: str | None = None,
+        rounding_seed: int | None = None,
     ) -> None:
         check_policy("AdamW", nonfinite)
+        _check_moments(moments, moments_dtype, rounding_seed, is_captured=capturable)
         if moments_dtype is not None and not moments_dtype.is_floating_point:
             raise ConfigError(f"AdamW(moments_dtype={moments_dtype}): give a floating-point dtype or None")
         self.moments_dtype = moments_dtype
+        self.moments = moments
+        self.rounding_seed = rounding_seed
         self.max_norm = max_norm
         self.nonfinite = nonfinite
         self.num_skipped = 0
@@ -126,14 +146,14 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        binding, rows = self._bound(), Rows(self.param_groups)
+        binding, rows = self._bound(), Rows(self.param_groups, self.rounding_seed)
         is_known = len(self._entries) == len(self.state) and all(map(operator.is_, self._entries, self.state.values()))
         gradients = _Gradients(binding)
         factor = self._clip_factor(gradients, self.max_norm if max_norm is None else max_norm)
         if not self._may_step(gradients):
             return loss
         updates = [group_update(*pair, self.state, rows, is_known=is_known) for pair in gradients.groups]
-        updates += [plain_update(*pair, self.state, rows, self.moments_dtype) for pair in gradients.plain]
+        updates += [self._plain_update(*pair, rows) for pair in gradients.plain]
         for update in updates:
             update.run(rows, factor)
         for moments, _ in gradients.groups:
@@ -143,6 +163,13 @@ class AdamW(torch.optim.AdamW):
                 moments.group.catch_up()
         self._entries = tuple(self.state.values())
         return loss
+
+    def _plain_update(self, plain: PlainParameter, gradient: torch.Tensor, rows: Rows) -> Update:
+        if self.moments != "int8":
+            return plain_update(plain, gradient, self.state, rows, self.moments_dtype)
+        parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        number = next(number for number, parameter in enumerate(parameters) if parameter is plain.parameter)
+        return int8_plain_update(plain, gradient, self.state, rows, number)
 
     def _may_step(self, gradients: _Gradients) -> bool:
         if self.nonfinite == "ignore":
@@ -170,20 +197,46 @@ class AdamW(torch.optim.AdamW):
         """
         _refuse_options(state_dict["param_groups"])
         for key, values in state_dict["state"].items():
-            state_values(values, f"parameter {key!r} in the state dict")
+            if CODED_KEYS[0] not in values:
+                state_values(values, f"parameter {key!r} in the state dict")
         # After the user's hooks, which may replace the state, and before torch casts it to the parameters' dtypes.
-        handle = self.register_load_state_dict_pre_hook(functools.partial(hide_state, keys=KEYS[1:]))
+        handle = self.register_load_state_dict_pre_hook(
+            functools.partial(hide_state, keys=KEYS[1:], as_they_are=CODED_KEYS)
+        )
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
         lay_out_loaded_state(self)
+        if self.moments != "int8":
+            for parameter in parameters_of(self):
+                if CODED_KEYS[0] in self.state.get(parameter, ()):
+                    found = self.state[parameter]
+                    self.state[parameter] = decoded_state(parameter, found, state_dtype(self, parameter))
         binding = self._bound()
         for moments in binding.groups:
             moments.adopt_all(self.state)
 
+    def dequantized_state_dict(self) -> dict[str, Any]:
+        """Return the state dict with FP32 moments of the parameters' shapes in place of codes, as
+        ``torch.optim.AdamW`` has them. Every rank calls it; it takes 8 bytes for each element of this rank's part.
+
+        With ``moments="int8"``, ``state_dict()`` itself has ``exp_avg_codes``, ``exp_avg_scales``, ``exp_avg_sq_codes``
+        and ``exp_avg_sq_scales``, without a loss.
+        """
+        document = self.state_dict()
+        indices = itertools.chain.from_iterable(group["params"] for group in document["param_groups"])
+        named = zip(indices, parameters_of(self), strict=True)
+        state = {
+            index: decoded_state(parameter, document["state"][index], torch.float32)
+            for index, parameter in named
+            if index in document["state"]
+        }
+        return {**document, "state": state}
+
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("moments_dtype", "max_norm", "nonfinite", "num_skipped")}
+        names = ("moments_dtype", "moments", "rounding_seed", "max_norm", "nonfinite", "num_skipped")
+        own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -200,8 +253,15 @@ class AdamW(torch.optim.AdamW):
         parameters = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
         flags = tuple((bool(group["capturable"]), len(group["params"])) for group in self.param_groups)
         if self._binding is None or not self._binding.fits(parameters, flags):
-            self._binding = _bind(self.param_groups, self.moments_dtype, self._binding, flags)
+            self._binding = _bind(self.param_groups, self._make_moments, self._binding, flags)
         return self._binding
+
+    def _make_moments(
+        self, owner: ParameterGroup, members: tuple[int, ...], numbers: tuple[int, ...], is_capturable: bool
+    ) -> GroupMoments:
+        if self.moments == "int8":
+            return Int8GroupMoments(owner, members, numbers, is_capturable=is_capturable)
+        return GroupMoments(owner, members, self.moments_dtype, is_capturable=is_capturable)
 
 
 class _Gradients:
@@ -252,7 +312,7 @@ class _Binding:
 
 def _bind(
     param_groups: Sequence[dict[str, Any]],
-    dtype: torch.dtype | None,
+    make: Callable[[ParameterGroup, tuple[int, ...], tuple[int, ...], bool], GroupMoments],
     previous: _Binding | None,
     flags: tuple[tuple[bool, int], ...],
 ) -> _Binding:
@@ -267,6 +327,7 @@ def _bind(
             owners[id(owner)] = owner
     known = {} if previous is None else {id(moments.group): moments for moments in previous.groups}
     number_of = {id(parameter): number for number, parameter in numbered}
+    position_of = {id(parameter): position for position, (_, parameter) in enumerate(numbered)}
     groups: list[GroupMoments] = []
     for key, owner in owners.items():
         members = tuple(number_of.get(id(face), ABSENT) for face in owner.parameters.values())
@@ -274,9 +335,27 @@ def _bind(
         moments = known.get(key)
         if moments is None or (moments.members, moments.is_capturable) != (members, is_capturable):
             # The values of an older one are taken over from the state that shows them.
-            moments = GroupMoments(owner, members, dtype, is_capturable=is_capturable)
+            positions = tuple(position_of.get(id(face), ABSENT) for face in owner.parameters.values())
+            moments = make(owner, members, positions, is_capturable)
         groups.append(moments)
     return _Binding(tuple(parameter for _, parameter in numbered), flags, tuple(groups), tuple(plain))
+
+
+def _check_moments(
+    moments: str | None, dtype: torch.dtype | None, rounding_seed: int | None, *, is_captured: bool
+) -> None:
+    if moments not in (None, "int8"):
+        raise ConfigError(f"AdamW(moments={moments!r}): give 'int8', or None for floating-point ones")
+    if moments is not None and dtype is not None:
+        raise ConfigError(f"AdamW(moments={moments!r}, moments_dtype={dtype}): give one of them")
+    if rounding_seed is None:
+        return
+    if moments is None or is_captured or not 0 <= rounding_seed < 2**30:
+        raise ConfigError(
+            f"AdamW(rounding_seed={rounding_seed}, moments={moments!r}, capturable={is_captured}): a seed of 0 to "
+            "2**30 - 1 rounds 8-bit moments stochastically, by step counters that the host knows. Give moments='int8' "
+            "and capturable=False, or rounding_seed=None"
+        )
 
 
 def _refuse_options(param_groups: Iterable[dict[str, Any]]) -> None:

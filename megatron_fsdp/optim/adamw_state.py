@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
 from dbuffer.mesh import MeshAxis
-from dbuffer_kernels import AdamWBuffers, Segment, Segments, pack
+from dbuffer_kernels import AdamWBuffers, CodedSegments, Int8AdamWBuffers, Segment, Segments, pack
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.nonfinite import Reading
 from megatron_fsdp.runtime.grad_binding import GradState
@@ -173,8 +173,8 @@ class GroupMoments(GroupGradients):
         # The dictionary of ``state`` that shows each parameter, an empty one where none does yet.
         self._shown: list[dict[str, Any]] = [{} for _ in members]
         self._views: list[tuple[Any, ...]] = [()] * len(members)
-        self._buffers: AdamWBuffers | None = None
-        self._patterns: dict[tuple[int, ...], tuple[Segments, torch.Tensor]] = {}
+        self._buffers: AdamWBuffers | Int8AdamWBuffers | None = None
+        self._patterns: dict[tuple[int, ...], tuple[Segments | CodedSegments, torch.Tensor]] = {}
 
     @staticmethod
     def _buffer(group: ParameterGroup, dtype: torch.dtype | None, what: str) -> DBuffer:
@@ -249,7 +249,7 @@ class GroupMoments(GroupGradients):
 
     # ------------------------------------------------------------------ step
 
-    def count_step(self, row_of: Callable[[int, int], int], present: Sequence[bool]) -> Segments:
+    def count_step(self, row_of: Callable[[int, int], int], present: Sequence[bool]) -> Segments | CodedSegments:
         """Count one more step for the parameters that are present, and return what to update, with which rows.
 
         Args:
@@ -289,7 +289,7 @@ class GroupMoments(GroupGradients):
             pattern.append(numbers[key])
         return tuple(pattern)
 
-    def _segments(self, rows: Sequence[int]) -> Segments:
+    def _segments(self, rows: Sequence[int]) -> Segments | CodedSegments:
         """Join neighbours of one row; padding between them is zero in all buffers, and AdamW keeps it zero."""
         joined: list[Segment] = []
         previous = ABSENT
@@ -308,7 +308,7 @@ class GroupMoments(GroupGradients):
             joined = [Segment(0, numel, joined[0].row)]
         return Segments(joined, numel)
 
-    def buffers(self, gradient: torch.Tensor) -> AdamWBuffers:
+    def buffers(self, gradient: torch.Tensor) -> AdamWBuffers | Int8AdamWBuffers:
         """Return the flat tensors of a step, with the compute weights where they are a copy on this rank.
 
         Raises:
@@ -326,9 +326,14 @@ class GroupMoments(GroupGradients):
         if model is not main:
             shard = model if model.placements == main.placements else model.slice_view(main.placements)
             copy = shard.local_buffer if shard.local_buffer.data_ptr() != weight.data_ptr() else None
-        moments = self.exp_avg.local_buffer, self.exp_avg_sq.local_buffer
-        self._buffers = AdamWBuffers(gradient, weight, *moments, copy, lower)
+        self._buffers = self._with_moments(gradient, weight, copy, lower)
         return self._buffers
+
+    def _with_moments(
+        self, gradient: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor | None, lower: torch.Tensor | None
+    ) -> AdamWBuffers | Int8AdamWBuffers:
+        moments = self.exp_avg.local_buffer, self.exp_avg_sq.local_buffer
+        return AdamWBuffers(gradient, weight, *moments, copy, lower)
 
     def settle(self) -> None:
         """Say that the launch on ``buffers`` was made: what it wrote belongs together."""

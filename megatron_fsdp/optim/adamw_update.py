@@ -11,15 +11,30 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from dbuffer_kernels import AdamWBuffers, Segment, Segments, adamw, adamw_row, adamw_rows
+from dbuffer_kernels import (
+    AdamWBuffers,
+    CodedSegment,
+    CodedSegments,
+    Int8AdamWBuffers,
+    Int8Moments,
+    Segment,
+    Segments,
+    adamw,
+    adamw_row,
+    adamw_rows,
+    int8_adamw,
+)
+from dbuffer_kernels.reference import rounding_keys
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, FlatGradient, GroupMoments, state_values
+from megatron_fsdp.optim.int8_moments import CODED_KEYS, coded_state, is_coded, random_position
 
 __all__ = [
     "PlainParameter",
     "Rows",
     "Update",
     "group_update",
+    "int8_plain_update",
     "plain_update",
 ]
 
@@ -30,11 +45,13 @@ class Rows:
     """The hyperparameters of one step, a row for each combination in use, numbered as they are asked for.
 
     Args:
-        param_groups: of the optimizer.
+        param_groups: of the optimizer. rounding_seed: of stochastic rounding of moments; None rounds to nearest.
     """
 
-    def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, param_groups: Sequence[dict[str, Any]], rounding_seed: int | None = None) -> None:
         self._param_groups = param_groups
+        self._rounding_seed = rounding_seed
+        self._keys: dict[torch.device, torch.Tensor] = {}
         self._numbers: dict[tuple[int, int], int] = {}
         self._tables: dict[torch.device, torch.Tensor] = {}
         self._clips: dict[torch.device, torch.Tensor] = {}
@@ -51,6 +68,17 @@ class Rows:
             table = torch.tensor(rows, dtype=torch.float64, pin_memory=device.type == "cuda")
             self._tables[device] = table.to(device, non_blocking=True)
         return self._tables[device]
+
+    def keys_on(self, device: torch.device) -> torch.Tensor | None:
+        """Return the keys of stochastic rounding, int64 (rows, 4), of the seed and each row's step; None for none."""
+        if self._rounding_seed is None:
+            return None
+        if device not in self._keys:
+            seeds = [(self._rounding_seed << 34) + 2 * step for _, step in self._numbers]
+            keys = [[*rounding_keys(seed), *rounding_keys(seed + 1)] for seed in seeds]
+            table = torch.tensor(keys, dtype=torch.int64, pin_memory=device.type == "cuda")
+            self._keys[device] = table.to(device, non_blocking=True)
+        return self._keys[device]
 
     def clip_on(self, factor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
         """Return the step's one factor of all gradients on a device; it is copied there once."""
@@ -93,8 +121,8 @@ class Update:
         stored: tensors whose memory is not in flat order, each with the flat copy that the launch changes.
     """
 
-    buffers: AdamWBuffers
-    segments: Segments
+    buffers: AdamWBuffers | Int8AdamWBuffers
+    segments: Segments | CodedSegments
     rows: torch.Tensor | None = None
     stored: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
 
@@ -102,7 +130,13 @@ class Update:
         """Launch, with every gradient multiplied by ``factor``."""
         device = self.buffers.weight.device
         table = rows.on(device) if self.rows is None else self.rows
-        adamw(self.buffers, self.segments, table, clip=rows.clip_on(factor, device))
+        clip = rows.clip_on(factor, device)
+        if isinstance(self.buffers, Int8AdamWBuffers):
+            assert isinstance(self.segments, CodedSegments)
+            int8_adamw(self.buffers, self.segments, table, keys=rows.keys_on(device), clip=clip)
+        else:
+            assert isinstance(self.segments, Segments)
+            adamw(self.buffers, self.segments, table, clip=clip)
         for tensor, flat in self.stored:
             tensor.copy_(flat.view(tensor.shape))
 
@@ -176,6 +210,38 @@ def plain_update(
     own = rows.of_steps([plain.group], step.view(1)) if plain.is_capturable else None
     row = 0 if plain.is_capturable else rows.number(plain.group, int(step))
     return Update(AdamWBuffers(gradient, *flat), _all_of(flat[0].numel(), row), own, stored=stored)
+
+
+def int8_plain_update(plain: PlainParameter, gradient: torch.Tensor, state: State, rows: Rows, number: int) -> Update:
+    """Count a step of one parameter whose moments are kept in 8 bits if it is large enough, and return its launch.
+
+    Args:
+        number: its position in the optimizer, for stochastic rounding.
+    Raises:
+        ConfigError: a DTensor, of which this rank's part may begin inside of a block.
+    """
+    parameter = plain.parameter
+    if not is_coded(parameter.shape):
+        return plain_update(plain, gradient, state, rows, torch.float32)
+    if isinstance(parameter, DTensor) or parameter.dtype is torch.float64:
+        raise ConfigError(
+            f"AdamW(moments='int8'): {plain}, is a DTensor that fully_shard did not make, or FP64; shard it with "
+            "fully_shard, or step it with moments=None"
+        )
+    values = state.setdefault(parameter, {})
+    if CODED_KEYS[0] not in values:
+        values.update(coded_state(parameter, values, "cpu" if not plain.is_capturable else parameter.device))
+    values["step"].add_(1)
+    weight = parameter.detach().reshape(-1)
+    codes = [values[key].view(-1) for key in CODED_KEYS]
+    nothing = torch.zeros(0, device=parameter.device)
+    moments = Int8Moments(codes[0], codes[2], codes[1], codes[3], nothing, nothing)
+    own = rows.of_steps([plain.group], values["step"].view(1)) if plain.is_capturable else None
+    row = 0 if plain.is_capturable else rows.number(plain.group, int(values["step"]))
+    segment = CodedSegment(0, weight.numel(), row, random_position(number, 0))
+    stored = ((parameter.detach(), weight),) if weight.data_ptr() != parameter.data_ptr() else ()
+    buffers = Int8AdamWBuffers(gradient, weight, moments)
+    return Update(buffers, CodedSegments([segment], weight.numel()), own, stored=stored)
 
 
 @functools.lru_cache(maxsize=4096)

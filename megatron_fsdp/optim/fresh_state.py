@@ -60,6 +60,9 @@ class _Shown:
 
     def add(self, optimizer: Optimizer, document: dict[str, Any]) -> dict[str, Any]:
         self._tensors, self._empty = {}, None
+        if getattr(optimizer, "moments", None) is not None:
+            # Zeros of whole moments would take more memory than the codes that training keeps.
+            return document
         missing = [
             (index, p)
             for index, p in _by_index(optimizer, document)

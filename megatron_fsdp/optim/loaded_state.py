@@ -71,8 +71,12 @@ class _Hidden:
     tensor: torch.Tensor
 
 
-def hide_state(optimizer: Optimizer, state_dict: dict[str, Any], *, keys: Collection[str]) -> dict[str, Any]:
+def hide_state(
+    optimizer: Optimizer, state_dict: dict[str, Any], *, keys: Collection[str], as_they_are: Collection[str] = ()
+) -> dict[str, Any]:
     """Return a state dict with the state under ``keys`` cast to the dtypes that it has here, and hidden.
+
+    That under ``as_they_are`` is hidden in its own dtype.
 
     ``torch.optim`` would cast it to the dtypes of the parameters, which may be narrower, and a DTensor that it casts
     may forget its rows (docs/design/facade.md, "Known limit"). ``reveal_state`` undoes it in ``__setstate__``.
@@ -82,10 +86,11 @@ def hide_state(optimizer: Optimizer, state_dict: dict[str, Any], *, keys: Collec
     for index, parameter in zip(indices, parameters_of(optimizer), strict=False):
         if index in state:
             dtype = state_dtype(optimizer, parameter)
-            state[index] = {
-                name: _Hidden(_cast(value, dtype, parameter.device)) if name in keys else value
-                for name, value in state[index].items()
-            }
+            found = dict(state[index])
+            for name, value in found.items():
+                if name in keys or name in as_they_are:
+                    found[name] = _Hidden(_cast(value, dtype if name in keys else value.dtype, parameter.device))
+            state[index] = found
     return {**state_dict, "state": state}
 
 

@@ -208,7 +208,9 @@ def _bytes_per_element(dtypes: GroupDtypes) -> int:
     stepped = dtypes.stepped.itemsize
     # Split weights are read and written in two halves, one of which is the compute weight.
     weights = 2 * stepped + (0 if dtypes.is_split else dtypes.compute.itemsize)
-    return dtypes.main_grad.itemsize + weights + 4 * stepped
+    # Both moments are read and written; codes are bytes, with a scale for each 256.
+    moments = 4 if dtypes.moments == "int8" else 4 * stepped
+    return dtypes.main_grad.itemsize + weights + moments
 
 
 def _tokens_to_hide(times: Sequence[UnitTime], workload: Workload) -> int | None:

@@ -85,9 +85,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         ("--main-dtype", "weights that the optimizer steps"),
         ("--reduce-dtype", "gradients on the wire"),
         ("--main-grads-dtype", "gradients at rest"),
-        ("--moments-dtype", "AdamW's moments (default: that of the main weights)"),
+        ("--moments-dtype", "AdamW's moments (default: that of the main weights); int8: 8-bit codes"),
     ):
-        sharding.add_argument(name, choices=tuple(_DTYPES), help=meaning)
+        choices = (*_DTYPES, "int8") if name == "--moments-dtype" else tuple(_DTYPES)
+        sharding.add_argument(name, choices=choices, help=meaning)
     sharding.add_argument(
         "--split-main-params",
         action="store_true",
@@ -193,13 +194,16 @@ class Options:
             _DTYPES[str(self[name])] for name in ("dtype", "main_dtype", "reduce_dtype", "main_grads_dtype")
         )
         is_split = bool(self["split_main_params"])
+        moments = "int8" if self.values.moments_dtype == "int8" else None
+        if moments and self["optimizer"] != "adamw":
+            raise ConfigError(f"--moments-dtype int8 needs --optimizer adamw (found {self['optimizer']})")
         return MixedPrecisionPolicy(
-            compute, reduce, main_params_dtype=main, main_grads_dtype=grads, split_main_params=is_split
+            compute, reduce, main_params_dtype=main, main_grads_dtype=grads, split_main_params=is_split, moments=moments
         )
 
     def moments_dtype(self) -> torch.dtype | None:
         """Return the dtype of AdamW's moments, None for that of the main weights."""
-        return _DTYPES[self.values.moments_dtype] if self.values.moments_dtype else None
+        return _DTYPES.get(self.values.moments_dtype)
 
     def workload(self) -> Workload:
         """Return what a rank computes."""

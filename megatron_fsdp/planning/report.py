@@ -12,7 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dbuffer import BufferPlacement
+from dbuffer_kernels import num_blocks
 from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.optim.int8_moments import is_coded
 from megatron_fsdp.optim.ownership_page import OwnershipReport, explain_ownership
 from megatron_fsdp.planning.live_model import read_facts
 from megatron_fsdp.planning.model_spec import AxisFacts, BufferFacts, GroupFacts, ModelFacts, UnitFacts
@@ -193,8 +195,19 @@ def adamw_bytes(group: GroupFacts, moments_dtype: torch.dtype | None = None) -> 
     """Return what two moments and a step count per parameter take on this rank; see ``report_of``."""
     if not group.requires_grad:
         return 0
+    if group.dtypes.moments == "int8":
+        return _int8_bytes(group)
     itemsize = (moments_dtype or group.dtypes.stepped).itemsize
     return 2 * group.trained_numel() * itemsize + 4 * (len(group.names) - len(group.frozen))
+
+
+def _int8_bytes(group: GroupFacts) -> int:
+    """Return codes and scales of the whole buffer, FP32 moments of small parameters, and a step count for each."""
+    local = group.local_numel(group.placements.optimizer)
+    small = {index for index, shape in enumerate(group.plan.shapes) if not is_coded(shape)}
+    large = set(range(len(group.plan.shapes))) - small
+    num_small = group.owned_numel(group.placements.optimizer, large)
+    return 2 * (local + 4 * num_blocks(local) + 4 * num_small) + 4 * len(group.names)
 
 
 def _named_binding(group: GroupFacts) -> str:

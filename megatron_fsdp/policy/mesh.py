@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dbuffer import Flat
 from dbuffer.mesh import is_alive
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.launch import join_job
@@ -67,6 +69,12 @@ class ShardingTarget:
     placements: Placements
     root: DeviceMesh
     axis_names: tuple[str, ...]
+
+    @property
+    def num_weight_shards(self) -> int:
+        """Into how many parts weights at rest are cut."""
+        placed = enumerate(self.placements.parameter)
+        return math.prod(self.mesh.size(axis) for axis, placement in placed if isinstance(placement, Flat))
 
 
 def sharding_target(mesh: DeviceMesh | None, placements: Placements | None, dp_mesh_dims: Any) -> ShardingTarget:

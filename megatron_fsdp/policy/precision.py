@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dbuffer_kernels import QUANT_BLOCK
 from megatron_fsdp.errors import ConfigError
 
 __all__ = [
@@ -26,6 +27,7 @@ class GroupDtypes:
         reduce: of the reduce-scatter.
         main_grad: of the gradient that the optimizer reads, and of its accumulation over microbatches.
         is_split: ``main_weight`` is the upper half of FP32 weights, and a buffer of remainders holds the lower.
+        moments: "int8" where the optimizer's moments will be 8-bit codes, so that no shard may cut a block of them.
     """
 
     compute: torch.dtype
@@ -33,6 +35,12 @@ class GroupDtypes:
     reduce: torch.dtype
     main_grad: torch.dtype
     is_split: bool = False
+    moments: str | None = None
+
+    @property
+    def block_numel(self) -> int:
+        """Elements at whose multiples tensors begin and shards are cut; 1 where nothing asks for it."""
+        return QUANT_BLOCK if self.moments == "int8" else 1
 
     @property
     def stepped(self) -> torch.dtype:
@@ -59,6 +67,8 @@ class MixedPrecisionPolicy:
         split_main_params: keep no FP32 copy of trained weights, but the 16 bits that the bf16 ones lack of it, without
             losing a bit: 2 bytes per parameter instead of 4, and gradients rest in bf16 unless told otherwise. For
             ``param_dtype=torch.bfloat16``, FP32 main weights and ``megatron_fsdp.AdamW`` (docs/design/adamw.md).
+        moments: "int8" says that ``megatron_fsdp.AdamW(moments="int8")`` will step the unit: its buffers are laid out
+            so that no shard cuts a block of 256 elements. None: any layout.
     """
 
     param_dtype: torch.dtype | None = None
@@ -69,9 +79,14 @@ class MixedPrecisionPolicy:
     main_grads_dtype: torch.dtype | None = None
     fuse_weight_gradients: bool | str = True
     split_main_params: bool = False
+    moments: str | None = None
 
     def __post_init__(self) -> None:
+        if self.moments not in (None, "int8"):
+            raise ConfigError(f"MixedPrecisionPolicy(moments={self.moments!r}): give 'int8' or None")
         for field in fields(self):
+            if field.name == "moments":
+                continue
             value = getattr(self, field.name)
             if field.name == "cast_forward_inputs" or (value is None and field.name != "split_main_params"):
                 continue
@@ -103,7 +118,10 @@ class MixedPrecisionPolicy:
                 "param_dtype=torch.bfloat16 and main_params_dtype=torch.float32, or leave split_main_params False."
             )
         main = torch.bfloat16 if is_split else main
-        return GroupDtypes(compute, main, self.reduce_dtype or compute, self.main_grads_dtype or main, is_split)
+        moments = self.moments if requires_grad else None
+        return GroupDtypes(
+            compute, main, self.reduce_dtype or compute, self.main_grads_dtype or main, is_split, moments
+        )
 
 
 def as_policy(policy: Any) -> MixedPrecisionPolicy:

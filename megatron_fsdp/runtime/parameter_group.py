@@ -24,6 +24,7 @@ from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import AgreementError, StateError
 from megatron_fsdp.policy.offload import hand_back
+from megatron_fsdp.runtime.extension_hooks import ExtensionFaces, ExtensionWeights
 from megatron_fsdp.runtime.freshness import Freshness, refreshes_itself
 from megatron_fsdp.runtime.fused_linear import fuse_linear_layers
 from megatron_fsdp.runtime.gradients import GradientBuffer
@@ -87,12 +88,18 @@ class ParameterGroup:
 
     def _build(self, spec: GroupSpec, faces: Sequence[nn.Parameter] = ()) -> None:
         self.spec = spec
+        self.weights: WeightBuffers
+        self.faces: Faces
         self.weight_state = WeightState.SHARDED
         self._gather_ticket: Ticket | None = None
-        self.weights = WeightBuffers(self.plan, spec, self.name)
-        self.faces = Faces(self.owned, self.main_weight, self.gathered, self, faces)
-        main, faces_ = self.main_weight, self.faces
-        self.freshness = Freshness(lambda: main.local_buffer._version + faces_.version())
+        if self.owned[0].extension is None:
+            self.weights = WeightBuffers(self.plan, spec, self.name)
+            self.faces = Faces(self.owned, self.main_weight, self.gathered, self, faces)
+        else:
+            weights = ExtensionWeights(self.owned[0], self.plan, spec, self.name)
+            self.weights, self.faces = weights, ExtensionFaces(self.owned, weights, self)
+        main, of = self.main_weight, self.faces
+        self.freshness = Freshness(lambda: main.local_buffer._version + of.version())
         self.parameters: dict[str, nn.Parameter] = self.faces.by_name()
         for face in self.faces.sharded:
             _GROUPS[face] = weakref.ref(self)
@@ -188,6 +195,8 @@ class ParameterGroup:
         if not self.is_meta:
             for owned, face in zip(self.owned, self.faces.sharded, strict=True):
                 owned.parameter = face
+                if owned.extension is not None:
+                    owned.extension = owned.extension.emptied()
 
     def follow_requires_grad(self) -> bool:
         """Take notice of parameters that were frozen or unfrozen; tell whether any was.

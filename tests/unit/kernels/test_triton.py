@@ -16,8 +16,13 @@ import pytest
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
-CASES = (FOLDER / "triton_cases.py", FOLDER / "step_cases.py", FOLDER / "muon_cases.py")
-COMPILED = (FOLDER / "compiled_cases.py", FOLDER / "compiled_step_cases.py", FOLDER / "compiled_muon_cases.py")
+CASES = (FOLDER / "triton_cases.py", FOLDER / "step_cases.py", FOLDER / "muon_cases.py", FOLDER / "int8_cases.py")
+COMPILED = (
+    FOLDER / "compiled_cases.py",
+    FOLDER / "compiled_step_cases.py",
+    FOLDER / "compiled_muon_cases.py",
+    FOLDER / "compiled_int8_cases.py",
+)
 
 Failures = dict[str, list[str]]
 

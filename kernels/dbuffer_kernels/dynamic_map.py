@@ -1,0 +1,107 @@
+"""Dynamic maps: 8-bit codes for values between -1 and 1 (or 0 and 1), dense around zero, and blocks that use them.
+
+Source: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization" (ICLR 2022), with the
+map of 7 exponent bits that bitsandbytes and torchao publish.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from dbuffer_kernels.reference import rounding_bits
+
+QUANT_BLOCK = 256
+"""Elements that share one scale."""
+NUM_CODES = 256
+_EXPONENTS = 7
+
+
+@functools.cache
+def dynamic_map(*, signed: bool) -> tuple[float, ...]:
+    """Return the 256 values that codes 0 to 255 stand for, ascending.
+
+    Decade i of 0 to 6, of size 10 ** (i - 6), holds the middles of 2 ** i equal parts of [0.1, 1], once for each sign;
+    an unsigned map has twice as many parts. Zero and one complete it, so the least value of a signed map is -0.993.
+    """
+    values = [0.0, 1.0]
+    for decade in range(_EXPONENTS):
+        edges = _parts_of_decade(2**decade if signed else 2 ** (decade + 1))
+        middles = (10.0 ** (decade + 1 - _EXPONENTS) * ((edges[:-1] + edges[1:]) / 2.0)).tolist()
+        values += [*middles, *(-middle for middle in middles)] if signed else middles
+    return tuple(sorted(values))
+
+
+def _parts_of_decade(count: int) -> Tensor:
+    """Return the ends of equal parts of [0.1, 1] in fp32: steps of fp32 from the nearer end, each rounded once.
+
+    That is ``torch.linspace(0.1, 1, count + 1)`` on a CPU with fused multiply-add, from which the published maps come.
+    """
+    first, last = torch.tensor(0.1), torch.tensor(1.0)
+    step = ((last - first) / count).double()
+    index = torch.arange(count + 1, dtype=torch.float64)
+    ends = torch.where(index < (count + 1) // 2, first.double() + step * index, last.double() - step * (count - index))
+    return ends.float()
+
+
+@functools.cache
+def map_tables(device: torch.device) -> Tensor:
+    """Return fp32 (4, 256): signed values, unsigned values, and the 255 middles between neighbours of each."""
+    rows = []
+    for values in (dynamic_map(signed=True), dynamic_map(signed=False)):
+        rows.append(torch.tensor(values))
+    for values in rows[:2]:
+        rows.append(torch.cat([(values[:-1].double() + values[1:].double()).div(2).float(), values[-1:]]))
+    return torch.stack(rows).to(device)
+
+
+def num_blocks(numel: int) -> int:
+    """Return how many blocks cover ``numel`` elements; the last may be short."""
+    return -(-numel // QUANT_BLOCK)
+
+
+def quantize_blocks(
+    values: Tensor, *, signed: bool, first_position: int | None = None, keys: tuple[int, int] = (0, 0)
+) -> tuple[Tensor, Tensor]:
+    """Return codes and scales of values whose blocks of 256 begin at their first element.
+
+    A scale is the largest magnitude of its block; a code stands for the value nearest to value / scale, the lower one
+    of two. A block of zeros has scale 0. With ``first_position`` a value between two of the map takes the upper one
+    with probability (distance to the lower) / (distance of the two), in steps of 2 ** -16, by bits that its position
+    and the keys alone decide.
+
+    Args:
+        values: fp32, 1-D. first_position: of the first value, for stochastic rounding; None rounds to nearest.
+        keys: as ``reference.rounding_keys`` returns them.
+    Returns:
+        uint8 of the same length; fp32, one for each block.
+    """
+    numel = values.numel()
+    padded = torch.nn.functional.pad(values, (0, -numel % QUANT_BLOCK)).view(-1, QUANT_BLOCK)
+    scales = padded.abs().amax(1) if padded.numel() else padded.new_empty(0)
+    ratios = (padded / scales.masked_fill(scales == 0, 1.0)[:, None]).view(-1)[:numel]
+    # Infinity over infinity, in a block that is spoiled either way.
+    ratios = torch.where(ratios.isnan(), 0.0, ratios)
+    tables = map_tables(values.device)
+    if first_position is None:
+        return torch.bucketize(ratios, tables[2 if signed else 3][:-1]).to(torch.uint8), scales
+    table = tables[0 if signed else 1]
+    lower = torch.bucketize(ratios, table[1:], right=True)
+    below, above = table[lower], table[(lower + 1).clamp_(max=NUM_CODES - 1)]
+    index = torch.arange(first_position, first_position + numel, device=values.device)
+    is_up = rounding_bits(index, *keys).float() * (above - below) < (ratios - below) * 65536.0
+    return (lower + is_up).clamp_(max=NUM_CODES - 1).to(torch.uint8), scales
+
+
+def dequantize_blocks(codes: Tensor, scales: Tensor, *, signed: bool, first_element: int = 0) -> Tensor:
+    """Return the fp32 values of codes.
+
+    Args:
+        codes: uint8, 1-D. scales: fp32, of the blocks of which some element is in ``codes``, or of more behind them.
+        first_element: where in the first of these blocks the codes begin.
+    """
+    table = map_tables(codes.device)[0 if signed else 1]
+    block = torch.arange(first_element, first_element + codes.numel(), device=codes.device) // QUANT_BLOCK
+    return table[codes.long()] * scales[block]

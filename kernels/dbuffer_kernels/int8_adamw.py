@@ -1,0 +1,286 @@
+"""``int8_adamw``: one AdamW step over flat buffers whose moments are 8-bit codes, in one launch and one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dbuffer_kernels import int8_reference
+from dbuffer_kernels.adamw import divide, root, store_rounded, update
+from dbuffer_kernels.dynamic_map import map_tables
+from dbuffer_kernels.int8_reference import CodedSegment, Int8AdamWBuffers
+from dbuffer_kernels.launch import device_function, launch, runs_on_triton, without_grad
+from dbuffer_kernels.reference import NUM_COLUMNS
+from dbuffer_kernels.rounding import random_bits
+from dbuffer_kernels.split import joined, lower_half, upper_half
+
+if TYPE_CHECKING:
+    # At run time launch.jit binds this name, so that importing the package does not import Triton.
+    import triton.language as tl
+
+INT8_ADAMW_BLOCK = 2048
+"""Elements per program: 8 in each of 256 threads, so codes move in 8-byte accesses; 16 would take 180 registers."""
+
+_ENTRY_FIELDS = 8
+
+
+class CodedSegments:
+    """Which ranges of a flat buffer ``int8_adamw`` updates, with which rows and random positions; made once.
+
+    Args:
+        segments: disjoint, in any order, each from a multiple of 256 on; empty ones are dropped.
+        numel: of the buffers.
+    Raises:
+        ValueError: a range out of bounds, two that share a block of 256, or one that begins inside of a block.
+    """
+
+    def __init__(self, segments: Sequence[CodedSegment], numel: int) -> None:
+        self.numel = numel
+        self.ranges = tuple(sorted((s for s in segments if s.start < s.stop), key=lambda segment: segment.start))
+        self.num_rows = max((segment.row for segment in self.ranges), default=-1) + 1
+        self._tables: dict[torch.device, Tensor] = {}
+        end = 0
+        for segment in self.ranges:
+            if segment.start < end or segment.stop > numel or segment.row < 0 or segment.start % 256:
+                raise ValueError(
+                    f"CodedSegments: {segment} begins before {end}, where the block of 256 of the one before it ends, "
+                    f"or inside of a block, or leaves the buffer of {numel} elements, or has a negative row."
+                )
+            end = -(-segment.stop // 256) * 256
+
+    def table(self, device: torch.device) -> Tensor:
+        """Return the kernel's int64 table, 8 columns: block, first and last element, row, position and plain offset
+        counted from the buffer's first element, whether its moments are plain, and 0."""
+        if device not in self._tables:
+            entries = []
+            for segment in self.ranges:
+                plain = 0 if segment.plain is None else segment.plain - segment.start
+                rest = segment.row, segment.position - segment.start, plain, segment.plain is not None, 0
+                blocks = range(segment.start // INT8_ADAMW_BLOCK, -(-segment.stop // INT8_ADAMW_BLOCK))
+                entries += [(block, segment.start, segment.stop, *rest) for block in blocks]
+            table = torch.tensor(entries, dtype=torch.int64).view(-1, _ENTRY_FIELDS)
+            self._tables[device] = table.to(device)
+        return self._tables[device]
+
+
+@without_grad
+def int8_adamw(
+    buffers: Int8AdamWBuffers,
+    segments: CodedSegments,
+    rows: Tensor,
+    *,
+    keys: Tensor | None = None,
+    clip: Tensor | None = None,
+) -> None:
+    """Take one step of ``adamw`` with moments that are stored in 8 bits; its formula and ``rows`` are those.
+
+    A moment is code times scale of its block of 256 elements, counted from the buffer's first; the step is taken in
+    fp32, and ``quantize_blocks`` stores the result with new scales. Weights never see the rounding of their own step.
+
+    Moves per element the gradient once, the weight and two codes twice: 14.06 bytes with bf16 gradients and weights in
+    two halves. The two code books, 4 KiB, are read from the cache, 18 gathers per element.
+
+    Args:
+        buffers: what is read and written. segments: which elements. rows: as in ``adamw``.
+        keys: int64 (rows, 4), two for each moment, as ``rounding_keys`` returns them: round stochastically.
+        clip: a 0-d fp32 tensor, multiplied into every gradient.
+    Raises:
+        ValueError: segments of buffers of another length, or too few rows or keys.
+    """
+    weight = buffers.weight
+    shapes = [rows.shape] if keys is None else [rows.shape, keys.shape]
+    if weight.numel() != segments.numel or min(shape[0] for shape in shapes) < segments.num_rows:
+        raise ValueError(
+            f"int8_adamw: buffers of {weight.numel()} elements, segments of {segments.numel} with "
+            f"{segments.num_rows} rows, found {[tuple(shape) for shape in shapes]}; wanted one length, and as many rows."
+        )
+    if rows.shape[1] != NUM_COLUMNS or (keys is not None and (keys.shape[1], keys.dtype) != (4, torch.int64)):
+        raise ValueError(f"int8_adamw: rows and keys {[tuple(shape) for shape in shapes]}; wanted (n, 8) and (n, 4)")
+    if not runs_on_triton(weight):
+        int8_reference.int8_adamw(buffers, segments.ranges, rows, keys=keys, clip=clip)
+        return
+    table, moments = segments.table(weight.device), buffers.moments
+    launch(
+        int8_adamw_kernel,
+        table.shape[0],
+        weight.device,
+        buffers.gradient,
+        weight,
+        moments.exp_avg,
+        moments.exp_avg_sq,
+        moments.exp_avg_scale,
+        moments.exp_avg_sq_scale,
+        moments.plain_exp_avg,
+        moments.plain_exp_avg_sq,
+        # What is marked absent is never read, so any pointer will do.
+        weight if buffers.model_weight is None else buffers.model_weight,
+        weight if buffers.remainder is None else buffers.remainder,
+        rows if clip is None else clip,
+        rows,
+        rows if keys is None else keys,
+        map_tables(weight.device),
+        table,
+        HAS_CLIP=clip is not None,
+        HAS_MODEL=buffers.model_weight is not None,
+        IS_SPLIT=buffers.remainder is not None,
+        IS_RANDOM=keys is not None,
+        block=INT8_ADAMW_BLOCK,
+    )
+
+
+def int8_adamw_kernel(
+    gradient: tl.tensor,
+    weight: tl.tensor,
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
+    exp_avg_scale: tl.tensor,
+    exp_avg_sq_scale: tl.tensor,
+    plain_exp_avg: tl.tensor,
+    plain_exp_avg_sq: tl.tensor,
+    model: tl.tensor,
+    remainder: tl.tensor,
+    clip: tl.tensor,
+    rows: tl.tensor,
+    keys: tl.tensor,
+    maps: tl.tensor,
+    table: tl.tensor,
+    HAS_CLIP: tl.constexpr,
+    HAS_MODEL: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_RANDOM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Update the part of one segment that lies in one block; ``table`` is that of ``CodedSegments``."""
+    entry = table + tl.program_id(0).to(tl.int64) * 8
+    # The product tells the compiler that the block starts on a 16-byte boundary; an offset from memory would not.
+    start = tl.load(entry) * BLOCK
+    first = tl.load(entry + 1)
+    stop = tl.load(entry + 2)
+    number = tl.load(entry + 3)
+    row = rows + number * 8
+    key = keys + number * 4
+    factor = tl.load(row).to(tl.float32)
+    if HAS_CLIP:
+        factor *= tl.load(clip).to(tl.float32)
+    # Counted from here on in 32 bits, which halves the registers of addresses: all pointers move to the block.
+    gradient += start
+    weight += start
+    model += start
+    remainder += start
+    first = tl.maximum(first - start, 0).to(tl.int32)
+    stop = tl.minimum(stop - start, BLOCK).to(tl.int32)
+    # A row for each block of 256, which shares a scale.
+    block = tl.arange(0, BLOCK // 256)
+    index = (block * 256)[:, None] + tl.arange(0, 256)[None, :]
+    if tl.load(entry + 6) != 0:
+        offset = tl.load(entry + 5) + start
+        plain_m = plain_exp_avg + offset
+        plain_v = plain_exp_avg_sq + offset
+        is_own = (index >= first) & (index < stop)
+        update(index, is_own, gradient, weight, plain_m, plain_v, model, remainder, factor, row, HAS_MODEL, IS_SPLIT)
+    else:
+        m = exp_avg + start
+        v = exp_avg_sq + start
+        m_scale = exp_avg_scale + start // 256 + block
+        v_scale = exp_avg_sq_scale + start // 256 + block
+        position = start + tl.load(entry + 4)
+        # Whole programs carry no mask: it would split every 16-byte access.
+        if (first == 0) & (stop == BLOCK):
+            coded_update(index, None, None, gradient, weight, m, v, m_scale, v_scale, model, remainder,
+                         factor, row, key, position, maps, HAS_MODEL, IS_SPLIT, IS_RANDOM)  # fmt: skip
+        else:
+            mask = (index >= first) & (index < stop)
+            is_part = (block * 256 >= first) & (block * 256 < stop)
+            coded_update(index, mask, is_part, gradient, weight, m, v, m_scale, v_scale, model, remainder,
+                         factor, row, key, position, maps, HAS_MODEL, IS_SPLIT, IS_RANDOM)  # fmt: skip
+
+
+@device_function
+def coded_update(
+    index: tl.tensor,
+    mask: tl.tensor,
+    is_part: tl.tensor,
+    gradient: tl.tensor,
+    weight: tl.tensor,
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
+    m_scale: tl.tensor,
+    v_scale: tl.tensor,
+    model: tl.tensor,
+    remainder: tl.tensor,
+    factor: tl.tensor,
+    row: tl.tensor,
+    key: tl.tensor,
+    position: tl.tensor,
+    maps: tl.tensor,
+    HAS_MODEL: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_RANDOM: tl.constexpr,
+) -> None:
+    """Decode, step as ``adamw`` does, and encode the elements ``index``, (blocks, 256)."""
+    g = tl.load(gradient + index, mask=mask).to(tl.float32) * factor
+    m = tl.load(maps + tl.load(exp_avg + index, mask=mask).to(tl.int32)) * tl.load(m_scale, mask=is_part)[:, None]
+    v = tl.load(maps + 256 + tl.load(exp_avg_sq + index, mask=mask).to(tl.int32))
+    v *= tl.load(v_scale, mask=is_part)[:, None]
+    w = tl.load(weight + index, mask=mask)
+    if IS_SPLIT:
+        w = joined(w, tl.load(remainder + index, mask=mask))
+    w = w.to(tl.float32) * tl.load(row + 1).to(tl.float32)
+    towards = tl.load(row + 2).to(tl.float32)
+    # As torch's lerp: from the nearer end, so that a weight of 1 gives the gradient itself.
+    m = tl.where(towards < 0.5, m + towards * (g - m), g - (g - m) * (1.0 - towards))
+    v = v * tl.load(row + 3).to(tl.float32) + tl.load(row + 4).to(tl.float32) * g * g
+    denominator = divide(root(v), tl.load(row + 6).to(tl.float32)) + tl.load(row + 7).to(tl.float32)
+    w += divide(tl.load(row + 5).to(tl.float32) * m, denominator)
+    if IS_SPLIT:
+        tl.store(weight + index, upper_half(w), mask=mask)
+        tl.store(remainder + index, lower_half(w), mask=mask)
+    else:
+        store_rounded(weight + index, w, mask)
+    if HAS_MODEL:
+        store_rounded(model + index, w, mask)
+    store_coded(exp_avg + index, m, mask, m_scale, is_part, index + position, key, maps, 0, IS_RANDOM)
+    store_coded(exp_avg_sq + index, v, mask, v_scale, is_part, index + position, key + 2, maps, 256, IS_RANDOM)
+
+
+@device_function
+def store_coded(
+    codes: tl.tensor,
+    value: tl.tensor,
+    mask: tl.tensor,
+    scales: tl.tensor,
+    is_part: tl.tensor,
+    position: tl.tensor,
+    key: tl.tensor,
+    maps: tl.tensor,
+    MAP: tl.constexpr,
+    IS_RANDOM: tl.constexpr,
+) -> None:
+    """Write ``value``, (blocks, 256), as codes and scales; ``MAP`` is where its map begins in ``maps``."""
+    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if mask is not None:
+        bits = tl.where(mask, bits, 0)
+    # Magnitudes order as their bits do, and NaN comes last, so that it reaches the scale.
+    scale = tl.max(bits, axis=1).to(tl.float32, bitcast=True)
+    divisor = tl.where(scale == 0.0, 1.0, scale)
+    ratio = divide(value, tl.broadcast_to(divisor[:, None], value.shape))
+    # Infinity over infinity, in a block that is spoiled either way.
+    ratio = tl.where(ratio == ratio, ratio, 0.0)
+    code = tl.zeros(value.shape, tl.int32)
+    if IS_RANDOM:
+        for step in tl.static_range(8):
+            probe = code + (128 >> step)
+            code = tl.where(tl.load(maps + MAP + probe) <= ratio, probe, code)
+        below = tl.load(maps + MAP + code)
+        above = tl.load(maps + MAP + tl.minimum(code + 1, 255))
+        chance = random_bits(position, tl.load(key), tl.load(key + 1)).to(tl.float32)
+        code = tl.minimum(code + (chance * (above - below) < (ratio - below) * 65536.0).to(tl.int32), 255)
+    else:
+        for step in tl.static_range(8):
+            probe = code + (128 >> step)
+            code = tl.where(tl.load(maps + 512 + MAP + probe - 1) < ratio, probe, code)
+    tl.store(codes, code.to(tl.uint8), mask=mask)
+    tl.store(scales, scale, mask=is_part)

@@ -1,0 +1,254 @@
+"""ExtensionWeights and ExtensionFaces: parameters whose class says what is gathered, by FSDP2's two hooks.
+
+Every such parameter is a group of its own: one gather of the bytes that ``fsdp_pre_all_gather`` returns, whatever their
+sizes and dtypes (docs/design/low_precision.md).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dbuffer import DBuffer, Element, Flat, FlatDTensor, Plan
+from dbuffer.buffer import Route
+from dbuffer.placements import Replicate as Whole
+from dbuffer.storage import FlatStorage
+from megatron_fsdp.build.builder import GroupSpec
+from megatron_fsdp.build.extension import Extension
+from megatron_fsdp.build.ownership import OwnedParameter
+from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+from megatron_fsdp.runtime.freshness import mark_gathered
+from megatron_fsdp.runtime.parameters import Faces
+from megatron_fsdp.runtime.weight_buffers import WeightBuffers
+
+__all__ = ["ExtensionFaces", "ExtensionWeights"]
+
+_ALIGNMENT = 16
+
+
+class ExtensionWeights(WeightBuffers):
+    """Weight buffers of one parameter of a subclass: its part at rest, the bytes on their way, what compute uses.
+
+    Attributes:
+        part: this rank's part as the subclass; its hook is asked at every gather.
+        used: the whole parameter that ``fsdp_post_all_gather`` made; the same object in every gather.
+    Raises:
+        ConfigError: the weights rest whole or in CPU memory, or the hook returns something else than tensors.
+    """
+
+    def __init__(self, owned: OwnedParameter, plan: Plan, spec: GroupSpec, name: str) -> None:
+        assert owned.extension is not None
+        self._extension: Extension = owned.extension
+        self._where = f"unit {name!r}, parameter {owned.name!r} ({self._extension.kind.__name__})"
+        resting = spec.placements.parameter
+        if spec.is_offloaded or spec.placements.optimizer != resting or resting.count(Flat()) != 1:
+            raise ConfigError(
+                f"{self._where}: its all-gather hooks need weights that rest sharded over one axis, on their device. Use "
+                "Placements.optim_grads_params or hsdp without CPU offload, or list it in ignored_params"
+            )
+        self._spec, self._plan = spec, plan
+        self._module = weakref.ref(owned.sites[0].module)
+        self.rests_whole = False
+        self.post_forward = None
+        self.gather_function = None
+        self.remainder = None
+        self._is_from_part = False
+        self.main = self.model = self._buffer(resting, spec.dtypes.main, spec.resting_device).zero_()
+        self._axis = resting.index(Flat())
+        self._fill_part(owned)
+        self._mesh: DeviceMesh = _axis_mesh(spec.mesh, self._axis)
+        self.part = self._extension.part(self.main.get_local_tensor(0))
+        self._metadata: Any = None
+        self._make_buffers()
+        self._route: Route | None = Route(self._sent, self.gathered)
+        self._gathered_shard = self._sent
+        self.used = self._first_use()
+        self.rename(name)
+
+    def _fill_part(self, owned: OwnedParameter) -> None:
+        """Give the hook the parameter's values already when it is asked for sizes."""
+        self.main.write_tensor(0, owned.local_tensor)
+
+    def _make_buffers(self) -> None:
+        """Ask the hook for the first time, and lay out what it returns: one run of bytes for each rank."""
+        tensors = self._ask()
+        spec, axis = self._spec, self._axis
+        self._shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
+        starts = [0]
+        for size in sizes:
+            starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+        self._ranges = [(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+        num_ranks = self._num_ranks = spec.mesh.size(axis)
+        plan = Plan(((num_ranks * starts[-1],),), (Element(),), num_ranks, (0,), starts[-1])
+        whole = tuple(Whole() for _ in spec.placements.parameter)
+        make = DBuffer.from_plan
+        self._sent = make(plan, spec.mesh, spec.placements.parameter, torch.uint8, spec.device)
+        self.gathered = make(plan, spec.mesh, whole, torch.uint8, spec.device)
+        self._outputs = [
+            FlatStorage(num_ranks * math.prod(shape), dtype, spec.device, name=f"{self._where}: gathered tensor")
+            for shape, dtype in self._shapes
+        ]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of this rank's part on the wire."""
+        return self._sent.local_buffer.numel()
+
+    def _ask(self) -> tuple[torch.Tensor, ...]:
+        """Call ``fsdp_pre_all_gather`` in the form that its signature has."""
+        hook = self.part.fsdp_pre_all_gather  # type: ignore[attr-defined]
+        arguments: list[Any] = [self._mesh]
+        if len(inspect.signature(hook).parameters) > 1:
+            own = self._extension
+            arguments += [own.shape, own.stride, self._module(), _torch_policy(self._spec)]
+        with torch.no_grad():
+            found = hook(*arguments)
+        if not isinstance(found, tuple) or len(found) != 2 or not all(isinstance(t, torch.Tensor) for t in found[0]):
+            raise ConfigError(
+                f"{self._where}: fsdp_pre_all_gather returned {type(found).__name__}; wanted a tuple of the tensors to "
+                "gather and metadata"
+            )
+        tensors, self._metadata = tuple(found[0]), found[1]
+        for tensor in tensors:
+            if tensor.device.type != self._spec.device.type:
+                raise ConfigError(f"{self._where}: fsdp_pre_all_gather returned a tensor on {tensor.device}")
+        return tensors
+
+    def layout_words(self) -> str:
+        """Return what the hook sends, for ranks to compare."""
+        return f"all-gather hook of {self._where} sends {self._shapes}"
+
+    def gather(self, works: list[dist.Work] | None) -> None:
+        """Ask the hook, and issue the gather of what it returns."""
+        self.gathered.reallocate_storage()
+        if self._is_from_part and self.post_forward is not None:
+            self.post_forward.gather(works)
+            return
+        tensors = self._ask()
+        if [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] != self._shapes:
+            raise StateError(
+                f"{self._where}: fsdp_pre_all_gather returned {[(tuple(t.shape), t.dtype) for t in tensors]}, the first "
+                f"time {self._shapes}; the sizes of a gather must stay, as other ranks wait for them"
+            )
+        local = self._sent.local_buffer
+        for tensor, (start, stop) in zip(tensors, self._ranges, strict=True):
+            local[start:stop].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+        if self.gather_function is not None:
+            raise ConfigError(f"{self._where}: a custom all-gather function is not called for parameters with hooks")
+        assert self._route is not None
+        self._route(works)
+
+    def gathered_is_used(self) -> None:
+        """Sort what was gathered by tensors, and let ``fsdp_post_all_gather`` put the parameter together."""
+        super().gathered_is_used()
+        for storage in self._outputs:
+            storage.reallocate()
+        self._finish(out=self.used)
+        # What the ranks sent is copied; only the sorted tensors are used.
+        self.gathered.release_storage()
+
+    def _finish(self, *, out: torch.Tensor | None) -> Any:
+        rows = self.gathered.local_buffer.view(self._num_ranks, -1)
+        outputs = []
+        for storage, (start, stop), (shape, _) in zip(self._outputs, self._ranges, self._shapes, strict=True):
+            storage.tensor.view(torch.uint8).view(self._num_ranks, -1).copy_(rows[:, start:stop])
+            whole = (self._num_ranks * shape[0], *shape[1:]) if shape else (self._num_ranks,)
+            outputs.append(storage.tensor.view(whole))
+        param_dtype = self._param_dtype()
+        hook = self.part.fsdp_post_all_gather  # type: ignore[attr-defined]
+        with torch.no_grad():
+            return hook(tuple(outputs), self._metadata, param_dtype, out=out)
+
+    def _param_dtype(self) -> torch.dtype:
+        return self._extension.dtype if self._extension.is_packed else self._spec.dtypes.compute
+
+    def _first_use(self) -> nn.Parameter:
+        self.gathered.local_buffer.zero_()
+        found = self._finish(out=None)
+        whole = found[0] if isinstance(found, tuple) and found else None
+        if not isinstance(whole, torch.Tensor) or whole.shape != self._extension.shape:
+            raise ConfigError(
+                f"{self._where}: fsdp_post_all_gather made {getattr(whole, 'shape', found)!r}; wanted the whole tensor "
+                f"of shape {tuple(self._extension.shape)} and its inner tensors"
+            )
+        return nn.Parameter(whole, requires_grad=False)
+
+    def release(self, *, keep_generation: int | None = None) -> None:
+        """Release the gathered tensors; see ``WeightBuffers``."""
+        for storage in self._outputs:
+            storage.release()
+        super().release(keep_generation=keep_generation)
+
+    def refresh(self) -> bool:
+        """Main weights are what the hook is asked about: nothing to bring up to date."""
+        return False
+
+
+def _axis_mesh(mesh: DeviceMesh, axis: int) -> DeviceMesh:
+    if mesh.ndim == 1:
+        return mesh
+    names = mesh.mesh_dim_names
+    assert names is not None
+    return mesh[names[axis]]
+
+
+def _torch_policy(spec: GroupSpec) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=spec.dtypes.compute, reduce_dtype=spec.dtypes.reduce)
+
+
+class ExtensionFaces(Faces):
+    """The two faces of one such parameter: a DTensor whose local tensor is the subclass, and what the hook made."""
+
+    def __init__(self, owned: Sequence[OwnedParameter], weights: ExtensionWeights, receiver: Any) -> None:
+        self._weights = weights
+        extension = owned[0].extension
+        assert extension is not None
+        self._extension = extension
+        super().__init__(owned, weights.main, weights.gathered, receiver)
+
+    def _resting(self, index: int) -> DTensor:
+        part, extension = self._weights.part, self._extension
+        if not extension.is_packed:
+            rows = self._main_weight.get_dtensor(index)
+            assert isinstance(rows, FlatDTensor)
+            return FlatDTensor(part, rows._spec, requires_grad=False)
+        mesh = self._main_weight.mesh
+        placements = [Shard(0) if each == Flat() else Replicate() for each in self._main_weight.placements]
+        return DTensor.from_local(
+            part, mesh, placements, run_check=False, shape=extension.shape, stride=extension.stride
+        )
+
+    def _sharded_face(self, index: int) -> nn.Parameter:
+        face = nn.Parameter(self._resting(index), requires_grad=self._owned[index].parameter.requires_grad)
+        # A parameter is a detached copy of the wrappers, over the same memory: users reach the part by it.
+        self._weights.part = face._local_tensor  # type: ignore[attr-defined]
+        return face
+
+    def _gathered_face(self, index: int, gathered: DBuffer) -> nn.Parameter:
+        mark_gathered(self._weights.used, self._owned[index].name)
+        return self._weights.used
+
+    def readopt(self, unit: str) -> bool:
+        """Refuse what somebody registered in its place.
+
+        Raises:
+            StateError: somebody did.
+        """
+        current = self.sites.registered(0)
+        if current is not None and current is not self.sharded[0]:
+            raise StateError(
+                f"unit {unit!r}: parameter {self._owned[0].name!r}, a {self._extension.kind.__name__}, was replaced; "
+                "replace it before fully_shard, or copy values into it"
+            )
+        return False

@@ -1,0 +1,142 @@
+"""What the Triton kernel of ``int8_adamw`` must do, run by test_triton.py in a process of its own.
+
+On the CPU under TRITON_INTERPRET=1, else on CUDA. The step is compared with ``adamw`` on FP32 moments and a quantizer
+written down here in numpy, element by element.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dbuffer_kernels import (
+    AdamWBuffers,
+    CodedSegment,
+    CodedSegments,
+    Int8AdamWBuffers,
+    Int8Moments,
+    Segment,
+    Segments,
+    adamw,
+    adamw_row,
+    int8_adamw,
+    use_backend,
+)
+from dbuffer_kernels import int8_reference as int8_reference_module
+from dbuffer_kernels.reference import rounding_keys
+from tests.unit.kernels.int8_oracle import decoded, encoded
+
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETS else "cuda"
+NUMEL = 9001
+# Whole programs of 4096, parts of them, a last partial block, plain moments in between, a gap.
+SEGMENTS = (
+    CodedSegment(0, 4096, 0, 7),
+    CodedSegment(4096, 4196, 1, 0, plain=0),
+    CodedSegment(4352, 8999, 1, 1 << 40),
+)
+
+
+@pytest.fixture(autouse=True)
+def _only_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("the reference ran where the Triton kernel was wanted")
+
+    monkeypatch.setattr(int8_reference_module, "int8_adamw", fail)
+    with use_backend("triton"):
+        yield
+
+
+def random(numel: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    # Magnitudes over six decades, as gradients have.
+    return torch.randn(numel, generator=generator) * 10 ** (torch.rand(numel, generator=generator) * 6 - 6)
+
+
+def make_moments() -> tuple[Int8Moments, torch.Tensor, torch.Tensor]:
+    """Return coded moments, and their FP32 values (garbage beyond the coded segments)."""
+    generator = torch.Generator().manual_seed(5)
+    codes = [torch.randint(0, 256, (NUMEL,), generator=generator, dtype=torch.uint8).to(DEVICE) for _ in range(2)]
+    scales = [torch.rand(36, generator=generator).to(DEVICE) for _ in range(2)]
+    plain = [random(100, 8).to(DEVICE), random(100, 9).abs().to(DEVICE)]
+    values = [decoded(codes[0], scales[0], signed=True), decoded(codes[1], scales[1], signed=False)]
+    for value, own in zip(values, plain, strict=True):
+        value[4096:4196] = own
+    return Int8Moments(*codes, *scales, *plain), values[0], values[1]
+
+
+def rows() -> torch.Tensor:
+    found = [
+        adamw_row(3, lr=0.02, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1),
+        adamw_row(1, lr=0.5, betas=(0.3, 0.9), eps=1e-3, weight_decay=0.0, maximize=True),
+    ]
+    return torch.tensor(found, dtype=torch.float64, device=DEVICE)
+
+
+def weights(kind: str) -> dict[str, Any]:
+    weight = random(NUMEL, 2).to(DEVICE)
+    if kind == "fp32":
+        return {"weight": weight, "model_weight": torch.zeros(NUMEL, dtype=torch.bfloat16, device=DEVICE)}
+    if kind == "split":
+        rest = torch.arange(NUMEL, dtype=torch.int32).to(torch.int16).to(DEVICE)
+        return {"weight": weight.bfloat16(), "remainder": rest}
+    return {"weight": weight.bfloat16()}
+
+
+@pytest.mark.parametrize("kind", ["fp32", "split", "bf16"])
+@pytest.mark.parametrize("is_random", [False, True])
+def test_int8_adamw_steps_as_adamw_does_and_stores_the_nearest_codes(kind: str, is_random: bool) -> None:
+    moments, exp_avg, exp_avg_sq = make_moments()
+    before = [tensor.clone() for tensor in (moments.exp_avg, moments.exp_avg_scale)]
+    gradient = random(NUMEL, 1).to(DEVICE)
+    own, wanted = weights(kind), weights(kind)
+    clip = torch.tensor(0.3, device=DEVICE)
+    table = [[*rounding_keys(4), *rounding_keys(5)], [*rounding_keys(6), *rounding_keys(7)]]
+    keys = torch.tensor(table, device=DEVICE) if is_random else None
+    buffers = Int8AdamWBuffers(gradient, moments=moments, **own)
+    int8_adamw(buffers, CodedSegments(SEGMENTS, NUMEL), rows(), keys=keys, clip=clip)
+    plain = AdamWBuffers(gradient, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, **wanted)
+    adamw(plain, Segments([Segment(s.start, s.stop, s.row) for s in SEGMENTS], NUMEL), rows(), clip=clip)
+    for name, tensor in wanted.items():
+        assert torch.equal(own[name], tensor), name
+    assert torch.equal(moments.plain_exp_avg, exp_avg[4096:4196])
+    assert torch.equal(moments.plain_exp_avg_sq, exp_avg_sq[4096:4196])
+    for segment in SEGMENTS[::2]:
+        part, blocks = slice(segment.start, segment.stop), slice(segment.start // 256, -(-segment.stop // 256))
+        for number, (values, codes, scales) in enumerate(
+            (
+                (exp_avg, moments.exp_avg, moments.exp_avg_scale),
+                (exp_avg_sq, moments.exp_avg_sq, moments.exp_avg_sq_scale),
+            )
+        ):
+            pair = tuple(table[segment.row][2 * number : 2 * number + 2]) if is_random else None
+            found = encoded(values[part], signed=number == 0, position=segment.position, keys=pair)
+            assert np.array_equal(codes[part].cpu().numpy(), found.codes)
+            assert np.array_equal(scales[blocks].cpu().numpy(), found.scales)
+    # Neither the gap nor what lies behind the last segment is written.
+    assert torch.equal(moments.exp_avg[4196:4352], before[0][4196:4352])
+    assert torch.equal(moments.exp_avg[8999:], before[0][8999:])
+    assert torch.equal(moments.exp_avg_scale[16:17], before[1][16:17])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_int8_adamw_keeps_zero_blocks_zero_and_a_nan_in_its_block() -> None:
+    numel = 4096
+    zeros = [torch.zeros(numel, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    scales = [torch.zeros(16, device=DEVICE) for _ in range(2)]
+    nothing = [torch.zeros(0, device=DEVICE) for _ in range(2)]
+    moments = Int8Moments(*zeros, *scales, *nothing)
+    gradient, weight = torch.zeros(numel, device=DEVICE), torch.ones(numel, device=DEVICE)
+    gradient[600] = float("nan")
+    segments = CodedSegments([CodedSegment(0, numel)], numel)
+    int8_adamw(Int8AdamWBuffers(gradient, weight, moments), segments, rows()[:1])
+    is_spoiled = torch.arange(16, device=DEVICE) == 2
+    for scale in scales:
+        assert torch.equal(scale.isnan(), is_spoiled)
+        assert not scale[~is_spoiled].any()
+    assert weight.isnan().nonzero().tolist() == [[600]]

@@ -1,0 +1,66 @@
+"""Block-wise dynamic quantization as it was published, in numpy, one element at a time where that is affordable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dbuffer_kernels.dynamic_map import dynamic_map
+
+
+@dataclass(frozen=True)
+class Encoded:
+    codes: Any
+    scales: Any
+
+
+def published_map(*, signed: bool) -> list[float]:
+    """The definition of "8-bit Optimizers via Block-wise Quantization", app. F, with torch's own linspace."""
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        ends = torch.linspace(0.1, 1, 2 ** (exponent if signed else exponent + 1) + 1)
+        middles = (10 ** (exponent - 6) * ((ends[:-1] + ends[1:]) / 2)).tolist()
+        values += middles + ([-middle for middle in middles] if signed else [])
+    return sorted(values)
+
+
+def decoded(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
+    table = np.array(dynamic_map(signed=signed), dtype=np.float32)
+    blocks = np.arange(codes.numel()) // 256
+    return torch.from_numpy(table[codes.cpu().numpy()] * scales.cpu().numpy()[blocks]).to(codes.device)
+
+
+def encoded(values: torch.Tensor, *, signed: bool, position: int = 0, keys: tuple[int, int] | None = None) -> Encoded:
+    """Find codes by looking at all 256 values, and for random rounding draw with Python's integers."""
+    table = np.array(dynamic_map(signed=signed), dtype=np.float32)
+    flat = values.cpu().numpy()
+    codes, scales = [], []
+    for start in range(0, len(flat), 256):
+        block = flat[start : start + 256]
+        scale = np.abs(block).max()
+        scales.append(scale)
+        ratios = np.zeros_like(block) if scale == 0 else (block / scale).astype(np.float32)
+        if keys is None:
+            # argmin takes the first of two that are as near: the lower one.
+            codes += [int(np.argmin(np.abs(table.astype(np.float64) - float(ratio)))) for ratio in ratios]
+            continue
+        for number, ratio in enumerate(ratios):
+            lower = max(int((table <= ratio).sum()) - 1, 0)
+            upper = min(lower + 1, 255)
+            draw = np.float32(hashed(position + start + number, *keys))
+            is_up = draw * (table[upper] - table[lower]) < (ratio - table[lower]) * np.float32(65536)
+            codes.append(upper if is_up else lower)
+    return Encoded(np.array(codes, dtype=np.uint8), np.array(scales, dtype=np.float32))
+
+
+def hashed(index: int, low: int, high: int) -> int:
+    """16 bits of the multiply-xorshift hash of docs/design/kernels.md, on Python's integers."""
+    mask = 0xFFFFFFFF
+    mixed = (index & mask) ^ low ^ (((index >> 32) & mask) * 0x9E3779B9 & mask)
+    mixed = (mixed ^ (mixed >> 16)) * 0x21F0AAAD & mask
+    mixed = (mixed + high) & mask
+    mixed = (mixed ^ (mixed >> 15)) * 0xD35A2D97 & mask
+    return mixed >> 16
