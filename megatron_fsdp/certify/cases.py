@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from megatron_fsdp.api import fully_shard, microbatch, no_sync
 from megatron_fsdp.certify.certificate import Certificate, Certification, watching
+from megatron_fsdp.certify.clocks import Queue
 from megatron_fsdp.certify.models import WIDTH, Branches, Stack, batch, build
 from megatron_fsdp.checkpoint.api import save_checkpoint
 from megatron_fsdp.optim.adamw import AdamW
@@ -103,19 +104,16 @@ def run_case(case: Case) -> Certificate:
 
 
 def _check_steps(case: Case, check: Certification, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    rank = dist.get_rank()
     for step in range(_NUM_STEPS + 1):
         if step == 1:
             # The first step makes what is made once, such as optimizer state and tables.
             check.begin()
         _trouble(case, model, optimizer, step)
-        _train(case, check, model, optimizer, (rank, step))
+        _train(case, model, optimizer, step)
 
 
-def _train(
-    case: Case, check: Certification, model: nn.Module, optimizer: torch.optim.Optimizer, at: tuple[int, int]
-) -> None:
-    rank, step = at
+def _train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    rank = dist.get_rank()
     if case.accumulation == "no_sync":
         with no_sync(model):
             model(batch(rank, step)).backward()
@@ -127,11 +125,7 @@ def _train(
                 model(batch(rank, step, index)).backward()
     if case.optimizer == "clip_grad_norm":
         clip_grad_norm_(model, 0.1)
-    if case.is_offloaded:
-        with check.checker.on_host():
-            optimizer.step()
-    else:
-        optimizer.step()
+    optimizer.step()
     optimizer.zero_grad()
 
 
@@ -141,11 +135,13 @@ def _two_streams(check: Certification, hidden: int, *, fuses: bool) -> None:
     model = fully_shard(Branches(streams, hidden), mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=fuses))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     check.know(model)
-    for step in range(_NUM_STEPS):
+    for step in range(_NUM_STEPS + 1):
         generator = torch.Generator().manual_seed(step)
         model(torch.randn(3, WIDTH, generator=generator)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        if step == 0:
+            check.begin()
 
 
 def _captured(check: Certification) -> None:
@@ -162,15 +158,22 @@ def _captured(check: Certification) -> None:
         optimizer.step()
         optimizer.zero_grad()
     streams.order(aside, streams.compute)
+    check.begin()
     graph, hooks = streams.stream("graph"), streams.stream("hooks")
+
+    def go_on_with(before: Queue, stream: Queue) -> None:
+        # As autograd does between nodes of two streams.
+        streams.order(before, stream)
+        streams.switch(stream)
+
     streams.order(streams.compute, graph)
     with streams.capture(graph):
         streams.order(graph, hooks)
         loss = model(batch(dist.get_rank(), 1))
         with streams.use(hooks):
             streams.order(graph, hooks)
-            loss.register_hook(lambda _: streams.switch(hooks))
-            model.layers[0].register_full_backward_pre_hook(lambda *_: streams.switch(graph))
+            loss.register_hook(lambda _: go_on_with(graph, hooks))
+            model.layers[0].register_full_backward_pre_hook(lambda *_: go_on_with(hooks, graph))
         loss.backward()
         if not all(graph.follows(lane) for lane in streams.lanes):
             check.note("a graph that ends with the backward has not joined every lane")
@@ -183,10 +186,13 @@ def _deleted(check: Certification) -> None:
     model = build()
     for part in (*model.layers, model):
         fully_shard(part)
+    check.know(model)
+    model(batch(dist.get_rank(), 0)).backward()
+    check.begin()
     first = model.layers[0]
     assert isinstance(first, FsdpModule)
     first.unshard(async_op=True)
-    del model, first
+    del model, first, part
     gc.collect()
     # Whatever is allocated next may have its memory.
     torch.zeros(1)
@@ -340,11 +346,13 @@ def _cases() -> Iterator[Case]:
         yield replace(base, name=key, model={key: True})
         yield replace(base, name=f"{key}, recomputed", model={key: True, "recomputes": "selective"}, policy="bf16")
     for trouble in ("forward", "backward", "frozen", "evaluation", "saving"):
-        yield replace(base, name=f"trouble: {trouble}", trouble=trouble, optimizer="adamw")
-        yield replace(base, name=f"trouble: {trouble}, slots", trouble=trouble, slots="largest", policy="bf16")
+        reason = "a save waits until this rank's part is in host memory" if trouble == "saving" else ""
+        for options in ({"optimizer": "adamw"}, {"slots": "largest", "policy": "bf16"}):
+            name = f"trouble: {trouble}, " + ", ".join(options)
+            yield replace(base, name=name, trouble=trouble, host_may_wait=reason, **options)
     for script in _SCRIPTS:
         yield replace(base, name=script, trouble=script)
-    yield replace(base, name="tensor parallel", is_tensor_parallel=True)
+    yield replace(base, name="tensor parallel", is_tensor_parallel=True, model={"hidden": (12, 2, 16)})
     for optimizer in ("torch", "adamw", "clip_grad_norm", "muon"):
         for strategy in ("optim_grads_params", "hfsdp"):
             yield replace(base, name=f"{optimizer}, {strategy}", optimizer=optimizer, strategy=strategy, policy="bf16")
@@ -366,8 +374,8 @@ SHORT = tuple(
         "recompute reentrant",
         "split, none",
         "repeats",
-        "trouble: backward",
-        "trouble: frozen",
+        "trouble: backward, optimizer",
+        "trouble: frozen, optimizer",
         "two streams, small, multiplied",
         "captured",
         "deleted in flight",

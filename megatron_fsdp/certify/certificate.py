@@ -26,11 +26,13 @@ class WaitCount:
     """All waits of one line in one configuration.
 
     Attributes:
+        is_engine: the line is the engine's own.
         total: executed. redundant: what they ordered was ordered before. unneeded: they ordered something, and no two
             accesses of the same bytes and no memory handed on came in order by that.
     """
 
     place: str
+    is_engine: bool
     total: int
     redundant: int
     unneeded: int
@@ -129,9 +131,9 @@ def merged(name: str, certificates: Sequence[Certificate]) -> Certificate:
     host_waits: Counter[tuple[str, str, bool]] = Counter()
     for certificate in certificates:
         for one in certificate.waits:
-            other = waits.get(one.place, WaitCount(one.place, 0, 0, 0))
+            other = waits.get(one.place, WaitCount(one.place, one.is_engine, 0, 0, 0))
             pairs = ((getattr(one, key), getattr(other, key)) for key in ("total", "redundant", "unneeded"))
-            waits[one.place] = WaitCount(one.place, *map(sum, pairs))
+            waits[one.place] = WaitCount(one.place, one.is_engine, *map(sum, pairs))
         for host_wait in certificate.host_waits:
             host_waits[host_wait.what, host_wait.place, host_wait.is_engine] += host_wait.count
 
@@ -250,11 +252,12 @@ def _name_buffers(checker: Checker, group: ParameterGroup) -> None:
 
 
 def _counts(waits: Iterable[Wait]) -> Iterator[WaitCount]:
-    found: dict[str, list[int]] = {}
+    found: dict[tuple[str, bool], list[int]] = {}
     for wait in waits:
-        counts = found.setdefault(f"{wait.site.place}, from {wait.via.place}", [0, 0, 0])
+        is_engine = wait.site.is_engine and wait.via.is_engine
+        counts = found.setdefault((f"{wait.site.place}, from {wait.via.place}", is_engine), [0, 0, 0])
         counts[0] += 1
         counts[1] += wait.is_redundant
         counts[2] += not wait.is_redundant and not wait.is_used
-    for place, numbers in found.items():
-        yield WaitCount(place, *numbers)
+    for key, numbers in found.items():
+        yield WaitCount(*key, *numbers)

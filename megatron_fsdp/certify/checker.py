@@ -38,7 +38,7 @@ _BLOCKING = frozenset(
 _BLOCKING_METHODS = {torch.Tensor.tolist: "tolist", torch.Tensor.cpu: "cpu", torch.Tensor.numpy: "numpy"}
 _FACTORIES = (torch.tensor, torch.zeros, torch.ones, torch.full, torch.empty)
 _MOST_RUNS = 64
-_REFERENCE = os.path.join("dbuffer_kernels", "reference.py")
+_KERNELS = f"{os.sep}dbuffer_kernels{os.sep}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,9 @@ class Checker(TorchDispatchMode):
         non_blocking: bool,
     ) -> None:
         places = {block.is_host for block in inputs if block is not None}
-        runs_on_host = self.streams.is_on_host or places == {True}
+        # Collectives of objects, which the host waits for, go by memory of its own.
+        is_hosts = True in places and signature.name.startswith("c10d::")
+        runs_on_host = self.streams.is_on_host or places == {True} or is_hosts
         queue = self.streams.host if runs_on_host else self.streams.current()
         site, unit = here(), self._unit
         number = queue.tick()
@@ -219,7 +221,7 @@ class Checker(TorchDispatchMode):
 
     def _block_host(self, what: str, queue: Queue) -> None:
         site = here()
-        if site.path.endswith(_REFERENCE):
+        if _KERNELS in site.path:
             # In its place a GPU runs a kernel, which looks at nothing on the host.
             return
         self.syncs.append(HostSync(what, site, self._unit))
@@ -360,9 +362,10 @@ def _is_made_on_host(result: torch.Tensor, kwargs: Any) -> bool:
     A number that no device is named for lies there and is passed to kernels by value; and the engine says "cpu" only for
     what is meant to lie there, since the device of its buffers comes from a mesh.
     """
-    if kwargs.get("device") is None:
-        return result.dim() == 0
-    return kwargs["device"] == "cpu" and isinstance(kwargs["device"], str) and here().is_engine
+    device = kwargs.get("device")
+    if device is None:
+        return result.dim() == 0 or here().is_engine
+    return isinstance(device, str) and device == "cpu" and here().is_engine
 
 
 @functools.cache

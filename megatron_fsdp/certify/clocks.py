@@ -127,9 +127,9 @@ class Queue:
         # A wait for a queue that had waited itself: all of that chain is needed.
         while queue.name != source:
             brought = queue._brought.get(source)
-            position = len(brought.numbers) if brought is None else bisect_left(brought.numbers, number)
-            if brought is None or position == len(brought.numbers):
+            if brought is None or brought.numbers[-1] < number:
                 return
+            position = bisect_left(brought.numbers, number)
             wait = brought.waits[position]
             if wait is None:
                 queue = self.streams.host
@@ -277,6 +277,8 @@ class VirtualStreams:
         for lane in self.lanes:
             if lane.is_captured and not stream.follows(lane):
                 raise CaptureError(f"{lane.name} was forked into the capture and never joined")
+            if lane.is_captured:
+                stream.credit(lane.name, lane.clock.get(lane.name, 0))
             lane.is_captured = False
         stream.is_captured = False
         self.capture_number = None

@@ -13,7 +13,7 @@ from megatron_fsdp.certify.cases import CASES, Case, run_case
 from megatron_fsdp.certify.certificate import Certificate, merged
 from megatron_fsdp.certify.ranks import on_ranks
 
-__all__ = ["Run", "case_named", "run_matrix", "run_on_rank"]
+__all__ = ["Run", "case_named", "idle_places", "run_matrix", "run_on_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,11 @@ def run_on_rank(names: Sequence[str]) -> list[tuple[Certificate, float]]:
         with warnings.catch_warnings():
             # Such as the padding of models as small as these.
             warnings.simplefilter("ignore")
-            certificate = run_case(case_named(name))
+            try:
+                certificate = run_case(case_named(name))
+            except Exception as error:
+                text = f"it raised {type(error).__name__}: {error}".partition("\n")[0]
+                certificate = Certificate(name, disorders=(text,))
         found.append((certificate, time.perf_counter() - begin))
     return found
 
@@ -67,3 +71,16 @@ def run_matrix(cases: Sequence[Case], on: Callable[..., list[list[tuple[Certific
             certificate = merged(case.name, [certificate for certificate, _ in of_ranks])
             runs.append(Run(case, certificate, of_ranks[0][1]))
     return runs
+
+
+def idle_places(runs: Sequence[Run]) -> list[str]:
+    """Return the engine's waits that were good for nothing in every run in which they were executed.
+
+    A line of the lanes waits on behalf of whoever called it, so a place is both lines.
+    """
+    idle: dict[str, bool] = {}
+    for run in runs:
+        for wait in run.certificate.waits:
+            if wait.is_engine:
+                idle[wait.place] = idle.get(wait.place, True) and wait.is_idle
+    return [place for place, is_idle in idle.items() if is_idle]

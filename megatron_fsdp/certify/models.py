@@ -43,7 +43,7 @@ class Stack(nn.Module):
 
     Args:
         recomputes: None, "reentrant", "selective" (not reentrant), or "nested": each block within all of them.
-        repeats: the first block runs once more at the end. is_tied: the head is the embedding's weight.
+        hidden: of each block, inside. repeats: the first block runs once more at the end. is_tied: the head is the embedding's weight.
     """
 
     def __init__(
@@ -53,10 +53,11 @@ class Stack(nn.Module):
         recomputes: str | None = None,
         repeats: bool = False,
         is_tied: bool = False,
+        hidden: tuple[int, ...] = (13, 1, 17),
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(_VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(make_block(hidden) for hidden in (13, 1, 17))
+        self.layers = nn.ModuleList(make_block(size) for size in hidden)
         self.head = nn.Linear(WIDTH, _VOCABULARY, bias=False)
         if is_tied:
             self.head.weight = self.embedding.weight
@@ -122,14 +123,10 @@ class Branches(nn.Module):
         return torch.cat((here, there), -1)
 
 
-def build(
-    *, recomputes: str | None = None, repeats: bool = False, is_tied: bool = False, has_experts: bool = False
-) -> Stack:
-    """Make a ``Stack``, alike on every rank."""
+def build(*, has_experts: bool = False, **options: Any) -> Stack:
+    """Make a ``Stack`` with its options, alike on every rank."""
     torch.manual_seed(0)
-    return Stack(
-        lambda hidden: Block(hidden, has_experts=has_experts), recomputes=recomputes, repeats=repeats, is_tied=is_tied
-    )
+    return Stack(lambda hidden: Block(hidden, has_experts=has_experts), **options)
 
 
 def batch(rank: int, step: int, microbatch: int = 0) -> torch.Tensor:

@@ -37,7 +37,7 @@ class Site:
     @property
     def is_engine(self) -> bool:
         """Whether the line is the engine's own."""
-        return self.path.startswith(_ENGINE)
+        return self.path.startswith(_ENGINE) and not self.path.startswith(_CERTIFY)
 
     @property
     def place(self) -> str:
