@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,7 +27,6 @@ from megatron_fsdp.runtime.lanes import record_into
 
 __all__ = ["Checker", "HostSync", "Issue"]
 
-# Operators on others come again, with their local tensors.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ALLOCATES_ONLY = ("aten::empty", "aten::new_empty")
 _NO_ACCESS = ("aten::set_", "aten::resize_", "profiler::", "prim::", "aten::record_stream")
@@ -169,6 +169,9 @@ class Checker(TorchDispatchMode):
     # ------------------------------------------------------------------ operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            # Its operators come again, with its local tensors.
+            return NotImplemented
         kwargs = kwargs or {}
         signature = _signature(func)
         if self._is_in_collective or signature.is_ignored:
@@ -191,15 +194,14 @@ class Checker(TorchDispatchMode):
         non_blocking: bool,
     ) -> None:
         places = {block.is_host for block in inputs if block is not None}
-        # Collectives of objects, which the host waits for, go by memory of its own.
-        is_hosts = True in places and signature.name.startswith("c10d::")
-        runs_on_host = self.streams.is_on_host or places == {True} or is_hosts
+        runs_on_host = self.streams.is_on_host or places == {True} or _needs_host(signature, touched, inputs)
         queue = self.streams.host if runs_on_host else self.streams.current()
         site, unit = here(), self._unit
         number = queue.tick()
         read, write = (Access(signature.name, queue.name, number, is_write, site, unit) for is_write in (False, True))
         for (tensor, is_write), block in zip(touched, inputs, strict=True):
             if block is not None:
+                block.is_host = block.is_host or runs_on_host
                 self.memory.touch(block, _spans(tensor), write if is_write else read, queue)
         known = {tensor.untyped_storage()._cdata for tensor, _ in touched}
         for tensor in _tensors(result):
@@ -397,6 +399,19 @@ def _blocks_host(signature: _Signature, touched: Sequence[tuple[torch.Tensor, bo
     # Where a mask is true is counted before anything is taken.
     is_masked = signature.name in ("aten::index", "aten::index_put", "aten::index_put_")
     return is_masked and any(tensor.dtype in (torch.bool, torch.uint8) for tensor, _ in touched[1:])
+
+
+def _needs_host(
+    signature: _Signature, touched: Sequence[tuple[torch.Tensor, bool]], inputs: Sequence[Block | None]
+) -> bool:
+    """Whether an operator with memory of the host among its operands can run nowhere else: only copies go between.
+
+    A number may be an operand anywhere. Collectives of objects, which the host waits for, go by memory of its own.
+    """
+    if signature.name.startswith(("aten::copy_", "aten::_to_copy")):
+        return False
+    pairs = zip(touched, inputs, strict=True)
+    return any(block is not None and block.is_host and (tensor.dim() > 0 or is_write) for (tensor, is_write), block in pairs)
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:
