@@ -93,58 +93,70 @@ def run_case(case: Case) -> Certificate:
     """Run one case on this rank; every rank of the process group calls it."""
     with watching(case.name) as check:
         script = _SCRIPTS.get(case.trouble)
-        if script is not None:
-            script(check)
-            return check.certificate()
-        model = _make(case)
-        optimizer = _optimizer(case, model)
-        check.know(model)
-        _check_steps(case, check, model, optimizer)
-        return check.certificate()
+        losses = _check_steps(case, check) if script is None else script(check)
+        certificate = check.certificate()
+    # Read when all is over: on a GPU to look is to wait.
+    return replace(certificate, losses=tuple(loss.item() for loss in losses))
 
 
-def _check_steps(case: Case, check: Certification, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _check_steps(case: Case, check: Certification) -> list[torch.Tensor]:
+    model = _make(case)
+    optimizer = _optimizer(case, model)
+    check.know(model)
+    losses = []
     for step in range(_NUM_STEPS + 1):
         if step == 1:
             # The first step makes what is made once, such as optimizer state and tables.
             check.begin()
         _trouble(case, model, optimizer, step)
-        _train(case, model, optimizer, step)
+        losses += _train(case, model, optimizer, step)
+    return losses
 
 
-def _train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+def _train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[torch.Tensor]:
+    losses: list[torch.Tensor] = []
+
+    def backward(microbatch: int) -> None:
+        loss = model(batch(rank, step, microbatch))
+        losses.append(loss.detach())
+        loss.backward()
+
     rank = dist.get_rank()
     if case.accumulation == "no_sync":
         with no_sync(model):
-            model(batch(rank, step)).backward()
-        model(batch(rank, step, 1)).backward()
+            backward(0)
+        backward(1)
     else:
         num_microbatches = 2 if case.accumulation == "microbatch" else 1
         for index in range(num_microbatches):
             with microbatch(model, index == num_microbatches - 1):
-                model(batch(rank, step, index)).backward()
+                backward(index)
     if case.optimizer == "clip_grad_norm":
         clip_grad_norm_(model, 0.1)
     optimizer.step()
     optimizer.zero_grad()
+    return losses
 
 
-def _two_streams(check: Certification, hidden: int, *, fuses: bool) -> None:
+def _two_streams(check: Certification, hidden: int, *, fuses: bool) -> list[torch.Tensor]:
     """Train a model of which a branch runs on a stream of its own."""
     streams = check.streams
     model = fully_shard(Branches(streams, hidden), mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=fuses))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     check.know(model)
+    losses: list[torch.Tensor] = []
     for step in range(_NUM_STEPS + 1):
         generator = torch.Generator().manual_seed(step)
-        model(torch.randn(3, WIDTH, generator=generator)).square().mean().backward()
+        losses.append(model(torch.randn(3, WIDTH, generator=generator)).square().mean())
+        losses[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
         if step == 0:
             check.begin()
+    return losses
 
 
-def _captured(check: Certification) -> None:
+def _captured(check: Certification) -> list[torch.Tensor]:
     """Capture forward and backward alone, after a step on another stream, with hooks on a stream that nobody joins."""
     streams = check.streams
     model = build()
@@ -179,9 +191,10 @@ def _captured(check: Certification) -> None:
             check.note("a graph that ends with the backward has not joined every lane")
     streams.order(graph, streams.compute)
     optimizer.step()
+    return [loss]
 
 
-def _deleted(check: Certification) -> None:
+def _deleted(check: Certification) -> list[torch.Tensor]:
     """Delete a model while a gather of it is in flight."""
     model = build()
     for part in (*model.layers, model):
@@ -196,9 +209,10 @@ def _deleted(check: Certification) -> None:
     gc.collect()
     # Whatever is allocated next may have its memory.
     torch.zeros(1)
+    return []
 
 
-_SCRIPTS: dict[str, Callable[[Certification], None]] = {
+_SCRIPTS: dict[str, Callable[[Certification], list[torch.Tensor]]] = {
     "two streams, small, copied": lambda check: _two_streams(check, 5, fuses=False),
     "two streams, small, multiplied": lambda check: _two_streams(check, 5, fuses=True),
     "two streams, large, copied": lambda check: _two_streams(check, 4000, fuses=False),

@@ -62,7 +62,7 @@ class Certificate:
             different queues, and last uses of released memory checked.
         races, early_reuses, disorders: findings, a line each. ``disorders`` are of collectives over ranks.
         waits: by line. host_waits: by line.
-        issues: collectives of one rank, in order; empty of several.
+        issues: collectives of one rank, in order; empty of several. losses: of one rank, where the caller said them.
     """
 
     name: str
@@ -75,6 +75,7 @@ class Certificate:
     waits: tuple[WaitCount, ...] = ()
     host_waits: tuple[HostWait, ...] = ()
     issues: tuple[Issue, ...] = ()
+    losses: tuple[float, ...] = ()
 
     @property
     def engine_host_waits(self) -> list[HostWait]:

@@ -20,11 +20,11 @@ __all__ = ["on_ranks"]
 Result = TypeVar("Result")
 
 
-def on_ranks(num_ranks: int, function: Callable[..., Result], *args: Any) -> list[Result]:
+def on_ranks(num_ranks: int, function: Callable[..., Result], *args: Any, timeout_s: float = 3600.0) -> list[Result]:
     """Run a module-level function in new processes, one a rank, and return what it returns there, rank by rank.
 
     Raises:
-        FsdpError: a rank raised or ended; with its traceback.
+        FsdpError: a rank raised or ended, with its traceback; or has not answered for that long.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -38,14 +38,18 @@ def on_ranks(num_ranks: int, function: Callable[..., Result], *args: Any) -> lis
             processes.append(process)
             ends.append(here)
         try:
-            return [_receive(rank, end) for rank, end in enumerate(ends)]
+            return [_receive(rank, end, timeout_s) for rank, end in enumerate(ends)]
         finally:
             for process in processes:
+                # One that has sent its result ends by itself, unless another one is missing.
                 process.join(5)
-                process.kill()
+                if process.is_alive():
+                    process.kill()
 
 
-def _receive(rank: int, end: Connection) -> Any:
+def _receive(rank: int, end: Connection, timeout_s: float) -> Any:
+    if not end.poll(timeout_s):
+        raise FsdpError(f"rank {rank} of the check has not answered for {timeout_s:.0f} s")
     try:
         result, error = end.recv()
     except EOFError:
