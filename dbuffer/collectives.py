@@ -7,7 +7,7 @@ communicator must be the same on every rank; callers own that (docs/design/order
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from dbuffer.mesh import MeshAxis
 
 __all__ = [
     "CollectiveCall",
+    "CollectiveTracer",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -38,6 +39,7 @@ __all__ = [
     "observe_collectives",
     "reduce_scatter",
     "start_maximum",
+    "trace_collectives",
 ]
 
 # torch 2.13 renames these two and warns on the old names; torch 2.11 has only the old names.
@@ -73,6 +75,33 @@ def _notify(kind: str, axis: MeshAxis, full: torch.Tensor) -> None:
     tell("collective", call)
 
 
+CollectiveTracer = Callable[
+    [str, dist.ProcessGroup, Sequence[torch.Tensor], Sequence[torch.Tensor]], AbstractContextManager[None]
+]
+"""Given a collective's kind, its communicator, what it reads and what it writes; returns what runs around it."""
+
+_tracers: list[CollectiveTracer] = []
+
+
+@contextmanager
+def trace_collectives(tracer: CollectiveTracer) -> Iterator[None]:
+    """Run every collective of this file inside of what ``tracer`` returns for it while the block runs.
+
+    What the collective does to memory is what the tracer is told, whichever way this machine has to do it.
+    """
+    _tracers.append(tracer)
+    try:
+        yield
+    finally:
+        _tracers.pop()
+
+
+def _traced_call(
+    kind: str, group: dist.ProcessGroup, reads: torch.Tensor, *writes: torch.Tensor
+) -> AbstractContextManager[None]:
+    return _tracers[-1](kind, group, (reads,), writes) if _tracers else nullcontext()
+
+
 def _is_traced(tensor: torch.Tensor) -> bool:
     """Whether a compiler looks on, which has to see a function instead of something that happens to memory."""
     return type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter)
@@ -100,10 +129,11 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works:
         return
     if listeners:
         _notify("all_gather", axis, output)
-    if axis.size == 2 and output.nbytes and output.is_cpu and _is_gloo(axis.gather_group):
-        _finish(_gather_from_other(output, shard, axis), works)
-        return
-    _finish(_start(_all_gather_flat, output, shard, group=axis.gather_group, waits=works is None), works)
+    with _traced_call("all_gather", axis.gather_group, shard, output):
+        if axis.size == 2 and output.nbytes and output.is_cpu and _is_gloo(axis.gather_group):
+            _finish(_gather_from_other(output, shard, axis), works)
+        else:
+            _finish(_start(_all_gather_flat, output, shard, group=axis.gather_group, waits=works is None), works)
 
 
 def reduce_scatter(
@@ -123,11 +153,14 @@ def reduce_scatter(
     if listeners:
         _notify("reduce_scatter", axis, full)
     group = axis.reduce_group
-    if full.is_cpu and _is_gloo(group):
-        is_small = 0 < full.nbytes <= _MOST_EXCHANGED_BYTES
-        _finish((_reduce_by_exchange if is_small else _reduce_in_place)(full, output, axis, op), works)
-        return
-    _finish(_start(_reduce_scatter_flat, output, full, op=_reduce_op(op), group=group, waits=works is None), works)
+    # The content of all of ``full`` is undefined afterwards.
+    with _traced_call("reduce_scatter", group, full, full, output):
+        if full.is_cpu and _is_gloo(group):
+            is_small = 0 < full.nbytes <= _MOST_EXCHANGED_BYTES
+            _finish((_reduce_by_exchange if is_small else _reduce_in_place)(full, output, axis, op), works)
+        else:
+            options = {"op": _reduce_op(op), "group": group, "waits": works is None}
+            _finish(_start(_reduce_scatter_flat, output, full, **options), works)
 
 
 def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.Work] | None = None) -> None:
@@ -140,7 +173,8 @@ def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.W
     if listeners:
         _notify("all_reduce", axis, tensor)
     reduce_op = dist.ReduceOp.MAX if op == "max" else _reduce_op(op)
-    _finish(_start(dist.all_reduce, tensor, op=reduce_op, group=axis.reduce_group, waits=works is None), works)
+    with _traced_call("all_reduce", axis.reduce_group, tensor, tensor):
+        _finish(_start(dist.all_reduce, tensor, op=reduce_op, group=axis.reduce_group, waits=works is None), works)
 
 
 def all_to_all(
@@ -165,7 +199,8 @@ def all_to_all(
         _notify("all_to_all", axis, output)
     parts = output.view(torch.uint8), source.view(torch.uint8)
     splits = {"output_split_sizes": received, "input_split_sizes": sent}
-    _finish(_start(dist.all_to_all_single, *parts, group=axis.reduce_group, waits=works is None, **splits), works)
+    with _traced_call("all_to_all", axis.reduce_group, source, output):
+        _finish(_start(dist.all_to_all_single, *parts, group=axis.reduce_group, waits=works is None, **splits), works)
 
 
 def start_maximum(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -187,4 +222,5 @@ def broadcast(tensor: torch.Tensor, axis: MeshAxis, source: int = 0) -> None:
         return
     if listeners:
         _notify("broadcast", axis, tensor)
-    _finish(_start(dist.broadcast, tensor, group=axis.gather_group, group_src=source, waits=True), None)
+    with _traced_call("broadcast", axis.gather_group, tensor, tensor):
+        _finish(_start(dist.broadcast, tensor, group=axis.gather_group, group_src=source, waits=True), None)

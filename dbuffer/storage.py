@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,9 +20,35 @@ from dbuffer.errors import StorageError
 from dbuffer.memory_meter import memory_meter
 from dbuffer.slot_pool import SlotPool
 
-__all__ = ["FlatStorage", "guard_released_storage"]
+__all__ = ["FlatStorage", "StorageObserver", "guard_released_storage", "observe_storage"]
 
 _METER = memory_meter()
+
+
+class StorageObserver(Protocol):
+    """Who is told where memory goes that no operator allocates or frees."""
+
+    def allocated(self, owner: FlatStorage) -> None:
+        """``owner`` has memory of its own, new or again."""
+
+    def released(self, storage: torch.UntypedStorage) -> None:
+        """A storage is about to give its memory back to the allocator."""
+
+    def exchanged(self, one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+        """Two storages have exchanged their memory."""
+
+
+_observers: list[StorageObserver] = []
+
+
+@contextmanager
+def observe_storage(observer: StorageObserver) -> Iterator[None]:
+    """Tell ``observer`` what the flat storages of this process do with memory while the block runs."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers[:] = [other for other in _observers if other is not observer]
 
 
 _RELEASED: weakref.WeakValueDictionary[int, FlatStorage] = weakref.WeakValueDictionary()
@@ -71,6 +97,8 @@ class FlatStorage:
         self._holding = _Holding(self.nbytes)
         _METER.add(self.nbytes)
         self._finalizer = weakref.finalize(self, self._holding.forget)
+        for observer in _observers:
+            observer.allocated(self)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -104,10 +132,12 @@ class FlatStorage:
         self.is_allocated = False
         storage, holding = self._tensor.untyped_storage(), self._holding
         if self._slot is not None and holding.pool is not None:
-            SlotPool.exchange(storage, self._slot)
+            self._exchange(storage, self._slot)
             holding.pool.give_back(self._slot, holding.slot_bytes)
             self._slot = holding.pool = None
         else:
+            for observer in _observers:
+                observer.released(storage)
             storage.resize_(0)
             _METER.add(-self.nbytes)
             holding.own_bytes = 0
@@ -124,12 +154,20 @@ class FlatStorage:
             storage.resize_(self.nbytes)
             holding.own_bytes = self.nbytes
             _METER.add(self.nbytes)
+            for observer in _observers:
+                observer.allocated(self)
         else:
             slot = pool.take(self.nbytes)
             holding.pool, holding.slot_bytes = pool, slot.nbytes()
             # The slot's tensor has no bytes from here to ``release``; every view of the storage has them.
-            SlotPool.exchange(storage, slot)
+            self._exchange(storage, slot)
             self._slot = slot
+
+    @staticmethod
+    def _exchange(storage: torch.UntypedStorage, slot: torch.UntypedStorage) -> None:
+        SlotPool.exchange(storage, slot)
+        for observer in _observers:
+            observer.exchanged(storage, slot)
 
 
 # They read no data and no storage size.

@@ -9,7 +9,7 @@ of them by way of ``Streams``, in whose place a test puts a double that notes wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -123,8 +123,8 @@ class CpuLane:
 class Streams(Protocol):
     """What a device with streams must do for lanes. Streams and events are those of ``torch.cuda``, or look alike."""
 
-    def new(self, device: torch.device) -> Any:
-        """Return a new stream of high priority."""
+    def new(self, device: torch.device, name: str) -> Any:
+        """Return a new stream of high priority, for the lane of that name."""
 
     def current(self, device: torch.device) -> Any:
         """Return the stream on which this thread issues work."""
@@ -135,6 +135,9 @@ class Streams(Protocol):
     def use(self, stream: Any) -> AbstractContextManager[Any]:
         """Issue work on another stream while the block runs."""
 
+    def on_host(self) -> AbstractContextManager[Any]:
+        """Run what the host does to memory of its own, on what a lane has copied there."""
+
     def event(self) -> Any:
         """Return a new event."""
 
@@ -143,7 +146,7 @@ class Streams(Protocol):
 
 
 class _CudaStreams:
-    def new(self, device: torch.device) -> torch.cuda.Stream:
+    def new(self, device: torch.device, name: str) -> torch.cuda.Stream:
         return torch.cuda.Stream(device=device, priority=-1)
 
     def current(self, device: torch.device) -> torch.cuda.Stream:
@@ -155,6 +158,9 @@ class _CudaStreams:
 
     def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
+
+    def on_host(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def event(self) -> torch.cuda.Event:
         return torch.cuda.Event()
@@ -240,7 +246,8 @@ class _CudaTicket:
         on_host, self._on_host = self._on_host, None
         if on_host is not None:
             self.event.synchronize()
-            on_host()
+            with self._compute.streams.on_host():
+                on_host()
         tell("waited", self)
 
 
@@ -250,7 +257,7 @@ class CudaLane:
     def __init__(self, name: str, compute: _Compute) -> None:
         self._name = name
         self._compute = compute
-        self._stream = compute.streams.new(compute.device)
+        self._stream = compute.streams.new(compute.device, name)
         # The end of what was submitted last, and whether that was captured: an event lives in its capture alone.
         self._last: Any = None
         self._is_last_captured = False

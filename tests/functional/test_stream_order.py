@@ -22,18 +22,19 @@ from megatron_fsdp import (
     Watch,
     fully_shard,
 )
+from megatron_fsdp.certify.checker import Checker
+from megatron_fsdp.certify.clocks import CaptureError, Queue, VirtualStreams
 from megatron_fsdp.runtime.lanes import drive_with, latest_submission
 from tests.functional.replica import WIDTH, Block, Stack, inputs, shard_each
 from tests.harness import run_ranks
-from tests.harness.streams import CaptureError, Queue, StreamDouble, Watching
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, main_params_dtype=torch.float32)
 
 
 @contextlib.contextmanager
-def driven() -> Iterator[tuple[StreamDouble, Watching]]:
-    double = StreamDouble()
-    with drive_with(double), Watching(double) as watching:
+def driven() -> Iterator[tuple[VirtualStreams, Checker]]:
+    double = VirtualStreams()
+    with drive_with(double), Checker(double) as watching:
         yield double, watching
 
 
@@ -41,7 +42,7 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
     return [group for module in model.modules() if isinstance(module, FsdpModule) for group in module.parameter_groups]
 
 
-def name_buffers(watching: Watching, model: nn.Module) -> None:
+def name_buffers(watching: Checker, model: nn.Module) -> None:
     for group in groups_of(model):
         buffers = {"main_weight": group.main_weight, "model_weight": group.model_weight, "main_grad": group.main_grad}
         for name, buffer in buffers.items():
@@ -56,7 +57,7 @@ class Here(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, double: StreamDouble, stream: Queue) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, double: VirtualStreams, stream: Queue) -> torch.Tensor:
         ctx.double, ctx.stream = double, stream
         return x.view_as(x)
 
@@ -131,7 +132,7 @@ def test_the_host_writes_offloaded_weights_after_the_gathers_that_read_them(
 class Branches(nn.Module):
     """Two branches, one of which runs on another stream, forward and backward; both use a common weight too."""
 
-    def __init__(self, double: StreamDouble, hidden: int) -> None:
+    def __init__(self, double: VirtualStreams, hidden: int) -> None:
         super().__init__()
         self.double, self.side = double, double.stream("side")
         self.common = nn.Linear(WIDTH, WIDTH)
@@ -313,7 +314,7 @@ def test_the_double_finds_two_streams_that_nothing_orders() -> None:
 
 
 def misuse_of_captures() -> list[str]:
-    double, errors = StreamDouble(), []
+    double, errors = VirtualStreams(), []
 
     def capture_and_fork(lane: Queue) -> None:
         with double.capture(graph):
@@ -330,7 +331,7 @@ def misuse_of_captures() -> list[str]:
     before.record(double.compute)
     graph = double.stream("graph")
     with pytest.raises(CaptureError) as error:
-        capture_and_fork(double.new(torch.device("cpu")))
+        capture_and_fork(double.new(torch.device("cpu"), "gather"))
     return [*errors, str(error.value)]
 
 

@@ -29,6 +29,7 @@ FOLDER_ORDER = (
     ("megatron_fsdp.api", "megatron_fsdp.optim"),
     ("megatron_fsdp.checkpoint", "megatron_fsdp.planning", "megatron_fsdp.config"),
     ("megatron_fsdp.integrations", "megatron_fsdp.observability"),
+    ("megatron_fsdp.certify",),
     ("megatron_fsdp.cli", "megatron_fsdp"),
 )
 # The packages from the lowest floor up.

@@ -1,0 +1,264 @@
+"""Certificate: what was checked in one configuration, and what was found, as text and as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megatron_fsdp.certify.checker import Checker, Issue
+from megatron_fsdp.certify.clocks import VirtualStreams, Wait
+from megatron_fsdp.certify.host_order import order_findings
+from megatron_fsdp.runtime.lanes import drive_with
+from megatron_fsdp.runtime.module import units_below
+from megatron_fsdp.runtime.parameter_group import ParameterGroup
+
+__all__ = ["Certificate", "Certification", "HostWait", "WaitCount", "certify", "merged", "watching"]
+
+
+@dataclass(frozen=True, slots=True)
+class WaitCount:
+    """All waits of one line in one configuration.
+
+    Attributes:
+        is_engine: the line is the engine's own.
+        total: executed. redundant: what they ordered was ordered before. unneeded: they ordered something, and no two
+            accesses of the same bytes and no memory handed on came in order by that.
+    """
+
+    place: str
+    is_engine: bool
+    total: int
+    redundant: int
+    unneeded: int
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether none of them was good for anything."""
+        return self.redundant + self.unneeded == self.total
+
+
+@dataclass(frozen=True, slots=True)
+class HostWait:
+    """A line in which the host would wait for a GPU; ``is_engine`` says whose line it is."""
+
+    what: str
+    place: str
+    is_engine: bool
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """One configuration on one rank, or on all of them.
+
+    Attributes:
+        num_operators, num_conflicts, num_reuses: operators seen, pairs of accesses checked that share bytes on
+            different queues, and last uses of released memory checked.
+        races, early_reuses, disorders: findings, a line each. ``disorders`` are of collectives over ranks.
+        waits: by line. host_waits: by line.
+        issues: collectives of one rank, in order; empty of several. losses: of one rank, where the caller said them.
+    """
+
+    name: str
+    num_operators: int = 0
+    num_conflicts: int = 0
+    num_reuses: int = 0
+    races: tuple[str, ...] = ()
+    early_reuses: tuple[str, ...] = ()
+    disorders: tuple[str, ...] = ()
+    waits: tuple[WaitCount, ...] = ()
+    host_waits: tuple[HostWait, ...] = ()
+    issues: tuple[Issue, ...] = ()
+    losses: tuple[float, ...] = ()
+
+    @property
+    def engine_host_waits(self) -> list[HostWait]:
+        """Those in the engine's own lines."""
+        return [one for one in self.host_waits if one.is_engine]
+
+    @property
+    def num_waits(self) -> int:
+        """Of streams, that were executed."""
+        return sum(one.total for one in self.waits)
+
+    @property
+    def num_idle_waits(self) -> int:
+        """Of these, how many ordered nothing that anybody needed."""
+        return sum(one.redundant + one.unneeded for one in self.waits)
+
+    def is_clean(self, *, may_wait: bool = False) -> bool:
+        """Whether nothing was found. ``may_wait``: the host is meant to wait in this configuration."""
+        waits = () if may_wait else self.engine_host_waits
+        return not (self.races or self.early_reuses or self.disorders or waits)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON; collectives by their number alone."""
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain["issues"] = len(self.issues)
+        for key in ("waits", "host_waits"):
+            plain[key] = [dataclasses.asdict(one) for one in plain[key]]
+        return plain
+
+    def lines(self) -> Iterator[str]:
+        """Yield it as text."""
+        yield (
+            f"{self.name}: {self.num_operators:,} operators, {self.num_conflicts:,} conflicts and {self.num_reuses:,} "
+            f"reuses checked; {len(self.races)} races, {len(self.early_reuses)} early reuses, {len(self.disorders)} "
+            f"disorders, {self.num_waits} waits of which {self.num_idle_waits} idle, "
+            f"{sum(one.count for one in self.engine_host_waits)} host waits in the engine and "
+            f"{sum(one.count for one in self.host_waits if not one.is_engine)} in the job"
+        )
+        for what, found in (
+            ("race", self.races),
+            ("early reuse", self.early_reuses),
+            ("disorder", self.disorders),
+        ):
+            yield from (f"  {what}: {line}" for line in found)
+        yield from (f"  host waits {one.count} times: {one.what} at {one.place}" for one in self.host_waits)
+        for one in self.waits:
+            if one.is_idle:
+                yield f"  idle in all {one.total} executions: the wait at {one.place}"
+
+
+def merged(name: str, certificates: Sequence[Certificate]) -> Certificate:
+    """Return one certificate of those that the ranks of one run made, with the order of their collectives checked."""
+    waits: dict[str, WaitCount] = {}
+    host_waits: Counter[tuple[str, str, bool]] = Counter()
+    for certificate in certificates:
+        for one in certificate.waits:
+            other = waits.get(one.place, WaitCount(one.place, one.is_engine, 0, 0, 0))
+            pairs = ((getattr(one, key), getattr(other, key)) for key in ("total", "redundant", "unneeded"))
+            waits[one.place] = WaitCount(one.place, one.is_engine, *map(sum, pairs))
+        for host_wait in certificate.host_waits:
+            host_waits[host_wait.what, host_wait.place, host_wait.is_engine] += host_wait.count
+
+    def of(key: str) -> tuple[str, ...]:
+        lines = dict.fromkeys(line for certificate in certificates for line in getattr(certificate, key))
+        return tuple(lines)
+
+    return Certificate(
+        name,
+        *(sum(getattr(one, key) for one in certificates) for key in ("num_operators", "num_conflicts", "num_reuses")),
+        races=of("races"),
+        early_reuses=of("early_reuses"),
+        disorders=(*of("disorders"), *order_findings([one.issues for one in certificates])),
+        waits=tuple(waits.values()),
+        host_waits=tuple(HostWait(*key, count) for key, count in host_waits.items()),
+    )
+
+
+class Certification:
+    """A check under way, and its result when it is over.
+
+    Attributes:
+        streams, checker: for who wants to look in between.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.streams = VirtualStreams()
+        self.checker = Checker(self.streams)
+        self._name = name
+        self._first_wait = 0
+        self._notes: list[str] = []
+
+    def know(self, model: nn.Module) -> None:
+        """Call a sharded model's memory by its names, and count what is offloaded as memory of the host."""
+        for group in _groups(model):
+            _name_buffers(self.checker, group)
+
+    def begin(self) -> None:
+        """Count waits, of streams and of the host, from here on: what was before is no step."""
+        self._first_wait = len(self.streams.waits)
+        self.checker.syncs.clear()
+
+    def note(self, finding: str) -> None:
+        """Add a finding of the caller's own."""
+        self._notes.append(finding)
+
+    def certificate(self) -> Certificate:
+        """Return what was found so far, on this rank."""
+        checker, memory = self.checker, self.checker.memory
+        counted = self.streams.waits[self._first_wait :]
+        syncs = Counter((one.what, one.site.place, one.site.is_engine) for one in checker.syncs)
+        syncs.update(("a wait for an event", one.via.place, one.via.is_engine) for one in counted if one.is_host)
+        return Certificate(
+            self._name,
+            checker.num_operators,
+            memory.num_conflicts,
+            memory.num_reuses,
+            races=tuple(one.place for one in memory.conflicts),
+            early_reuses=tuple(one.place for one in memory.reuses),
+            disorders=tuple(self._notes),
+            waits=tuple(_counts(one for one in counted if not one.is_host)),
+            host_waits=tuple(HostWait(*key, count) for key, count in syncs.items()),
+            issues=tuple(checker.issues),
+        )
+
+
+@contextlib.contextmanager
+def watching(name: str) -> Iterator[Certification]:
+    """Check all that runs in the block on streams of CUDA's meaning; models are made inside of it."""
+    certification = Certification(name)
+    with drive_with(certification.streams), certification.checker:
+        yield certification
+
+
+@contextlib.contextmanager
+def certify(model: nn.Module, name: str = "this job") -> Iterator[Certification]:
+    """Check the steps that run in the block; two are enough for what a step leaves to the next.
+
+    On a CPU lanes become streams of CUDA's meaning for that long; a GPU keeps its own, and what PyTorch records of them is
+    checked (not run on a GPU yet). Costs tens of microseconds an operator. Ask ``certificate()`` of what it yields::
+
+        with certify(model) as check:
+            for batch in two_batches:
+                train_step(model, optimizer, batch)
+        print("\\n".join(check.certificate().lines()))
+
+    Args:
+        model: sharded already, between two steps.
+    """
+    with watching(name) as certification:
+        certification.know(model)
+        certification.begin()
+        yield certification
+
+
+def _groups(model: nn.Module) -> Iterator[ParameterGroup]:
+    for unit in units_below(model):
+        yield from unit.groups
+
+
+def _name_buffers(checker: Checker, group: ParameterGroup) -> None:
+    gradients = group.gradients
+    buffers = {
+        "main_weight": group.main_weight,
+        "model_weight": group.model_weight,
+        "main_grad": group.main_grad,
+        "packed gradients": None if gradients is None else gradients.packed,
+    }
+    for what, buffer in buffers.items():
+        if buffer is not None and buffer.is_allocated:
+            checker.name(f"unit {group.name!r}: {what}", buffer.local_buffer)
+            if group.spec.is_offloaded and what != "packed gradients":
+                checker.lies_on_host(buffer.local_buffer)
+    if group.spec.is_offloaded and group.weights.remainder is not None:
+        checker.lies_on_host(group.weights.remainder.buffer.local_buffer)
+
+
+def _counts(waits: Iterable[Wait]) -> Iterator[WaitCount]:
+    found: dict[tuple[str, bool], list[int]] = {}
+    for wait in waits:
+        is_engine = wait.site.is_engine and wait.via.is_engine
+        counts = found.setdefault((f"{wait.site.place}, from {wait.via.place}", is_engine), [0, 0, 0])
+        counts[0] += 1
+        counts[1] += wait.is_redundant
+        counts[2] += not wait.is_redundant and not wait.is_used
+    for key, numbers in found.items():
+        yield WaitCount(*key, *numbers)

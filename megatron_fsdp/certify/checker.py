@@ -1,0 +1,455 @@
+"""Checker: sees every operator, allocation and collective, and asks clocks and memory whether they are in order."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dbuffer.collectives import trace_collectives
+from dbuffer.events import listen
+from dbuffer.storage import FlatStorage, observe_storage
+from megatron_fsdp.certify.clocks import Clock, Queue, VirtualStreams
+from megatron_fsdp.certify.memory import Access, Block, Memory, Span
+from megatron_fsdp.certify.sites import Site, here
+
+__all__ = ["Checker", "HostSync", "Issue"]
+
+_OF_UNITS = frozenset(("gather", "use", "reshard", "reduce", "fold", "final"))
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ALLOCATES_ONLY = ("aten::empty", "aten::new_empty")
+_NO_ACCESS = ("aten::set_", "aten::resize_", "profiler::", "prim::", "aten::record_stream")
+# On a GPU the host waits for their result: its value, or how large it is.
+_BLOCKING = frozenset(
+    """aten::_local_scalar_dense aten::is_nonzero aten::equal aten::nonzero aten::masked_select aten::_unique2
+    aten::_unique aten::unique_dim aten::unique_consecutive aten::bincount""".split()
+)
+_BLOCKING_METHODS = {torch.Tensor.tolist: "tolist", torch.Tensor.cpu: "cpu", torch.Tensor.numpy: "numpy"}
+_FACTORIES = (torch.tensor, torch.zeros, torch.ones, torch.full, torch.empty)
+_MOST_RUNS = 64
+_KERNELS = f"{os.sep}dbuffer_kernels{os.sep}"
+
+
+@dataclass(frozen=True, slots=True)
+class HostSync:
+    """A place where the host would wait for a GPU."""
+
+    what: str
+    site: Site
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.site}" + (f" (unit {self.unit!r})" if self.unit else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """One collective as issued.
+
+    Attributes:
+        group: names the communicator, alike on every rank of it; number: which of that communicator's.
+        after: of each communicator, how many are over before this one begins, whatever the ranks' timing.
+    """
+
+    group: str
+    number: int
+    kind: str
+    num_bytes: int
+    site: Site
+    after: Clock
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """What an operator's schema says: names of arguments and whether each is written; that a result is a view."""
+
+    name: str
+    arguments: tuple[tuple[str, bool], ...]
+    is_view: bool
+    is_ignored: bool
+    allocates_only: bool
+
+    @classmethod
+    def of(cls, func: Any) -> _Signature:
+        """Read it."""
+        schema = func._schema
+        writes = [(one.name, one.alias_info is not None and one.alias_info.is_write) for one in schema.arguments]
+        if func.namespace == "c10d":
+            # Collectives say nothing of what they write.
+            writes = [(name, True) for name, _ in writes]
+        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
+        name = schema.name
+        return cls(name, tuple(writes), is_view, name.startswith(_NO_ACCESS), name.startswith(_ALLOCATES_ONLY))
+
+
+@dataclass(slots=True)
+class _Known:
+    """Where a storage's memory lies, and the reference whose end tells that it is gone."""
+
+    pointer: int
+    reference: weakref.ref[torch.UntypedStorage]
+
+
+class Checker(TorchDispatchMode):
+    """Checks while it is entered.
+
+    Attributes:
+        memory: with its findings. syncs: of the host, in order. issues: collectives of this rank, in order.
+        num_operators: seen.
+    """
+
+    def __init__(self, streams: VirtualStreams) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self.streams = streams
+        self.memory = Memory()
+        self.syncs: list[HostSync] = []
+        self.issues: list[Issue] = []
+        self.num_operators = 0
+        self._unit = ""
+        self._names: dict[int, str] = {}
+        self._storages: dict[int, _Known] = {}
+        self._blocks: dict[int, Block] = {}
+        self._communicators: dict[str, Queue] = {}
+        self._is_in_collective = False
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> Checker:
+        self._open.enter_context(observe_storage(self))
+        self._open.enter_context(trace_collectives(self._around_collective))
+        self._open.enter_context(listen(self._hear))
+        self._open.enter_context(_Methods(self))
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self._open.close()
+
+    # ------------------------------------------------------------------ what callers say
+
+    @property
+    def races(self) -> list[str]:
+        """Pairs of accesses that nothing orders, and memory that is handed on too early, a line each."""
+        return [str(one) for one in (*self.memory.conflicts, *self.memory.reuses)]
+
+    def name(self, name: str, *tensors: torch.Tensor) -> None:
+        """Call the memory of tensors by a name in findings."""
+        for tensor in tensors:
+            block = self._block(tensor)
+            if block is not None:
+                block.name = name
+
+    def lies_on_host(self, *tensors: torch.Tensor) -> None:
+        """Count the memory of tensors as the host's own, and what was done with it so far as done by the host."""
+        for tensor in tensors:
+            block = self._block(tensor)
+            if block is not None and not block.is_host:
+                block.is_host = True
+                block.forget()
+
+    def on_host(self) -> contextlib.AbstractContextManager[None]:
+        """Let all operators run on the host while the block runs."""
+        return self.streams.on_host()
+
+    def _hear(self, action: str, subject: Any) -> None:
+        """Take notice of what the runtime is busy with."""
+        if action in _OF_UNITS:
+            self._unit = subject.name
+
+    # ------------------------------------------------------------------ operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            # Its operators come again, with its local tensors.
+            return NotImplemented
+        kwargs = kwargs or {}
+        signature = _signature(func)
+        if self._is_in_collective or signature.is_ignored:
+            return func(*args, **kwargs)
+        touched = _touched(signature, args, kwargs)
+        # Before the operator: a storage's memory may be another's afterwards.
+        inputs = [self._block(tensor) for tensor, _ in touched]
+        result = func(*args, **kwargs)
+        if not signature.is_view:
+            self.num_operators += 1
+            self._note(signature, touched, inputs, result, _is_non_blocking(signature, args, kwargs))
+        return result
+
+    def _note(
+        self,
+        signature: _Signature,
+        touched: list[tuple[torch.Tensor, bool]],
+        inputs: list[Block | None],
+        result: Any,
+        non_blocking: bool,
+    ) -> None:
+        places = {block.is_host for block in inputs if block is not None}
+        runs_on_host = self.streams.is_on_host or places == {True} or _needs_host(signature, touched, inputs)
+        queue = self.streams.host if runs_on_host else self.streams.current()
+        site, unit = here(), self._unit
+        number = queue.tick()
+        read, write = (Access(signature.name, queue.name, number, is_write, site, unit) for is_write in (False, True))
+        for (tensor, is_write), block in zip(touched, inputs, strict=True):
+            if block is not None:
+                block.is_host = block.is_host or runs_on_host
+                self.memory.touch(block, _spans(tensor), write if is_write else read, queue)
+        known = {tensor.untyped_storage()._cdata for tensor, _ in touched}
+        for tensor in _tensors(result):
+            if tensor.untyped_storage()._cdata not in known:
+                block = self._block(tensor, write)
+                if block is not None:
+                    block.is_host = block.is_host or runs_on_host
+                    if not signature.allocates_only:
+                        self.memory.touch(block, _spans(tensor), write, queue)
+        is_copy_between = len(places) == 2 and not non_blocking and signature.name.startswith("aten::copy_")
+        if not runs_on_host and (is_copy_between or _blocks_host(signature, touched)):
+            self._block_host("a copy between host and device" if is_copy_between else signature.name, queue)
+
+    def sync(self, what: str, tensor: torch.Tensor) -> None:
+        """Note a method that makes the host wait for a tensor, unless that is the host's own."""
+        block = self._block(tensor) if type(tensor) in _PLAIN else None
+        if block is not None and not block.is_host and not self.streams.is_on_host:
+            self._block_host(what, self.streams.current())
+
+    def _block_host(self, what: str, queue: Queue) -> None:
+        site = here()
+        if _KERNELS in site.path:
+            # In its place a GPU runs a kernel, which looks at nothing on the host.
+            return
+        self.syncs.append(HostSync(what, site, self._unit))
+        self.streams.host.follow(queue, dict(queue.clock), is_host=True)
+        self.streams.waits.pop()
+
+    # ------------------------------------------------------------------ memory
+
+    def allocated(self, owner: FlatStorage) -> None:
+        """Note memory of the engine's own."""
+        if owner.nbytes:
+            access = Access("allocation", self.streams.current().name, 0, True, here(), self._unit)
+            block = self._block(owner.tensor, access, is_new=True)
+            if block is not None:
+                block.name = owner.name
+
+    def released(self, storage: torch.UntypedStorage) -> None:
+        """Note memory that goes back to the allocator."""
+        known = self._storages.get(storage._cdata)
+        if known is not None:
+            self._release(known.pointer)
+            known.pointer = 0
+
+    def exchanged(self, one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+        """Note that two storages have each other's memory."""
+        for storage in (one, other):
+            known = self._known(storage)
+            known.pointer = storage.data_ptr()
+            if known.pointer and known.pointer not in self._blocks:
+                self._blocks[known.pointer] = Block(self.streams.current())
+
+    def _known(self, storage: torch.UntypedStorage) -> _Known:
+        key = int(storage._cdata)
+        known = self._storages.get(key)
+        if known is None:
+            # The checker may be gone before the storage is.
+            mine = weakref.ref(self)
+
+            def gone(_: Any) -> None:
+                checker = mine()
+                ended = None if checker is None else checker._storages.pop(key, None)
+                if checker is not None and ended is not None:
+                    checker._release(ended.pointer)
+
+            known = self._storages[key] = _Known(0, weakref.ref(storage, gone))
+        return known
+
+    def _release(self, pointer: int) -> None:
+        block = self._blocks.pop(pointer, None)
+        if block is not None:
+            self.memory.release(block)
+
+    def _block(
+        self, tensor: torch.Tensor, made_by: Access | None = None, *, is_new: bool = False
+    ) -> Block | None:  # fmt: skip
+        """Return the block that a tensor lies in; None for one without memory.
+
+        Args:
+            made_by: has just allocated it, if nobody had known it.
+            is_new: it has other memory than before.
+        """
+        storage = tensor.untyped_storage()
+        pointer = storage.data_ptr()
+        if not pointer:
+            return None
+        known = self._known(storage)
+        if known.pointer != pointer or is_new:
+            if known.pointer:
+                self._release(known.pointer)
+            known.pointer = pointer
+            if pointer not in self._blocks or is_new:
+                self._blocks[pointer] = self._allocate(made_by)
+        return self._blocks[pointer]
+
+    def _allocate(self, made_by: Access | None) -> Block:
+        if made_by is None:
+            # Older than the checker, or made where it does not look.
+            return Block(self.streams.compute)
+        queue = self.streams.current()
+        queue.launch()
+        return self.memory.allocate(queue, made_by)
+
+    # ------------------------------------------------------------------ collectives
+
+    @contextlib.contextmanager
+    def _around_collective(
+        self, kind: str, group: dist.ProcessGroup, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> Iterator[None]:
+        """Let a collective read and write on its communicator's own stream, after what the current one holds."""
+        name = _name_of(group)
+        queue = self._communicators.setdefault(name, Queue(name, self.streams))
+        current, site = self.streams.current(), here()
+        after = {other: number for other, number in current.clock.items() if other in self._communicators}
+        # The two waits are the communicator's own, none of the engine's.
+        num_waits = len(self.streams.waits)
+        Queue.wait_stream(queue, current)
+        number = queue.tick()
+        self.issues.append(Issue(name, number, kind, max(map(_num_bytes, (*reads, *writes))), site, after))
+        for tensors, is_write in ((reads, False), (writes, True)):
+            access = Access(kind, name, number, is_write, site, self._unit)
+            for tensor in tensors:
+                block = self._block(tensor)
+                if block is not None and tensor.numel():
+                    self.memory.touch(block, _spans(tensor), access, queue)
+        before, self._is_in_collective = self._is_in_collective, True
+        try:
+            yield
+        finally:
+            self._is_in_collective = before
+            Queue.wait_stream(current, queue)
+            del self.streams.waits[num_waits:]
+
+
+class _Methods(TorchFunctionMode):
+    """Sees methods that read a tensor's memory without an operator, and numbers that live on the host."""
+
+    def __init__(self, checker: Checker) -> None:
+        super().__init__()
+        self._checker = weakref.ref(checker)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        checker = self._checker()
+        what = _BLOCKING_METHODS.get(func) if checker is not None else None
+        if what is not None and checker is not None:
+            checker.sync(what, args[0])
+        result = func(*args, **kwargs)
+        if (
+            checker is not None
+            and func in _FACTORIES
+            and type(result) is torch.Tensor
+            and _is_made_on_host(result, kwargs)
+        ):
+            checker.lies_on_host(result)
+        return result
+
+
+def _is_made_on_host(result: torch.Tensor, kwargs: Any) -> bool:
+    """Whether a factory would make memory of the host on a machine with a GPU too.
+
+    A number that no device is named for lies there and is passed to kernels by value; and the engine says "cpu" only for
+    what is meant to lie there, since the device of its buffers comes from a mesh.
+    """
+    device = kwargs.get("device")
+    if device is None:
+        return result.dim() == 0 or here().is_engine
+    return isinstance(device, str) and device == "cpu" and here().is_engine
+
+
+@functools.cache
+def _signature(func: Any) -> _Signature:
+    return _Signature.of(func)
+
+
+def _touched(signature: _Signature, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, bool]]:
+    touched: list[tuple[torch.Tensor, bool]] = []
+    for position, (name, is_write) in enumerate(signature.arguments):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        if isinstance(value, torch.Tensor):
+            if type(value) in _PLAIN and value.numel():
+                touched.append((value, is_write))
+        elif isinstance(value, list | tuple):
+            touched += [(tensor, is_write) for tensor in _tensors(value)]
+    return touched
+
+
+def _is_non_blocking(signature: _Signature, args: Any, kwargs: Any) -> bool:
+    return kwargs.get("non_blocking") is True or (
+        signature.name.startswith("aten::copy_") and len(args) > 2 and args[2] is True
+    )
+
+
+def _blocks_host(signature: _Signature, touched: Sequence[tuple[torch.Tensor, bool]]) -> bool:
+    if signature.name in _BLOCKING:
+        return True
+    # Where a mask is true is counted before anything is taken.
+    is_masked = signature.name in ("aten::index", "aten::index_put", "aten::index_put_")
+    return is_masked and any(tensor.dtype in (torch.bool, torch.uint8) for tensor, _ in touched[1:])
+
+
+def _needs_host(
+    signature: _Signature, touched: Sequence[tuple[torch.Tensor, bool]], inputs: Sequence[Block | None]
+) -> bool:
+    """Whether an operator with memory of the host among its operands can run nowhere else: only copies go between.
+
+    A number may be an operand anywhere. Collectives of objects, which the host waits for, go by memory of its own.
+    """
+    if signature.name.startswith(("aten::copy_", "aten::_to_copy")):
+        return False
+    pairs = zip(touched, inputs, strict=True)
+    return any(
+        block is not None and block.is_host and (tensor.dim() > 0 or is_write) for (tensor, is_write), block in pairs
+    )
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    leaves = (value,) if isinstance(value, torch.Tensor) else tree_leaves(value)
+    return [leaf for leaf in leaves if type(leaf) in _PLAIN and leaf.numel()]
+
+
+def _spans(tensor: torch.Tensor) -> Sequence[Span]:
+    """Return the bytes of a tensor: runs of neighbours, or all from its first to its last where there are too many."""
+    itemsize = tensor.itemsize
+    start = int(tensor.storage_offset()) * itemsize
+    numel = tensor.numel()
+    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    run = 1
+    while dims and dims[0][0] <= run:
+        stride, size = dims.pop(0)
+        run = max(run, stride * size)
+    last = sum((size - 1) * stride for stride, size in dims)
+    if not dims or math.prod(size for _, size in dims) > min(_MOST_RUNS, numel):
+        return ((start, start + (last + run) * itemsize),)
+    starts = [0]
+    for stride, size in dims:
+        starts = [begin + stride * index for begin in starts for index in range(size)]
+    return [(start + begin * itemsize, start + (begin + run) * itemsize) for begin in starts]
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+@functools.lru_cache(maxsize=1024)
+def _name_of(group: dist.ProcessGroup) -> str:
+    ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
+    return f"{group.group_desc or 'communicator'} {group.group_name} of ranks {ranks}"

@@ -1,0 +1,283 @@
+"""Streams with CUDA's meaning that run on the CPU: work stays in host order, vector clocks say what a GPU would promise.
+
+A ``VirtualStreams`` goes to ``megatron_fsdp.runtime.lanes.drive_with``. A queue's clock says, for every queue, up to which
+of its accesses everything is over when the next access here begins (Lamport 1978, Fidge 1988, Mattern 1989). Each wait
+remembers what it brought, so that one whose order nobody needed can be named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_fsdp.certify.sites import Site, here
+
+__all__ = ["CaptureError", "Clock", "Event", "Queue", "VirtualStreams", "Wait"]
+
+Clock = dict[str, int]
+
+
+class CaptureError(RuntimeError):
+    """What CUDA would refuse while a stream is captured, or of an event that was recorded then."""
+
+
+@dataclass(eq=False, slots=True)
+class Wait:
+    """One wait of a queue for a point of another.
+
+    Attributes:
+        site: the line that waits. via: the line that called that one's file. target, source: names of the queues.
+        is_redundant: all that it ordered was ordered before.
+        is_used: two accesses of the same bytes, or of memory that was handed on, are in order because of it.
+        is_host: the host blocks in it.
+    """
+
+    site: Site
+    via: Site
+    target: str
+    source: Queue
+    is_redundant: bool = False
+    is_used: bool = False
+    is_host: bool = False
+
+
+@dataclass(slots=True)
+class _Brought:
+    """Up to where each wait made a queue follow one other queue, in rising order."""
+
+    numbers: list[int] = field(default_factory=list)
+    waits: list[Wait | None] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Queue:
+    """The host, a stream, or a communicator: things that happen one after another.
+
+    Attributes:
+        clock: for each queue, up to which of its accesses everything is over when the next access here begins.
+        is_captured: whether it takes part in a capture now.
+    """
+
+    name: str
+    streams: VirtualStreams
+    clock: Clock = field(default_factory=dict)
+    is_captured: bool = False
+
+    def __post_init__(self) -> None:
+        self._brought: dict[str, _Brought] = {}
+        # The host's clock as far as this queue has taken it over, by how often it changed.
+        self._launched = -1
+
+    def wait_event(self, event: Event) -> None:
+        """Let what comes next here come after the event.
+
+        Raises:
+            CaptureError: one of the two is of a capture and the other is not of the same one.
+        """
+        if self.is_captured and not event.is_captured:
+            raise CaptureError(f"{self.name}, which is captured, waits for an event recorded outside of the capture")
+        if event.is_captured and event.capture != self.streams.capture_number:
+            raise CaptureError(f"{self.name} waits for an event of a capture that is over")
+        self.is_captured = event.is_captured
+        self.launch()
+        self.follow(event.source, event.clock)
+
+    def wait_stream(self, stream: Queue) -> None:
+        """Let what comes next here come after all that the stream holds."""
+        event = self.streams.event()
+        event.record(stream)
+        Queue.wait_event(self, event)
+
+    def follow(self, source: Queue | None, clock: Clock, *, is_host: bool = False) -> None:
+        """Come after a point of ``source``, and note what that wait was good for; a wait for nothing is none."""
+        if source is None or source is self:
+            return
+        site = here()
+        wait = Wait(site, here(outside=site.path), self.name, source, is_host=is_host)
+        wait.is_redundant = not self._join(clock, wait)
+        self.streams.waits.append(wait)
+
+    def launch(self) -> None:
+        """Take what the host knows: it issues what comes next."""
+        host = self.streams.host
+        if self._launched != host.streams.host_changes:
+            self._launched = host.streams.host_changes
+            self._join(host.clock, None)
+
+    def tick(self) -> int:
+        """Count one access, and return its number."""
+        self.launch()
+        number = self.clock[self.name] = self.clock.get(self.name, 0) + 1
+        if self is self.streams.host:
+            self.streams.host_changes += 1
+        return number
+
+    def follows(self, other: Queue) -> bool:
+        """Whether all that happened in another queue is over before what comes next here."""
+        return self.clock.get(other.name, 0) >= other.clock.get(other.name, 0)
+
+    def credit(self, source: str, number: int) -> None:
+        """Note that somebody needs this queue to come after access ``number`` of ``source``, and who saw to that."""
+        queue = self
+        # A wait for a queue that had waited itself: all of that chain is needed.
+        while queue.name != source:
+            brought = queue._brought.get(source)
+            if brought is None or brought.numbers[-1] < number:
+                return
+            position = bisect_left(brought.numbers, number)
+            wait = brought.waits[position]
+            if wait is None:
+                queue = self.streams.host
+                continue
+            wait.is_used = True
+            queue = wait.source
+
+    def _join(self, clock: Clock, wait: Wait | None) -> bool:
+        mine, is_new = self.clock, False
+        for name, number in clock.items():
+            if number > mine.get(name, 0):
+                mine[name] = number
+                is_new = True
+                brought = self._brought.setdefault(name, _Brought())
+                brought.numbers.append(number)
+                brought.waits.append(wait)
+        if is_new and self is self.streams.host:
+            self.streams.host_changes += 1
+        return is_new
+
+
+class Event:
+    """A point in a stream."""
+
+    def __init__(self, streams: VirtualStreams) -> None:
+        self._streams = streams
+        self.clock: Clock = {}
+        self.source: Queue | None = None
+        self.is_captured = False
+        self.capture: int | None = None
+
+    def record(self, stream: Queue) -> None:
+        """Be the point up to which the stream has come."""
+        stream.launch()
+        self.clock = dict(stream.clock)
+        self.source = stream
+        self.is_captured = stream.is_captured
+        self.capture = self._streams.capture_number if self.is_captured else None
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        self._refuse_capture("synchronizes with")
+        self._streams.host.follow(self.source, self.clock, is_host=True)
+
+    def query(self) -> bool:
+        """Tell that it has passed."""
+        self._refuse_capture("queries")
+        return True
+
+    def _refuse_capture(self, what: str) -> None:
+        if self.is_captured:
+            raise CaptureError(f"the host {what} an event that was recorded in a capture (error 907)")
+
+
+class VirtualStreams:
+    """Streams for ``drive_with``, and the clocks that go with them.
+
+    Attributes:
+        host: where Python runs. compute: the stream that is current at first. lanes: in the order in which they
+            were made.
+        waits: all so far, those of the host included.
+        host_changes: counts what the host came to know.
+        capture_number: of the capture under way, None outside of one.
+        is_on_host: whether operators are the host's own now.
+    """
+
+    def __init__(self) -> None:
+        self.waits: list[Wait] = []
+        self.host_changes = 0
+        self.host = Queue("host", self)
+        self.compute = Queue("compute", self)
+        self.lanes: list[Queue] = []
+        self.capture_number: int | None = None
+        self.is_on_host = False
+        self._num_captures = 0
+        self._current = [self.compute]
+
+    # ------------------------------------------------------------------ what lanes ask
+
+    def new(self, device: torch.device, name: str = "") -> Queue:
+        """Return a new stream for a lane."""
+        self.lanes.append(Queue(f"{name} lane" if name else f"lane {len(self.lanes)}", self))
+        return self.lanes[-1]
+
+    def current(self, device: torch.device | None = None) -> Queue:
+        """Return the current stream."""
+        return self._current[-1]
+
+    def current_id(self, device: torch.device) -> int:
+        """Return a number for it."""
+        return id(self._current[-1])
+
+    @contextlib.contextmanager
+    def use(self, stream: Queue) -> Iterator[None]:
+        """Make another stream the current one while the block runs."""
+        self._current.append(stream)
+        try:
+            yield
+        finally:
+            self._current.pop()
+
+    @contextlib.contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Let all operators run on the host while the block runs, as those of an optimizer in CPU memory do."""
+        before, self.is_on_host = self.is_on_host, True
+        try:
+            yield
+        finally:
+            self.is_on_host = before
+
+    def event(self) -> Event:
+        """Return a new event."""
+        return Event(self)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is captured."""
+        return self._current[-1].is_captured
+
+    # ------------------------------------------------------------------ what others ask
+
+    def stream(self, name: str) -> Queue:
+        """Return a stream of the user's own."""
+        return Queue(name, self)
+
+    def order(self, first: Queue, then: Queue) -> None:
+        """Let what comes next on one stream come after all that another holds."""
+        Queue.wait_stream(then, first)
+
+    def switch(self, stream: Queue) -> None:
+        """Make another stream the current one from here on, as autograd does between nodes."""
+        self._current[-1] = stream
+
+    @contextlib.contextmanager
+    def capture(self, stream: Queue) -> Iterator[None]:
+        """Capture what the block issues on ``stream``, and on streams that wait for it.
+
+        Raises:
+            CaptureError: work of a lane is left that the stream does not wait for.
+        """
+        self._num_captures += 1
+        self.capture_number = self._num_captures
+        stream.is_captured = True
+        with self.use(stream):
+            yield
+        for lane in self.lanes:
+            if lane.is_captured and not stream.follows(lane):
+                raise CaptureError(f"{lane.name} was forked into the capture and never joined")
+            if lane.is_captured:
+                stream.credit(lane.name, lane.clock.get(lane.name, 0))
+            lane.is_captured = False
+        stream.is_captured = False
+        self.capture_number = None

@@ -1,0 +1,135 @@
+"""Small models with sizes that divide nothing, for every way of using weights that the matrix tries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fsdp.certify.clocks import Queue, VirtualStreams
+from megatron_fsdp.runtime.fused_linear import expert_matmul
+
+__all__ = ["WIDTH", "Block", "Branches", "Stack", "batch", "build"]
+
+WIDTH = 7
+_VOCABULARY = 11
+
+
+class Block(nn.Module):
+    """A residual block: norm, two projections, and two experts where asked for."""
+
+    def __init__(self, hidden: int, *, has_experts: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
+        self.experts = nn.Parameter(torch.randn(2, WIDTH, WIDTH) / 3) if has_experts else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., WIDTH) for (..., WIDTH)."""
+        hidden = x + self.down(torch.tanh(self.up(self.norm(x))))
+        if self.experts is not None:
+            flat = hidden.reshape(-1, WIDTH)
+            hidden = hidden + expert_matmul(flat.expand(2, *flat.shape), self.experts).sum(0).view_as(hidden)
+        result: torch.Tensor = hidden
+        return result
+
+
+class Stack(nn.Module):
+    """Tokens to logits by way of blocks.
+
+    Args:
+        recomputes: None, "reentrant", "selective" (not reentrant), or "nested": each block within all of them.
+        hidden: of each block, inside. repeats: the first block runs once more at the end. is_tied: the head is the embedding's weight.
+    """
+
+    def __init__(
+        self,
+        make_block: Callable[[int], nn.Module] = Block,
+        *,
+        recomputes: str | None = None,
+        repeats: bool = False,
+        is_tied: bool = False,
+        hidden: tuple[int, ...] = (13, 1, 17),
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(make_block(size) for size in hidden)
+        self.head = nn.Linear(WIDTH, _VOCABULARY, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+        self._recomputes, self._repeats = recomputes, repeats
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross-entropy of each token predicting itself, 0-d; tokens are (rows, length)."""
+        x = self.embedding(tokens)
+        if self._recomputes == "nested":
+            x = checkpoint(self._layers, x, use_reentrant=False)
+        else:
+            x = self._layers(x)
+        if self._repeats:
+            x = self.layers[0](x)
+        logits = self.head(x).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    def _layers(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self._recomputes is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self._recomputes == "reentrant")
+        return x
+
+
+class _Here(torch.autograd.Function):
+    """Runs what comes before it in backward on a stream, as autograd does with what ran there in forward.
+
+    The stream waits for the one that made the gradient, and for nothing else.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, streams: VirtualStreams, stream: Queue) -> torch.Tensor:
+        ctx.streams, ctx.stream = streams, stream
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if ctx.stream is not ctx.streams.compute:
+            ctx.streams.order(ctx.streams.compute, ctx.stream)
+        ctx.streams.switch(ctx.stream)
+        return gradients[0], None, None
+
+
+class Branches(nn.Module):
+    """Two branches, one of which runs on another stream, forward and backward; both use a common weight too."""
+
+    def __init__(self, streams: VirtualStreams, hidden: int) -> None:
+        super().__init__()
+        self.streams, self.side = streams, streams.stream("side")
+        self.common = nn.Linear(WIDTH, WIDTH)
+        self.here, self.there = nn.Linear(WIDTH, hidden), nn.Linear(WIDTH, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., 2 * hidden) for (..., WIDTH)."""
+        streams = self.streams
+        here = _Here.apply(self.here(self.common(x)), streams, streams.compute)
+        streams.order(streams.compute, self.side)
+        with streams.use(self.side):
+            there = _Here.apply(self.there(self.common(x)), streams, self.side)
+        streams.order(self.side, streams.compute)
+        return torch.cat((here, there), -1)
+
+
+def build(*, has_experts: bool = False, **options: Any) -> Stack:
+    """Make a ``Stack`` with its options, alike on every rank."""
+    torch.manual_seed(0)
+    return Stack(lambda hidden: Block(hidden, has_experts=has_experts), **options)
+
+
+def batch(rank: int, step: int, microbatch: int = 0) -> torch.Tensor:
+    """Draw one rank's tokens of one microbatch, (3, 5)."""
+    generator = torch.Generator().manual_seed(10_000 * rank + 100 * step + microbatch)
+    return torch.randint(0, _VOCABULARY, (3, 5), generator=generator)

@@ -1,0 +1,364 @@
+"""Mutants: the engine with one wait, record, join, release, slot, copy or lane less or otherwise, made from its syntax trees.
+
+Whatever orders device work is one of a few kinds of statement, and every one of them in the modules below is taken away or
+changed, one at a time. A mutant is killed when the certificate of some configuration finds something. It is put into
+the running ranks by exchanging the code of one function, so that a hundred take minutes.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+from megatron_fsdp.certify.cases import CASES
+from megatron_fsdp.certify.certificate import Certificate, merged
+from megatron_fsdp.certify.matrix import run_on_rank
+from megatron_fsdp.certify.ranks import on_ranks
+
+__all__ = ["EQUIVALENT", "MODULES", "Mutant", "Outcome", "applied", "mutant_report", "mutants", "survey"]
+
+MODULES = (
+    "megatron_fsdp.runtime.lanes",
+    "megatron_fsdp.runtime.schedule",
+    "megatron_fsdp.runtime.unit",
+    "megatron_fsdp.runtime.parameter_group",
+    "megatron_fsdp.runtime.gradients",
+    "megatron_fsdp.runtime.weight_buffers",
+    "megatron_fsdp.runtime.post_forward_shard",
+    "megatron_fsdp.runtime.memory_slots",
+    "megatron_fsdp.runtime.missing_gradients",
+    "megatron_fsdp.optim.adamw",
+    "megatron_fsdp.optim.adamw_update",
+    "megatron_fsdp.optim.flat_optimizer",
+    "dbuffer.storage",
+    "dbuffer.slot_pool",
+)
+# Statements that order something, as the last part of what they call.
+_ORDERS = frozenset(
+    """wait wait_event wait_stream record synchronize join join_lanes take note leave wait_for_event wait_on_host
+    finish_gather drain""".split()
+)
+# Statements that give memory back or take it.
+_MEMORY = frozenset(
+    "release_storage reallocate_storage release reallocate _release exchange _exchange give_back keep drop".split()
+)
+# Those of them without which there is none.
+_TAKES = frozenset("reallocate_storage reallocate exchange _exchange".split())
+# The order that host and lanes have in each configuration is what the short ones show; the rest is for what survives.
+_FIRST = (
+    "two streams, small, copied",
+    "slots largest, prefetch lists",
+    "captured",
+    "two streams, large, multiplied",
+    "trouble: backward, optimizer",
+    "deleted in flight",
+    "offload, optim_grads_params, fp32, no_sync",
+    "optim_grads_params, bf16, microbatch",
+    "recompute reentrant",
+    "trouble: frozen, optimizer",
+    "reshard False, microbatches",
+)
+_PAIRS = ("prefetch lists", "repeats", "split, microbatch")
+_LAST = ("reshard 2", "recompute reentrant, reshard 2", "slots by_size, hfsdp", "hfsdp, bf16, microbatch")
+
+# Mutants that no order of device work can tell from the engine, with the reason.
+EQUIVALENT: dict[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One change.
+
+    Attributes:
+        module, function: where; the outermost function. line: of the statement. what: was done to it.
+        number: among all mutants of the module.
+    """
+
+    module: str
+    function: str
+    line: int
+    what: str
+    number: int
+
+    @property
+    def key(self) -> str:
+        """Its name without line numbers, which change with every edit."""
+        return f"{self.module}.{self.function}: {self.what}"
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} {self.function}: {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a mutant.
+
+    Attributes:
+        by: the configuration that found something; empty for none. finding: the first.
+        keeps_losses: the losses of that configuration are the same to the bit; None where it raised.
+    """
+
+    mutant: Mutant
+    by: str = ""
+    finding: str = ""
+    keeps_losses: bool | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether nothing was found though it is no equivalent one."""
+        return not self.by and self.mutant.key not in EQUIVALENT
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return dataclasses.asdict(self) | {"is_alive": self.is_alive}
+
+
+# ---------------------------------------------------------------- making them
+
+_Change = Callable[[list[ast.stmt], int], None]
+
+
+def mutants(module: str) -> list[Mutant]:
+    """Return all mutants of a module, in the order of its lines."""
+    tree = ast.parse(inspect.getsource(importlib.import_module(module)))
+    return [
+        Mutant(module, function, line, what, number)
+        for number, (function, line, what, _) in enumerate(_changes(tree))
+    ]
+
+
+def _changes(tree: ast.Module) -> Iterator[tuple[str, int, str, Callable[[], None]]]:
+    """Yield function, line, description and what does it to the tree, for every change that can be made."""
+    for name, function in _functions(tree):
+        for block in _blocks(function):
+            for position, statement in enumerate(block):
+                for what, change in _of_statement(block, position):
+                    yield name, statement.lineno, what, change
+        for node in ast.walk(function):
+            for what, change in _of_expression(node):
+                yield name, getattr(node, "lineno", function.lineno), what, change
+
+
+def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, node
+        elif isinstance(node, ast.ClassDef) and not any("Protocol" in ast.unparse(base) for base in node.bases):
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef):
+                    yield f"{node.name}.{inner.name}", inner
+
+
+def _blocks(function: ast.FunctionDef) -> Iterator[list[ast.stmt]]:
+    for node in ast.walk(function):
+        for key in ("body", "orelse", "finalbody"):
+            block = getattr(node, key, None)
+            if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
+                yield block
+
+
+def _called(statement: ast.stmt) -> str:
+    """Return the last part of the name that a statement calls; empty for any other statement."""
+    value = statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
+    if not isinstance(value, ast.Call):
+        return ""
+    return value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+
+
+def _of_statement(block: list[ast.stmt], position: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    statement = block[position]
+    called = _called(statement)
+    if isinstance(statement, ast.Expr) and called in _ORDERS:
+        yield f"without `{ast.unparse(statement)}`", lambda: _replace(block, position, ast.Pass())
+    if isinstance(statement, ast.With) and "use(" in ast.unparse(statement.items[0]):
+        yield (
+            f"not in `with {ast.unparse(statement.items[0])}`",
+            lambda: _splice(block, position, statement.body),
+        )
+    if isinstance(statement, ast.Expr) and called in _TAKES:
+        yield f"without `{ast.unparse(statement)}`", lambda: _replace(block, position, ast.Pass())
+    if isinstance(statement, ast.If) and {_called(inner) for inner in statement.body} & (_ORDERS | _MEMORY):
+        for value in (True, False):
+            yield (
+                f"`if {ast.unparse(statement.test)}` taken as {value}",
+                lambda value=value: setattr(statement, "test", ast.Constant(value)),  # type: ignore[misc]
+            )
+    yield from _of_pair(block, position)
+
+
+def _of_pair(block: list[ast.stmt], position: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    if position + 1 == len(block):
+        return
+    first, second = block[position : position + 2]
+    if not all(isinstance(one, ast.Expr | ast.Assign | ast.For | ast.If | ast.AugAssign) for one in (first, second)):
+        return
+    if {_called(first), _called(second)} & (_ORDERS | _MEMORY) and not _is_docstring(first):
+        yield f"`{_short(second)}` before `{_short(first)}`", lambda: _swap(block, position)
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _short(statement: ast.stmt) -> str:
+    return ast.unparse(statement).partition("\n")[0]
+
+
+def _of_expression(node: ast.AST) -> Iterator[tuple[str, Callable[[], None]]]:
+    if isinstance(node, ast.Call):
+        yield from _of_call(node)
+    if isinstance(node, ast.For) and "_compute.all()" in ast.unparse(node.iter):
+        whole = node.iter
+
+        def take_first() -> None:
+            node.iter = ast.parse(f"{ast.unparse(whole)}[:1]", mode="eval").body
+
+        yield f"for the first alone of `{ast.unparse(whole)}`", take_first
+
+
+def _of_call(node: ast.Call) -> Iterator[tuple[str, Callable[[], None]]]:
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    first = node.args[0] if node.args else None
+    if called == "lane" and isinstance(first, ast.Constant) and first.value in ("gather", "reduce"):
+        other = "reduce" if first.value == "gather" else "gather"
+        yield f"on the lane {other!r} instead of {first.value!r}", lambda: setattr(first, "value", other)
+    for keyword in node.keywords:
+        value = keyword.value
+        if keyword.arg == "non_blocking" and isinstance(value, ast.Constant) and value.value is True:
+            yield f"`{ast.unparse(node)}` that blocks", lambda value=value: setattr(value, "value", False)  # type: ignore[misc]
+        if keyword.arg in ("on_host", "then"):
+            yield (
+                f"`{ast.unparse(node)}` without {keyword.arg}",
+                lambda keyword=keyword: setattr(keyword, "value", ast.Constant(None)),  # type: ignore[misc]
+            )
+    if called == "pop" and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "free":
+        yield "a slot that is not taken out of the free ones", lambda: setattr(node.func, "attr", "__getitem__") or node.args.append(ast.Constant(-1))  # type: ignore[func-returns-value]
+
+
+def _replace(block: list[ast.stmt], position: int, by: ast.stmt) -> None:
+    block[position] = by
+
+
+def _splice(block: list[ast.stmt], position: int, by: Sequence[ast.stmt]) -> None:
+    block[position : position + 1] = by
+
+
+def _swap(block: list[ast.stmt], position: int) -> None:
+    block[position], block[position + 1] = block[position + 1], block[position]
+
+
+# ---------------------------------------------------------------- running them
+
+
+@contextlib.contextmanager
+def applied(mutant: Mutant) -> Iterator[None]:
+    """Let the mutant be what runs in this process while the block runs."""
+    module = importlib.import_module(mutant.module)
+    tree = ast.parse(inspect.getsource(module))
+    for number, (_, _, _, change) in enumerate(_changes(tree)):
+        if number == mutant.number:
+            change()
+            break
+    whole = compile(ast.fix_missing_locations(tree), inspect.getsourcefile(module) or "", "exec")
+    function = _function(module, mutant.function)
+    before = function.__code__
+    function.__code__ = _code(whole, mutant.function.split("."))
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+def _function(module: Any, name: str) -> FunctionType:
+    holder = module
+    for part in name.split("."):
+        holder = inspect.getattr_static(holder, part)
+    while not isinstance(holder, FunctionType) or hasattr(holder, "__wrapped__"):
+        holder = next(
+            getattr(holder, key) for key in ("fget", "__func__", "__wrapped__") if getattr(holder, key, None) is not None
+        )
+    return holder
+
+
+def _code(code: CodeType, names: Sequence[str]) -> CodeType:
+    if not names:
+        return code
+    inner = next(one for one in code.co_consts if isinstance(one, CodeType) and one.co_name == names[0])
+    return _code(inner, names[1:])
+
+
+def _run_mutants(chosen: Sequence[Mutant | None], names: Sequence[str]) -> list[list[Certificate]]:
+    """Run each mutant (None: the engine as it is) until a configuration finds something; every rank calls it."""
+    found = []
+    for mutant in chosen:
+        certificates: list[Certificate] = []
+        with contextlib.nullcontext() if mutant is None else applied(mutant):
+            for name in names:
+                certificates += [certificate for certificate, _ in run_on_rank([name])]
+                if mutant is not None and not _is_clean(certificates[-1]):
+                    break
+        found.append(certificates)
+    return found
+
+
+def _is_clean(certificate: Certificate) -> bool:
+    case = next(case for case in CASES if case.name == certificate.name)
+    return certificate.is_clean(may_wait=bool(case.host_may_wait))
+
+
+def survey(modules: Sequence[str] = MODULES) -> list[Outcome]:
+    """Run every mutant of the modules on one rank, and what survives on two and on four."""
+    chosen = [mutant for module in modules for mutant in mutants(module)]
+    outcomes = {mutant: Outcome(mutant) for mutant in chosen}
+    for num_ranks, names in ((1, _FIRST), (2, _PAIRS), (4, _LAST)):
+        left = [mutant for mutant in chosen if not outcomes[mutant].by and mutant.key not in EQUIVALENT]
+        if left:
+            outcomes |= _survey(left, num_ranks, names)
+    return [outcomes[mutant] for mutant in chosen]
+
+
+def _survey(left: Sequence[Mutant], num_ranks: int, names: Sequence[str]) -> dict[Mutant, Outcome]:
+    by_rank = on_ranks(num_ranks, _run_mutants, [None, *left], names)
+    plain = {one.name: one.losses for one in by_rank[0][0]}
+    found = {}
+    for number, mutant in enumerate(left, 1):
+        found[mutant] = Outcome(mutant)
+        ranks = [of_rank[number] for of_rank in by_rank]
+        for certificates in zip(*ranks, strict=False):
+            whole = merged(certificates[0].name, certificates)
+            if not _is_clean(whole):
+                losses = certificates[0].losses
+                keeps = losses == plain[whole.name] if losses else None
+                found[mutant] = Outcome(mutant, whole.name, _first_finding(whole), keeps)
+                break
+    return found
+
+
+def _first_finding(certificate: Certificate) -> str:
+    found = (*certificate.races, *certificate.early_reuses, *certificate.disorders)
+    return found[0] if found else f"the host waits at {certificate.engine_host_waits[0].place}"
+
+
+def mutant_report(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return what became of all mutants, a line each, and their count."""
+    lines = []
+    for one in outcomes:
+        reason = EQUIVALENT.get(one.mutant.key)
+        fate = f"killed by {one.by}: {one.finding}" if one.by else f"equivalent: {reason}" if reason else "ALIVE"
+        lines.append(f"{one.mutant}\n    {fate}")
+    killed = [one for one in outcomes if one.by]
+    told = [one for one in killed if one.keeps_losses is not None]
+    kept = sum(bool(one.keeps_losses) for one in told)
+    lines.append(
+        f"{len(outcomes)} mutants: {len(killed)} killed, {sum(one.mutant.key in EQUIVALENT for one in outcomes)} "
+        f"equivalent, {sum(one.is_alive for one in outcomes)} alive. {len(killed) - len(told)} of the killed raise; of the "
+        f"other {len(told)}, {kept} leave every loss as it is"
+    )
+    return lines

@@ -1,0 +1,76 @@
+"""Sites: which line of whose code issued an operator or a wait."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+__all__ = ["Site", "here"]
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_CERTIFY = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE = os.path.dirname(_CERTIFY.rstrip(os.sep))
+_ENGINE = tuple(
+    os.path.join(os.path.dirname(_PACKAGE), *parts) + os.sep
+    for parts in (("megatron_fsdp",), ("dbuffer",), ("kernels", "dbuffer_kernels"), ("dbuffer_kernels",))
+)
+_node: Callable[[], Any] = torch._C._current_autograd_node
+# Whether a file is looked through, by its name.
+_hidden: dict[str, bool] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A line, and where autograd issued the work itself the node that did."""
+
+    path: str
+    line: int
+    function: str = ""
+    node: str = ""
+
+    @property
+    def is_engine(self) -> bool:
+        """Whether the line is the engine's own."""
+        return self.path.startswith(_ENGINE) and not self.path.startswith(_CERTIFY)
+
+    @property
+    def place(self) -> str:
+        """File and line, without the node."""
+        path = os.path.relpath(self.path) if self.path.startswith(os.getcwd() + os.sep) else self.path
+        return f"{path}:{self.line}"
+
+    def __str__(self) -> str:
+        return self.place + (f" ({self.node})" if self.node else "")
+
+
+def here(outside: str = "") -> Site:
+    """Return the innermost line outside of PyTorch, of the standard library's own frames and of the checker.
+
+    Args:
+        outside: a file that is looked through as well.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename == outside or _is_hidden(frame.f_code.co_filename)):
+        frame = frame.f_back
+    if frame is None:
+        return Site("", 0)
+    node = _node()
+    return Site(
+        frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname if sys.version_info >= (3, 11) else "",
+        "" if node is None else node.name(),
+    )  # fmt: skip
+
+
+def _is_hidden(path: str) -> bool:
+    hidden = _hidden.get(path)
+    if hidden is None:
+        is_checker = path.startswith(_CERTIFY) and os.path.basename(path) not in ("cases.py", "models.py")
+        is_library = path.startswith((_TORCH, "<frozen")) or os.path.basename(path) in ("contextlib.py", "weakref.py")
+        hidden = _hidden[path] = is_checker or is_library
+    return hidden

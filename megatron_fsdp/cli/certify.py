@@ -1,0 +1,80 @@
+"""``megatron-fsdp certify``: check the order of streams, memory and collectives on this machine's CPUs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_fsdp.certify.cases import CASES, SHORT
+from megatron_fsdp.certify.matrix import Run, idle_places, run_matrix
+from megatron_fsdp.certify.mutants import mutant_report, survey
+from megatron_fsdp.errors import FsdpError
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--matrix", action="store_true", help="all configurations; without it one of each mechanism")
+    what.add_argument("--case", action="append", help="the configuration of this name; may be given again")
+    what.add_argument("--list", action="store_true", help="print the names of the configurations")
+    what.add_argument("--mutants", action="store_true", help="take the engine's waits away, one at a time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there too")
+    parser.add_argument("--verbose", action="store_true", help="print each configuration, also where nothing is found")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it; 0 where nothing was found, 1 where something was, 2 where it could not be checked."""
+    try:
+        if args.mutants:
+            return _run_mutants(args)
+        cases = [case for case in CASES if case.name in args.case] if args.case else CASES if args.matrix else SHORT
+        unknown = {*(args.case or ())} - {case.name for case in CASES}
+        if unknown:
+            print(f"error: no configuration is called {', '.join(sorted(unknown))}; --list prints their names")
+            return 2
+        if args.list:
+            print("\n".join(case.name for case in CASES))
+            return 0
+        runs = run_matrix(cases)
+    except FsdpError as error:
+        print(f"error: {error}")
+        return 2
+    return _report(args, runs)
+
+
+def _report(args: argparse.Namespace, runs: Sequence[Run]) -> int:
+    bad = [one for one in runs if not one.is_clean]
+    for one in runs if args.verbose else bad:
+        print("\n".join(one.certificate.lines()))
+        if one.case.host_may_wait:
+            print(f"  the host may wait: {one.case.host_may_wait}")
+    idle = idle_places(runs)
+    for place in idle:
+        print(f"idle in every configuration: the wait at {place}")
+    certificates = [one.certificate for one in runs]
+    print(
+        f"{len(runs)} configurations, {sum(one.num_operators for one in certificates):,} operators, "
+        f"{sum(one.num_conflicts for one in certificates):,} conflicts and "
+        f"{sum(one.num_reuses for one in certificates):,} reuses checked: "
+        f"{sum(len(one.races) for one in certificates)} races, "
+        f"{sum(len(one.early_reuses) for one in certificates)} early reuses, "
+        f"{sum(len(one.disorders) for one in certificates)} disorders, {len(idle)} idle waits, "
+        f"{sum(len(one.certificate.engine_host_waits) for one in bad)} host waits that are not meant to be; "
+        f"{len(bad)} configurations with findings"
+    )
+    if args.json is not None:
+        rows = [one.certificate.as_dict() | {"seconds": one.seconds, "is_clean": one.is_clean} for one in runs]
+        args.json.write_text(json.dumps({"idle_waits": idle, "configurations": rows}, indent=1) + "\n")
+    return 1 if bad or (args.matrix and idle) else 0
+
+
+def _run_mutants(args: argparse.Namespace) -> int:
+    outcomes = survey()
+    print("\n".join(mutant_report(outcomes)))
+    if args.json is not None:
+        args.json.write_text(json.dumps([one.as_dict() for one in outcomes], indent=1) + "\n")
+    return 1 if any(one.is_alive for one in outcomes) else 0
