@@ -6,14 +6,17 @@ Forward uses gathered weights in their place: their gradients are asked for inst
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from dbuffer import DBuffer
 from dbuffer.collectives import all_reduce
 from dbuffer.dtensor.backward import set_leaf_source
 from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
 
 __all__ = ["refuse_gathered", "serve_asked_gradients"]
@@ -104,9 +107,37 @@ def _reduced(group: ParameterGroup, found: dict[int, torch.Tensor | None]) -> di
         all_reduce(used, axis, "max")
     if group.gradients is None or not used.any():
         return {}
-    final = group.gradients.twin().collect(found)
+    final = _AskedGradients(group.gradients).collect(found)
     return {
         index: group.faces.wrap(index, final.get_dtensor(index))
         for index, is_used in zip(found, used.tolist(), strict=True)
         if is_used
     }
+
+
+class _AskedGradients(GradientBuffer):
+    """An empty buffer of the same parameters, strategy and reduction, for gradients that nobody accumulates."""
+
+    def __init__(self, like: GradientBuffer) -> None:
+        super().__init__(like._template, replace(like._spec, fuses_weight_gradients=False), like._faces)
+        self.rename(like.unit)
+        self.binding.name += ": gradients asked for"
+        self.divisor = like.divisor
+        self.reduction.hook, self.reduction.function = like.reduction.hook, like.reduction.function
+
+    def _begin_sum(self) -> None:
+        """Do nothing: ``.grad`` does not show these."""
+
+    def collect(self, gradients: Mapping[int, torch.Tensor | None]) -> DBuffer:
+        """Reduce these gradients of gathered parameters, by index, and return them all."""
+        self._begin_once()
+        for index, gradient in gradients.items():
+            if gradient is not None:
+                self._add(index, gradient)
+                self._filled[index] = 1
+        if self.close(reduce=True):
+            self.reduce()
+        self.wait()
+        if self.binding.final is not self.main_grad:
+            self.reduction.finish()
+        return self.binding.final

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +18,13 @@ from megatron_fsdp.runtime.grad_binding import GradBinding, GradState
 from megatron_fsdp.runtime.lanes import Ticket, turns
 from megatron_fsdp.runtime.parameters import Faces
 from megatron_fsdp.runtime.reduction import GradientSpec, Reduction
+from megatron_fsdp.runtime.small_gradients import SmallGradients
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.unit import Unit
 
 __all__ = ["GradientBuffer"]
 
-_SMALL_NUMEL = 1 << 14
-_MAX_WAITING = 64
 # Looked up for every gradient.
 _GRAD: Any = torch._C.TensorBase.grad
 _get_grad, _set_grad = _GRAD.__get__, _GRAD.__set__
@@ -57,7 +55,7 @@ class GradientBuffer:
         self.num_arrived = 0
         self._spec, self._template, self._faces = spec, main_weight, faces
         self._observer: weakref.ref[Unit] | None = None
-        self._is_begun = self._is_twin = self._copies = False
+        self._is_begun = self._copies = False
         self._num_expected = 0
         # The last backward that brought gradients, by the schedule's count.
         self._backward = 0
@@ -69,7 +67,7 @@ class GradientBuffer:
         self._make_buffers()
         self._views = [self.packed.get_local_tensor(index) for index in range(size)]
         self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
-        self._small = _SmallGradients(self._views)
+        self._small = SmallGradients(self._views)
         self._turns = turns(spec.device)
         self._trained = self.binding.trained
         if not self.rests_partial:
@@ -219,8 +217,7 @@ class GradientBuffer:
         if observer is not None:
             self._backward = observer.begin_backward(packs=not self.packed.is_allocated)
         self.wait()
-        if not self._is_twin:
-            self.binding.begin_sum()
+        self._begin_sum()
         if self.rests_partial:
             is_empty = self.binding.state is GradState.EMPTY
             self._filled = bytearray(b"\0" if is_empty else b"\1") * len(self._views)
@@ -228,6 +225,9 @@ class GradientBuffer:
             self.packed.reallocate_storage()
             for gap in self._gaps:
                 gap.zero_()
+
+    def _begin_sum(self) -> None:
+        self.binding.begin_sum()
 
     @property
     def _pack_scale(self) -> float:
@@ -336,63 +336,3 @@ class GradientBuffer:
         if not self.rests_partial:
             self.packed.release_storage()
         self.binding.drop()
-
-    # ------------------------------------------------------------------ gradients asked for by name
-
-    def twin(self) -> GradientBuffer:
-        """Return an empty one of the same parameters, strategy and reduction, for gradients that nobody accumulates."""
-        made = GradientBuffer(self._template, replace(self._spec, fuses_weight_gradients=False), self._faces)
-        made.rename(self.unit)
-        made.binding.name += ": gradients asked for"
-        made.divisor, made._is_twin = self.divisor, True
-        made.reduction.hook, made.reduction.function = self.reduction.hook, self.reduction.function
-        return made
-
-    def collect(self, gradients: Mapping[int, torch.Tensor | None]) -> DBuffer:
-        """Reduce these gradients of gathered parameters, by index, and return them all; ``.grad`` is left alone."""
-        self._begin_once()
-        for index, gradient in gradients.items():
-            if gradient is not None:
-                self._add(index, gradient)
-                self._filled[index] = 1
-        if self.close(reduce=True):
-            self.reduce()
-        self.wait()
-        if self.binding.final is not self.main_grad:
-            self.reduction.finish()
-        return self.binding.final
-
-
-class _SmallGradients:
-    """Gradients of few elements that wait for each other, to be copied in one call, and one launch.
-
-    Args:
-        views: where the gradient of each parameter belongs.
-    """
-
-    def __init__(self, views: Sequence[torch.Tensor]) -> None:
-        self._views = views
-        self._is_small = [view.numel() <= _SMALL_NUMEL for view in views]
-        self._targets: list[torch.Tensor] = []
-        self._gradients: list[torch.Tensor] = []
-
-    def copy(self, index: int, gradient: torch.Tensor) -> None:
-        """Copy a gradient into its view, at once or at the next ``pack``."""
-        if not self._is_small[index]:
-            self._views[index].copy_(gradient)
-            return
-        self._targets.append(self._views[index])
-        self._gradients.append(gradient)
-        if len(self._gradients) == _MAX_WAITING:
-            self.pack()
-
-    def pack(self) -> None:
-        """Copy what waits."""
-        if self._gradients:
-            torch._foreach_copy_(self._targets, self._gradients)
-            self.drop()
-
-    def drop(self) -> None:
-        """Forget what waits."""
-        self._targets.clear()
-        self._gradients.clear()
