@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from dbuffer.events import tell
+from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError, StateError
 from megatron_fsdp.runtime.asked_gradients import refuse_gathered
 from megatron_fsdp.runtime.grad_binding import GradState
@@ -156,7 +156,8 @@ class Backward:
         Raises:
             StateError: the backward is itself recorded (``create_graph=True``).
         """
-        tell("enter", call)
+        if listeners:
+            tell("enter", call)
         if torch.is_grad_enabled():
             raise StateError(
                 f"unit {call.unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
@@ -242,10 +243,11 @@ class Backward:
 
     def gradient_arrived(self, unit: Unit) -> None:
         """Note one gradient of a unit; reduce when it was the last."""
-        now = self.begin()
-        now.has_gradients = True
-        if id(unit) not in now.active:
+        now = self._pass
+        if now is None or id(unit) not in now.active:
+            now = self.begin()
             now.enter(unit)
+        now.has_gradients = True
         if unit.num_arrived == unit.num_gradients and not unit.awaits_inner(now.closed):
             self._close(unit)
 

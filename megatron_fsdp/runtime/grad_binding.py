@@ -40,11 +40,15 @@ class GradState(enum.Enum):
     FINAL = "final"
 
 
-_MAY_BECOME = {
-    GradState.EMPTY: (GradState.EMPTY, GradState.PARTIAL),
-    GradState.PARTIAL: (GradState.PARTIAL, GradState.FINAL, GradState.EMPTY),
-    GradState.FINAL: (GradState.PARTIAL, GradState.EMPTY),
-}
+_CHANGES = (
+    (GradState.EMPTY, GradState.PARTIAL),
+    (GradState.PARTIAL, GradState.FINAL),
+    (GradState.FINAL, GradState.EMPTY),
+    (GradState.FINAL, GradState.PARTIAL),
+    (GradState.PARTIAL, GradState.PARTIAL),
+    (GradState.PARTIAL, GradState.EMPTY),
+    (GradState.EMPTY, GradState.EMPTY),
+)
 
 
 class GradBinding:
@@ -85,7 +89,7 @@ class GradBinding:
         Raises:
             StateError: gradients cannot go from what they are to that.
         """
-        if state not in _MAY_BECOME[self.state]:
+        if (self.state, state) not in _CHANGES:
             raise StateError(
                 f"{self.name}: main_grad is {self.state.value} and cannot become {state.value}. This is an error of "
                 "the engine or of code that calls its methods; please report it."

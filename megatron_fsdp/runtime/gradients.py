@@ -195,7 +195,7 @@ class GradientBuffer:
         if self._is_begun:
             return
         self._follow_freezing()
-        if self.num_trained:
+        if 1 in self._trained:
             self._is_begun = True
             self._num_expected = self.num_trained
             self._copies = self._pack_scale == 1.0 and not self._faces.has_splits
@@ -207,9 +207,9 @@ class GradientBuffer:
         for index in frozen:
             self._faces.set_requires_grad(index, False)
             self._trained[index] = 0
-        self._num_expected = self.num_trained
-        observer = self._observer() if self._observer is not None else None
-        if frozen and observer is not None:
+        observer = self._observer() if frozen and self._observer is not None else None
+        if observer is not None:
+            self._num_expected = self.num_trained
             observer.follow_gradients()
 
     def _begin(self) -> None:
@@ -262,7 +262,7 @@ class GradientBuffer:
             return False
         if not num_arrived and not self.is_filled:
             self._follow_freezing()
-            if not self.num_trained:
+            if 1 not in self._trained:
                 return False
             self._begin()
         for index, filled in enumerate(self._filled) if 0 in self._filled else ():

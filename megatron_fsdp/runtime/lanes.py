@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from dbuffer.events import tell
+from dbuffer.events import listeners, tell
 from dbuffer.gloo import wait_for
 
 __all__ = [
@@ -89,13 +89,16 @@ class _CpuTicket:
         then, self._then = self._then, []
         if not works and not then:
             return
-        tell("wait", self)
+        if listeners:
+            tell("wait", self)
         for work in works:
             wait_for(work)
-        tell("landed", self)
+        if listeners:
+            tell("landed", self)
         for step in then:
             step()
-        tell("waited", self)
+        if listeners:
+            tell("waited", self)
 
 
 class CpuLane:
@@ -114,9 +117,11 @@ class CpuLane:
     ) -> Ticket:
         """Start the collectives; ``then`` and ``on_host`` run in ``Ticket.wait``."""
         ticket = _CpuTicket(self._name, owner, [step for step in (then, on_host) if step is not None])
-        tell("issue", ticket)
+        if listeners:
+            tell("issue", ticket)
         operation(ticket.works)
-        tell("issued", ticket)
+        if listeners:
+            tell("issued", ticket)
         return ticket
 
 
@@ -240,7 +245,8 @@ class _CudaTicket:
 
     def wait(self) -> None:
         """Order compute after the submitted work, and the host too where the host has work to do on it."""
-        tell("wait", self)
+        if listeners:
+            tell("wait", self)
         for stream in self._compute.all():
             stream.wait_event(self.event)
         on_host, self._on_host = self._on_host, None
@@ -248,7 +254,8 @@ class _CudaTicket:
             self.event.synchronize()
             with self._compute.streams.on_host():
                 on_host()
-        tell("waited", self)
+        if listeners:
+            tell("waited", self)
 
 
 class CudaLane:
@@ -277,16 +284,19 @@ class CudaLane:
         for stream in self._compute.all():
             self._stream.wait_stream(stream)
         with streams.use(self._stream):
-            tell("issue", ticket)
+            if listeners:
+                tell("issue", ticket)
             operation(None)
-            tell("landed", ticket)
+            if listeners:
+                tell("landed", ticket)
             if then is not None:
                 then()
             ticket.event = streams.event()
             ticket.event.record(self._stream)
             self._last, self._is_last_captured = ticket.event, streams.is_capturing()
         _latest[:] = [] if self._is_last_captured else [ticket.event]
-        tell("issued", ticket)
+        if listeners:
+            tell("issued", ticket)
         return ticket
 
     def join(self) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dbuffer import BufferPlacement, DBuffer, Flat, FlatDTensor, Plan
-from dbuffer.events import tell
+from dbuffer.events import listeners, tell
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
@@ -52,11 +52,11 @@ class WeightState(enum.Enum):
     UNSHARDED = "unsharded"
 
 
-_MAY_BECOME = {
-    WeightState.SHARDED: (WeightState.GATHERING,),
-    WeightState.GATHERING: (WeightState.UNSHARDED,),
-    WeightState.UNSHARDED: (WeightState.SHARDED,),
-}
+_CHANGES = (
+    (WeightState.SHARDED, WeightState.GATHERING),
+    (WeightState.GATHERING, WeightState.UNSHARDED),
+    (WeightState.UNSHARDED, WeightState.SHARDED),
+)
 
 
 class ParameterGroup:
@@ -145,12 +145,12 @@ class ParameterGroup:
     @property
     def requires_grad(self) -> bool:
         """Whether any of its parameters is trained."""
-        return self.gradients is not None and self.gradients.num_trained > 0
+        return self.gradients is not None and 1 in self.gradients.binding.trained
 
     @property
     def is_all_trained(self) -> bool:
         """Whether all of its parameters are trained."""
-        return self.gradients is not None and self.gradients.num_trained == len(self.parameters)
+        return self.gradients is not None and 0 not in self.gradients.binding.trained
 
     @property
     def is_meta(self) -> bool:
@@ -305,7 +305,7 @@ class ParameterGroup:
         self.weights.release(keep_generation=self.freshness.gathered if keep_part else None)
 
     def _become(self, state: WeightState) -> None:
-        if state not in _MAY_BECOME[self.weight_state]:
+        if (self.weight_state, state) not in _CHANGES:
             raise StateError(
                 f"unit {self.name!r}: weights are {self.weight_state.value} and cannot become {state.value}. This is "
                 "an error of the engine or of code that calls its methods; please report it."
@@ -352,11 +352,13 @@ class ParameterGroup:
     def refresh(self) -> None:
         """Bring ``model_weight`` up to date with ``main_weight``: one cast, and a gather where weights rest whole."""
         self.freshness.refreshing()
-        tell("refresh", self)
+        if listeners:
+            tell("refresh", self)
         if self.weights.refresh():
             # Where both share memory the gather has written the main weights' bytes too.
             self.freshness.look_again()
-        tell("refreshed", self)
+        if listeners:
+            tell("refreshed", self)
 
     # ------------------------------------------------------------------ faces
 
