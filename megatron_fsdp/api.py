@@ -237,9 +237,9 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     Raises:
         StateError: one of them is not sharded.
     """
-    first, *others = [unit_of(module).backward for module in modules]
-    for backward in others:
-        backward.share_reductions(first)
+    backwards = [unit_of(module).backward for module in modules]
+    for backward in backwards[1:]:
+        backward.share_reductions(backwards[0])
 
 
 @contextmanager

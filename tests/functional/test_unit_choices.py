@@ -290,10 +290,10 @@ def offloaded_places() -> tuple[bool, bool]:
     model = Block()
     fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     (group, *_) = units_of(model)[0].parameter_groups
-    group.unshard()
+    model.unshard()
     shares = group.gathered.local_buffer.data_ptr() <= group.main_weight.local_buffer.data_ptr()
     shares &= group.main_weight.local_buffer.data_ptr() < group.gathered.local_buffer.data_ptr() + group.gathered.nbytes
-    group.reshard()
+    model.reshard()
     squared(model, dist.get_rank(), 0).backward()
     assert group.gradients is not None
     return shares, group.gradients.reduction.is_offloaded
