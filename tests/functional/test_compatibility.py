@@ -23,9 +23,8 @@ def run(name: str) -> tuple[Outcome, Outcome]:
     return run_both(name)
 
 
-# PyTorch goes through all layouts of operands for each of its operators: seconds where a mesh has three axes. Another
-# mesh of three axes runs every time.
-THREE_AXES = ("fully_shard(dp_mesh_dims=two to shard)",)
+# PyTorch goes through all layouts of operands for each of its operators: seconds where a mesh has three axes.
+THREE_AXES = ("fully_shard(dp_mesh_dims=two to shard)", "fully_shard(dp_mesh_dims=shard and replicate)")
 
 
 # PyTorch's own loader asks for the default device by a name that PyTorch itself deprecates.
