@@ -10,9 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 
 from dbuffer import FlatDTensor
-from tests.harness import run_ranks
-from tests.harness.grids import nightly_but
-from tests.unit.dbuffer.dtensor.operator_cases import (
+from tests.functional.dbuffer.dtensor.operator_cases import (
     SHAPES,
     agree,
     in_other_rows,
@@ -22,6 +20,8 @@ from tests.unit.dbuffer.dtensor.operator_cases import (
     values,
     whole,
 )
+from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -13,9 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dbuffer import CollectiveCall, DBuffer, FlatDTensor, PlacementError, RaggedShard, observe_collectives
-from tests.harness import run_ranks
-from tests.harness.grids import nightly_but
-from tests.unit.dbuffer.dtensor.operator_cases import (
+from tests.functional.dbuffer.dtensor.operator_cases import (
     ELEMENT_WISE,
     LAYOUTS,
     OTHER_ROWS,
@@ -29,6 +27,8 @@ from tests.unit.dbuffer.dtensor.operator_cases import (
     values,
     whole,
 )
+from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 
 CHECKED = [
     *(("three ranks", table) for table in ("element-wise", "whole", "reductions", "random")),
