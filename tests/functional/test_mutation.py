@@ -5,7 +5,9 @@ import pytest
 from tests.functional.faults import FAULTS, CallCounter
 from tests.functional.training import History, Recipe, disagreements, train_replicated, train_sharded
 from tests.harness import run_ranks
-from tests.harness.grids import nightly_but
+
+# They try the tests, not the library.
+pytestmark = pytest.mark.slow
 
 RECIPES = {
     **{name: Recipe(name, num_steps=1) for name in ("no_shard", "optim", "optim_grads", "optim_grads_params")},
@@ -40,7 +42,7 @@ def train_with_fault(name: str) -> dict[str, History]:
     return {strategy: train_sharded(Recipe(strategy, num_steps=2), fault.installed) for strategy in fault.strategies}
 
 
-@pytest.mark.parametrize("strategy", nightly_but(["optim", "optim_grads_params", "hsdp"], RECIPES))
+@pytest.mark.parametrize("strategy", RECIPES)
 def test_parity_holds_with_all_collectives_and_fails_when_any_one_call_is_left_out(strategy: str) -> None:
     recipe = RECIPES[strategy]
     by_rank = run_ranks(recipe.num_ranks, train_without_each_call, recipe)

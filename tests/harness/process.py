@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkContext, ForkServerContext
 
 from tests.harness import worker
 from tests.harness.failures import FailureKind, RankFailure, describe_exit
@@ -40,12 +40,12 @@ class WorkerProcess:
             store_port: port of the ``TCPStore`` where the ranks of a call meet.
         """
         self.rank = rank
-        self.connection, theirs = _forkserver().Pipe()
+        self.connection, theirs = _context().Pipe()
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115  (open as long as the worker lives; end() closes it)
         self._output_start = 0
         with theirs:
             start = worker.Start(theirs, store_port, rank, self._output.name, _environment())
-            self.process = _forkserver().Process(target=worker.main, args=(start,), daemon=True)
+            self.process = _context().Process(target=worker.main, args=(start,), daemon=True)
             self.process.start()
 
     def wait_until_ready(self) -> None:
@@ -105,7 +105,10 @@ class WorkerProcess:
 
 
 @functools.cache
-def _forkserver() -> ForkServerContext:
+def _context() -> ForkContext | ForkServerContext:
+    """Return what starts workers: forks of a process that has imported what they need, or of this one if asked for."""
+    if os.environ.get("RANKS_START_METHOD") == "fork":
+        return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     return context

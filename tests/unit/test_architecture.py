@@ -23,6 +23,7 @@ RULES: tuple[Rule, ...] = (
     architecture.stray_streams,
     architecture.stray_megatron_imports,
     architecture.missing_docstrings,
+    architecture.processes_in_unit_tests,
 )
 
 
@@ -223,6 +224,21 @@ class _Draft:
 
 def test_a_module_without_docstring_is_found() -> None:
     assert places(architecture.missing_docstrings(sources(dbuffer__plan=""))) == ["dbuffer/plan.py:1"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from tests.harness import run_ranks\nrun_ranks(2, train)",
+        "import subprocess\nsubprocess.run(['true'])",
+        "import subprocess as processes\nprocesses.run(['true'])",
+        "import os\nos.fork()",
+    ],
+)
+def test_a_unit_test_that_starts_a_process_is_found(text: str) -> None:
+    found = architecture.processes_in_unit_tests(sources(tests__unit__test_a=text, tests__functional__test_a=text))
+    assert "tests/unit/test_a.py:2" in places(found)
+    assert {place.partition(":")[0] for place in places(found)} == {"tests/unit/test_a.py"}
 
 
 # ---------------------------------------------------------------- the pages, and what users import

@@ -31,11 +31,11 @@ def names(files: tuple[Path, ...]) -> list[str]:
     return found
 
 
-def run_cases(files: tuple[Path, ...], folder: Path, *, interprets: bool, architecture: int = 0) -> Failures:
+def run_cases(files: tuple[Path, ...], folder: Path, *, interprets: bool, grid: str = "whole") -> Failures:
     """Run files of cases in a fresh process and return, for each test function that ran, the texts of its failures.
 
     Args:
-        architecture: what to compile for, 90 for sm_90; 0 where nothing is compiled ahead of time.
+        grid: "whole", or "quick" for a part of what is compiled ahead of time.
     """
     report = folder / "report.xml"
     configuration = folder / "pytest.ini"
@@ -47,7 +47,7 @@ def run_cases(files: tuple[Path, ...], folder: Path, *, interprets: bool, archit
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
         "TRITON_CACHE_DIR": str(folder / "cache"),
         "TRITON_INTERPRET": "1" if interprets else "0",
-        "ARCHITECTURE": str(architecture),
+        "GRID": grid,
     }
     options = ["--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-c", str(configuration)]
     command = [sys.executable, "-m", "pytest", *map(str, files), *options, f"--rootdir={ROOT}", f"--junitxml={report}"]
@@ -74,9 +74,9 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Failures:
     return run_cases(CASES, tmp_path_factory.mktemp("interpreted"), interprets=True)
 
 
-@pytest.fixture(scope="module", params=nightly_but([90], [80, 90]))
+@pytest.fixture(scope="module", params=nightly_but(["quick"], ["quick", "whole"]))
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Failures:
-    return run_cases(COMPILED, tmp_path_factory.mktemp("compiled"), interprets=False, architecture=request.param)
+    return run_cases(COMPILED, tmp_path_factory.mktemp("compiled"), interprets=False, grid=request.param)
 
 
 @pytest.fixture(scope="module")
