@@ -25,6 +25,7 @@ def run(name: str) -> tuple[Outcome, Outcome]:
 
 # PyTorch goes through all layouts of operands for each of its operators: seconds where a mesh has three axes.
 NIGHTLY = (
+    "fully_shard(dp_mesh_dims=shard)",
     "fully_shard(dp_mesh_dims=two to shard)",
     "fully_shard(dp_mesh_dims=shard and replicate)",
     "norm layers that are units, in bf16 and fp16",

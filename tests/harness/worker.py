@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import faulthandler
+import functools
 import gc
 import importlib
 import io
@@ -163,9 +164,25 @@ def _freeze_what_was_imported(num_modules: int) -> int:
 
 
 def _forget_meshes() -> None:
-    """Drop DTensor's cached specs: an equal mesh of a later call would get this one's, whose groups are closed."""
+    """Drop what DTensor keeps by mesh.
+
+    An equal mesh of a later call would get this one's, whose groups are closed; and each group that is kept has a
+    thread which wakes up a hundred times a second.
+    """
     if "torch.distributed.tensor" in sys.modules:
         importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+        importlib.import_module("torch.distributed.tensor._redistribute").clear_redistribute_planner_cache()
+        for cached in _caches_of_dtensor(len(sys.modules)):
+            cached.cache_clear()
+
+
+@functools.lru_cache(1)
+def _caches_of_dtensor(num_modules: int) -> list["functools._lru_cache_wrapper[object]"]:
+    """Return its functions and methods with a cache; looked for anew when more modules have been imported."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("torch.distributed.tensor")]
+    found = [each for module in modules for each in vars(module).values()]
+    found += [each for owner in found if isinstance(owner, type) for each in vars(owner).values()]
+    return [each for each in found if isinstance(each, functools._lru_cache_wrapper)]
 
 
 def _record_swallowed_exceptions() -> list[str]:
