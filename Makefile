@@ -17,11 +17,15 @@ TRAIN_ARGS ?= --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_
 	--micro-batch-size 8 --global-batch-size 16 --train-iters 600 \
 	--lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 40 --weight-decay 0.1 --adam-beta2 0.95 \
 	--seed 1234 --log-interval 50 --eval-iters 10 --save runs/gpt --save-interval 300
-# What `make test` runs, and flags for pytest.
-TESTS ?= tests/unit tests/functional tests/faults
+# What `make test` runs, in how many processes (each with ranks of its own), and flags for pytest.
+TESTS ?= tests/unit tests/functional
+TEST_JOBS ?= 2
 TEST_ARGS ?=
 # A rank is a process here, and a thread pool in each would only fight over the cores.
 export OMP_NUM_THREADS ?= 1
+
+# A file's tests share fixtures and runs, so they stay in one process.
+PARALLEL := $(if $(filter-out 0 1,$(TEST_JOBS)),--numprocesses $(TEST_JOBS) --dist loadfile)
 
 BIN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
@@ -46,17 +50,19 @@ help: ## List targets and variables.
 	@echo "                                     ranks and flags of make train"
 	@echo "  TESTS=tests/unit/dbuffer TEST_ARGS='-x -k plan'"
 	@echo "                                     tests and pytest flags of make test"
+	@echo "  TEST_JOBS=1                        processes of make test; 1 to see output and use a debugger"
 	@echo "PYTHON and VENV_ARGS count when the environment is made: run make clean before changing them."
 
 train: $(STAMP) ## Train a small GPT with sharded parameters, gradients and optimizer state.
 	$(BIN) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/pretrain_gpt.py $(TRAIN_ARGS)
 
-test: $(STAMP) ## Run the unit and functional tests that need no GPU, and the short fault tests.
-	$(BIN) -m pytest $(TESTS) -m "not gpu and not slow" --durations=15 $(TEST_ARGS)
+test: $(STAMP) ## Run the unit and functional tests that need no GPU; what is whole in test-nightly is a part here.
+	$(BIN) -m pytest $(TESTS) -m "not gpu and not slow" $(PARALLEL) --durations=15 $(TEST_ARGS)
 
-test-nightly: $(STAMP) ## Run what is too long for `make test`, and many more random models and uses than it draws.
+test-nightly: $(STAMP) ## Run what `make test` leaves out: whole grids, kills, many more random models and uses.
 	HYPOTHESIS_PROFILE=nightly $(BIN) -m pytest tests/functional/test_random_models.py --durations=15 $(TEST_ARGS)
-	$(BIN) -m pytest tests/unit tests/functional -m "slow and not gpu" --durations=15 $(TEST_ARGS)
+	$(BIN) -m pytest tests/unit tests/functional -m "slow and not gpu" $(PARALLEL) --durations=15 $(TEST_ARGS)
+	$(BIN) -m pytest tests/faults/test_faults.py --durations=15 $(TEST_ARGS)
 	RANDOM_USE=2000 $(BIN) -m pytest tests/functional/test_random_use.py --durations=15 $(TEST_ARGS)
 
 test-integrations: $(STAMP) ## Run the tests with Hugging Face, torchtitan and megatron-core, which it installs (pinned).

@@ -19,7 +19,14 @@ INTEGRATIONS = [
     "transformers>=5.20",
 ]
 TRITON = ["triton>=3.6; platform_system == 'Linux'"]
-DEVELOPMENT = ["hypothesis>=6.100", "mypy>=1.18", "pytest>=8.2", "ruff>=0.14", "setuptools>=77.0.3"]
+DEVELOPMENT = [
+    "hypothesis>=6.100",
+    "mypy>=1.18",
+    "pytest>=8.2",
+    "pytest-xdist>=3.6",
+    "ruff>=0.14",
+    "setuptools>=77.0.3",
+]
 
 setup(
     name="megatron-fsdp-dbuffer",

@@ -3,6 +3,7 @@
 import gc
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import numpy
@@ -57,3 +58,12 @@ def process_state() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     assert not left, f"the test left {', '.join(left)} to the tests after it"
+
+
+@pytest.fixture
+def plain_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run as one process without torchrun, in a folder of its own that holds a text."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_bytes(b"the quick brown fox jumps over the lazy dog; " * 40)

@@ -1,6 +1,6 @@
 """The training script loses nothing: killed at any moment it resumes, and its losses are those of an undisturbed run.
 
-The unmarked tests take a few torchrun starts; ``-m slow`` goes through every moment.
+Every test takes some starts of torchrun: `make test-faults` and `make test-nightly` run them.
 """
 
 import os
@@ -32,6 +32,7 @@ def assert_recovers(outcome: Outcome, undisturbed: Outcome, steps_redone: int) -
     assert outcome.recovery_s is not None
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_forward_is_restarted_and_the_losses_are_those_of_an_undisturbed_run(
     undisturbed: Outcome, tmp_path: Path
 ) -> None:

@@ -26,11 +26,11 @@ def save(layout: Layout, kind: str, path: str) -> tuple[State, State, State]:
     model = layout.place(make_model(0))
     optimizer = make_two_groups(model, 0.01, KINDS[kind])
     train_alone(model, optimizer, range(2))
-    handle = save_checkpoint(model, optimizer, path, asynchronous=True)
+    saving = save_checkpoint(model, optimizer, path, asynchronous=True)
     then = whole_state(model), full_optimizer_state(model, optimizer)
     train_alone(model, optimizer, range(2, 4))
-    # Before the process group goes.
-    handle.wait()
+    # Before the process group is closed, which the save needs.
+    saving.wait()
     return *then, whole_state(model)
 
 

@@ -296,7 +296,7 @@ KILLS: dict[str, tuple[int, str, bool, int]] = {
 
 
 # Each starts ranks of its own, for they are killed.
-KILLS_EVERY_TIME = ("before it writes", "with the manifest unwritten", "with the new one named")
+KILLS_EVERY_TIME = ("before it writes", "with the new one named")
 
 
 @pytest.mark.parametrize(

@@ -23,16 +23,20 @@ def run(name: str) -> tuple[Outcome, Outcome]:
     return run_both(name)
 
 
-# PyTorch goes through all layouts of operands for each of its operators: seconds where a mesh has three axes. Another
-# mesh of three axes runs every time.
-THREE_AXES = ("fully_shard(dp_mesh_dims=two to shard)",)
+# PyTorch goes through all layouts of operands for each of its operators: seconds where a mesh has three axes.
+NIGHTLY = (
+    "fully_shard(dp_mesh_dims=shard)",
+    "fully_shard(dp_mesh_dims=two to shard)",
+    "fully_shard(dp_mesh_dims=shard and replicate)",
+    "norm layers that are units, in bf16 and fp16",
+)
 
 
 # PyTorch's own loader asks for the default device by a name that PyTorch itself deprecates.
 @pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning")
 @pytest.mark.filterwarnings("ignore:`_get_pg_default_device`:UserWarning")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in THREE_AXES else ()) for name in available()]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in NIGHTLY else ()) for name in available()]
 )
 def test_both_engines_agree(name: str) -> None:
     for theirs, ours in run_ranks(SCENARIOS[name].num_ranks, run, name):

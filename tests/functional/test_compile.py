@@ -13,6 +13,7 @@ from dbuffer import observe_collectives
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.functional.replica import Block, Case, Comparison, Stack, compare, inputs, squared
 from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 
 BACKEND = "aot_eager"
 # The compiler itself looks at .grad of what a module is given.
@@ -97,7 +98,10 @@ def train(name: str) -> tuple[Comparison, int]:
     return result, sum(torch._dynamo.utils.counters["stats"].values())
 
 
-@pytest.mark.parametrize("name", ORDERS)
+QUICK = ("compiled then sharded", "the whole sharded model compiled", "another compute dtype")
+
+
+@pytest.mark.parametrize("name", nightly_but(QUICK, ORDERS))
 def test_gradients_equal_those_of_a_whole_model(name: str) -> None:
     for result, num_compiled in run_ranks(2, train, name, timeout=200):
         assert result.is_exact, result

@@ -22,6 +22,7 @@ from tests.functional.models import (
     world_mesh,
 )
 from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 
 State = dict[str, torch.Tensor]
 BACKEND = "aot_eager"
@@ -84,7 +85,7 @@ def train_sharded(name: str, strategy: str) -> State:
     return train(shard_model(make_model(), mesh, strategy), name, [dist.get_rank()], is_compiled=True)
 
 
-@pytest.mark.parametrize("name", [pytest.param("AdamW", marks=pytest.mark.slow), "SGD", "a function in one graph"])
+@pytest.mark.parametrize("name", nightly_but(["a function in one graph"], ["AdamW", "SGD", "a function in one graph"]))
 def test_weights_equal_the_whole_models_after_compiled_steps_of(name: str) -> None:
     wanted = train(make_model(), name, [0, 1], is_compiled=False)
     for found in run_ranks(2, train_sharded, name, "optim_grads_params", timeout=240):

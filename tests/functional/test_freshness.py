@@ -1,6 +1,7 @@
 """Forward uses the weights as they are now, however they were changed since the last forward."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import TypeAlias
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
 from tests.functional.replica import Block, Stack, inputs, whole
 from tests.harness import run_ranks
+from tests.harness.grids import covering, nightly_but
 
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
@@ -165,9 +167,10 @@ def follow_all(policy: str, is_training: bool, adapted: bool, strategy: str) -> 
     return results
 
 
-@pytest.mark.parametrize("adapted", [True, False], ids=["adapted optimizer", "stock optimizer"])
-@pytest.mark.parametrize("is_training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("policy", POLICIES)
+RUNS = list(product(POLICIES, (True, False), (True, False)))
+
+
+@pytest.mark.parametrize(("policy", "is_training", "adapted"), nightly_but(covering(RUNS), RUNS))
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_next_forward_uses_weights_changed_by(
     followed: Callable[..., list[Followed]], policy: str, is_training: bool, change: str, adapted: bool
@@ -213,8 +216,10 @@ def step_and_follow(name: str, adapted: bool) -> list[tuple[float, float]]:
     return results
 
 
-@pytest.mark.parametrize("adapted", [True, False], ids=["adapted", "stock"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+STEPPED = [(name, adapted) for name in OPTIMIZERS for adapted in (True, False)]
+
+
+@pytest.mark.parametrize(("name", "adapted"), nightly_but(STEPPED[::3], STEPPED))
 def test_the_next_training_forward_uses_weights_stepped_by(name: str, adapted: bool) -> None:
     for results in run_ranks(2, step_and_follow, name, adapted):
         assert all(error == 0.0 < 0.01 < effect for error, effect in results)

@@ -21,6 +21,7 @@ from tests.functional.models import (
     whole_state,
 )
 from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 
 NUM_STEPS = 3
 LAYOUTS = {"three ranks": ("optim_grads_params", (3,)), "hybrid": ("hfsdp", (2, 2))}
@@ -76,7 +77,7 @@ def train_sharded_with_each(strategy: str, mesh_shape: tuple[int, ...]) -> dict[
     return {name: run(name, shard_model(make_model(), mesh, strategy), [dist.get_rank()]) for name in ALL}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=nightly_but(["three ranks"], LAYOUTS))
 def trained(request: pytest.FixtureRequest) -> list[dict[str, dict[str, torch.Tensor]]]:
     """The weights that every rank has after training with each optimizer."""
     strategy, mesh_shape = LAYOUTS[request.param]
@@ -113,7 +114,7 @@ def step_sharded(strategy: str, mesh_shape: tuple[int, ...], name: str) -> dict[
 
 
 @pytest.mark.parametrize("name", MUON)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", nightly_but(["hybrid"], LAYOUTS))
 def test_orthogonal_updates_equal_the_whole_models_with(layout: str, name: str) -> None:
     strategy, mesh_shape = LAYOUTS[layout]
     wanted = step_on_given_gradients(name, make_model())

@@ -27,6 +27,9 @@ from tests.functional.muon_model import (
 )
 from tests.harness import run_ranks
 
+# They try the tests, not the library.
+pytestmark = pytest.mark.slow
+
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 NUM_STEPS = 2
 

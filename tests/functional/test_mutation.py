@@ -6,6 +6,9 @@ from tests.functional.faults import FAULTS, CallCounter
 from tests.functional.training import History, Recipe, disagreements, train_replicated, train_sharded
 from tests.harness import run_ranks
 
+# They try the tests, not the library.
+pytestmark = pytest.mark.slow
+
 RECIPES = {
     **{name: Recipe(name, num_steps=1) for name in ("no_shard", "optim", "optim_grads", "optim_grads_params")},
     **{name: Recipe(name, (2, 2), num_steps=1, num_blocks=1) for name in ("hsdp", "hfsdp")},

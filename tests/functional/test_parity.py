@@ -19,6 +19,7 @@ from tests.functional.training import (
     train_sharded,
 )
 from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 WAYS = (Accumulation.UNANNOUNCED, Accumulation.NO_SYNC)
@@ -49,20 +50,21 @@ def compare(recipes: Mapping[str, Recipe], tolerance: Tolerance | None = None) -
     return {name: lines for name, lines in differences.items() if lines}
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3, 4])
+@pytest.mark.parametrize("num_ranks", nightly_but([3], [1, 2, 3, 4]))
 def test_twenty_steps_equal_the_replicated_run(num_ranks: int) -> None:
     recipes = {strategy: Recipe(strategy, (num_ranks,)) for strategy in STRATEGIES}
     assert compare(recipes) == {}
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3, 4])
+@pytest.mark.parametrize("num_ranks", nightly_but([4], [1, 2, 3, 4]))
 def test_twenty_steps_of_a_stock_optimizer_clipped_by_torch_equal_the_replicated_run(num_ranks: int) -> None:
     recipe = Recipe(mesh_shape=(num_ranks,), clip=Clip.STOCK, is_adapted=False)
     assert compare({"optim_grads_params": recipe}) == {}
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 2), pytest.param((2, 1), marks=pytest.mark.slow)], ids=str)
-def test_twenty_steps_on_two_axes_equal_the_replicated_run(mesh_shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("outer", "inner"), nightly_but([(2, 2)], [(2, 2), (1, 2), (2, 1)]))
+def test_twenty_steps_on_two_axes_equal_the_replicated_run(outer: int, inner: int) -> None:
+    mesh_shape = (outer, inner)
     recipes = {"hsdp": Recipe("hsdp", mesh_shape), "hfsdp": Recipe("hfsdp", mesh_shape, clip=Clip.STOCK)}
     assert compare(recipes) == {}
 

@@ -4,10 +4,11 @@ import functools
 import gc
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from megatron_fsdp import (
 )
 from tests.functional.models import draw_tokens, loss_of, make_mesh
 from tests.harness import run_ranks
+from tests.harness.grids import covering, nightly_but
 
 VOCABULARY = 23
 WIDTH = 7
@@ -250,15 +252,21 @@ class Setting:
         return f"{self.model}, {ranks} ranks, {self.strategy}, {self.policy}, {self.num_microbatches} microbatches"
 
 
-def settings() -> list[Setting]:
-    """Every strategy, precision and number of microbatches on one to three ranks; every model; meshes of two axes."""
+def settings(choose: Callable[[Iterable[tuple[Any, ...]]], Iterable[tuple[Any, ...]]] = covering) -> list[Setting]:
+    """Every strategy, precision and number of microbatches on one to three ranks; every model; meshes of two axes.
+
+    Args:
+        choose: leaves out some of a grid.
+    """
     one_axis = [name for name, placements in PLACEMENTS.items() if placements.num_axes == 1]
     two_axes = [name for name, placements in PLACEMENTS.items() if placements.num_axes == 2]
     strategies = product(((1,), (2,), (3,)), one_axis, ("fp32", "bf16"), (1, 2))
-    chosen = [Setting("every_part_a_unit", *entry) for entry in strategies]
+    chosen = [Setting("every_part_a_unit", *entry) for entry in choose(strategies)]
     chosen += [Setting(*entry) for entry in product(MODELS, ((2,),), ("optim_grads",), ("fp32",), (2,))]
     policies = ("fp32", "bf16 gradients")
-    chosen += [Setting(*entry) for entry in product(MODELS, ((2,), (3,)), ("optim_grads_params",), policies, (2,))]
+    chosen += [
+        Setting(*entry) for entry in choose(product(MODELS, ((2,), (3,)), ("optim_grads_params",), policies, (2,)))
+    ]
     chosen += [Setting("part_kept_for_backward", (4,), "optim_grads_params", policy, 2) for policy in policies]
     chosen += [Setting("part_kept_for_backward", (2, 2), "hsdp", "bf16")]
     chosen += [Setting("root_with_parameters", (2, 2), name, "bf16", 2) for name in two_axes]
@@ -325,20 +333,23 @@ def _key(phase: str, call: CollectiveCall) -> Call:
     return phase, call.kind, call.axis, call.num_ranks, call.num_bytes
 
 
+QUICK = settings()
+
+
 @functools.cache
-def steps_on(mesh: tuple[int, ...]) -> dict[Setting, list[Step]]:
-    """Run all settings of a mesh shape and return what every rank saw."""
-    chosen = [setting for setting in settings() if setting.mesh == mesh]
+def steps_on(mesh: tuple[int, ...], is_quick: bool) -> dict[Setting, list[Step]]:
+    """Run all settings of a mesh shape that are quick or not and return what every rank saw."""
+    chosen = [setting for setting in settings(list) if setting.mesh == mesh and (setting in QUICK) is is_quick]
     ranks = run_ranks(math.prod(mesh), run_all, chosen, timeout=300.0)
     return {setting: [rank[position] for rank in ranks] for position, setting in enumerate(chosen)}
 
 
-@pytest.fixture(params=settings(), ids=str)
+@pytest.fixture(params=nightly_but(QUICK, settings(list)), ids=str)
 def steps(request: pytest.FixtureRequest) -> list[Step]:
     """What every rank saw of one setting."""
     setting = request.param
     assert isinstance(setting, Setting)
-    return steps_on(setting.mesh)[setting]
+    return steps_on(setting.mesh, setting in QUICK)[setting]
 
 
 def predicted_calls(report: Report) -> Counter[Call]:

@@ -23,6 +23,7 @@ from tests.functional.models import (
     whole_state,
 )
 from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 
 State = dict[str, torch.Tensor]
 LAYOUTS = {
@@ -169,15 +170,10 @@ def penalise_sharded(layout: str, how: str) -> State:
 HOW = ("in a backward of its own", "in the loss", "before the loss", "on the last microbatch")
 
 
-@pytest.mark.parametrize(
-    ("layout", "how"),
-    [
-        pytest.param(layout, how, marks=() if how == "in the loss" or layout == "three ranks" else pytest.mark.slow)
-        for layout in LAYOUTS
-        for how in HOW
-        if layout != "one rank"
-    ],
-)
+PENALTIES = [(layout, how) for layout in LAYOUTS if layout != "one rank" for how in HOW]
+
+
+@pytest.mark.parametrize(("layout", "how"), nightly_but(PENALTIES[::7], PENALTIES))
 def test_penalties_on_weights_change_them_as_in_the_whole_model(layout: str, how: str) -> None:
     wanted = penalise(make_model(), list(range(num_ranks(layout))), how)
     for weights in run_ranks(num_ranks(layout), penalise_sharded, layout, how):

@@ -44,17 +44,17 @@ from tests.functional.split_weights import (
     train_on_two_microbatches,
 )
 from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 
-LAYOUTS = [
-    pytest.param("optim_grads_params", (1,), marks=pytest.mark.slow),
-    ("optim_grads_params", (3,)),
-    pytest.param("optim_grads_params", (4,), marks=pytest.mark.slow),
+EVERY_LAYOUT = [
+    *(("optim_grads_params", (size,)) for size in (1, 3, 4)),
     ("optim_grads", (2,)),
-    pytest.param("optim", (3,), marks=pytest.mark.slow),
+    ("optim", (3,)),
     ("no_shard", (2,)),
     ("hsdp", (2, 2)),
     ("hfsdp", (2, 2)),
 ]
+LAYOUTS = nightly_but([("optim_grads_params", (3,)), ("no_shard", (2,))], EVERY_LAYOUT)
 
 
 def run_of(policy: MixedPrecisionPolicy, strategy: str, mesh: tuple[int, ...]) -> tuple[list[float], Model]:

@@ -24,6 +24,7 @@ from megatron_fsdp import (
 )
 from tests.functional.replica import WIDTH, inputs, whole
 from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 
 MESHES = {
     "dp2 tp2": ((2, 2), ("dp", "tp")),
@@ -188,8 +189,13 @@ def loaded(path: str, ours: bool, num_tp: int) -> dict[str, torch.Tensor]:
     return whole_values(model)
 
 
-@pytest.mark.parametrize("ours", [False, True], ids=["DCP", "load_checkpoint"])
-@pytest.mark.parametrize(("num_ranks", "num_tp"), [(4, 2), (2, 2), (4, 1), (3, 0), (1, 0)])
+LOADERS = [(4, 2, True), (2, 2, False), (4, 1, False), (3, 0, True), (1, 0, False)]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_tp", "ours"),
+    nightly_but(LOADERS[::2], [(*case[:2], ours) for case in LOADERS for ours in (False, True)]),
+)
 def test_a_tensor_parallel_checkpoint_loads_on(num_ranks: int, num_tp: int, ours: bool, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     wanted = run_ranks(4, saved, path, ours)[0]

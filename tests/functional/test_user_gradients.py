@@ -34,7 +34,7 @@ STRATEGIES: dict[str, tuple[Placements, tuple[int, ...]]] = {
     "hsdp": (Placements.hsdp(), (2, 2)),
     "hfsdp": (Placements.hfsdp(), (2, 2)),
 }
-QUICK = ("no_shard", "optim", "optim_grads_params")
+QUICK = ("no_shard", "optim_grads_params")
 EACH = pytest.mark.parametrize(
     "strategy", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in STRATEGIES]
 )

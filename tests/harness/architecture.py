@@ -77,6 +77,17 @@ STEP_FILES = (
 )
 MAX_STEP_LINES = 1890
 
+# What starts a process, or hands a function to ranks that are processes.
+PROCESS_NAMES = (
+    "multiprocessing.Process",
+    "multiprocessing.get_context",
+    "os.fork",
+    "os.posix_spawn",
+    "subprocess",
+    "tests.harness.ranks",
+    "tests.harness.run_ranks",
+)
+
 MEGATRON_FILE = "megatron_fsdp.integrations.megatron.adapter"
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -268,6 +279,17 @@ def stray_megatron_imports(sources: Iterable[Source]) -> list[str]:
         for entry in imports(source)
         if entry.target.partition(".")[0] == "megatron" and not (source.module == MEGATRON_FILE and entry.is_lazy)
     ]
+
+
+def processes_in_unit_tests(sources: Iterable[Source]) -> list[str]:
+    """Unit tests run in the process that collects them: no ranks, no subprocesses, no forks."""
+    found: dict[str, str] = {}
+    for source in sources:
+        if source.path.startswith("tests/unit/"):
+            for name, place in spelled_names(source):
+                if any(f"{name}.".startswith(f"{start}.") for start in PROCESS_NAMES):
+                    found.setdefault(place, f"{place}: spells {name}; wanted under tests/functional")
+    return list(found.values())
 
 
 def missing_docstrings(sources: Iterable[Source]) -> list[str]:

@@ -1,19 +1,32 @@
 """The calling process's handle on one worker process: starting it, talking to it, reading what it wrote, ending it."""
 
 import contextlib
+import functools
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
-from multiprocessing import Pipe
-from pathlib import Path
+from multiprocessing.context import ForkContext, ForkServerContext
 
+from tests.harness import worker
 from tests.harness.failures import FailureKind, RankFailure, describe_exit
 from tests.harness.messages import Ready, Task, receive, send
 
-ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 5.0
+# What nearly every test imports on its ranks. Importing it takes seconds of processor time, a fork of the process that
+# has it milliseconds.
+PRELOADED = (
+    "hypothesis",
+    "pytest",
+    "megatron_fsdp",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.debug",
+    "torch.testing",
+    "tests.harness.worker",
+)
 
 
 class WorkerProcess:
@@ -27,19 +40,13 @@ class WorkerProcess:
             store_port: port of the ``TCPStore`` where the ranks of a call meet.
         """
         self.rank = rank
-        self.connection, theirs = Pipe()
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the worker lives; end() closes it)
+        self.connection, theirs = _context().Pipe()
+        self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115  (open as long as the worker lives; end() closes it)
         self._output_start = 0
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.harness.worker", str(theirs.fileno()), str(store_port), str(rank)],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                env=_environment(),
-                cwd=ROOT,
-            )
+            start = worker.Start(theirs, store_port, rank, self._output.name, _environment())
+            self.process = _context().Process(target=worker.main, args=(start,), daemon=True)
+            self.process.start()
 
     def wait_until_ready(self) -> None:
         """Wait until the worker takes tasks; raises RuntimeError with its output when it does not come up."""
@@ -50,6 +57,10 @@ class WorkerProcess:
             f"worker {self.rank} of the rank pool was not ready within {START_TIMEOUT_S:.0f} s, or died; "
             f"it wrote:\n{self.output()}"
         )
+
+    def has_ended(self) -> bool:
+        """Tell between two calls, when a worker says nothing, whether it has closed its connection."""
+        return self.connection.closed or self.connection.poll()
 
     def begin(self, task: Task) -> None:
         """Send a task; a worker that has just died is noticed when its outcome is read."""
@@ -66,9 +77,9 @@ class WorkerProcess:
 
     def death(self) -> RankFailure:
         """Return the failure of a worker whose connection has closed."""
-        try:
-            exit_code = self.process.wait(EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        self.process.join(EXIT_TIMEOUT_S)
+        exit_code = self.process.exitcode
+        if exit_code is None:
             return self.interrupt("It closed its connection but did not exit; the stack it was on ends what it wrote.")
         return RankFailure(self.rank, FailureKind.DIED, describe_exit(exit_code), self.output(), exit_code)
 
@@ -79,30 +90,32 @@ class WorkerProcess:
             waited_for: what it did not do and for how long, a whole sentence.
         """
         self.process.terminate()
-        try:
-            self.process.wait(EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        self.process.join(EXIT_TIMEOUT_S)
+        if self.process.exitcode is None:
             self.process.kill()
-            self.process.wait()
+            self.process.join()
         return RankFailure(self.rank, FailureKind.STUCK, waited_for, self.output())
 
     def end(self) -> None:
         """Kill the worker, which keeps nothing worth saving, and give up its file and connection."""
         self.process.kill()
-        self.process.wait()
+        self.process.join()
         self.connection.close()
         self._output.close()
 
 
+@functools.cache
+def _context() -> ForkContext | ForkServerContext:
+    """Return what starts workers: forks of a process that has imported what they need, or of this one if asked for."""
+    if os.environ.get("RANKS_START_METHOD") == "fork":
+        return multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
+
+
 def _environment() -> dict[str, str]:
     environment = dict(os.environ)
-    environment.update(
-        # The caller's import path, so that functions pickled by reference are found.
-        PYTHONPATH=os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry)]),
-        # Nothing that a rank wrote before it died may be lost in a buffer.
-        PYTHONUNBUFFERED="1",
-        OMP_NUM_THREADS="1",
-    )
     # gloo otherwise connects through whatever address the host name resolves to, if it does.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     return environment

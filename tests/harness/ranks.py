@@ -118,7 +118,7 @@ class WorkerPool:
 
     def _members(self, world_size: int) -> list[WorkerProcess]:
         """Return the workers for a call; starts those that are missing, and all anew once one of them has ended."""
-        if any(worker.process.poll() is not None for worker in self._workers):
+        if any(worker.has_ended() for worker in self._workers):
             self.close()
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

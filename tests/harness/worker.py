@@ -3,8 +3,10 @@
 import contextlib
 import datetime
 import faulthandler
+import functools
 import gc
 import importlib
+import io
 import os
 import pickle
 import random
@@ -13,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
 
@@ -26,25 +29,38 @@ from tests.harness.messages import Call, Clean, Outcome, Ready, Release, Task, a
 SEED = 20_260_101
 
 
-def main(connection_fd: int, store_port: int, rank: int) -> None:
-    """Serve tasks until the other end of the connection closes.
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a worker is told when it is started.
 
-    Args:
-        connection_fd: inherited descriptor of the connection to the calling process.
+    Attributes:
+        connection: to the calling process.
         store_port: port of the calling process's ``TCPStore`` on 127.0.0.1.
         rank: this worker's rank in every call it takes part in.
+        output: path of the file that gets what it writes to stdout and stderr.
+        environment: its environment variables.
     """
-    _prepare_process()
+
+    connection: Connection
+    store_port: int
+    rank: int
+    output: str
+    environment: dict[str, str]
+
+
+def main(start: Start) -> None:
+    """Serve tasks until the other end of the connection closes."""
+    _prepare_process(start)
     complaints = _record_swallowed_exceptions()
     environment = dict(os.environ)
-    store = TCPStore("127.0.0.1", store_port, is_master=False)
+    store = TCPStore("127.0.0.1", start.store_port, is_master=False)
     num_modules = _freeze_what_was_imported(0)
-    with contextlib.suppress(EOFError), Connection(connection_fd) as connection:
+    with contextlib.suppress(EOFError), start.connection as connection:
         send(connection, Ready())
         while True:
             task = receive(connection)
             assert isinstance(task, Task)
-            outcome = _run(task, rank, store)
+            outcome = _run(task, start.rank, store)
             if outcome.error is not None:
                 # Closing the connections now makes peers that wait for this rank fail at once instead of timing out.
                 _close_process_groups()
@@ -57,7 +73,14 @@ def main(connection_fd: int, store_port: int, rank: int) -> None:
             complaints.clear()
 
 
-def _prepare_process() -> None:
+def _prepare_process(start: Start) -> None:
+    with open(start.output, "ab", buffering=0) as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    # Nothing that a rank wrote before it died may be lost in a buffer.
+    sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(number, "w", False), write_through=True) for number in (1, 2))
+    os.environ.clear()
+    os.environ.update(start.environment)
     torch.set_num_threads(1)
     # Ctrl-C is for the calling process, whose end closes the connection.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -141,9 +164,25 @@ def _freeze_what_was_imported(num_modules: int) -> int:
 
 
 def _forget_meshes() -> None:
-    """Drop DTensor's cached specs: an equal mesh of a later call would get this one's, whose groups are closed."""
+    """Drop what DTensor keeps by mesh.
+
+    An equal mesh of a later call would get this one's, whose groups are closed; and each group that is kept has a
+    thread which wakes up a hundred times a second.
+    """
     if "torch.distributed.tensor" in sys.modules:
         importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+        importlib.import_module("torch.distributed.tensor._redistribute").clear_redistribute_planner_cache()
+        for cached in _caches_of_dtensor(len(sys.modules)):
+            cached.cache_clear()
+
+
+@functools.lru_cache(1)
+def _caches_of_dtensor(num_modules: int) -> list["functools._lru_cache_wrapper[object]"]:
+    """Return its functions and methods with a cache; looked for anew when more modules have been imported."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("torch.distributed.tensor")]
+    found = [each for module in modules for each in vars(module).values()]
+    found += [each for owner in found if isinstance(owner, type) for each in vars(owner).values()]
+    return [each for each in found if isinstance(each, functools._lru_cache_wrapper)]
 
 
 def _record_swallowed_exceptions() -> list[str]:
@@ -162,7 +201,3 @@ def _record_swallowed_exceptions() -> list[str]:
     sys.unraisablehook = unraisable
     threading.excepthook = in_thread
     return complaints
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

@@ -25,6 +25,7 @@ RULES: tuple[Rule, ...] = (
     architecture.stray_streams,
     architecture.stray_megatron_imports,
     architecture.missing_docstrings,
+    architecture.processes_in_unit_tests,
 )
 
 
@@ -244,6 +245,21 @@ def test_one_training_step_is_read_in_six_files_that_do_not_grow(repository: lis
     lines = architecture.step_lines(repository)
     print(sum(lines.values()), lines)
     assert sum(lines.values()) <= architecture.MAX_STEP_LINES
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from tests.harness import run_ranks\nrun_ranks(2, train)",
+        "import subprocess\nsubprocess.run(['true'])",
+        "import subprocess as processes\nprocesses.run(['true'])",
+        "import os\nos.fork()",
+    ],
+)
+def test_a_unit_test_that_starts_a_process_is_found(text: str) -> None:
+    found = architecture.processes_in_unit_tests(sources(tests__unit__test_a=text, tests__functional__test_a=text))
+    assert "tests/unit/test_a.py:2" in places(found)
+    assert {place.partition(":")[0] for place in places(found)} == {"tests/unit/test_a.py"}
 
 
 # ---------------------------------------------------------------- the pages, and what users import

@@ -3,18 +3,14 @@
 import json
 import shutil
 import sys
-import time
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 import pretrain_gpt
 from gpt.learning_rate import LearningRate
-from gpt.signals import StopSignal
-from tests.harness import run_ranks
 
 TINY = (
     "--num-layers 1 --hidden-size 12 --num-attention-heads 2 --seq-length 9 --micro-batch-size 4 --train-iters 6 "
@@ -95,17 +91,6 @@ def test_when_the_time_is_up_the_run_saves_and_resumes_exactly(capsys: pytest.Ca
 
 def test_a_long_time_ends_nothing() -> None:
     assert len(train("--eval-iters 0 --exit-duration-in-mins 10")) == 6
-
-
-def stop_by_the_clock_of_the_last_rank() -> list[bool]:
-    is_last = dist.get_rank() == dist.get_world_size() - 1
-    with StopSignal(1e-9 if is_last else 60) as stop:
-        time.sleep(0.001)
-        return [stop.is_received_anywhere(), stop.is_received, stop.is_time_up]
-
-
-def test_all_ranks_stop_when_the_time_of_one_is_up() -> None:
-    assert run_ranks(2, stop_by_the_clock_of_the_last_rank) == [[True, False, True]] * 2
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,7 @@
 
 import builtins
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 import xml.etree.ElementTree
 from collections.abc import Callable
@@ -20,8 +17,6 @@ from megatron_fsdp.planning import catalog
 
 EIGHT_RANKS = ("plan", "--model", "llama3-8b", "--mesh", "8")
 Run = Callable[..., str]
-# For processes of their own, which may start elsewhere.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 class Block(nn.Module):
@@ -300,20 +295,3 @@ def test_an_unknown_command_is_refused_with_those_there_are(
         main(arguments)
     assert message in (found := capsys.readouterr().err)
     assert "there are plan" in found
-
-
-def test_a_model_in_the_current_folder_is_found(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("from torch import nn\ndef make():\n    return nn.Linear(4, 4)\n")
-    command = [sys.executable, "-m", "megatron_fsdp", "plan", "--factory", "mine:make", "--mesh", "2"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "mine:make: 20 parameters, on 2 ranks" in done.stdout
-    assert "the whole model is one unit" in done.stdout
-
-
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    command = f"{sys.executable} -m megatron_fsdp plan --model llama3-8b --mesh 8 --json | head -1"
-    done = subprocess.run(command, shell=True, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stderr == ""

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dbuffer import CollectiveCall, DBuffer, FlatDTensor, PlacementError, RaggedShard, observe_collectives
-from tests.harness import run_ranks
-from tests.unit.dbuffer.dtensor.operator_cases import (
+from tests.functional.dbuffer.dtensor.operator_cases import (
     ELEMENT_WISE,
     LAYOUTS,
     OTHER_ROWS,
@@ -27,6 +27,8 @@ from tests.unit.dbuffer.dtensor.operator_cases import (
     values,
     whole,
 )
+from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 
 CHECKED = [
     *(("three ranks", table) for table in ("element-wise", "whole", "reductions", "random")),
@@ -37,7 +39,7 @@ CHECKED = [
     *(("inside slices, hfsdp", table) for table in ("whole", "random")),
 ]
 
-QUICK = {("three ranks", "reductions"), ("three ranks", "random"), ("inside slices", "reductions")}
+QUICK = {("three ranks", "reductions"), ("three ranks", "random")}
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CHECKED]
 
 
@@ -79,7 +81,9 @@ def lost_rows(layout: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["three ranks", "hsdp", "hfsdp", "inside slices"])
+@pytest.mark.parametrize(
+    "layout", nightly_but(["hfsdp", "inside slices"], ["three ranks", "hsdp", "hfsdp", "inside slices"])
+)
 def test_element_wise_functions_keep_the_rows_without_communication(layout: str) -> None:
     assert run_ranks(num_ranks(layout), lost_rows, layout) == [[]] * num_ranks(layout)
 
@@ -111,12 +115,13 @@ MIXES: dict[str, Mix] = {
 }
 
 
-def wrong_mixes(layout: str) -> list[str]:
+def wrong_mixes(layout: str, part: int) -> list[str]:
+    """Return what is wrong with the mixes at every third shape, beginning with another one for each mix and kind."""
     found, mesh = [], make_mesh(layout)
-    for kind in OTHER_ROWS:
-        for name, function in MIXES.items():
-            faces = sharded(layout, values(1), mesh)
-            for shape, x, y, face in zip(SHAPES, values(1), values(2), faces, strict=True):
+    for number, (kind, (name, function)) in enumerate(product(OTHER_ROWS, MIXES.items())):
+        faces = sharded(layout, values(1), mesh)
+        for position, (shape, x, y, face) in enumerate(zip(SHAPES, values(1), values(2), faces, strict=True)):
+            if (number + position) % 3 == part:
                 wanted = function(x, y.clone())
                 with torch.no_grad():
                     result = whole(function(face, in_other_rows(y, face, kind)))
@@ -125,11 +130,15 @@ def wrong_mixes(layout: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "layout", ["three ranks", pytest.param("hsdp", marks=pytest.mark.slow), "hfsdp", "inside slices"]
+ROWS = nightly_but(
+    [("three ranks", 0), ("hfsdp", 1), ("inside slices", 2)],
+    product(("three ranks", "hsdp", "hfsdp", "inside slices"), range(3)),
 )
-def test_operands_in_other_rows_are_brought_into_these(layout: str) -> None:
-    assert run_ranks(num_ranks(layout), wrong_mixes, layout, timeout=120) == [[]] * num_ranks(layout)
+
+
+@pytest.mark.parametrize(("layout", "part"), ROWS)
+def test_operands_in_other_rows_are_brought_into_these(layout: str, part: int) -> None:
+    assert run_ranks(num_ranks(layout), wrong_mixes, layout, part, timeout=120) == [[]] * num_ranks(layout)
 
 
 # ---------------------------------------------------------------- what is refused

@@ -14,7 +14,7 @@ from dbuffer_kernels import launch
 from dbuffer_kernels.norm import MAX_PROGRAMS, squares_kernel, total_kernel
 from dbuffer_kernels.rounding import stochastic_kernel
 from dbuffer_kernels.split import join_kernel, split_kernel
-from tests.unit.kernels.compiled_cases import (
+from tests.functional.kernels.compiled_cases import (
     WIDE_LOAD,
     WIDE_STORE,
     accesses_per_thread,

@@ -1,6 +1,7 @@
 """The rank pool: what comes back from the ranks, what a failing rank tells, and what one call leaves to the next."""
 
 import os
+import select
 import signal
 import threading
 import warnings
@@ -189,9 +190,10 @@ def test_the_pool_survives_an_exception() -> None:
 
 def test_a_worker_that_dies_between_calls_is_replaced() -> None:
     ((_, process),) = run_ranks(1, rank_and_process)
+    end = os.pidfd_open(process)
     os.kill(process, signal.SIGKILL)
-    # Waits for its end and leaves the reaping to the pool.
-    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    select.select([end], [], [])
+    os.close(end)
     ((_, replacement),) = run_ranks(1, rank_and_process)
     assert replacement != process
 

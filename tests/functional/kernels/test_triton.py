@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.grids import nightly_but
+
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
 CASES = (FOLDER / "triton_cases.py", FOLDER / "step_cases.py", FOLDER / "muon_cases.py", FOLDER / "int8_cases.py")
@@ -34,8 +36,12 @@ def names(files: tuple[Path, ...]) -> list[str]:
     return found
 
 
-def run_cases(files: tuple[Path, ...], folder: Path, *, interprets: bool) -> Failures:
-    """Run files of cases in a fresh process and return, for each test function that ran, the texts of its failures."""
+def run_cases(files: tuple[Path, ...], folder: Path, *, interprets: bool, grid: str = "whole") -> Failures:
+    """Run files of cases in a fresh process and return, for each test function that ran, the texts of its failures.
+
+    Args:
+        grid: "whole", or "quick" for a part of what is compiled ahead of time.
+    """
     report = folder / "report.xml"
     configuration = folder / "pytest.ini"
     configuration.write_text(
@@ -46,6 +52,7 @@ def run_cases(files: tuple[Path, ...], folder: Path, *, interprets: bool) -> Fai
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
         "TRITON_CACHE_DIR": str(folder / "cache"),
         "TRITON_INTERPRET": "1" if interprets else "0",
+        "GRID": grid,
     }
     options = ["--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-c", str(configuration)]
     command = [sys.executable, "-m", "pytest", *map(str, files), *options, f"--rootdir={ROOT}", f"--junitxml={report}"]
@@ -72,9 +79,9 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Failures:
     return run_cases(CASES, tmp_path_factory.mktemp("interpreted"), interprets=True)
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Failures:
-    return run_cases(COMPILED, tmp_path_factory.mktemp("compiled"), interprets=False)
+@pytest.fixture(scope="module", params=nightly_but(["quick"], ["quick", "whole"]))
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Failures:
+    return run_cases(COMPILED, tmp_path_factory.mktemp("compiled"), interprets=False, grid=request.param)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 
 from dbuffer_kernels import launch
 from dbuffer_kernels.muon import muon_apply_kernel, muon_momentum_kernel
-from tests.unit.kernels.compiled_cases import (
+from tests.functional.kernels.compiled_cases import (
     WIDE_LOAD,
     WIDE_STORE,
     accesses_per_thread,

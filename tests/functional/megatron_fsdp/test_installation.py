@@ -30,6 +30,7 @@ def run(site: Path, code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_our_package_alone_is_imported_without_a_word(site: Path) -> None:
     done = run(site, "import megatron_fsdp; print(megatron_fsdp.__file__)")
     assert done.stdout.strip() == str(site / "megatron_fsdp" / "__init__.py")

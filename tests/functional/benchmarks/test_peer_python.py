@@ -60,6 +60,7 @@ def interpreter(folder: Path, **packages: str) -> Path:
     return python
 
 
+@pytest.mark.slow
 def test_an_interpreter_tells_which_peers_it_has_and_one_of_them_trains_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,25 @@
+"""``megatron-fsdp plan`` as a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def test_a_model_in_the_current_folder_is_found(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from torch import nn\ndef make():\n    return nn.Linear(4, 4)\n")
+    command = [sys.executable, "-m", "megatron_fsdp", "plan", "--factory", "mine:make", "--mesh", "2"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "mine:make: 20 parameters, on 2 ranks" in done.stdout
+    assert "the whole model is one unit" in done.stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m megatron_fsdp plan --model llama3-8b --mesh 8 --json | head -1"
+    done = subprocess.run(command, shell=True, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""
