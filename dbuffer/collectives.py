@@ -161,8 +161,8 @@ def reduce_scatter(
             is_small = 0 < full.nbytes <= _MOST_EXCHANGED_BYTES
             _finish((_reduce_by_exchange if is_small else _reduce_in_place)(full, output, axis, op), works)
         else:
-            options = {"op": _reduce_op(op), "group": group, "waits": works is None}
-            _finish(_start(_reduce_scatter_flat, output, full, **options), works)
+            reduce_op, waits = _reduce_op(op), works is None
+            _finish(_start(_reduce_scatter_flat, output, full, op=reduce_op, group=group, waits=waits), works)
 
 
 def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.Work] | None = None) -> None:

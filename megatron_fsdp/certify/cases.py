@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -63,7 +65,8 @@ class Case:
         accumulation: "none", "microbatch" or "no_sync"; of two microbatches.
         optimizer: "sgd", "torch", "adamw", "clipped" (AdamW with a maximal norm), "muon", or "clip_grad_norm".
         trouble: "forward" or "backward" raises in the second step, and training goes on; "frozen": the first block is
-            frozen then; "evaluation": one comes between the steps; "saving": a checkpoint is saved beside the second step.
+            frozen then; "evaluation": one comes between the steps; "saving": a save runs beside the second step; or a
+            key of the scripts, which need no other option.
         is_tensor_parallel: blocks are cut over a second mesh axis.
         host_may_wait: why the host is meant to wait for the GPU here; empty where it is not.
     """
@@ -171,26 +174,123 @@ def _captured(check: Certification) -> list[torch.Tensor]:
         optimizer.zero_grad()
     streams.order(aside, streams.compute)
     check.begin()
-    graph, hooks = streams.stream("graph"), streams.stream("hooks")
 
     def go_on_with(before: Queue, stream: Queue) -> None:
         # As autograd does between nodes of two streams.
         streams.order(before, stream)
         streams.switch(stream)
 
-    streams.order(streams.compute, graph)
-    with streams.capture(graph):
-        streams.order(graph, hooks)
-        loss = model(batch(dist.get_rank(), 1))
-        with streams.use(hooks):
+    hooks, losses = streams.stream("hooks"), []
+    for step in (1, 2):
+        # A stream of its own each time, which the engine knows after the one of the hooks.
+        graph = streams.stream(f"graph {step}")
+        streams.order(streams.compute, graph)
+        with streams.capture(graph):
             streams.order(graph, hooks)
-            loss.register_hook(lambda _: go_on_with(graph, hooks))
-            model.layers[0].register_full_backward_pre_hook(lambda *_: go_on_with(hooks, graph))
-        loss.backward()
-        if not all(graph.follows(lane) for lane in streams.lanes):
-            check.note("a graph that ends with the backward has not joined every lane")
-    streams.order(graph, streams.compute)
-    optimizer.step()
+            loss = model(batch(dist.get_rank(), step))
+            turn, turn_back = functools.partial(go_on_with, graph, hooks), functools.partial(go_on_with, hooks, graph)
+            loss.register_hook(lambda _, turn=turn: turn())  # type: ignore[misc]
+            handle = model.layers[0].register_full_backward_pre_hook(lambda *_, turn=turn_back: turn())
+            loss.backward()
+            handle.remove()
+            if not all(graph.follows(lane) for lane in streams.lanes):
+                check.note("a graph that ends with the backward has not joined every lane")
+        streams.order(graph, streams.compute)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+        model(batch(dist.get_rank(), step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _captured_backward(check: Certification) -> list[torch.Tensor]:
+    """Capture a backward alone that reduces nothing, on a stream that the engine has not seen, with hooks elsewhere."""
+    streams = check.streams
+    model = build()
+    for part in (*model.layers, model):
+        fully_shard(part)
+    check.know(model)
+    model(batch(dist.get_rank(), 0)).backward()
+    model.zero_grad()
+    check.begin()
+    graph, hooks = streams.stream("graph"), streams.stream("hooks")
+    with no_sync(model):
+        loss = model(batch(dist.get_rank(), 1))
+        streams.order(streams.compute, graph)
+        with streams.capture(graph):
+
+            def switch(_: torch.Tensor) -> None:
+                streams.order(graph, hooks)
+                streams.switch(hooks)
+                # The callbacks of a backward run on the stream of who called it.
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: streams.switch(graph))
+
+            # Before whatever the engine hooks on the model's output.
+            scaled = loss * 1.0
+            scaled.register_hook(switch)
+            scaled.backward()
+    return [loss]
+
+
+def _step_elsewhere(check: Certification) -> list[torch.Tensor]:
+    """Step on a stream of its own, for whose end the next forward waits."""
+    streams, losses = check.streams, []
+    model = build()
+    for part in (*model.layers, model):
+        fully_shard(part)
+    check.know(model)
+    assert isinstance(model, FsdpModule)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    side = streams.stream("side")
+    for step in range(_NUM_STEPS + 1):
+        losses.append(model(batch(dist.get_rank(), step)))
+        losses[-1].backward()
+        streams.order(streams.compute, side)
+        with streams.use(side):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        event = streams.event()
+        event.record(side)
+        model.set_post_optim_event(event)
+        if step == 0:
+            check.begin()
+    return losses
+
+
+def _unshard_by_hand(check: Certification) -> list[torch.Tensor]:
+    """Use a unit's weights outside of its forward, between ``unshard`` and ``reshard``."""
+    model = build()
+    for part in (*model.layers, model):
+        fully_shard(part)
+    check.know(model)
+    model(batch(dist.get_rank(), 0)).backward()
+    model.zero_grad()
+    check.begin()
+    losses = []
+    for layer in model.layers:
+        assert isinstance(layer, FsdpModule)
+        layer.unshard()
+        assert isinstance(layer.up, nn.Linear)
+        losses.append(layer.up.weight.detach().square().sum())
+        layer.reshard()
+    return losses
+
+
+def _missing_gradients(check: Certification) -> list[torch.Tensor]:
+    """Train a model with a weight that no rank uses: the host asks the others when reductions are over."""
+    model = build()
+    model.unused = nn.Parameter(torch.ones(3, WIDTH))
+    for part in (*model.layers, model):
+        fully_shard(part)
+    check.know(model)
+    loss = model(batch(dist.get_rank(), 0))
+    loss.backward()
+    waits = [wait for wait in check.streams.waits if wait.is_host and wait.via.path.endswith("missing_gradients.py")]
+    if dist.get_world_size() > 1 and all(wait.is_redundant for wait in waits):
+        check.note("the host asks who misses gradients before the reductions are over")
+    check.begin()
     return [loss]
 
 
@@ -218,6 +318,10 @@ _SCRIPTS: dict[str, Callable[[Certification], list[torch.Tensor]]] = {
     "two streams, large, copied": lambda check: _two_streams(check, 4000, fuses=False),
     "two streams, large, multiplied": lambda check: _two_streams(check, 4000, fuses=True),
     "captured": _captured,
+    "captured backward": _captured_backward,
+    "step elsewhere": _step_elsewhere,
+    "unshard by hand": _unshard_by_hand,
+    "missing gradients": _missing_gradients,
     "deleted in flight": _deleted,
 }
 
@@ -238,6 +342,9 @@ def _trouble(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, ste
     elif case.trouble == "evaluation":
         with torch.no_grad():
             model(batch(dist.get_rank(), 99))
+            # As an average of weights does, on what the last gathers may still read.
+            for parameter in model.parameters():
+                parameter.mul_(0.99)
     elif case.trouble == "saving":
         _save(model, optimizer)
 
@@ -319,60 +426,70 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     return fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
 
 
-def _cases() -> Iterator[Case]:
-    base = Case("")
-    for strategy in _STRATEGIES:
-        for policy in ("fp32", "bf16"):
-            for accumulation in ("none", "microbatch", "no_sync"):
-                yield Case(
-                    f"{strategy}, {policy}, {accumulation}",
-                    strategy, policy, accumulation=accumulation, optimizer="clipped",
-                )  # fmt: skip
+def _strategy_cases() -> Iterator[Case]:
+    for strategy, policy in itertools.product(_STRATEGIES, ("fp32", "bf16")):
+        for accumulation in ("none", "microbatch", "no_sync"):
+            yield Case(
+                f"{strategy}, {policy}, {accumulation}",
+                strategy, policy, accumulation=accumulation, optimizer="clipped",
+            )  # fmt: skip
+    for policy, accumulation in itertools.product(("unfused", "wide", "split"), ("none", "microbatch")):
+        optimizer = "clipped" if policy == "split" else "sgd"
+        yield Case(f"{policy}, {accumulation}", policy=policy, accumulation=accumulation, optimizer=optimizer)
+    for optimizer, strategy in itertools.product(
+        ("torch", "adamw", "clip_grad_norm", "muon"), ("optim_grads_params", "hfsdp")
+    ):
+        yield Case(f"{optimizer}, {strategy}", strategy, "bf16", optimizer=optimizer)
+
+
+def _memory_cases() -> Iterator[Case]:
     for reshard in (True, False, 2):
-        yield replace(base, name=f"reshard {reshard}", reshard=reshard)
-        yield replace(base, name=f"reshard {reshard}, microbatches", reshard=reshard, accumulation="microbatch")
+        yield Case(f"reshard {reshard}", reshard=reshard)
+        yield Case(f"reshard {reshard}, microbatches", reshard=reshard, accumulation="microbatch")
     for slots in ("by_size", "largest"):
         for strategy in ("optim_grads", "optim_grads_params", "hfsdp"):
-            yield replace(base, name=f"slots {slots}, {strategy}", slots=slots, strategy=strategy, policy="bf16")
-        yield replace(base, name=f"slots {slots}, prefetch lists", slots=slots, prefetches=True)
-        yield replace(base, name=f"slots {slots}, reshard 2", slots=slots, reshard=2)
-    yield replace(base, name="prefetch lists", prefetches=True)
-    yield replace(base, name="prefetch lists, bf16", prefetches=True, policy="bf16", accumulation="microbatch")
+            yield Case(f"slots {slots}, {strategy}", strategy, "bf16", slots=slots)
+        yield Case(f"slots {slots}, prefetch lists", slots=slots, prefetches=True)
+        yield Case(f"slots {slots}, reshard 2", slots=slots, reshard=2)
+    yield Case("prefetch lists", prefetches=True)
+    yield Case("prefetch lists, bf16", prefetches=True, policy="bf16", accumulation="microbatch")
     reason = "offloaded weights and gradients are the host's: it waits for their copies by design"
-    for policy in ("fp32", "bf16"):
-        for strategy in ("optim_grads_params", "hfsdp"):
-            for accumulation in ("none", "no_sync"):
-                yield Case(
-                    f"offload, {strategy}, {policy}, {accumulation}",
-                    strategy, policy, accumulation=accumulation, is_offloaded=True, host_may_wait=reason,
-                )  # fmt: skip
-    for recomputes in ("reentrant", "selective", "nested"):
-        for options in ({}, {"slots": "largest"}, {"reshard": 2}, {"policy": "bf16", "accumulation": "microbatch"}):
-            name = f"recompute {recomputes}" + "".join(f", {key} {value}" for key, value in options.items())
-            yield replace(base, name=name, model={"recomputes": recomputes}, **options)
-    for policy in ("unfused", "wide", "split"):
-        for accumulation in ("none", "microbatch"):
-            optimizer = "clipped" if policy == "split" else "sgd"
-            yield replace(
-                base, name=f"{policy}, {accumulation}", policy=policy, accumulation=accumulation, optimizer=optimizer
-            )
+    for strategy, policy, accumulation in itertools.product(
+        ("optim_grads_params", "hfsdp"), ("fp32", "bf16"), ("none", "no_sync")
+    ):
+        yield Case(
+            f"offload, {strategy}, {policy}, {accumulation}",
+            strategy, policy, accumulation=accumulation, is_offloaded=True, host_may_wait=reason,
+        )  # fmt: skip
+
+
+def _model_cases() -> Iterator[Case]:
+    more: tuple[dict[str, Any], ...] = (
+        {}, {"slots": "largest"}, {"reshard": 2}, {"policy": "bf16", "accumulation": "microbatch"}
+    )  # fmt: skip
+    for recomputes, options in itertools.product(("reentrant", "selective", "nested"), more):
+        name = f"recompute {recomputes}" + "".join(f", {key} {value}" for key, value in options.items())
+        yield Case(name, model={"recomputes": recomputes}, **options)
     for key in ("is_tied", "repeats", "has_experts"):
-        yield replace(base, name=key, model={key: True})
-        yield replace(base, name=f"{key}, recomputed", model={key: True, "recomputes": "selective"}, policy="bf16")
-    for trouble in ("forward", "backward", "frozen", "evaluation", "saving"):
+        yield Case(key, model={key: True})
+        yield Case(f"{key}, recomputed", model={key: True, "recomputes": "selective"}, policy="bf16")
+    yield Case("tensor parallel", is_tensor_parallel=True, model={"hidden": (12, 2, 16)})
+
+
+def _trouble_cases() -> Iterator[Case]:
+    more: tuple[dict[str, Any], ...] = ({"optimizer": "adamw"}, {"slots": "largest", "policy": "bf16"})
+    for trouble, options in itertools.product(("forward", "backward", "frozen", "evaluation", "saving"), more):
         reason = "a save waits until this rank's part is in host memory" if trouble == "saving" else ""
-        for options in ({"optimizer": "adamw"}, {"slots": "largest", "policy": "bf16"}):
-            name = f"trouble: {trouble}, " + ", ".join(options)
-            yield replace(base, name=name, trouble=trouble, host_may_wait=reason, **options)
+        yield Case(f"trouble: {trouble}, {', '.join(options)}", trouble=trouble, host_may_wait=reason, **options)
+    yield Case(
+        "trouble: evaluation, offloaded", trouble="evaluation", is_offloaded=True,
+        host_may_wait="offloaded weights are the host's: it waits for their copies by design",
+    )  # fmt: skip
     for script in _SCRIPTS:
-        yield replace(base, name=script, trouble=script)
-    yield replace(base, name="tensor parallel", is_tensor_parallel=True, model={"hidden": (12, 2, 16)})
-    for optimizer in ("torch", "adamw", "clip_grad_norm", "muon"):
-        for strategy in ("optim_grads_params", "hfsdp"):
-            yield replace(base, name=f"{optimizer}, {strategy}", optimizer=optimizer, strategy=strategy, policy="bf16")
+        yield Case(script, trouble=script)
 
 
-CASES = tuple(_cases())
+CASES = (*_strategy_cases(), *_memory_cases(), *_model_cases(), *_trouble_cases())
 # One of each mechanism, for every change.
 SHORT = tuple(
     case

@@ -144,7 +144,9 @@ def merged(name: str, certificates: Sequence[Certificate]) -> Certificate:
 
     return Certificate(
         name,
-        *(sum(getattr(one, key) for one in certificates) for key in ("num_operators", "num_conflicts", "num_reuses")),
+        sum(one.num_operators for one in certificates),
+        sum(one.num_conflicts for one in certificates),
+        sum(one.num_reuses for one in certificates),
         races=of("races"),
         early_reuses=of("early_reuses"),
         disorders=(*of("disorders"), *order_findings([one.issues for one in certificates])),
@@ -194,7 +196,7 @@ class Certification:
             memory.num_reuses,
             races=tuple(one.place for one in memory.conflicts),
             early_reuses=tuple(one.place for one in memory.reuses),
-            disorders=tuple(self._notes),
+            disorders=(*self._notes, *dict.fromkeys(checker.misplaced)),
             waits=tuple(_counts(one for one in counted if not one.is_host)),
             host_waits=tuple(HostWait(*key, count) for key, count in syncs.items()),
             issues=tuple(checker.issues),
@@ -213,8 +215,8 @@ def watching(name: str) -> Iterator[Certification]:
 def certify(model: nn.Module, name: str = "this job") -> Iterator[Certification]:
     """Check the steps that run in the block; two are enough for what a step leaves to the next.
 
-    On a CPU lanes become streams of CUDA's meaning for that long; a GPU keeps its own, and what PyTorch records of them is
-    checked (not run on a GPU yet). Costs tens of microseconds an operator. Ask ``certificate()`` of what it yields::
+    Lanes become streams of CUDA's meaning for that long, so the ranks must compute on CPUs. It costs tens of
+    microseconds an operator. Ask ``certificate()`` of what it yields::
 
         with certify(model) as check:
             for batch in two_batches:

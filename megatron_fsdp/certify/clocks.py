@@ -1,7 +1,7 @@
-"""Streams with CUDA's meaning that run on the CPU: work stays in host order, vector clocks say what a GPU would promise.
+"""Streams with CUDA's meaning on the CPU: work stays in host order, and vector clocks say what a GPU would promise.
 
-A ``VirtualStreams`` goes to ``megatron_fsdp.runtime.lanes.drive_with``. A queue's clock says, for every queue, up to which
-of its accesses everything is over when the next access here begins (Lamport 1978, Fidge 1988, Mattern 1989). Each wait
+A ``VirtualStreams`` goes to ``megatron_fsdp.runtime.lanes.drive_with``. A queue's clock says, for every queue, up to
+which of its accesses everything is over when the next access here begins (Fidge 1988, Mattern 1989). Each wait
 remembers what it brought, so that one whose order nobody needed can be named.
 """
 
@@ -11,7 +11,6 @@ import contextlib
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -86,6 +85,9 @@ class Queue:
         self.is_captured = event.is_captured
         self.launch()
         self.follow(event.source, event.clock)
+        if self.is_captured:
+            # A stream that has forked has to be joined, whether or not work follows.
+            self.tick()
 
     def wait_stream(self, stream: Queue) -> None:
         """Let what comes next here come after all that the stream holds."""
@@ -206,6 +208,7 @@ class VirtualStreams:
         self.is_on_host = False
         self._num_captures = 0
         self._current = [self.compute]
+        self._streams: list[Queue] = []
 
     # ------------------------------------------------------------------ what lanes ask
 
@@ -252,7 +255,8 @@ class VirtualStreams:
 
     def stream(self, name: str) -> Queue:
         """Return a stream of the user's own."""
-        return Queue(name, self)
+        self._streams.append(Queue(name, self))
+        return self._streams[-1]
 
     def order(self, first: Queue, then: Queue) -> None:
         """Let what comes next on one stream come after all that another holds."""
@@ -280,5 +284,6 @@ class VirtualStreams:
             if lane.is_captured:
                 stream.credit(lane.name, lane.clock.get(lane.name, 0))
             lane.is_captured = False
-        stream.is_captured = False
+        for other in (*self._streams, stream):
+            other.is_captured = False
         self.capture_number = None

@@ -344,9 +344,10 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def wait_for_event(event: torch.Event) -> None:
-    """Order the current stream, and with it all lanes' later work, after an event; nothing to do on CPU."""
-    if torch.cuda.is_available():
-        torch.cuda.current_stream().wait_event(event)
+    """Order the current streams, and with them all lanes' later work, after an event; nothing to do on CPU."""
+    for device, compute in _COMPUTE.items():
+        if compute is not None:
+            compute.streams.current(device).wait_event(event)
 
 
 class Recorder(Protocol):
