@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import Granularity, Plan
+from dbuffer_kernels.switches import is_off
 from megatron_fsdp.build.grouping import granularities, unit_regions
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.policy.mesh import ShardingTarget, buffer_device
@@ -65,7 +66,8 @@ class GroupPlanner:
             parameter.trained_main_dtype = self._policy.dtypes_for(first.dtype, requires_grad=True).stepped
         mesh, placements = self._target.mesh, self._target.placements
         spec = GroupSpec(mesh, placements, buffer_device(mesh), dtypes, self._divisor, is_meta=first.is_meta)
-        spec = replace(spec, fuses_weight_gradients=self._policy.fuse_weight_gradients)
+        fuses = False if is_off("fused-gradients") else self._policy.fuse_weight_gradients
+        spec = replace(spec, fuses_weight_gradients=fuses)
         if like[0].is_replicated:
             spec = replace(spec, placements=placements.no_shard_on_all_axes())
         elif self._offload.is_on:

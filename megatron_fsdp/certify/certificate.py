@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from megatron_fsdp.certify.checker import Checker, Issue
 from megatron_fsdp.certify.clocks import VirtualStreams, Wait
@@ -169,10 +171,12 @@ class Certification:
         self._first_wait = 0
         self._notes: list[str] = []
 
-    def know(self, model: nn.Module) -> None:
-        """Call a sharded model's memory by its names, and count what is offloaded as memory of the host."""
+    def know(self, model: nn.Module, *optimizers: Optimizer) -> None:
+        """Call a sharded model's memory by its names, and count as the host's what is offloaded or counts steps."""
         for group in _groups(model):
             _name_buffers(self.checker, group)
+        for optimizer in optimizers:
+            self.checker.lies_on_host(*_step_counters(optimizer))
 
     def begin(self) -> None:
         """Count waits, of streams and of the host, from here on: what was before is no step."""
@@ -212,22 +216,22 @@ def watching(name: str) -> Iterator[Certification]:
 
 
 @contextlib.contextmanager
-def certify(model: nn.Module, name: str = "this job") -> Iterator[Certification]:
+def certify(model: nn.Module, *optimizers: Optimizer, name: str = "this job") -> Iterator[Certification]:
     """Check the steps that run in the block; two are enough for what a step leaves to the next.
 
     Lanes become streams of CUDA's meaning for that long, so the ranks must compute on CPUs. It costs tens of
     microseconds an operator. Ask ``certificate()`` of what it yields::
 
-        with certify(model) as check:
+        with certify(model, optimizer) as check:
             for batch in two_batches:
                 train_step(model, optimizer, batch)
         print("\\n".join(check.certificate().lines()))
 
     Args:
-        model: sharded already, between two steps.
+        model: sharded already, between two steps. optimizers: of it; their step counters lie on the host.
     """
     with watching(name) as certification:
-        certification.know(model)
+        certification.know(model, *optimizers)
         certification.begin()
         yield certification
 
@@ -252,6 +256,14 @@ def _name_buffers(checker: Checker, group: ParameterGroup) -> None:
                 checker.lies_on_host(buffer.local_buffer)
     if group.spec.is_offloaded and group.weights.remainder is not None:
         checker.lies_on_host(group.weights.remainder.buffer.local_buffer)
+
+
+def _step_counters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        if not group.get("capturable"):
+            for parameter in group["params"]:
+                values = optimizer.state.get(parameter, {}).values()
+                yield from (value for value in values if isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
 def _counts(waits: Iterable[Wait]) -> Iterator[WaitCount]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
+from dbuffer.storage import guard_released_storage
 from megatron_fsdp.certify.cases import CASES
 from megatron_fsdp.certify.certificate import Certificate, merged
 from megatron_fsdp.certify.matrix import run_on_rank
@@ -295,7 +296,8 @@ def _run_mutants(chosen: Sequence[Mutant | None], names: Sequence[str]) -> list[
     found = []
     for mutant in chosen:
         certificates: list[Certificate] = []
-        with contextlib.nullcontext() if mutant is None else applied(mutant):
+        # Released memory that a mutant uses is an error of that case then, not the end of the process.
+        with contextlib.nullcontext() if mutant is None else applied(mutant), guard_released_storage():
             for name in names:
                 certificates += [certificate for certificate, _ in run_on_rank([name])]
                 if mutant is not None and not _is_clean(certificates[-1]):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dbuffer.gloo import wait_for
+from dbuffer_kernels.switches import is_off
 
 __all__ = [
     "CpuLane",
@@ -125,7 +126,7 @@ class Streams(Protocol):
 
 class _CudaStreams:
     def new(self, device: torch.device, name: str) -> torch.cuda.Stream:
-        return torch.cuda.Stream(device=device, priority=-1)
+        return torch.cuda.Stream(device=device, priority=0 if is_off("priority") else -1)
 
     def current(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.current_stream(device)
@@ -346,8 +347,7 @@ def is_capturing(device: torch.device) -> bool:
 def wait_for_event(event: torch.Event) -> None:
     """Order the current streams, and with them all lanes' later work, after an event; nothing to do on CPU."""
     for device, compute in _COMPUTE.items():
-        if compute is not None:
-            compute.streams.current(device).wait_event(event)
+        compute.streams.current(device).wait_event(event)
 
 
 class Recorder(Protocol):
