@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -15,13 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from dbuffer.collectives import barrier
 from megatron_fsdp.api import fully_shard, microbatch, no_sync
 from megatron_fsdp.certify.certificate import Certificate, Certification, watching
 from megatron_fsdp.certify.clocks import Queue
 from megatron_fsdp.certify.models import WIDTH, Branches, Stack, batch, build
 from megatron_fsdp.checkpoint.api import save_checkpoint
+from megatron_fsdp.checkpoint.async_save import finish_pending_save
 from megatron_fsdp.optim.adamw import AdamW
 from megatron_fsdp.optim.grad_norm import clip_grad_norm_
 from megatron_fsdp.optim.muon import Muon
@@ -37,6 +42,7 @@ __all__ = ["CASES", "SHORT", "Case", "run_case"]
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _NUM_STEPS = 2
+_EVENT, _COPY = "a wait for an event", "a copy between"
 
 _STRATEGIES: dict[str, Callable[[], Placements]] = {
     "no_shard": lambda: Placements.no_shard(0),
@@ -68,7 +74,7 @@ class Case:
             frozen then; "evaluation": one comes between the steps; "saving": a save runs beside the second step; or a
             key of the scripts, which need no other option.
         is_tensor_parallel: blocks are cut over a second mesh axis.
-        host_may_wait: why the host is meant to wait for the GPU here; empty where it is not.
+        host_may: how the host is meant to wait for the GPU here, see ``Certificate.is_clean``; host_may_wait: why.
     """
 
     name: str
@@ -84,6 +90,7 @@ class Case:
     is_offloaded: bool = False
     is_tensor_parallel: bool = False
     host_may_wait: str = ""
+    host_may: tuple[str, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -113,6 +120,10 @@ def _check_steps(case: Case, check: Certification) -> list[torch.Tensor]:
             check.begin()
         _trouble(case, model, optimizer, step)
         losses += _train(case, model, optimizer, step)
+    if case.trouble == "saving":
+        finish_pending_save()
+        barrier()
+        shutil.rmtree(_folder(), ignore_errors=True)
     return losses
 
 
@@ -141,22 +152,33 @@ def _train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, step:
     return losses
 
 
-def _two_streams(check: Certification, hidden: int, *, fuses: bool) -> list[torch.Tensor]:
-    """Train a model of which a branch runs on a stream of its own."""
+def _two_streams(check: Certification, hidden: int, *, fuses: bool, is_open: bool = False) -> list[torch.Tensor]:
+    """Train a model of which a branch runs on a stream of its own; ``is_open``: some of it is used nowhere."""
     streams = check.streams
-    model = fully_shard(Branches(streams, hidden), mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=fuses))
+    branches = Branches(streams, hidden)
+    if is_open:
+        branches.unused = nn.Parameter(torch.ones(3, WIDTH))
+    model = fully_shard(branches, mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=fuses))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     check.know(model)
     losses: list[torch.Tensor] = []
     for step in range(_NUM_STEPS + 1):
         generator = torch.Generator().manual_seed(step)
         losses.append(model(torch.randn(3, WIDTH, generator=generator)).square().mean())
-        losses[-1].backward()
+        scaled = losses[-1] * 1.0
+        # The callbacks of a backward, of which the engine's is one, run on the stream of who called it.
+        scaled.register_hook(lambda _: _at_the_end(lambda: streams.switch(streams.compute)))
+        scaled.backward()
         optimizer.step()
         optimizer.zero_grad()
         if step == 0:
             check.begin()
     return losses
+
+
+def _at_the_end(callback: Callable[[], None]) -> None:
+    """Call back when the backward under way ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def _captured(check: Certification) -> list[torch.Tensor]:
@@ -189,7 +211,7 @@ def _captured(check: Certification) -> list[torch.Tensor]:
             streams.order(graph, hooks)
             loss = model(batch(dist.get_rank(), step))
             turn, turn_back = functools.partial(go_on_with, graph, hooks), functools.partial(go_on_with, hooks, graph)
-            loss.register_hook(lambda _, turn=turn: turn())  # type: ignore[misc]
+            loss.register_hook(lambda _, turn=turn: turn())
             handle = model.layers[0].register_full_backward_pre_hook(lambda *_, turn=turn_back: turn())
             loss.backward()
             handle.remove()
@@ -225,7 +247,7 @@ def _captured_backward(check: Certification) -> list[torch.Tensor]:
                 streams.order(graph, hooks)
                 streams.switch(hooks)
                 # The callbacks of a backward run on the stream of who called it.
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: streams.switch(graph))
+                _at_the_end(lambda: streams.switch(graph))
 
             # Before whatever the engine hooks on the model's output.
             scaled = loss * 1.0
@@ -275,6 +297,26 @@ def _unshard_by_hand(check: Certification) -> list[torch.Tensor]:
         assert isinstance(layer.up, nn.Linear)
         losses.append(layer.up.weight.detach().square().sum())
         layer.reshard()
+        for group in layer.parameter_groups:
+            group.unshard()
+            losses.append(group.gathered.local_buffer.sum())
+            group.reshard()
+    return losses
+
+
+def _asked(check: Certification) -> list[torch.Tensor]:
+    """Ask for gradients of sharded parameters without accumulating them."""
+    model = build()
+    for part in (*model.layers, model):
+        fully_shard(part)
+    check.know(model)
+    losses = []
+    for step in range(2):
+        losses.append(model(batch(dist.get_rank(), step)))
+        found = torch.autograd.grad(losses[-1], list(model.layers[1].parameters()))
+        losses += [gradient.to_local().sum() for gradient in found if isinstance(gradient, DTensor)]
+        if step == 0:
+            check.begin()
     return losses
 
 
@@ -317,11 +359,13 @@ _SCRIPTS: dict[str, Callable[[Certification], list[torch.Tensor]]] = {
     "two streams, small, multiplied": lambda check: _two_streams(check, 5, fuses=True),
     "two streams, large, copied": lambda check: _two_streams(check, 4000, fuses=False),
     "two streams, large, multiplied": lambda check: _two_streams(check, 4000, fuses=True),
+    "two streams, open": lambda check: _two_streams(check, 5, fuses=False, is_open=True),
     "captured": _captured,
     "captured backward": _captured_backward,
     "step elsewhere": _step_elsewhere,
     "unshard by hand": _unshard_by_hand,
     "missing gradients": _missing_gradients,
+    "gradients asked for": _asked,
     "deleted in flight": _deleted,
 }
 
@@ -346,7 +390,7 @@ def _trouble(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, ste
             for parameter in model.parameters():
                 parameter.mul_(0.99)
     elif case.trouble == "saving":
-        _save(model, optimizer)
+        save_checkpoint(model, optimizer, _folder(), asynchronous=True)
 
 
 def _interrupt(model: Stack, where: str) -> None:
@@ -368,12 +412,9 @@ def _interrupt(model: Stack, where: str) -> None:
         handle.remove()
 
 
-def _save(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    name = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(name)
-    with tempfile.TemporaryDirectory() as own:
-        folder = Path(name[0] or own) / "checkpoint"
-        save_checkpoint(model, optimizer, folder, asynchronous=True)
+def _folder() -> Path:
+    """Return where the ranks of this run save to: all of them have one parent."""
+    return Path(tempfile.gettempdir(), f"megatron_fsdp certify {os.getppid()}")
 
 
 def _make(case: Case) -> nn.Module:
@@ -460,6 +501,8 @@ def _memory_cases() -> Iterator[Case]:
         yield Case(
             f"offload, {strategy}, {policy}, {accumulation}",
             strategy, policy, accumulation=accumulation, is_offloaded=True, host_may_wait=reason,
+            # Several axes are reduced, and weights gathered over replicas, on the GPU: by copies there and back.
+            host_may=(_EVENT, _COPY) if strategy == "hfsdp" else (_EVENT,),
         )  # fmt: skip
 
 
@@ -473,6 +516,7 @@ def _model_cases() -> Iterator[Case]:
     for key in ("is_tied", "repeats", "has_experts"):
         yield Case(key, model={key: True})
         yield Case(f"{key}, recomputed", model={key: True, "recomputes": "selective"}, policy="bf16")
+    yield Case("repeats, reentrant", model={"repeats": True, "recomputes": "reentrant"})
     yield Case("tensor parallel", is_tensor_parallel=True, model={"hidden": (12, 2, 16)})
 
 
@@ -480,13 +524,22 @@ def _trouble_cases() -> Iterator[Case]:
     more: tuple[dict[str, Any], ...] = ({"optimizer": "adamw"}, {"slots": "largest", "policy": "bf16"})
     for trouble, options in itertools.product(("forward", "backward", "frozen", "evaluation", "saving"), more):
         reason = "a save waits until this rank's part is in host memory" if trouble == "saving" else ""
-        yield Case(f"trouble: {trouble}, {', '.join(options)}", trouble=trouble, host_may_wait=reason, **options)
+        may = ("",) if trouble == "saving" else ()
+        yield Case(
+            f"trouble: {trouble}, {', '.join(options)}",
+            trouble=trouble,
+            host_may_wait=reason,
+            host_may=may,
+            **options,
+        )
     yield Case(
         "trouble: evaluation, offloaded", trouble="evaluation", is_offloaded=True,
-        host_may_wait="offloaded weights are the host's: it waits for their copies by design",
+        host_may_wait="offloaded weights are the host's: it waits for their copies by design", host_may=(_EVENT,),
     )  # fmt: skip
     for script in _SCRIPTS:
-        yield Case(script, trouble=script)
+        is_asked = script == "gradients asked for"
+        reason = "the host has to know which gradients are None" if is_asked else ""
+        yield Case(script, trouble=script, host_may_wait=reason, host_may=("aten::", "tolist") if is_asked else ())
 
 
 CASES = (*_strategy_cases(), *_memory_cases(), *_model_cases(), *_trouble_cases())

@@ -324,7 +324,7 @@ class Checker(TorchDispatchMode):
         # The two waits are the communicator's own, none of the engine's.
         num_waits = len(self.streams.waits)
         queue.is_captured = current.is_captured
-        Queue.wait_stream(queue, current)
+        queue.come_after(current)
         number = queue.tick()
         self.issues.append(Issue(name, number, kind, max(map(_num_bytes, (*reads, *writes))), site, after))
         for tensors, is_write in ((reads, False), (writes, True)):
@@ -338,7 +338,7 @@ class Checker(TorchDispatchMode):
             yield
         finally:
             self._is_in_collective = before
-            Queue.wait_stream(current, queue)
+            current.come_after(queue)
             del self.streams.waits[num_waits:]
 
 

@@ -118,11 +118,11 @@ class Branches(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (..., 2 * hidden) for (..., WIDTH)."""
         streams = self.streams
-        # In turns, so that backward goes from one stream to the other and back.
-        here = _run_here(torch.tanh(self.here_first(self.common(x))), streams, streams.compute)
+        # In turns, so that backward goes from one stream to the other and back, and ends on the side.
         streams.order(streams.compute, self.side)
         with streams.use(self.side):
             there = _run_here(torch.tanh(self.there_first(self.common(x))), streams, self.side)
+        here = _run_here(torch.tanh(self.here_first(self.common(x))), streams, streams.compute)
         here = _run_here(self.here(here), streams, streams.compute)
         with streams.use(self.side):
             there = _run_here(self.there(there), streams, self.side)
