@@ -27,6 +27,7 @@ from dbuffer.gloo import (
     _start,
 )
 from dbuffer.mesh import MeshAxis
+from dbuffer_kernels.switches import is_off
 
 __all__ = [
     "CollectiveCall",
@@ -133,7 +134,8 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works:
         if axis.size == 2 and output.nbytes and output.is_cpu and _is_gloo(axis.gather_group):
             _finish(_gather_from_other(output, shard, axis), works)
         else:
-            _finish(_start(_all_gather_flat, output, shard, group=axis.gather_group, waits=works is None), works)
+            source = shard.clone() if is_off("in-place") else shard
+            _finish(_start(_all_gather_flat, output, source, group=axis.gather_group, waits=works is None), works)
 
 
 def reduce_scatter(
@@ -159,8 +161,9 @@ def reduce_scatter(
             is_small = 0 < full.nbytes <= _MOST_EXCHANGED_BYTES
             _finish((_reduce_by_exchange if is_small else _reduce_in_place)(full, output, axis, op), works)
         else:
-            options = {"op": _reduce_op(op), "group": group, "waits": works is None}
-            _finish(_start(_reduce_scatter_flat, output, full, **options), works)
+            reduce_op, waits = _reduce_op(op), works is None
+            source = full.clone() if is_off("in-place") else full
+            _finish(_start(_reduce_scatter_flat, output, source, op=reduce_op, group=group, waits=waits), works)
 
 
 def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.Work] | None = None) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer.errors import MeshError
+from dbuffer_kernels.switches import is_off
 
 __all__ = [
     "MeshAxis",
@@ -61,7 +62,7 @@ class MeshAxis:
         Reductions wait for gradients, gathers run ahead of them; on one communicator the slower queue would hold up
         the other, and both queues would have to interleave alike on every rank.
         """
-        if not self.has_separate_reduce_group:
+        if not self.has_separate_reduce_group or is_off("separate-reduce"):
             return self.gather_group
         known: dist.ProcessGroup | None = _REDUCE_GROUPS.get(self.gather_group)
         if known is None:

@@ -17,6 +17,8 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from dbuffer_kernels.switches import is_off
+
 BLOCK = 4096
 """Elements per program: 16 per thread, so at least two 16-byte loads of 16-bit data are in flight in each thread."""
 NUM_WARPS = 8
@@ -155,4 +157,4 @@ def element_type(dtype: torch.dtype) -> Any:
 
 @functools.cache
 def _triton_is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return not is_off("triton") and importlib.util.find_spec("triton") is not None

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import Granularity, Plan
+from dbuffer_kernels.switches import is_off
 from megatron_fsdp.build.grouping import granularities, unit_regions
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.policy.mesh import ShardingTarget, buffer_device
@@ -70,7 +71,8 @@ class GroupPlanner:
                 parameter.trained_main_dtype = None
         mesh, placements = self._target.mesh, self._target.placements
         spec = GroupSpec(mesh, placements, buffer_device(mesh), dtypes, self._divisor, is_meta=first.is_meta)
-        fuses = self._policy.fuse_weight_gradients if extension is None else False
+        is_fused = extension is None and not is_off("fused-gradients")
+        fuses = self._policy.fuse_weight_gradients if is_fused else False
         spec = replace(spec, fuses_weight_gradients=fuses)
         if like[0].is_replicated:
             spec = replace(spec, placements=placements.no_shard_on_all_axes())

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
+import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -13,13 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from dbuffer.collectives import barrier
 from megatron_fsdp.api import fully_shard, microbatch, no_sync
 from megatron_fsdp.certify.certificate import Certificate, Certification, watching
 from megatron_fsdp.certify.clocks import Queue
 from megatron_fsdp.certify.models import WIDTH, Branches, Stack, batch, build
 from megatron_fsdp.checkpoint.api import save_checkpoint
+from megatron_fsdp.checkpoint.async_save import finish_pending_save
 from megatron_fsdp.optim.adamw import AdamW
 from megatron_fsdp.optim.grad_norm import clip_grad_norm_
 from megatron_fsdp.optim.muon import Muon
@@ -35,6 +42,7 @@ __all__ = ["CASES", "SHORT", "Case", "run_case"]
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _NUM_STEPS = 2
+_EVENT, _COPY = "a wait for an event", "a copy between"
 
 _STRATEGIES: dict[str, Callable[[], Placements]] = {
     "no_shard": lambda: Placements.no_shard(0),
@@ -63,9 +71,10 @@ class Case:
         accumulation: "none", "microbatch" or "no_sync"; of two microbatches.
         optimizer: "sgd", "torch", "adamw", "clipped" (AdamW with a maximal norm), "muon", or "clip_grad_norm".
         trouble: "forward" or "backward" raises in the second step, and training goes on; "frozen": the first block is
-            frozen then; "evaluation": one comes between the steps; "saving": a checkpoint is saved beside the second step.
+            frozen then; "evaluation": one comes between the steps; "saving": a save runs beside the second step; or a
+            key of the scripts, which need no other option.
         is_tensor_parallel: blocks are cut over a second mesh axis.
-        host_may_wait: why the host is meant to wait for the GPU here; empty where it is not.
+        host_may: how the host is meant to wait for the GPU here, see ``Certificate.is_clean``; host_may_wait: why.
     """
 
     name: str
@@ -81,6 +90,7 @@ class Case:
     is_offloaded: bool = False
     is_tensor_parallel: bool = False
     host_may_wait: str = ""
+    host_may: tuple[str, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -110,6 +120,10 @@ def _check_steps(case: Case, check: Certification) -> list[torch.Tensor]:
             check.begin()
         _trouble(case, model, optimizer, step)
         losses += _train(case, model, optimizer, step)
+    if case.trouble == "saving":
+        finish_pending_save()
+        barrier()
+        shutil.rmtree(_folder(), ignore_errors=True)
     return losses
 
 
@@ -138,22 +152,33 @@ def _train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, step:
     return losses
 
 
-def _two_streams(check: Certification, hidden: int, *, fuses: bool) -> list[torch.Tensor]:
-    """Train a model of which a branch runs on a stream of its own."""
+def _two_streams(check: Certification, hidden: int, *, fuses: bool, is_open: bool = False) -> list[torch.Tensor]:
+    """Train a model of which a branch runs on a stream of its own; ``is_open``: some of it is used nowhere."""
     streams = check.streams
-    model = fully_shard(Branches(streams, hidden), mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=fuses))
+    branches = Branches(streams, hidden)
+    if is_open:
+        branches.unused = nn.Parameter(torch.ones(3, WIDTH))
+    model = fully_shard(branches, mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=fuses))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     check.know(model)
     losses: list[torch.Tensor] = []
     for step in range(_NUM_STEPS + 1):
         generator = torch.Generator().manual_seed(step)
         losses.append(model(torch.randn(3, WIDTH, generator=generator)).square().mean())
-        losses[-1].backward()
+        scaled = losses[-1] * 1.0
+        # The callbacks of a backward, of which the engine's is one, run on the stream of who called it.
+        scaled.register_hook(lambda _: _at_the_end(lambda: streams.switch(streams.compute)))
+        scaled.backward()
         optimizer.step()
         optimizer.zero_grad()
         if step == 0:
             check.begin()
     return losses
+
+
+def _at_the_end(callback: Callable[[], None]) -> None:
+    """Call back when the backward under way ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def _captured(check: Certification) -> list[torch.Tensor]:
@@ -171,26 +196,143 @@ def _captured(check: Certification) -> list[torch.Tensor]:
         optimizer.zero_grad()
     streams.order(aside, streams.compute)
     check.begin()
-    graph, hooks = streams.stream("graph"), streams.stream("hooks")
 
     def go_on_with(before: Queue, stream: Queue) -> None:
         # As autograd does between nodes of two streams.
         streams.order(before, stream)
         streams.switch(stream)
 
-    streams.order(streams.compute, graph)
-    with streams.capture(graph):
-        streams.order(graph, hooks)
-        loss = model(batch(dist.get_rank(), 1))
-        with streams.use(hooks):
+    hooks, losses = streams.stream("hooks"), []
+    for step in (1, 2):
+        # A stream of its own each time, which the engine knows after the one of the hooks.
+        graph = streams.stream(f"graph {step}")
+        streams.order(streams.compute, graph)
+        with streams.capture(graph):
             streams.order(graph, hooks)
-            loss.register_hook(lambda _: go_on_with(graph, hooks))
-            model.layers[0].register_full_backward_pre_hook(lambda *_: go_on_with(hooks, graph))
-        loss.backward()
-        if not all(graph.follows(lane) for lane in streams.lanes):
-            check.note("a graph that ends with the backward has not joined every lane")
-    streams.order(graph, streams.compute)
-    optimizer.step()
+            loss = model(batch(dist.get_rank(), step))
+            turn, turn_back = functools.partial(go_on_with, graph, hooks), functools.partial(go_on_with, hooks, graph)
+            loss.register_hook(lambda _, turn=turn: turn())
+            handle = model.layers[0].register_full_backward_pre_hook(lambda *_, turn=turn_back: turn())
+            loss.backward()
+            handle.remove()
+            if not all(graph.follows(lane) for lane in streams.lanes):
+                check.note("a graph that ends with the backward has not joined every lane")
+        streams.order(graph, streams.compute)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+        model(batch(dist.get_rank(), step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _captured_backward(check: Certification) -> list[torch.Tensor]:
+    """Capture a backward alone that reduces nothing, on a stream that the engine has not seen, with hooks elsewhere."""
+    streams = check.streams
+    model = build()
+    for part in (*model.layers, model):
+        fully_shard(part)
+    check.know(model)
+    model(batch(dist.get_rank(), 0)).backward()
+    model.zero_grad()
+    check.begin()
+    graph, hooks = streams.stream("graph"), streams.stream("hooks")
+    with no_sync(model):
+        loss = model(batch(dist.get_rank(), 1))
+        streams.order(streams.compute, graph)
+        with streams.capture(graph):
+
+            def switch(_: torch.Tensor) -> None:
+                streams.order(graph, hooks)
+                streams.switch(hooks)
+                # The callbacks of a backward run on the stream of who called it.
+                _at_the_end(lambda: streams.switch(graph))
+
+            # Before whatever the engine hooks on the model's output.
+            scaled = loss * 1.0
+            scaled.register_hook(switch)
+            scaled.backward()
+    return [loss]
+
+
+def _step_elsewhere(check: Certification) -> list[torch.Tensor]:
+    """Step on a stream of its own, for whose end the next forward waits."""
+    streams, losses = check.streams, []
+    model = build()
+    for part in (*model.layers, model):
+        fully_shard(part)
+    check.know(model)
+    assert isinstance(model, FsdpModule)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    side = streams.stream("side")
+    for step in range(_NUM_STEPS + 1):
+        losses.append(model(batch(dist.get_rank(), step)))
+        losses[-1].backward()
+        streams.order(streams.compute, side)
+        with streams.use(side):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        event = streams.event()
+        event.record(side)
+        model.set_post_optim_event(event)
+        if step == 0:
+            check.begin()
+    return losses
+
+
+def _unshard_by_hand(check: Certification) -> list[torch.Tensor]:
+    """Use a unit's weights outside of its forward, between ``unshard`` and ``reshard``."""
+    model = build()
+    for part in (*model.layers, model):
+        fully_shard(part)
+    check.know(model)
+    model(batch(dist.get_rank(), 0)).backward()
+    model.zero_grad()
+    check.begin()
+    losses = []
+    for layer in model.layers:
+        assert isinstance(layer, FsdpModule)
+        layer.unshard()
+        assert isinstance(layer.up, nn.Linear)
+        losses.append(layer.up.weight.detach().square().sum())
+        layer.reshard()
+        for group in layer.parameter_groups:
+            group.unshard()
+            losses.append(group.gathered.local_buffer.sum())
+            group.reshard()
+    return losses
+
+
+def _asked(check: Certification) -> list[torch.Tensor]:
+    """Ask for gradients of sharded parameters without accumulating them."""
+    model = build()
+    for part in (*model.layers, model):
+        fully_shard(part)
+    check.know(model)
+    losses = []
+    for step in range(2):
+        losses.append(model(batch(dist.get_rank(), step)))
+        found = torch.autograd.grad(losses[-1], list(model.layers[1].parameters()))
+        losses += [gradient.to_local().sum() for gradient in found if isinstance(gradient, DTensor)]
+        if step == 0:
+            check.begin()
+    return losses
+
+
+def _missing_gradients(check: Certification) -> list[torch.Tensor]:
+    """Train a model with a weight that no rank uses: the host asks the others when reductions are over."""
+    model = build()
+    model.unused = nn.Parameter(torch.ones(3, WIDTH))
+    for part in (*model.layers, model):
+        fully_shard(part)
+    check.know(model)
+    loss = model(batch(dist.get_rank(), 0))
+    loss.backward()
+    waits = [wait for wait in check.streams.waits if wait.is_host and wait.via.path.endswith("missing_gradients.py")]
+    if dist.get_world_size() > 1 and all(wait.is_redundant for wait in waits):
+        check.note("the host asks who misses gradients before the reductions are over")
+    check.begin()
     return [loss]
 
 
@@ -217,7 +359,13 @@ _SCRIPTS: dict[str, Callable[[Certification], list[torch.Tensor]]] = {
     "two streams, small, multiplied": lambda check: _two_streams(check, 5, fuses=True),
     "two streams, large, copied": lambda check: _two_streams(check, 4000, fuses=False),
     "two streams, large, multiplied": lambda check: _two_streams(check, 4000, fuses=True),
+    "two streams, open": lambda check: _two_streams(check, 5, fuses=False, is_open=True),
     "captured": _captured,
+    "captured backward": _captured_backward,
+    "step elsewhere": _step_elsewhere,
+    "unshard by hand": _unshard_by_hand,
+    "missing gradients": _missing_gradients,
+    "gradients asked for": _asked,
     "deleted in flight": _deleted,
 }
 
@@ -238,8 +386,11 @@ def _trouble(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, ste
     elif case.trouble == "evaluation":
         with torch.no_grad():
             model(batch(dist.get_rank(), 99))
+            # As an average of weights does, on what the last gathers may still read.
+            for parameter in model.parameters():
+                parameter.mul_(0.99)
     elif case.trouble == "saving":
-        _save(model, optimizer)
+        save_checkpoint(model, optimizer, _folder(), asynchronous=True)
 
 
 def _interrupt(model: Stack, where: str) -> None:
@@ -261,12 +412,9 @@ def _interrupt(model: Stack, where: str) -> None:
         handle.remove()
 
 
-def _save(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    name = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(name)
-    with tempfile.TemporaryDirectory() as own:
-        folder = Path(name[0] or own) / "checkpoint"
-        save_checkpoint(model, optimizer, folder, asynchronous=True)
+def _folder() -> Path:
+    """Return where the ranks of this run save to: all of them have one parent."""
+    return Path(tempfile.gettempdir(), f"megatron_fsdp certify {os.getppid()}")
 
 
 def _make(case: Case) -> nn.Module:
@@ -319,60 +467,82 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     return fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
 
 
-def _cases() -> Iterator[Case]:
-    base = Case("")
-    for strategy in _STRATEGIES:
-        for policy in ("fp32", "bf16"):
-            for accumulation in ("none", "microbatch", "no_sync"):
-                yield Case(
-                    f"{strategy}, {policy}, {accumulation}",
-                    strategy, policy, accumulation=accumulation, optimizer="clipped",
-                )  # fmt: skip
+def _strategy_cases() -> Iterator[Case]:
+    for strategy, policy in itertools.product(_STRATEGIES, ("fp32", "bf16")):
+        for accumulation in ("none", "microbatch", "no_sync"):
+            yield Case(
+                f"{strategy}, {policy}, {accumulation}",
+                strategy, policy, accumulation=accumulation, optimizer="clipped",
+            )  # fmt: skip
+    for policy, accumulation in itertools.product(("unfused", "wide", "split"), ("none", "microbatch")):
+        optimizer = "clipped" if policy == "split" else "sgd"
+        yield Case(f"{policy}, {accumulation}", policy=policy, accumulation=accumulation, optimizer=optimizer)
+    for optimizer, strategy in itertools.product(
+        ("torch", "adamw", "clip_grad_norm", "muon"), ("optim_grads_params", "hfsdp")
+    ):
+        yield Case(f"{optimizer}, {strategy}", strategy, "bf16", optimizer=optimizer)
+
+
+def _memory_cases() -> Iterator[Case]:
     for reshard in (True, False, 2):
-        yield replace(base, name=f"reshard {reshard}", reshard=reshard)
-        yield replace(base, name=f"reshard {reshard}, microbatches", reshard=reshard, accumulation="microbatch")
+        yield Case(f"reshard {reshard}", reshard=reshard)
+        yield Case(f"reshard {reshard}, microbatches", reshard=reshard, accumulation="microbatch")
     for slots in ("by_size", "largest"):
         for strategy in ("optim_grads", "optim_grads_params", "hfsdp"):
-            yield replace(base, name=f"slots {slots}, {strategy}", slots=slots, strategy=strategy, policy="bf16")
-        yield replace(base, name=f"slots {slots}, prefetch lists", slots=slots, prefetches=True)
-        yield replace(base, name=f"slots {slots}, reshard 2", slots=slots, reshard=2)
-    yield replace(base, name="prefetch lists", prefetches=True)
-    yield replace(base, name="prefetch lists, bf16", prefetches=True, policy="bf16", accumulation="microbatch")
+            yield Case(f"slots {slots}, {strategy}", strategy, "bf16", slots=slots)
+        yield Case(f"slots {slots}, prefetch lists", slots=slots, prefetches=True)
+        yield Case(f"slots {slots}, reshard 2", slots=slots, reshard=2)
+    yield Case("prefetch lists", prefetches=True)
+    yield Case("prefetch lists, bf16", prefetches=True, policy="bf16", accumulation="microbatch")
     reason = "offloaded weights and gradients are the host's: it waits for their copies by design"
-    for policy in ("fp32", "bf16"):
-        for strategy in ("optim_grads_params", "hfsdp"):
-            for accumulation in ("none", "no_sync"):
-                yield Case(
-                    f"offload, {strategy}, {policy}, {accumulation}",
-                    strategy, policy, accumulation=accumulation, is_offloaded=True, host_may_wait=reason,
-                )  # fmt: skip
-    for recomputes in ("reentrant", "selective", "nested"):
-        for options in ({}, {"slots": "largest"}, {"reshard": 2}, {"policy": "bf16", "accumulation": "microbatch"}):
-            name = f"recompute {recomputes}" + "".join(f", {key} {value}" for key, value in options.items())
-            yield replace(base, name=name, model={"recomputes": recomputes}, **options)
-    for policy in ("unfused", "wide", "split"):
-        for accumulation in ("none", "microbatch"):
-            optimizer = "clipped" if policy == "split" else "sgd"
-            yield replace(
-                base, name=f"{policy}, {accumulation}", policy=policy, accumulation=accumulation, optimizer=optimizer
-            )
+    for strategy, policy, accumulation in itertools.product(
+        ("optim_grads_params", "hfsdp"), ("fp32", "bf16"), ("none", "no_sync")
+    ):
+        yield Case(
+            f"offload, {strategy}, {policy}, {accumulation}",
+            strategy, policy, accumulation=accumulation, is_offloaded=True, host_may_wait=reason,
+            # Several axes are reduced, and weights gathered over replicas, on the GPU: by copies there and back.
+            host_may=(_EVENT, _COPY) if strategy == "hfsdp" else (_EVENT,),
+        )  # fmt: skip
+
+
+def _model_cases() -> Iterator[Case]:
+    more: tuple[dict[str, Any], ...] = (
+        {}, {"slots": "largest"}, {"reshard": 2}, {"policy": "bf16", "accumulation": "microbatch"}
+    )  # fmt: skip
+    for recomputes, options in itertools.product(("reentrant", "selective", "nested"), more):
+        name = f"recompute {recomputes}" + "".join(f", {key} {value}" for key, value in options.items())
+        yield Case(name, model={"recomputes": recomputes}, **options)
     for key in ("is_tied", "repeats", "has_experts"):
-        yield replace(base, name=key, model={key: True})
-        yield replace(base, name=f"{key}, recomputed", model={key: True, "recomputes": "selective"}, policy="bf16")
-    for trouble in ("forward", "backward", "frozen", "evaluation", "saving"):
+        yield Case(key, model={key: True})
+        yield Case(f"{key}, recomputed", model={key: True, "recomputes": "selective"}, policy="bf16")
+    yield Case("repeats, reentrant", model={"repeats": True, "recomputes": "reentrant"})
+    yield Case("tensor parallel", is_tensor_parallel=True, model={"hidden": (12, 2, 16)})
+
+
+def _trouble_cases() -> Iterator[Case]:
+    more: tuple[dict[str, Any], ...] = ({"optimizer": "adamw"}, {"slots": "largest", "policy": "bf16"})
+    for trouble, options in itertools.product(("forward", "backward", "frozen", "evaluation", "saving"), more):
         reason = "a save waits until this rank's part is in host memory" if trouble == "saving" else ""
-        for options in ({"optimizer": "adamw"}, {"slots": "largest", "policy": "bf16"}):
-            name = f"trouble: {trouble}, " + ", ".join(options)
-            yield replace(base, name=name, trouble=trouble, host_may_wait=reason, **options)
+        may = ("",) if trouble == "saving" else ()
+        yield Case(
+            f"trouble: {trouble}, {', '.join(options)}",
+            trouble=trouble,
+            host_may_wait=reason,
+            host_may=may,
+            **options,
+        )
+    yield Case(
+        "trouble: evaluation, offloaded", trouble="evaluation", is_offloaded=True,
+        host_may_wait="offloaded weights are the host's: it waits for their copies by design", host_may=(_EVENT,),
+    )  # fmt: skip
     for script in _SCRIPTS:
-        yield replace(base, name=script, trouble=script)
-    yield replace(base, name="tensor parallel", is_tensor_parallel=True, model={"hidden": (12, 2, 16)})
-    for optimizer in ("torch", "adamw", "clip_grad_norm", "muon"):
-        for strategy in ("optim_grads_params", "hfsdp"):
-            yield replace(base, name=f"{optimizer}, {strategy}", optimizer=optimizer, strategy=strategy, policy="bf16")
+        is_asked = script == "gradients asked for"
+        reason = "the host has to know which gradients are None" if is_asked else ""
+        yield Case(script, trouble=script, host_may_wait=reason, host_may=("aten::", "tolist") if is_asked else ())
 
 
-CASES = tuple(_cases())
+CASES = (*_strategy_cases(), *_memory_cases(), *_model_cases(), *_trouble_cases())
 # One of each mechanism, for every change.
 SHORT = tuple(
     case

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from megatron_fsdp.certify.checker import Checker, Issue
 from megatron_fsdp.certify.clocks import VirtualStreams, Wait
@@ -92,9 +94,13 @@ class Certificate:
         """Of these, how many ordered nothing that anybody needed."""
         return sum(one.redundant + one.unneeded for one in self.waits)
 
-    def is_clean(self, *, may_wait: bool = False) -> bool:
-        """Whether nothing was found. ``may_wait``: the host is meant to wait in this configuration."""
-        waits = () if may_wait else self.engine_host_waits
+    def is_clean(self, host_may: Sequence[str] = ()) -> bool:
+        """Whether nothing was found.
+
+        Args:
+            host_may: how the host is meant to wait in this configuration: the beginnings of ``HostWait.what``.
+        """
+        waits = [one for one in self.engine_host_waits if not one.what.startswith(tuple(host_may))]
         return not (self.races or self.early_reuses or self.disorders or waits)
 
     def as_dict(self) -> dict[str, Any]:
@@ -144,7 +150,9 @@ def merged(name: str, certificates: Sequence[Certificate]) -> Certificate:
 
     return Certificate(
         name,
-        *(sum(getattr(one, key) for one in certificates) for key in ("num_operators", "num_conflicts", "num_reuses")),
+        sum(one.num_operators for one in certificates),
+        sum(one.num_conflicts for one in certificates),
+        sum(one.num_reuses for one in certificates),
         races=of("races"),
         early_reuses=of("early_reuses"),
         disorders=(*of("disorders"), *order_findings([one.issues for one in certificates])),
@@ -167,10 +175,12 @@ class Certification:
         self._first_wait = 0
         self._notes: list[str] = []
 
-    def know(self, model: nn.Module) -> None:
-        """Call a sharded model's memory by its names, and count what is offloaded as memory of the host."""
+    def know(self, model: nn.Module, *optimizers: Optimizer) -> None:
+        """Call a sharded model's memory by its names, and count as the host's what is offloaded or counts steps."""
         for group in _groups(model):
             _name_buffers(self.checker, group)
+        for optimizer in optimizers:
+            self.checker.lies_on_host(*_step_counters(optimizer))
 
     def begin(self) -> None:
         """Count waits, of streams and of the host, from here on: what was before is no step."""
@@ -194,7 +204,7 @@ class Certification:
             memory.num_reuses,
             races=tuple(one.place for one in memory.conflicts),
             early_reuses=tuple(one.place for one in memory.reuses),
-            disorders=tuple(self._notes),
+            disorders=(*self._notes, *dict.fromkeys(checker.misplaced)),
             waits=tuple(_counts(one for one in counted if not one.is_host)),
             host_waits=tuple(HostWait(*key, count) for key, count in syncs.items()),
             issues=tuple(checker.issues),
@@ -210,22 +220,22 @@ def watching(name: str) -> Iterator[Certification]:
 
 
 @contextlib.contextmanager
-def certify(model: nn.Module, name: str = "this job") -> Iterator[Certification]:
+def certify(model: nn.Module, *optimizers: Optimizer, name: str = "this job") -> Iterator[Certification]:
     """Check the steps that run in the block; two are enough for what a step leaves to the next.
 
-    On a CPU lanes become streams of CUDA's meaning for that long; a GPU keeps its own, and what PyTorch records of them is
-    checked (not run on a GPU yet). Costs tens of microseconds an operator. Ask ``certificate()`` of what it yields::
+    Lanes become streams of CUDA's meaning for that long, so the ranks must compute on CPUs. It costs tens of
+    microseconds an operator. Ask ``certificate()`` of what it yields::
 
-        with certify(model) as check:
+        with certify(model, optimizer) as check:
             for batch in two_batches:
                 train_step(model, optimizer, batch)
         print("\\n".join(check.certificate().lines()))
 
     Args:
-        model: sharded already, between two steps.
+        model: sharded already, between two steps. optimizers: of it; their step counters lie on the host.
     """
     with watching(name) as certification:
-        certification.know(model)
+        certification.know(model, *optimizers)
         certification.begin()
         yield certification
 
@@ -250,6 +260,14 @@ def _name_buffers(checker: Checker, group: ParameterGroup) -> None:
                 checker.lies_on_host(buffer.local_buffer)
     if group.spec.is_offloaded and group.weights.remainder is not None:
         checker.lies_on_host(group.weights.remainder.buffer.local_buffer)
+
+
+def _step_counters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        if not group.get("capturable"):
+            for parameter in group["params"]:
+                values = optimizer.state.get(parameter, {}).values()
+                yield from (value for value in values if isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
 def _counts(waits: Iterable[Wait]) -> Iterator[WaitCount]:

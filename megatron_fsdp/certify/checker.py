@@ -30,7 +30,8 @@ __all__ = ["Checker", "HostSync", "Issue"]
 _OF_UNITS = frozenset(("gather", "use", "reshard", "reduce", "fold", "final"))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ALLOCATES_ONLY = ("aten::empty", "aten::new_empty")
-_NO_ACCESS = ("aten::set_", "aten::resize_", "profiler::", "prim::", "aten::record_stream")
+_NO_ACCESS = ("aten::set_", "aten::resize_", "aten::is_pinned", "profiler::", "prim::", "aten::record_stream")
+_LANES_OF = {"all_gather": "reduce lane", "reduce_scatter": "gather lane", "all_reduce": "gather lane"}
 # On a GPU the host waits for their result: its value, or how large it is.
 _BLOCKING = frozenset(
     """aten::_local_scalar_dense aten::is_nonzero aten::equal aten::nonzero aten::masked_select aten::_unique2
@@ -107,7 +108,7 @@ class Checker(TorchDispatchMode):
 
     Attributes:
         memory: with its findings. syncs: of the host, in order. issues: collectives of this rank, in order.
-        num_operators: seen.
+        misplaced: collectives on the lane that is meant for others. num_operators: seen.
     """
 
     def __init__(self, streams: VirtualStreams) -> None:
@@ -116,6 +117,7 @@ class Checker(TorchDispatchMode):
         self.memory = Memory()
         self.syncs: list[HostSync] = []
         self.issues: list[Issue] = []
+        self.misplaced: list[str] = []
         self.num_operators = 0
         self._unit = ""
         self._names: dict[int, str] = {}
@@ -318,10 +320,13 @@ class Checker(TorchDispatchMode):
         name = _name_of(group)
         queue = self._communicators.setdefault(name, Queue(name, self.streams))
         current, site = self.streams.current(), here()
+        if _LANES_OF.get(kind) == current.name:
+            self.misplaced.append(f"{kind} on the {current.name}, where it waits for what it has nothing to do with")
         after = {other: number for other, number in current.clock.items() if other in self._communicators}
         # The two waits are the communicator's own, none of the engine's.
         num_waits = len(self.streams.waits)
-        Queue.wait_stream(queue, current)
+        queue.is_captured = current.is_captured
+        queue.come_after(current)
         number = queue.tick()
         self.issues.append(Issue(name, number, kind, max(map(_num_bytes, (*reads, *writes))), site, after))
         for tensors, is_write in ((reads, False), (writes, True)):
@@ -335,7 +340,7 @@ class Checker(TorchDispatchMode):
             yield
         finally:
             self._is_in_collective = before
-            Queue.wait_stream(current, queue)
+            current.come_after(queue)
             del self.streams.waits[num_waits:]
 
 
@@ -366,8 +371,8 @@ class _Methods(TorchFunctionMode):
 def _is_made_on_host(result: torch.Tensor, kwargs: Any) -> bool:
     """Whether a factory would make memory of the host on a machine with a GPU too.
 
-    A number that no device is named for lies there and is passed to kernels by value; and the engine says "cpu" only for
-    what is meant to lie there, since the device of its buffers comes from a mesh.
+    A number that no device is named for lies there and is passed to kernels by value; and the engine says "cpu" only
+    for what is meant to lie there, since the device of its buffers comes from a mesh.
     """
     device = kwargs.get("device")
     if device is None:

@@ -1,7 +1,7 @@
-"""Streams with CUDA's meaning that run on the CPU: work stays in host order, vector clocks say what a GPU would promise.
+"""Streams with CUDA's meaning on the CPU: work stays in host order, and vector clocks say what a GPU would promise.
 
-A ``VirtualStreams`` goes to ``megatron_fsdp.runtime.lanes.drive_with``. A queue's clock says, for every queue, up to which
-of its accesses everything is over when the next access here begins (Lamport 1978, Fidge 1988, Mattern 1989). Each wait
+A ``VirtualStreams`` goes to ``megatron_fsdp.runtime.lanes.drive_with``. A queue's clock says, for every queue, up to
+which of its accesses everything is over when the next access here begins (Fidge 1988, Mattern 1989). Each wait
 remembers what it brought, so that one whose order nobody needed can be named.
 """
 
@@ -78,19 +78,32 @@ class Queue:
         Raises:
             CaptureError: one of the two is of a capture and the other is not of the same one.
         """
+        self._wait(event)
+
+    def _wait(self, event: Event) -> None:
+        self._check_capture(event)
+        self.is_captured = event.is_captured
+        self.launch()
+        self.follow(event.source, event.clock)
+        if self.is_captured:
+            # A stream that has forked has to be joined, whether or not work follows.
+            self.tick()
+
+    def wait_stream(self, stream: Queue) -> None:
+        """Let what comes next here come after all that the stream holds."""
+        self.come_after(stream)
+
+    def _check_capture(self, event: Event) -> None:
         if self.is_captured and not event.is_captured:
             raise CaptureError(f"{self.name}, which is captured, waits for an event recorded outside of the capture")
         if event.is_captured and event.capture != self.streams.capture_number:
             raise CaptureError(f"{self.name} waits for an event of a capture that is over")
-        self.is_captured = event.is_captured
-        self.launch()
-        self.follow(event.source, event.clock)
 
-    def wait_stream(self, stream: Queue) -> None:
-        """Let what comes next here come after all that the stream holds."""
+    def come_after(self, stream: Queue) -> None:
+        """Do what ``wait_stream`` does, which is CUDA's name for it."""
         event = self.streams.event()
         event.record(stream)
-        Queue.wait_event(self, event)
+        self._wait(event)
 
     def follow(self, source: Queue | None, clock: Clock, *, is_host: bool = False) -> None:
         """Come after a point of ``source``, and note what that wait was good for; a wait for nothing is none."""
@@ -205,6 +218,7 @@ class VirtualStreams:
         self.is_on_host = False
         self._num_captures = 0
         self._current = [self.compute]
+        self._streams: list[Queue] = []
 
     # ------------------------------------------------------------------ what lanes ask
 
@@ -251,11 +265,12 @@ class VirtualStreams:
 
     def stream(self, name: str) -> Queue:
         """Return a stream of the user's own."""
-        return Queue(name, self)
+        self._streams.append(Queue(name, self))
+        return self._streams[-1]
 
     def order(self, first: Queue, then: Queue) -> None:
         """Let what comes next on one stream come after all that another holds."""
-        Queue.wait_stream(then, first)
+        then.come_after(first)
 
     def switch(self, stream: Queue) -> None:
         """Make another stream the current one from here on, as autograd does between nodes."""
@@ -279,5 +294,6 @@ class VirtualStreams:
             if lane.is_captured:
                 stream.credit(lane.name, lane.clock.get(lane.name, 0))
             lane.is_captured = False
-        stream.is_captured = False
+        for other in (*self._streams, stream):
+            other.is_captured = False
         self.capture_number = None

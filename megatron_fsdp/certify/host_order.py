@@ -1,4 +1,4 @@
-"""Host order: every rank of a communicator issues the same collectives, and no two communicators wait for each other."""
+"""Host order: ranks issue the same collectives on each communicator, and no two of these wait for each other."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _Node = tuple[str, int]
 def order_findings(ranks: Sequence[Sequence[Issue]]) -> list[str]:
     """Return what is wrong with the order in which the ranks issued collectives, a line each.
 
-    A collective is over when all of its ranks have begun it, and a rank begins it when what it comes after there is over:
-    the one before it on its communicator, and what its stream has waited for. So the ranks end in every interleaving if
-    they agree on each communicator's collectives and "comes after", put together over all ranks, has no cycle.
+    A collective is over when all of its ranks have begun it, and a rank begins it when what it comes after there is
+    over: the one before it on its communicator, and what its stream has waited for. So the ranks end in every
+    interleaving if they agree on each communicator's collectives and "comes after", put together over all ranks, has
+    no cycle.
     """
     by_group = [_by_group(issues) for issues in ranks]
     found = [line for group in _all_groups(by_group) for line in _differences(group, by_group)]

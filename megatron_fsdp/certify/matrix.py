@@ -31,7 +31,7 @@ class Run:
     @property
     def is_clean(self) -> bool:
         """Whether nothing was found but what is meant to be."""
-        return self.certificate.is_clean(may_wait=bool(self.case.host_may_wait))
+        return self.certificate.is_clean(self.case.host_may)
 
 
 def case_named(name: str) -> Case:

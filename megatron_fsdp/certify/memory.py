@@ -1,8 +1,8 @@
 """Memory as a GPU's caching allocator sees it: who last read and wrote which bytes, and when a block may be handed on.
 
-A freed block goes back to the pool of the stream that it was allocated on, and the next allocation on that stream may have
-it at once, whatever other streams still do with it (PyTorch's notes on CUDA semantics, "Memory management"). So at the
-first allocation on a stream after a release, every use of what was released must lie before that stream. Which
+A freed block goes back to the pool of the stream that it was allocated on, and the next allocation on that stream may
+have it at once, whatever other streams still do with it (PyTorch's notes on CUDA semantics, "Memory management"). So at
+the first allocation on a stream after a release, every use of what was released must lie before that stream. Which
 allocation gets which block depends on sizes and history; here any may, which finds the most.
 """
 

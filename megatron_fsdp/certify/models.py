@@ -43,7 +43,8 @@ class Stack(nn.Module):
 
     Args:
         recomputes: None, "reentrant", "selective" (not reentrant), or "nested": each block within all of them.
-        hidden: of each block, inside. repeats: the first block runs once more at the end. is_tied: the head is the embedding's weight.
+        hidden: of each block, inside. repeats: the first block runs once more at the end.
+        is_tied: the head is the embedding's weight.
     """
 
     def __init__(
@@ -66,10 +67,8 @@ class Stack(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the mean cross-entropy of each token predicting itself, 0-d; tokens are (rows, length)."""
         x = self.embedding(tokens)
-        if self._recomputes == "nested":
-            x = checkpoint(self._layers, x, use_reentrant=False)
-        else:
-            x = self._layers(x)
+        is_nested = self._recomputes == "nested"
+        x = checkpoint(self._layers, x, use_reentrant=False) if is_nested else self._layers(x)
         if self._repeats:
             x = self.layers[0](x)
         logits = self.head(x).float()
@@ -103,6 +102,9 @@ class _Here(torch.autograd.Function):
         return gradients[0], None, None
 
 
+_run_here: Callable[[torch.Tensor, VirtualStreams, Queue], torch.Tensor] = _Here.apply
+
+
 class Branches(nn.Module):
     """Two branches, one of which runs on another stream, forward and backward; both use a common weight too."""
 
@@ -111,14 +113,19 @@ class Branches(nn.Module):
         self.streams, self.side = streams, streams.stream("side")
         self.common = nn.Linear(WIDTH, WIDTH)
         self.here, self.there = nn.Linear(WIDTH, hidden), nn.Linear(WIDTH, hidden)
+        self.here_first, self.there_first = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (..., 2 * hidden) for (..., WIDTH)."""
         streams = self.streams
-        here = _Here.apply(self.here(self.common(x)), streams, streams.compute)
+        # In turns, so that backward goes from one stream to the other and back, and ends on the side.
         streams.order(streams.compute, self.side)
         with streams.use(self.side):
-            there = _Here.apply(self.there(self.common(x)), streams, self.side)
+            there = _run_here(torch.tanh(self.there_first(self.common(x))), streams, self.side)
+        here = _run_here(torch.tanh(self.here_first(self.common(x))), streams, streams.compute)
+        here = _run_here(self.here(here), streams, streams.compute)
+        with streams.use(self.side):
+            there = _run_here(self.there(there), streams, self.side)
         streams.order(self.side, streams.compute)
         return torch.cat((here, there), -1)
 

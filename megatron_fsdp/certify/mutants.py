@@ -1,8 +1,8 @@
-"""Mutants: the engine with one wait, record, join, release, slot, copy or lane less or otherwise, made from its syntax trees.
+"""Mutants: the engine with one wait, record, join, release, slot, copy or lane less or otherwise.
 
-Whatever orders device work is one of a few kinds of statement, and every one of them in the modules below is taken away or
-changed, one at a time. A mutant is killed when the certificate of some configuration finds something. It is put into
-the running ranks by exchanging the code of one function, so that a hundred take minutes.
+Whatever orders device work is one of a few kinds of statement. Every one of them in the modules below is found in the
+syntax tree and taken away or changed, one at a time. A mutant is killed when the certificate of some configuration
+finds something. It is put into the running ranks by exchanging the code of one function.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
+from dbuffer.storage import guard_released_storage
 from megatron_fsdp.certify.cases import CASES
 from megatron_fsdp.certify.certificate import Certificate, merged
 from megatron_fsdp.certify.matrix import run_on_rank
@@ -54,22 +55,72 @@ _TAKES = frozenset("reallocate_storage reallocate exchange _exchange".split())
 # The order that host and lanes have in each configuration is what the short ones show; the rest is for what survives.
 _FIRST = (
     "two streams, small, copied",
+    "two streams, open",
     "slots largest, prefetch lists",
+    "unshard by hand",
+    "gradients asked for",
+    "captured backward",
+    "step elsewhere",
     "captured",
     "two streams, large, multiplied",
     "trouble: backward, optimizer",
     "deleted in flight",
     "offload, optim_grads_params, fp32, no_sync",
+    "trouble: evaluation, offloaded",
     "optim_grads_params, bf16, microbatch",
     "recompute reentrant",
     "trouble: frozen, optimizer",
     "reshard False, microbatches",
 )
-_PAIRS = ("prefetch lists", "repeats", "split, microbatch")
+_PAIRS = (
+    "missing gradients",
+    "prefetch lists",
+    "repeats, reentrant",
+    "offload, optim_grads_params, fp32, none",
+    "split, microbatch",
+)
 _LAST = ("reshard 2", "recompute reentrant, reshard 2", "slots by_size, hfsdp", "hfsdp, bf16, microbatch")
 
 # Mutants that no order of device work can tell from the engine, with the reason.
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT: dict[str, str] = {
+    "Turns.take: without `compute.note()`": (
+        "who closes the unit takes the next turn after this stream, so lanes wait for it by way of that one"
+    ),
+    "Turns.take: `compute.note()` at the end of its block": ("to count a stream in is no work of a device"),
+    "CudaLane.submit: `event.record(self._stream)` at the end of its block": (
+        "nothing is issued between the two places"
+    ),
+    "join_lanes: `if isinstance(each, CudaLane)` taken as True": (
+        "on a device with streams every lane is one of those"
+    ),
+    "wait_on_host: `if compute is not None` taken as True": ("on a device with streams it is never None"),
+    "Schedule.make_room: without `self._reducing.drain(self.max_packed_buffers - 1)`": (
+        "it bounds memory; the end of the backward waits for the same reductions"
+    ),
+    "Schedule.finish: `self._reducing.drain(0)` at the end of its block": (
+        "compute has joined the lanes before anything reads what they reduced"
+    ),
+    "Schedule.finish: `join_lanes()` at the end of its block": (
+        "what lies between the two places reads nothing of the lanes"
+    ),
+    "Schedule._unshard: `if group.weight_state is WeightState.GATHERING` taken as True": (
+        "finish_gather does nothing in any other state; what modules show then is no order"
+    ),
+    "ParameterGroup._release: `self.weights.release(keep_generation=self._gathered_generation if keep_part else None)` "
+    "at the start of its block": ("nothing is issued between the two places"),
+    "GradientBuffer.receive: `if self._turns is not None` taken as True": ("on a device with streams it is never None"),
+    "GradientBuffer.receive_product: `if self._turns is not None` taken as True": (
+        "on a device with streams it is never None"
+    ),
+    "GradientBuffer.close: `if self._turns is not None` taken as True": ("on a device with streams it is never None"),
+    "GradientBuffer._begin: `self._packed.reallocate_storage()` at the start of its block": (
+        "it is room for one buffer more that is made a line later"
+    ),
+    "GradientBuffer._drop: `self.wait()` at the end of its block": ("nothing is allocated between the two places"),
+    "GradientBuffer._drop: `self._small.drop()` at the start of its block": (
+        "nothing is allocated between the two places"
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +140,8 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """Its name without line numbers, which change with every edit."""
-        return f"{self.module}.{self.function}: {self.what}"
+        """Its name without module and line, which change with edits elsewhere."""
+        return f"{self.function}: {self.what}"
 
     def __str__(self) -> str:
         return f"{self.module}:{self.line} {self.function}: {self.what}"
@@ -129,8 +180,7 @@ def mutants(module: str) -> list[Mutant]:
     """Return all mutants of a module, in the order of its lines."""
     tree = ast.parse(inspect.getsource(importlib.import_module(module)))
     return [
-        Mutant(module, function, line, what, number)
-        for number, (function, line, what, _) in enumerate(_changes(tree))
+        Mutant(module, function, line, what, number) for number, (function, line, what, _) in enumerate(_changes(tree))
     ]
 
 
@@ -184,31 +234,17 @@ def _of_statement(block: list[ast.stmt], position: int) -> Iterator[tuple[str, C
         )
     if isinstance(statement, ast.Expr) and called in _TAKES:
         yield f"without `{ast.unparse(statement)}`", lambda: _replace(block, position, ast.Pass())
-    if isinstance(statement, ast.If) and {_called(inner) for inner in statement.body} & (_ORDERS | _MEMORY):
+    if isinstance(statement, ast.If) and {_called(inner) for inner in statement.body} & _ORDERS:
         for value in (True, False):
             yield (
                 f"`if {ast.unparse(statement.test)}` taken as {value}",
                 lambda value=value: setattr(statement, "test", ast.Constant(value)),  # type: ignore[misc]
             )
-    yield from _of_pair(block, position)
-
-
-def _of_pair(block: list[ast.stmt], position: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    if position + 1 == len(block):
-        return
-    first, second = block[position : position + 2]
-    if not all(isinstance(one, ast.Expr | ast.Assign | ast.For | ast.If | ast.AugAssign) for one in (first, second)):
-        return
-    if {_called(first), _called(second)} & (_ORDERS | _MEMORY) and not _is_docstring(first):
-        yield f"`{_short(second)}` before `{_short(first)}`", lambda: _swap(block, position)
-
-
-def _is_docstring(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-
-
-def _short(statement: ast.stmt) -> str:
-    return ast.unparse(statement).partition("\n")[0]
+    begin = int(isinstance(block[0], ast.Expr) and isinstance(block[0].value, ast.Constant))
+    if called in _ORDERS and isinstance(statement, ast.Expr) and position + 1 < len(block):
+        yield f"`{ast.unparse(statement)}` at the end of its block", lambda: _move(block, position, len(block) - 1)
+    if called in _MEMORY and isinstance(statement, ast.Expr) and position > begin:
+        yield f"`{ast.unparse(statement)}` at the start of its block", lambda: _move(block, position, begin)
 
 
 def _of_expression(node: ast.AST) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -238,8 +274,13 @@ def _of_call(node: ast.Call) -> Iterator[tuple[str, Callable[[], None]]]:
                 f"`{ast.unparse(node)}` without {keyword.arg}",
                 lambda keyword=keyword: setattr(keyword, "value", ast.Constant(None)),  # type: ignore[misc]
             )
-    if called == "pop" and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "free":
-        yield "a slot that is not taken out of the free ones", lambda: setattr(node.func, "attr", "__getitem__") or node.args.append(ast.Constant(-1))  # type: ignore[func-returns-value]
+    if isinstance(node.func, ast.Attribute) and ast.unparse(node.func) == "free.pop":
+        yield "a slot that is not taken out of the free ones", lambda: _keep_last(node)
+
+
+def _keep_last(node: ast.Call) -> None:
+    node.func = ast.Attribute(ast.Name("free", ast.Load()), "__getitem__", ast.Load())
+    node.args = [ast.Constant(-1)]
 
 
 def _replace(block: list[ast.stmt], position: int, by: ast.stmt) -> None:
@@ -250,8 +291,8 @@ def _splice(block: list[ast.stmt], position: int, by: Sequence[ast.stmt]) -> Non
     block[position : position + 1] = by
 
 
-def _swap(block: list[ast.stmt], position: int) -> None:
-    block[position], block[position + 1] = block[position + 1], block[position]
+def _move(block: list[ast.stmt], position: int, to: int) -> None:
+    block.insert(to, block.pop(position))
 
 
 # ---------------------------------------------------------------- running them
@@ -282,7 +323,9 @@ def _function(module: Any, name: str) -> FunctionType:
         holder = inspect.getattr_static(holder, part)
     while not isinstance(holder, FunctionType) or hasattr(holder, "__wrapped__"):
         holder = next(
-            getattr(holder, key) for key in ("fget", "__func__", "__wrapped__") if getattr(holder, key, None) is not None
+            getattr(holder, key)
+            for key in ("fget", "__func__", "__wrapped__")
+            if getattr(holder, key, None) is not None
         )
     return holder
 
@@ -299,7 +342,8 @@ def _run_mutants(chosen: Sequence[Mutant | None], names: Sequence[str]) -> list[
     found = []
     for mutant in chosen:
         certificates: list[Certificate] = []
-        with contextlib.nullcontext() if mutant is None else applied(mutant):
+        # Released memory that a mutant uses is an error of that case then, not the end of the process.
+        with contextlib.nullcontext() if mutant is None else applied(mutant), guard_released_storage():
             for name in names:
                 certificates += [certificate for certificate, _ in run_on_rank([name])]
                 if mutant is not None and not _is_clean(certificates[-1]):
@@ -310,7 +354,7 @@ def _run_mutants(chosen: Sequence[Mutant | None], names: Sequence[str]) -> list[
 
 def _is_clean(certificate: Certificate) -> bool:
     case = next(case for case in CASES if case.name == certificate.name)
-    return certificate.is_clean(may_wait=bool(case.host_may_wait))
+    return certificate.is_clean(case.host_may)
 
 
 def survey(modules: Sequence[str] = MODULES) -> list[Outcome]:
@@ -343,7 +387,7 @@ def _survey(left: Sequence[Mutant], num_ranks: int, names: Sequence[str]) -> dic
 
 def _first_finding(certificate: Certificate) -> str:
     found = (*certificate.races, *certificate.early_reuses, *certificate.disorders)
-    return found[0] if found else f"the host waits at {certificate.engine_host_waits[0].place}"
+    return found[0] if found else f"the host waits: {certificate.engine_host_waits[-1]}"
 
 
 def mutant_report(outcomes: Sequence[Outcome]) -> list[str]:
@@ -358,7 +402,7 @@ def mutant_report(outcomes: Sequence[Outcome]) -> list[str]:
     kept = sum(bool(one.keeps_losses) for one in told)
     lines.append(
         f"{len(outcomes)} mutants: {len(killed)} killed, {sum(one.mutant.key in EQUIVALENT for one in outcomes)} "
-        f"equivalent, {sum(one.is_alive for one in outcomes)} alive. {len(killed) - len(told)} of the killed raise; of the "
-        f"other {len(told)}, {kept} leave every loss as it is"
+        f"equivalent, {sum(one.is_alive for one in outcomes)} alive. {len(killed) - len(told)} of the killed raise; of "
+        f"the other {len(told)}, {kept} leave every loss as it is"
     )
     return lines

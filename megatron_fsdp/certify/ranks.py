@@ -63,7 +63,7 @@ def _run(end: Connection, where: tuple[int, int, str], function: Callable[..., A
     rank, num_ranks, path = where
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", store=dist.FileStore(path, num_ranks), rank=rank, world_size=num_ranks)
+        dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=num_ranks)
         end.send((function(*args), ""))
         dist.destroy_process_group()
     except BaseException:

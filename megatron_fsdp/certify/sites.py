@@ -57,6 +57,9 @@ def here(outside: str = "") -> Site:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_code.co_filename == outside or _is_hidden(frame.f_code.co_filename)):
+        if os.path.basename(frame.f_code.co_filename) == "weakref.py":
+            # Whatever line let go of the object last has nothing to do with it.
+            return Site("a finalizer", 0)
         frame = frame.f_back
     if frame is None:
         return Site("", 0)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from dbuffer.events import listeners, tell
 from dbuffer.gloo import wait_for
+from dbuffer_kernels.switches import is_off
 
 __all__ = [
     "CpuLane",
@@ -152,7 +153,7 @@ class Streams(Protocol):
 
 class _CudaStreams:
     def new(self, device: torch.device, name: str) -> torch.cuda.Stream:
-        return torch.cuda.Stream(device=device, priority=-1)
+        return torch.cuda.Stream(device=device, priority=0 if is_off("priority") else -1)
 
     def current(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.current_stream(device)
@@ -387,6 +388,8 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def wait_for_event(event: torch.Event) -> None:
-    """Order the current stream, and with it all lanes' later work, after an event; nothing to do on CPU."""
-    if torch.cuda.is_available():
+    """Order the current streams, and with them all lanes' later work, after an event; nothing to do on CPU."""
+    for device, compute in _COMPUTE.items():
+        compute.streams.current(device).wait_event(event)
+    if not _COMPUTE and torch.cuda.is_available():
         torch.cuda.current_stream().wait_event(event)

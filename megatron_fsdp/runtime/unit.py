@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from dbuffer_kernels.switches import is_off
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.runtime.gradients import GradientBuffer
@@ -140,7 +141,7 @@ class Unit:
         self._place_in_slots()
 
     def _place_in_slots(self) -> None:
-        if self.slots.sizing is None:
+        if self.slots.sizing is None or is_off("slots"):
             for group in self.groups:
                 place_in_slots(group, None, self.slots, self.slots)
             return

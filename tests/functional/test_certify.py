@@ -1,0 +1,301 @@
+"""The certificate finds nothing in the engine, and finds what it is made to find."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dbuffer.collectives import all_reduce
+from dbuffer.mesh import mesh_axes
+from megatron_fsdp import AdamW, fully_shard
+from megatron_fsdp.__main__ import main
+from megatron_fsdp.certify.cases import CASES, SHORT, Case
+from megatron_fsdp.certify.certificate import Certificate, Certification, certify, merged, watching
+from megatron_fsdp.certify.host_order import order_findings
+from megatron_fsdp.certify.matrix import Run, idle_places, run_matrix, run_on_rank
+from megatron_fsdp.certify.mutants import EQUIVALENT, MODULES, Mutant, applied, mutants, survey
+from tests.functional.models import world_mesh
+from tests.functional.replica import inputs, shard_each, three_blocks
+from tests.harness import run_ranks
+
+
+def on_shared_ranks(num_ranks: int, function: Callable[..., object], *args: object) -> list[object]:
+    return run_ranks(num_ranks, function, *args, timeout=600)
+
+
+# ---------------------------------------------------------------- the matrix
+
+
+def findings(runs: list[Run]) -> list[str]:
+    return [line for run in runs if not run.is_clean for line in run.certificate.lines()]
+
+
+def test_one_configuration_of_each_mechanism_is_in_order() -> None:
+    runs = run_matrix(SHORT, on_shared_ranks)
+    assert findings(runs) == []
+    assert all(run.certificate.num_conflicts > 5 for run in runs)
+
+
+@pytest.mark.slow
+def test_every_configuration_is_in_order_and_no_wait_is_idle_in_all_of_them() -> None:
+    runs = run_matrix(CASES, on_shared_ranks)
+    assert findings(runs) == []
+    assert idle_places(runs) == []
+
+
+def test_no_two_configurations_have_one_name() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert {case.name for case in SHORT} <= {case.name for case in CASES}
+
+
+# ---------------------------------------------------------------- what it is made to find
+
+
+def unordered(check: Certification) -> None:
+    tensor = torch.zeros(5)
+    with check.streams.use(check.streams.stream("side")):
+        tensor.add_(1)
+
+
+def columns(check: Certification) -> None:
+    """Two streams use columns of one matrix, none of which the other touches."""
+    matrix = torch.zeros(5, 4)
+    side = check.streams.stream("side")
+    check.streams.order(check.streams.compute, side)
+    matrix[:, 0].add_(1)
+    with check.streams.use(side):
+        matrix[:, 1].add_(1)
+
+
+def overlapping(check: Certification) -> None:
+    flat = torch.zeros(12)
+    side = check.streams.stream("side")
+    check.streams.order(check.streams.compute, side)
+    flat[2:7].add_(1)
+    with check.streams.use(side):
+        flat[6:9].add_(1)
+
+
+def early(check: Certification) -> None:
+    """Memory that another stream still reads is freed, and allocated again."""
+    tensor = torch.zeros(5)
+    side = check.streams.stream("side")
+    check.streams.order(check.streams.compute, side)
+    with check.streams.use(side):
+        tensor.sum()
+    del tensor
+    torch.zeros(7)
+
+
+def in_time(check: Certification) -> None:
+    tensor = torch.zeros(5)
+    side = check.streams.stream("side")
+    check.streams.order(check.streams.compute, side)
+    with check.streams.use(side):
+        tensor.sum()
+    check.streams.order(side, check.streams.compute)
+    del tensor
+    torch.zeros(7)
+
+
+def idle(check: Certification) -> None:
+    side = check.streams.stream("side")
+    with check.streams.use(side):
+        torch.zeros(5)
+    check.streams.order(side, check.streams.compute)
+    torch.zeros(5)
+
+
+def looking(check: Certification) -> None:
+    tensor = torch.arange(4, device=torch.device("cpu"))
+    assert tensor.sum().item() == 6
+    assert tensor.tolist() == [0, 1, 2, 3]
+    assert bool(tensor.any())
+    tensor[tensor > 1].sum()
+
+
+def by_communicator(check: Certification) -> None:
+    """A collective is issued before what it reads is written on another stream."""
+    tensor = torch.ones(4)
+    side = check.streams.stream("side")
+    check.streams.order(check.streams.compute, side)
+    (axis,) = mesh_axes(world_mesh())
+    all_reduce(tensor, axis, "sum")
+    with check.streams.use(side):
+        tensor.add_(1)
+
+
+def certificate_of(script: Callable[[Certification], None]) -> Certificate:
+    with watching(script.__name__) as check:
+        script(check)
+        return check.certificate()
+
+
+@pytest.mark.parametrize(
+    ("script", "num_races", "num_reuses"),
+    [(unordered, 1, 0), (columns, 0, 0), (overlapping, 1, 0), (early, 0, 1), (in_time, 0, 0), (by_communicator, 1, 0)],
+)
+def test_what_nothing_orders_is_found_and_nothing_else(
+    script: Callable[[Certification], None], num_races: int, num_reuses: int
+) -> None:
+    found = merged("", run_ranks(2, certificate_of, script))
+    assert (len(found.races), len(found.early_reuses)) == (num_races, num_reuses)
+
+
+def test_a_finding_names_the_lines_of_both_sides() -> None:
+    (found,) = run_ranks(1, certificate_of, overlapping)
+    lines = Path(__file__).read_text().splitlines()
+    first, second = (lines.index(line) + 1 for line in ("    flat[2:7].add_(1)", "        flat[6:9].add_(1)"))
+    (race,) = found.races
+    assert f"test_certify.py:{first}, then" in race
+    assert race.endswith(f"test_certify.py:{second}")
+
+
+def test_a_wait_that_orders_nothing_needed_is_idle_and_one_that_does_is_not() -> None:
+    for script, num_idle in ((idle, 1), (in_time, 0)):
+        (found,) = run_ranks(1, certificate_of, script)
+        assert found.num_idle_waits == num_idle
+
+
+def test_lines_in_which_the_host_would_wait_for_a_gpu_are_named() -> None:
+    (found,) = run_ranks(1, certificate_of, looking)
+    whats = sorted(one.what for one in found.host_waits)
+    assert whats == ["aten::_local_scalar_dense", "aten::_local_scalar_dense", "aten::index", "tolist"]
+    assert all("test_certify.py" in one.place and not one.is_engine for one in found.host_waits)
+
+
+# ---------------------------------------------------------------- order over ranks
+
+
+def issues_of(order: tuple[int, ...]) -> Certificate:
+    """Reduce tensors of different sizes on every rank's own order."""
+    with watching("order") as check:
+        (axis,) = mesh_axes(world_mesh())
+        mine = order if dist.get_rank() else tuple(sorted(order))
+        for size in mine:
+            all_reduce(torch.ones(size)[:1].clone(), axis, "sum")
+            check.checker.issues[-1] = check.checker.issues[-1].__class__(
+                **{
+                    name: getattr(check.checker.issues[-1], name)
+                    for name in ("group", "number", "kind", "site", "after")
+                },
+                num_bytes=size,
+            )
+        return check.certificate()
+
+
+def test_ranks_that_issue_different_collectives_are_found() -> None:
+    assert order_findings([one.issues for one in run_ranks(2, issues_of, (1, 2, 3))]) == []
+    (line,) = order_findings([one.issues for one in run_ranks(2, issues_of, (1, 3, 2))])
+    assert "collective 1: rank 0 issues all_reduce of 2 bytes" in line
+
+
+# ---------------------------------------------------------------- a user's own job
+
+
+def certified_job(has_sync: bool) -> Certificate:
+    model = three_blocks()
+    shard_each(model)
+    optimizer = AdamW(model.parameters(), lr=1e-2, max_norm=1.0)
+
+    def step(number: int) -> None:
+        loss = model(inputs(dist.get_rank(), number)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if has_sync:
+            loss.item()
+
+    step(0)
+    with certify(model, optimizer) as check:
+        step(1)
+        step(2)
+    step(3)
+    return check.certificate()
+
+
+@pytest.mark.parametrize("has_sync", [False, True])
+def test_two_steps_of_a_job_are_certified_and_it_goes_on(has_sync: bool) -> None:
+    found = merged("job", run_ranks(2, certified_job, has_sync))
+    assert found.is_clean()
+    assert found.num_conflicts > 100
+    assert sum(one.count for one in found.host_waits) == (4 if has_sync else 0)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "found.json"
+    assert main(["certify", "--case", "unshard by hand", "--json", str(path)]) == 0
+    assert "1 configurations" in capsys.readouterr().out
+    (row,) = json.loads(path.read_text())["configurations"]
+    assert row["name"] == "unshard by hand"
+    assert row["is_clean"]
+    assert main(["certify", "--case", "no such"]) == 2
+
+
+# ---------------------------------------------------------------- mutants
+
+
+def a_mutant(module: str, what: str) -> Mutant:
+    return next(mutant for mutant in mutants(module) if mutant.what == what)
+
+
+def killed(mutant: Mutant, name: str) -> list[str]:
+    with applied(mutant):
+        ((certificate, _),) = run_on_rank([name])
+    return [*certificate.races, *certificate.early_reuses, *certificate.disorders]
+
+
+@pytest.mark.parametrize(
+    ("what", "case"),
+    [
+        ("without `self._stream.wait_stream(stream)`", "slots largest, prefetch lists"),
+        ("without `stream.wait_event(self._event)`", "unshard by hand"),
+        ("without `self._event.synchronize()`", "offload, optim_grads_params, fp32, no_sync"),
+        ("without `leave()`", "two streams, large, multiplied"),
+        ("without `each.join()`", "deleted in flight"),
+    ],
+)
+def test_a_lane_that_waits_less_is_found(what: str, case: str) -> None:
+    mutant = a_mutant("megatron_fsdp.runtime.lanes", what)
+    ((*found,),) = run_ranks(1, killed, mutant, case)
+    assert found
+
+
+def test_there_are_many_mutants_and_the_equivalent_ones_are_among_them() -> None:
+    keys = {mutant.key for module in MODULES for mutant in mutants(module)}
+    assert len(keys) >= 80
+    assert set(EQUIVALENT) <= keys
+
+
+@pytest.mark.slow
+def test_every_mutant_is_killed_or_equivalent() -> None:
+    assert [str(one.mutant) for one in survey() if one.is_alive] == []
+
+
+def test_a_case_names_its_ranks() -> None:
+    assert Case("", strategy="hfsdp").num_ranks == 4
+    assert Case("", reshard=2).num_ranks == 4
+    assert Case("", reshard=True).num_ranks == 2
+
+
+def test_a_model_can_be_certified_more_than_once() -> None:
+    assert run_ranks(1, certified_twice) == [[True, True]]
+
+
+def certified_twice() -> list[bool]:
+    model = fully_shard(three_blocks())
+    # The ranks agree on what they use first, once.
+    model(inputs(0, 0)).square().mean().backward()
+    found = []
+    for step in range(2):
+        with certify(model) as check:
+            model(inputs(0, step)).square().mean().backward()
+            model.zero_grad()
+        found.append(check.certificate().is_clean())
+    return found
