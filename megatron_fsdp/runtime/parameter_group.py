@@ -31,12 +31,14 @@ from megatron_fsdp.runtime.fused_linear import fuse_linear_layers
 from megatron_fsdp.runtime.gradients import GradientBuffer, GradientSpec, ReduceFunction
 from megatron_fsdp.runtime.lanes import Ticket, join_lanes, lane
 from megatron_fsdp.runtime.memory_slots import BufferPools, SlotChoice
+from megatron_fsdp.runtime.packed_weights import PackedWeights
 from megatron_fsdp.runtime.parameters import Faces, is_laid_out_like
 from megatron_fsdp.runtime.post_forward_shard import PostForwardShard, check_post_forward_size
 from megatron_fsdp.runtime.weight_buffers import WeightBuffers
 
 __all__ = ["ParameterGroup", "WeightState", "group_of_parameter", "is_laid_out_like", "refreshes_itself"]
 
+_WEIGHTS = (WeightBuffers, PackedWeights)
 _GROUPS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -91,7 +93,7 @@ class ParameterGroup:
         self._generation = 0
         self._gathered_generation = 0
         if self._owned[0].extension is None:
-            self.weights = WeightBuffers(self.plan, spec, self.name)
+            self.weights = _WEIGHTS[spec.dtypes.gather is not None](self.plan, spec, self.name)
             self.faces = Faces(self._owned, self.main_weight, self.gathered, self, faces)
         else:
             weights = ExtensionWeights(self._owned[0], self.plan, spec, self.name)
