@@ -10,61 +10,53 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from megatron_fsdp.runtime.unit import Unit, is_in_backward
-
-__all__ = ["StateView", "show_state"]
+__all__ = ["StateNames", "show_state", "state_to_come"]
 
 
-class StateView:
-    """The state of one unit under FSDP2's names.
+class StateNames:
+    """FSDP2's private names of a unit, which has no more of that state than these; mixed into ``Unit``."""
 
-    Attributes:
-        _fsdp_param_group: this object too, which has the names that are asked of a parameter group.
-    """
-
-    __slots__ = ("__weakref__", "_is_released", "_unit")
-
-    def __init__(self, unit: Unit | None, *, is_released: bool = True) -> None:
-        self._unit = None if unit is None else unit.reference
-        self._is_released = is_released
+    groups: Any
+    schedule: Any
+    is_sharded: bool
 
     @property
-    def _fsdp_param_group(self) -> StateView | None:
-        unit = self._known()
-        return self if unit is None or unit.groups else None
+    def _fsdp_param_group(self) -> StateNames | None:
+        """This object too: it has the names that are asked of a parameter group."""
+        return self if self.groups else None
 
     @property
     def _reshard_after_forward(self) -> bool:
-        unit = self._known()
-        return self._is_released if unit is None else unit.schedule.reshards_after_forward(unit)
+        released: bool = self.schedule.reshards_after_forward(self)
+        return released
 
     @property
     def _training_state(self) -> TrainingState:
-        if is_in_backward():
+        if torch._C._current_graph_task_id() != -1:
             return TrainingState.PRE_BACKWARD
-        unit = self._known()
-        return TrainingState.IDLE if unit is None or unit.is_sharded else TrainingState.FORWARD
+        return TrainingState.IDLE if self.is_sharded else TrainingState.FORWARD
 
 
-    def _known(self) -> Unit | None:
-        return None if self._unit is None else self._unit()
+class _StateToCome:
+    """The same names of a unit that is being made."""
+
+    def __init__(self, *, is_released: bool) -> None:
+        self._fsdp_param_group = self
+        self._reshard_after_forward = is_released
+        self._training_state = TrainingState.IDLE
 
 
-_VIEWS: weakref.WeakKeyDictionary[Unit, StateView] = weakref.WeakKeyDictionary()
-
-
-def show_state(unit: Unit, modules: Iterable[nn.Module] = ()) -> StateView:
-    """Return the view of a unit, and let PyTorch's table have it for these modules."""
-    view = _VIEWS.setdefault(unit, StateView(unit))
+def show_state(unit: StateNames, modules: Iterable[nn.Module]) -> None:
+    """Let PyTorch's table of module states, which holds nothing alive, have the unit for its modules."""
     for module in modules:
-        # Values are weak references; the table holds no model alive.
-        _module_state_mapping[module] = weakref.ref(view)  # type: ignore[assignment]
-    return view
+        _module_state_mapping[module] = weakref.ref(unit)  # type: ignore[assignment]
 
 
 @contextmanager
@@ -74,13 +66,14 @@ def state_to_come(modules: Sequence[nn.Module], *, is_released: bool) -> Iterato
     Args:
         is_released: whether the unit's weights will be released after forward.
     """
-    view = StateView(None, is_released=is_released)
+    state = _StateToCome(is_released=is_released)
     for module in modules:
-        module._get_fsdp_state = lambda: view  # type: ignore[assignment]
-        _module_state_mapping[module] = weakref.ref(view)  # type: ignore[assignment]
+        # Past nn.Module's own setter: it is no part of the module.
+        module.__dict__["_get_fsdp_state"] = lambda: state
+        _module_state_mapping[module] = weakref.ref(state)  # type: ignore[arg-type, assignment]
     try:
         yield
     finally:
         for module in modules:
-            del module._get_fsdp_state
+            del module.__dict__["_get_fsdp_state"]
             del _module_state_mapping[module]

@@ -14,7 +14,6 @@ from megatron_fsdp.runtime.conversion import apply_to_group
 from megatron_fsdp.runtime.memory_slots import SlotChoice, communicator_has_memory
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.runtime.rewrapping import refuse_ddp
-from megatron_fsdp.runtime.fsdp2_view import StateView, show_state
 from megatron_fsdp.runtime.unit import Unit, alive
 
 __all__ = [
@@ -61,10 +60,6 @@ class FsdpModule:
     def parameter_groups(self) -> tuple[ParameterGroup, ...]:
         """The parameter groups of this unit; those of nested units are not among them."""
         return unit_of(self).groups
-
-    def _get_fsdp_state(self) -> StateView:
-        """Return the unit under FSDP2's private names, which tensor subclasses read in their hooks."""
-        return show_state(unit_of(self))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's weights as they are now (not those of nested units), and show them.

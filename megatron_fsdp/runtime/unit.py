@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron_fsdp.errors import AgreementError, ConfigError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+from megatron_fsdp.runtime.fsdp2_view import StateNames
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.lanes import trace
 from megatron_fsdp.runtime.memory_slots import BufferPools, SlotChoice
@@ -111,7 +112,7 @@ class Call:
         return unit
 
 
-class Unit:
+class Unit(StateNames):
     """Modules that are gathered, resharded and reduced together.
 
     Attributes:
