@@ -114,7 +114,9 @@ def fully_shard(
             _move_to(modules, buffer_device(target.mesh), owned)
             plans = [each for like in group_parameters(owned) for each in plan(like)]
             has_hooks = any(each.extension is not None for each in owned)
-            is_asked = state_to_come(modules, is_released=reshard_after_forward is not False) if has_hooks else nullcontext()
+            is_asked = (
+                state_to_come(modules, is_released=reshard_after_forward is not False) if has_hooks else nullcontext()
+            )
             with is_asked:
                 groups = [ParameterGroup(each.owned, each.plan, each.spec, name) for each in plans]
             unit = Unit(name, modules, groups, policy)

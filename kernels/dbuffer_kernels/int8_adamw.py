@@ -95,7 +95,7 @@ def int8_adamw(
     if weight.numel() != segments.numel or min(shape[0] for shape in shapes) < segments.num_rows:
         raise ValueError(
             f"int8_adamw: buffers of {weight.numel()} elements, segments of {segments.numel} with "
-            f"{segments.num_rows} rows, found {[tuple(shape) for shape in shapes]}; wanted one length, and as many rows."
+            f"{segments.num_rows} rows, found {[tuple(shape) for shape in shapes]}; wanted one length, as many rows."
         )
     if rows.shape[1] != NUM_COLUMNS or (keys is not None and (keys.shape[1], keys.dtype) != (4, torch.int64)):
         raise ValueError(f"int8_adamw: rows and keys {[tuple(shape) for shape in shapes]}; wanted (n, 8) and (n, 4)")

@@ -20,8 +20,9 @@ __all__ = [
 def group_parameters(owned: Sequence[OwnedParameter]) -> list[list[OwnedParameter]]:
     """Split a unit's parameters into groups that can share buffers.
 
-    A parameter that brings an all-gather of its own is a group. Those of any other group agree in dtype, ``requires_grad``, whether they are replicated, whether they are on the
-    meta device, and how they are sharded over axes that are not data-parallel.
+    A parameter that brings an all-gather of its own is a group. Those of any other group agree in dtype,
+    ``requires_grad``, whether they are replicated, whether they are on the meta device, and how they are sharded over
+    axes that are not data-parallel.
     """
     groups: dict[tuple[object, ...], list[OwnedParameter]] = {}
     for one in owned:

@@ -36,7 +36,7 @@ def wire_bytes(gather: str, numel: int) -> int:
 
 
 def cut_blocks(plan: Plan, gather: str) -> tuple[tuple[int, int], ...]:
-    """Return the blocks of 32 rows of MXFP8's second grid that a shard boundary cuts: tensor, and number of the block."""
+    """Return the blocks of 32 rows of MXFP8's second grid that a shard boundary cuts: tensor, number of block."""
     if gather != "mxfp8" or not plan.shard_numel:
         return ()
     found = set()

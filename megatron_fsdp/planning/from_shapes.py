@@ -9,15 +9,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from dbuffer import Plan
 from dbuffer.errors import LayoutError
-from megatron_fsdp.build.grouping import unit_regions
 from megatron_fsdp.build.no_shard import is_no_shard
+from megatron_fsdp.build.packed_layout import is_packed, layout_regions
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.planning.catalog import Architecture, UnitShapes
 from megatron_fsdp.planning.model_spec import (
@@ -30,7 +30,7 @@ from megatron_fsdp.planning.model_spec import (
     reshard_reason,
 )
 from megatron_fsdp.planning.module_order import walk_modules
-from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+from megatron_fsdp.policy.precision import GroupDtypes, MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
 
 __all__ = [
@@ -89,21 +89,25 @@ def _unit_groups(parameters: Sequence[ShapedParameter], sharding: Sharding) -> t
     for (dtype, requires_grad, is_replicated), alike in kinds.items():
         placements = sharding.placements.no_shard_on_all_axes() if is_replicated else sharding.placements
         num_shards = placements.num_shards([axis.size for axis in sharding.axes])
-        dtypes = sharding.policy.dtypes_for(dtype, requires_grad=requires_grad)
-        itemsize = min(each.itemsize for each in (dtypes.compute, dtypes.main, dtypes.reduce, dtypes.main_grad))
-        shapes = tuple(parameter.shape for parameter in alike)
-        for indices, plan in _regions(shapes, num_shards, itemsize, dtypes.block_numel):
-            names = tuple(alike[index].name for index in indices)
-            groups.append(GroupFacts(names, plan, sharding.axes, placements, dtypes, requires_grad))
+        usual = sharding.policy.dtypes_for(dtype, requires_grad=requires_grad)
+        gather = sharding.policy.gather_dtype if dtype.is_floating_point and not is_replicated else None
+        packed = [parameter for parameter in alike if is_packed(parameter.shape, gather)]
+        others = [parameter for parameter in alike if not is_packed(parameter.shape, gather)]
+        for members, dtypes in ((packed, replace(usual, gather=gather)), (others, usual)):
+            shapes = tuple(parameter.shape for parameter in members)
+            for indices, plan in _regions(shapes, num_shards, dtypes) if members else ():
+                names = tuple(members[index].name for index in indices)
+                groups.append(GroupFacts(names, plan, sharding.axes, placements, dtypes, requires_grad))
     return tuple(groups)
 
 
 @functools.lru_cache(maxsize=4096)
 def _regions(
-    shapes: tuple[tuple[int, ...], ...], num_shards: int, itemsize: int, block_numel: int
+    shapes: tuple[tuple[int, ...], ...], num_shards: int, dtypes: GroupDtypes
 ) -> tuple[tuple[tuple[int, ...], Plan], ...]:
     # Equal units of a model, and the many settings that a search tries, share few layouts.
-    regions = unit_regions(shapes, num_shards, itemsize, block_numel=block_numel)
+    itemsize = min(each.itemsize for each in (dtypes.compute, dtypes.main, dtypes.reduce, dtypes.main_grad))
+    regions = layout_regions(shapes, num_shards, itemsize, dtypes)
     return tuple((region.indices, region.plan) for region in regions)
 
 

@@ -44,7 +44,7 @@ class _Wire:
 
     Attributes:
         signature: shape and dtype of each tensor. ranges: where each lies in a run.
-        sent: this rank's run. gathered: all runs. outputs: the tensors, each of all ranks. route: from sent to gathered.
+        sent: this rank's run. gathered: all runs. outputs: the tensors, each of all ranks. route: sent to gathered.
     """
 
     signature: _Signature
@@ -91,8 +91,8 @@ class ExtensionWeights(WeightBuffers):
         resting = spec.placements.parameter
         if spec.is_offloaded or spec.placements.optimizer != resting or resting.count(Flat()) != 1:
             raise ConfigError(
-                f"{self._where}: its all-gather hooks need weights that rest sharded over one axis, on their device. Use "
-                "Placements.optim_grads_params or hsdp without CPU offload, or list it in ignored_params"
+                f"{self._where}: its all-gather hooks need weights that rest sharded over one axis, on their device; "
+                "use Placements.optim_grads_params or hsdp without CPU offload, or list it in ignored_params"
             )
         self._spec, self._plan = spec, plan
         self._module = weakref.ref(owned.sites[0].module)
@@ -124,6 +124,11 @@ class ExtensionWeights(WeightBuffers):
         if signature not in self._wires:
             self._wires[signature] = _make_wire(signature, self._spec, self._axis, self._where)
         return self._wires[signature]
+
+    @property
+    def num_senders(self) -> int:
+        """Ranks over which the parameter is sharded."""
+        return self._spec.mesh.size(self._axis)
 
     @property
     def sent_bytes(self) -> int:

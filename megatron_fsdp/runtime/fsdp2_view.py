@@ -1,8 +1,8 @@
 """What FSDP2's private state looks like from outside, for tensor subclasses that read it in their all-gather hooks.
 
-TransformerEngine's MXFP8 weights ask for the state of the module that they are in, by ``_get_fsdp_state()`` of the module
-or, for one inside of a unit, by PyTorch's table of module states; then for ``_fsdp_param_group``, and of that for
-``_reshard_after_forward`` and ``_training_state``, to know which of their two grids to send.
+TransformerEngine's MXFP8 weights ask for the state of the module that they are in, by ``_get_fsdp_state()`` of the
+module or, for one inside of a unit, by PyTorch's table of module states; then for ``_fsdp_param_group``, and of that
+for ``_reshard_after_forward`` and ``_training_state``, to know which of their two grids to send.
 """
 
 from __future__ import annotations

@@ -212,6 +212,7 @@ class PackedWeights(WeightBuffers):
         if self.gather_function is not None:
             raise ConfigError(f"{self.main.name}: gather_dtype={self._gather!r} and a custom all-gather; give one")
         self._wire.reallocate_storage()
+        self.gathered.reallocate_storage()
         self._arrived = min(int(torch._C._current_graph_task_id() != -1), len(self._sent) - 1)
         self._routes[self._arrived](works)
 
@@ -221,7 +222,6 @@ class PackedWeights(WeightBuffers):
         if self._arrived is None:
             return
         grid, self._arrived = self._arrived, None
-        self.gathered.reallocate_storage()
         rows = self._wire.local_buffer.view(self._axis.size, -1)
         codes = rows[:, : self._local_numel].reshape(-1)
         scales = rows[:, self._local_numel :].reshape(-1)
@@ -231,9 +231,7 @@ class PackedWeights(WeightBuffers):
                 out[part].copy_(values.view(-1))
         self._wire.release_storage()
 
-    def _decoded(
-        self, codes: torch.Tensor, scales: torch.Tensor, grid: int
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _decoded(self, codes: torch.Tensor, scales: torch.Tensor, grid: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield parts of the flat buffer with their fp32 values."""
         if self._gather == "fp8":
             yield from self._decoded_tensors(codes)
