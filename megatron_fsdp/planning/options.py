@@ -288,7 +288,8 @@ class Options:
         packed = self.values.gather_dtype
         travel = f"compute in {self['dtype']}, matrices travel in {packed}" if packed else ""
         cause = f", --gather-dtype {packed}" if packed else ""
-        yield f"weights {travel or f'compute and travel in {self["dtype"]}'}: {self.cause('dtype')}{cause}"
+        travel = travel or f"compute and travel in {self['dtype']}"
+        yield f"weights {travel}: {self.cause('dtype')}{cause}"
         split = " in two halves" if self["split_main_params"] else ""
         cause = self.cause("main_dtype") + (", --split-main-params" if split else "")
         yield f"the optimizer steps {self['main_dtype']} weights{split}: {cause}"
