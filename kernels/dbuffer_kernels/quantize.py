@@ -42,8 +42,9 @@ def mx_exponents(amax: Tensor) -> Tensor:
 
 def mx_scale(exponents: Tensor) -> Tensor:
     """Return the fp32 scales of E8M0 bytes."""
-    scale = torch.ldexp(torch.ones((), device=exponents.device), exponents.to(torch.int32) - 127)
-    return torch.where(exponents == 0xFF, float("nan"), scale)
+    # The exponent's bits are the byte itself; 2 ** -127 is subnormal, and 255 is a NaN with a bit of mantissa.
+    bits = exponents.to(torch.int32) << 23
+    return torch.where((exponents == 0) | (exponents == 0xFF), bits | 0x400000, bits).view(torch.float32)
 
 
 def to_mx(values: Tensor, exponents: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from tests.functional.replica import whole
 
 
 class Net(nn.Module):
-    """Matrices that blocks of 32 divide, one that they do not, an expert weight, and biases that never travel packed."""
+    """Matrices that blocks of 32 divide, one that they do not, an expert weight, and biases, which travel whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,8 +101,8 @@ def used_weights(job: Job) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
 
     forward = Net.forward
     try:
-        Net.forward = lambda self, x: forward(self, Probe.apply(x))  # type: ignore[method-assign, no-untyped-call]
-        model(torch.randn(3, 64, requires_grad=True)).sum().backward()
+        Net.forward = lambda self, x: Probe.apply(forward(self, x))  # type: ignore[method-assign, no-untyped-call]
+        model(torch.randn(3, 64)).sum().backward()
     finally:
         Net.forward = forward  # type: ignore[method-assign]
     return main, seen[0], seen[1]
