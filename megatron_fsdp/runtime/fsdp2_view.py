@@ -23,25 +23,24 @@ __all__ = ["StateNames", "show_state", "state_to_come"]
 class StateNames:
     """FSDP2's private names of a unit, which has no more of that state than these; mixed into ``Unit``."""
 
-    groups: Any
-    schedule: Any
-    is_sharded: bool
-
     @property
     def _fsdp_param_group(self) -> StateNames | None:
         """This object too: it has the names that are asked of a parameter group."""
-        return self if self.groups else None
+        unit: Any = self
+        return self if unit.groups else None
 
     @property
     def _reshard_after_forward(self) -> bool:
-        released: bool = self.schedule.reshards_after_forward(self)
+        unit: Any = self
+        released: bool = unit.schedule.reshards_after_forward(unit)
         return released
 
     @property
     def _training_state(self) -> TrainingState:
         if torch._C._current_graph_task_id() != -1:
             return TrainingState.PRE_BACKWARD
-        return TrainingState.IDLE if self.is_sharded else TrainingState.FORWARD
+        unit: Any = self
+        return TrainingState.IDLE if unit.is_sharded else TrainingState.FORWARD
 
 
 class _StateToCome:
@@ -56,7 +55,7 @@ class _StateToCome:
 def show_state(unit: StateNames, modules: Iterable[nn.Module]) -> None:
     """Let PyTorch's table of module states, which holds nothing alive, have the unit for its modules."""
     for module in modules:
-        _module_state_mapping[module] = weakref.ref(unit)  # type: ignore[assignment]
+        _module_state_mapping[module] = weakref.ref(unit)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -70,7 +69,7 @@ def state_to_come(modules: Sequence[nn.Module], *, is_released: bool) -> Iterato
     for module in modules:
         # Past nn.Module's own setter: it is no part of the module.
         module.__dict__["_get_fsdp_state"] = lambda: state
-        _module_state_mapping[module] = weakref.ref(state)  # type: ignore[arg-type, assignment]
+        _module_state_mapping[module] = weakref.ref(state)  # type: ignore[arg-type]
     try:
         yield
     finally:
