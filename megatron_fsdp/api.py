@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from megatron_fsdp.runtime.agreement import Wrapping
 from megatron_fsdp.runtime.asked_gradients import serve_asked_gradients
 from megatron_fsdp.runtime.backward import Backward
 from megatron_fsdp.runtime.freshness import mark_replaced
+from megatron_fsdp.runtime.fsdp2_view import show_state, state_to_come
 from megatron_fsdp.runtime.hooks import convert
 from megatron_fsdp.runtime.module import FsdpModule, unit_of, units_below
 from megatron_fsdp.runtime.originals import Originals, check_conversion
@@ -113,7 +114,12 @@ def fully_shard(
         with Originals(modules):
             _move_to(modules, buffer_device(target.mesh), owned)
             plans = [each for like in group_parameters(owned) for each in plan(like)]
-            groups = [ParameterGroup(each.owned, each.plan, each.spec, name) for each in plans]
+            has_hooks = any(each.extension is not None for each in owned)
+            is_asked = (
+                state_to_come(modules, is_released=reshard_after_forward is not False) if has_hooks else nullcontext()
+            )
+            with is_asked:
+                groups = [ParameterGroup(each.owned, each.plan, each.spec, name) for each in plans]
             unit = Unit(name, modules, groups, policy)
             unit.check_reshard(reshard_after_forward)
             check_conversion(modules)
@@ -123,6 +129,8 @@ def fully_shard(
             unit.reshard_to(reshard_after_forward)
             unit.trees = {id(each): Tree(each, {id(parameter) for parameter in ignored}) for each in modules}
             convert(modules, unit)
+            if has_hooks:
+                show_state(unit, modules)
     for parameter in owned:
         mark_owned(parameter.parameter, name, parameter.name)
         mark_replaced(parameter.parameter, parameter.name)

@@ -136,7 +136,11 @@ def _check_training(args: argparse.Namespace, num_ranks: int) -> None:
     if args.keep_last is not None and args.save is None:
         raise ConfigError(f"--keep-last {args.keep_last} without --save: name the folder with --save")
     if args.adam_moments != "fp32" and args.optimizer != "adam":
-        raise ConfigError(f"--adam-moments {args.adam_moments} contradicts --optimizer {args.optimizer}; leave one away")
+        raise ConfigError(
+            f"--adam-moments {args.adam_moments} contradicts --optimizer {args.optimizer}; leave one away"
+        )
+    if args.weight_gather is not None and not args.use_megatron_fsdp:
+        raise ConfigError(f"--weight-gather {args.weight_gather} needs --use-megatron-fsdp, whose gather it is")
     if args.adam_moments_seed is not None and args.adam_moments != "int8":
         raise ConfigError(f"--adam-moments-seed {args.adam_moments_seed} needs --adam-moments int8, which it rounds")
     if args.optimizer not in ("adam", "sgd", "muon", "dist_muon"):

@@ -166,12 +166,17 @@ def _add_muon_flags(group: argparse._ActionsContainer) -> None:
         "--muon-max-team", type=_positive_int, default=1, help="ranks that may share one matrix, a power of two"
     )
 
-
     group.add_argument(
         "--adam-moments",
         choices=["fp32", "int8"],
         default="fp32",
         help="of Adam: int8 keeps 8-bit codes with a scale for each 256 elements, 2.03 bytes per parameter for both",
+    )
+    group.add_argument(
+        "--weight-gather",
+        choices=["fp8", "mxfp8", "int8_block"],
+        default=None,
+        help="with --use-megatron-fsdp: matrices travel in 8 bits, quantized from the main weights",
     )
     group.add_argument(
         "--adam-moments-seed", type=int, default=None, help="round these codes stochastically, by this seed"

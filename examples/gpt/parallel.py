@@ -48,7 +48,7 @@ def parallelize(model: GptModel, args: argparse.Namespace, mesh: DeviceMesh) -> 
 
 def low_precision(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of ``MixedPrecisionPolicy`` that flags of the script's own set."""
-    return {"moments": "int8"} if args.adam_moments == "int8" else {}
+    return {"moments": "int8" if args.adam_moments == "int8" else None, "gather_dtype": args.weight_gather}
 
 
 def shard(

@@ -49,12 +49,9 @@ def _parts_of_decade(count: int) -> Tensor:
 @functools.cache
 def map_tables(device: torch.device) -> Tensor:
     """Return fp32 (4, 256): signed values, unsigned values, and the 255 middles between neighbours of each."""
-    rows = []
-    for values in (dynamic_map(signed=True), dynamic_map(signed=False)):
-        rows.append(torch.tensor(values))
-    for values in rows[:2]:
-        rows.append(torch.cat([(values[:-1].double() + values[1:].double()).div(2).float(), values[-1:]]))
-    return torch.stack(rows).to(device)
+    maps = [torch.tensor(dynamic_map(signed=signed)) for signed in (True, False)]
+    middles = [torch.cat([(row[:-1].double() + row[1:].double()).div(2).float(), row[-1:]]) for row in maps]
+    return torch.stack([*maps, *middles]).to(device)
 
 
 def num_blocks(numel: int) -> int:

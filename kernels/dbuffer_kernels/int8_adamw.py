@@ -95,7 +95,7 @@ def int8_adamw(
     if weight.numel() != segments.numel or min(shape[0] for shape in shapes) < segments.num_rows:
         raise ValueError(
             f"int8_adamw: buffers of {weight.numel()} elements, segments of {segments.numel} with "
-            f"{segments.num_rows} rows, found {[tuple(shape) for shape in shapes]}; wanted one length, and as many rows."
+            f"{segments.num_rows} rows, found {[tuple(shape) for shape in shapes]}; wanted one length, as many rows."
         )
     if rows.shape[1] != NUM_COLUMNS or (keys is not None and (keys.shape[1], keys.dtype) != (4, torch.int64)):
         raise ValueError(f"int8_adamw: rows and keys {[tuple(shape) for shape in shapes]}; wanted (n, 8) and (n, 4)")
@@ -159,40 +159,36 @@ def int8_adamw_kernel(
     start = tl.load(entry) * BLOCK
     first = tl.load(entry + 1)
     stop = tl.load(entry + 2)
-    number = tl.load(entry + 3)
-    row = rows + number * 8
-    key = keys + number * 4
+    row = rows + tl.load(entry + 3) * 8
+    key = keys + tl.load(entry + 3) * 4
     factor = tl.load(row).to(tl.float32)
     if HAS_CLIP:
         factor *= tl.load(clip).to(tl.float32)
-    # Counted from here on in 32 bits, which halves the registers of addresses: all pointers move to the block.
+    # All pointers move to the block, for offsets of 32 bits: they take half of the registers.
     gradient += start
     weight += start
     model += start
     remainder += start
     first = tl.maximum(first - start, 0).to(tl.int32)
     stop = tl.minimum(stop - start, BLOCK).to(tl.int32)
-    # A row for each block of 256, which shares a scale.
+    # A row for each block of 256, which shares a scale. Whole programs carry no mask: it would split wide accesses.
     block = tl.arange(0, BLOCK // 256)
     index = (block * 256)[:, None] + tl.arange(0, 256)[None, :]
+    mask = (index >= first) & (index < stop)
+    position = start + tl.load(entry + 4)
     if tl.load(entry + 6) != 0:
-        offset = tl.load(entry + 5) + start
-        plain_m = plain_exp_avg + offset
-        plain_v = plain_exp_avg_sq + offset
-        is_own = (index >= first) & (index < stop)
-        update(index, is_own, gradient, weight, plain_m, plain_v, model, remainder, factor, row, HAS_MODEL, IS_SPLIT)
+        plain_m = plain_exp_avg + tl.load(entry + 5) + start
+        plain_v = plain_exp_avg_sq + tl.load(entry + 5) + start
+        update(index, mask, gradient, weight, plain_m, plain_v, model, remainder, factor, row, HAS_MODEL, IS_SPLIT)
     else:
         m = exp_avg + start
         v = exp_avg_sq + start
         m_scale = exp_avg_scale + start // 256 + block
         v_scale = exp_avg_sq_scale + start // 256 + block
-        position = start + tl.load(entry + 4)
-        # Whole programs carry no mask: it would split every 16-byte access.
         if (first == 0) & (stop == BLOCK):
             coded_update(index, None, None, gradient, weight, m, v, m_scale, v_scale, model, remainder,
                          factor, row, key, position, maps, HAS_MODEL, IS_SPLIT, IS_RANDOM)  # fmt: skip
         else:
-            mask = (index >= first) & (index < stop)
             is_part = (block * 256 >= first) & (block * 256 < stop)
             coded_update(index, mask, is_part, gradient, weight, m, v, m_scale, v_scale, model, remainder,
                          factor, row, key, position, maps, HAS_MODEL, IS_SPLIT, IS_RANDOM)  # fmt: skip

@@ -66,7 +66,7 @@ class Int8Moments:
             tensor = getattr(self, name)
             if tensor.shape != (wanted,) or tensor.dtype is not dtype or not tensor.is_contiguous():
                 raise ValueError(
-                    f"Int8Moments: {name} is {tensor.dtype} {tuple(tensor.shape)}; wanted contiguous {dtype} ({wanted},)"
+                    f"Int8Moments: {name} is {tensor.dtype} {tuple(tensor.shape)}; wanted {dtype} ({wanted},)"
                 )
 
 
@@ -86,9 +86,7 @@ class Int8AdamWBuffers:
 
     def __post_init__(self) -> None:
         # The weight stands in for moments, so that the rest is checked as for plain ones.
-        checked = AdamWBuffers(
-            self.gradient, self.weight, self.weight, self.weight, self.model_weight, self.remainder
-        )
+        checked = AdamWBuffers(self.gradient, self.weight, self.weight, self.weight, self.model_weight, self.remainder)
         if checked.compute_dtype is not torch.float32 or self.moments.exp_avg.numel() != self.weight.numel():
             raise ValueError(
                 f"Int8AdamWBuffers: gradient {self.gradient.dtype}, weight {self.weight.dtype} of "

@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import Granularity, Plan
 from dbuffer_kernels.switches import is_off
-from megatron_fsdp.build.grouping import granularities, unit_regions
+from megatron_fsdp.build.grouping import granularities
 from megatron_fsdp.build.ownership import OwnedParameter
+from megatron_fsdp.build.packed_layout import is_packed, layout_regions
 from megatron_fsdp.policy.mesh import ShardingTarget, buffer_device
 from megatron_fsdp.policy.offload import Offload
 from megatron_fsdp.policy.precision import GroupDtypes, MixedPrecisionPolicy
@@ -59,9 +60,18 @@ class GroupPlanner:
         self._divisor = target.mesh.size() * grad_divisor
 
     def __call__(self, like: Sequence[OwnedParameter]) -> Iterator[GroupPlan]:
-        """Yield the groups (one per region) for parameters that can share buffers."""
+        """Yield the groups (one per region) for parameters that can share buffers: apart those that travel packed."""
+        gather = None if like[0].is_replicated or like[0].extension is not None else self._policy.gather_dtype
+        packed = [one for one in like if one.parameter.is_floating_point() and is_packed(one.shape, gather)]
+        others = [one for one in like if not any(one is other for other in packed)]
+        if packed:
+            yield from self._groups(packed, gather)
+        if others:
+            yield from self._groups(others, None)
+
+    def _groups(self, like: Sequence[OwnedParameter], gather: str | None) -> Iterator[GroupPlan]:
         first = like[0].parameter
-        dtypes = self._policy.dtypes_for(first.dtype, requires_grad=first.requires_grad)
+        dtypes = replace(self._policy.dtypes_for(first.dtype, requires_grad=first.requires_grad), gather=gather)
         for parameter in like:
             parameter.trained_main_dtype = self._policy.dtypes_for(first.dtype, requires_grad=True).stepped
         extension = like[0].extension
@@ -78,7 +88,7 @@ class GroupPlanner:
             spec = replace(spec, placements=placements.no_shard_on_all_axes())
         elif self._offload.is_on:
             spec = replace(spec, is_offloaded=True, is_pinned=self._offload.is_pinned)
-        regions = unit_regions(
+        regions = layout_regions(
             [parameter.shape for parameter in like],
             spec.placements.num_shards([mesh.size(axis) for axis in range(mesh.ndim)]),
             dtypes,

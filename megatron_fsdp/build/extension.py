@@ -43,7 +43,7 @@ class Extension:
     Attributes:
         kind: the subclass. shape, stride, dtype: of the whole parameter.
         data: what the buffers lay out: the inner tensor, or uint8 (ranks, bytes of a part).
-        context: of ``__tensor_flatten__``, of a part. inner: the name of the one inner tensor; empty where it is packed.
+        context: of ``__tensor_flatten__``, of a part. inner: the name of the one inner tensor; empty if packed.
         pieces: of a packed part. num_parts: ranks over which it is sharded.
     """
 
@@ -108,17 +108,15 @@ def extension_of(name: str, parameter: torch.Tensor, num_parts: int) -> Extensio
     if len(names) == 1 and getattr(data, names[0]).shape == data.shape:
         inner = getattr(data, names[0])
         _check_rows(where, data.shape, num_parts)
-        return Extension(
-            kind, data.shape, data.stride(), data.dtype, inner.detach(), context, names[0], (), num_parts
-        )
+        return Extension(kind, data.shape, data.stride(), data.dtype, inner.detach(), context, names[0], (), num_parts)
     return _packed(where, data, num_parts, is_trained=parameter.requires_grad)
 
 
 def _check_rows(where: str, shape: Sequence[int], num_parts: int) -> None:
     if not shape or shape[0] % num_parts:
         raise ConfigError(
-            f"{where} of shape {tuple(shape)}, which {num_parts} ranks cannot share evenly: its hooks need as many rows "
-            "on every rank. Choose a first dimension that the ranks divide, or list it in ignored_params."
+            f"{where} of shape {tuple(shape)}, which {num_parts} ranks cannot share evenly: its hooks need as many "
+            "rows on every rank. Choose a first dimension that the ranks divide, or list it in ignored_params."
         )
 
 
@@ -141,9 +139,7 @@ def _packed(where: str, data: torch.Tensor, num_parts: int, *, is_trained: bool)
     if any(found != pieces for found, _ in described):
         raise ConfigError(f"{where}: the {num_parts} parts that its class makes have inner tensors of other sizes")
     data_bytes = torch.stack([packed for _, packed in described])
-    return Extension(
-        type(data), data.shape, data.stride(), data.dtype, data_bytes, context, "", pieces, num_parts
-    )
+    return Extension(type(data), data.shape, data.stride(), data.dtype, data_bytes, context, "", pieces, num_parts)
 
 
 def _described(part: torch.Tensor) -> tuple[tuple[_Piece, ...], torch.Tensor]:

@@ -113,7 +113,9 @@ def collect_parameters(
                     split = tensor_parallel_of(name, parameter, target)
                     is_replicated = is_no_shard(module) or is_no_shard(parameter)
                     owned = found[id(parameter)] = OwnedParameter(name, parameter, split, is_replicated)
-                    owned.extension = None if target is None else extension_of(name, parameter, target.num_weight_shards)
+                    owned.extension = (
+                        None if target is None else extension_of(name, parameter, target.num_weight_shards)
+                    )
                 owned.sites.append(ParameterSite(module, attribute))
     return list(found.values())
 

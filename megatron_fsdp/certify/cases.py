@@ -297,10 +297,11 @@ def _unshard_by_hand(check: Certification) -> list[torch.Tensor]:
         assert isinstance(layer.up, nn.Linear)
         losses.append(layer.up.weight.detach().square().sum())
         layer.reshard()
-        for group in layer.parameter_groups:
-            group.unshard()
-            losses.append(group.gathered.local_buffer.sum())
-            group.reshard()
+        handle = layer.unshard(async_op=True)
+        assert handle is not None
+        handle.wait()
+        losses.extend(group.gathered.local_buffer.sum() for group in layer.parameter_groups)
+        layer.reshard()
     return losses
 
 

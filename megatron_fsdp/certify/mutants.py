@@ -28,9 +28,12 @@ __all__ = ["EQUIVALENT", "MODULES", "Mutant", "Outcome", "applied", "mutant_repo
 MODULES = (
     "megatron_fsdp.runtime.lanes",
     "megatron_fsdp.runtime.schedule",
+    "megatron_fsdp.runtime.backward",
     "megatron_fsdp.runtime.unit",
     "megatron_fsdp.runtime.parameter_group",
     "megatron_fsdp.runtime.gradients",
+    "megatron_fsdp.runtime.small_gradients",
+    "megatron_fsdp.runtime.reduction",
     "megatron_fsdp.runtime.weight_buffers",
     "megatron_fsdp.runtime.post_forward_shard",
     "megatron_fsdp.runtime.memory_slots",

@@ -69,7 +69,7 @@ def random_position(number: int, element: int) -> int:
 
 
 def plan_of_scales(plan: Plan) -> Plan:
-    """Return where the scales of a plan's tensors lie: shard k holds those of the blocks that shard k of ``plan`` has."""
+    """Return where the scales of a plan's tensors lie: shard k holds those of the blocks of shard k of ``plan``."""
     return Plan(
         shapes=tuple((num_blocks(math.prod(shape)),) for shape in plan.shapes),
         granularities=(Element(),) * len(plan.shapes),
@@ -223,7 +223,9 @@ class Int8GroupMoments(GroupMoments):
         main = group.main_weight
         like = main.get_local_tensor(index)
         locals_ = (self._plain.piece(moment, index, like.numel()).view(like.shape) for moment in range(2))
-        return self.steps[index], *(buffer_dtensor(local, main.layout, index, main.mesh, main.name) for local in locals_)
+        return self.steps[index], *(
+            buffer_dtensor(local, main.layout, index, main.mesh, main.name) for local in locals_
+        )
 
     def _take_over(self, state: State, index: int) -> None:
         face = self._faces[index]
@@ -278,8 +280,8 @@ class Int8GroupMoments(GroupMoments):
         whole = _whole(value)
         if whole.numel() != view.numel():
             raise StateError(
-                f"{self._names[index]}: its state has {whole.numel()} scales, wanted {view.numel()}, one for each block "
-                f"of {QUANT_BLOCK} elements; load the state of a parameter of this shape"
+                f"{self._names[index]}: its state has {whole.numel()} scales, wanted {view.numel()}, one for each "
+                f"{QUANT_BLOCK} elements; load the state of a parameter of this shape"
             )
         return whole[held.start : held.stop]
 
@@ -318,4 +320,3 @@ def _check(group: ParameterGroup) -> None:
         )
     if group.spec.dtypes.stepped is torch.float64:
         raise ConfigError(f"unit {group.name!r}: AdamW(moments='int8') of FP64 weights; give FP32 main weights")
-

@@ -136,8 +136,7 @@ def _memory(subject: Subject, setup: Setup, facts: ModelFacts, forecast: Forecas
     for key, group in groups.items():
         for buffer in group.resting():
             if not buffer.shares:
-                num_bytes = group.local_numel(buffer.placements) * buffer.dtype.itemsize
-                resting[buffer.kind] += counts[key] * num_bytes
+                resting[buffer.kind] += counts[key] * group.bytes_of(buffer)
         if setup.optimizer != "muon":
             moments += counts[key] * adamw_bytes(group, setup.moments_dtype)
     if setup.optimizer == "muon":
@@ -145,7 +144,7 @@ def _memory(subject: Subject, setup: Setup, facts: ModelFacts, forecast: Forecas
             for group in unit.groups:
                 itemsize = (setup.moments_dtype or group.dtypes.stepped).itemsize
                 moments += muon_bytes(unit, group, itemsize)
-    yield MemoryPart("compute weights", resting["model_weight"])
+    yield MemoryPart("compute weights", resting["model_weight"] + resting["packed weights"])
     yield MemoryPart("main weights", resting["main_weight"] + resting["remainder"])
     yield MemoryPart("gradients", resting["main_grad"])
     yield MemoryPart("Muon and AdamW state" if setup.optimizer == "muon" else "AdamW moments", moments)

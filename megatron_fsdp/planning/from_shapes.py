@@ -9,15 +9,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from dbuffer import Plan
 from dbuffer.errors import LayoutError
-from megatron_fsdp.build.grouping import GroupKey, grouped, unit_regions
+from megatron_fsdp.build.grouping import GroupKey, grouped
 from megatron_fsdp.build.no_shard import is_no_shard
+from megatron_fsdp.build.packed_layout import is_packed, layout_regions
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.planning.catalog import Architecture, UnitShapes
 from megatron_fsdp.planning.model_spec import (
@@ -86,10 +87,15 @@ def _unit_groups(parameters: Sequence[ShapedParameter], sharding: Sharding) -> t
     for (dtype, requires_grad, is_replicated, *_), alike in grouped(parameters, _key):
         placements = sharding.placements.no_shard_on_all_axes() if is_replicated else sharding.placements
         num_shards = placements.num_shards([axis.size for axis in sharding.axes])
-        dtypes = sharding.policy.dtypes_for(dtype, requires_grad=requires_grad)
-        for indices, plan in _regions(tuple(parameter.shape for parameter in alike), num_shards, dtypes):
-            names = tuple(alike[index].name for index in indices)
-            groups.append(GroupFacts(names, plan, sharding.axes, placements, dtypes, requires_grad))
+        usual = sharding.policy.dtypes_for(dtype, requires_grad=requires_grad)
+        gather = sharding.policy.gather_dtype if dtype.is_floating_point and not is_replicated else None
+        packed = [parameter for parameter in alike if is_packed(parameter.shape, gather)]
+        others = [parameter for parameter in alike if not is_packed(parameter.shape, gather)]
+        for members, dtypes in ((packed, replace(usual, gather=gather)), (others, usual)):
+            shapes = tuple(parameter.shape for parameter in members)
+            for indices, plan in _regions(shapes, num_shards, dtypes) if members else ():
+                names = tuple(members[index].name for index in indices)
+                groups.append(GroupFacts(names, plan, sharding.axes, placements, dtypes, requires_grad))
     return tuple(groups)
 
 
@@ -98,7 +104,7 @@ def _regions(
     shapes: tuple[tuple[int, ...], ...], num_shards: int, dtypes: GroupDtypes
 ) -> tuple[tuple[tuple[int, ...], Plan], ...]:
     # Equal units of a model, and the many settings that a search tries, share few layouts.
-    return tuple((region.indices, region.plan) for region in unit_regions(shapes, num_shards, dtypes))
+    return tuple((region.indices, region.plan) for region in layout_regions(shapes, num_shards, dtypes))
 
 
 def _key(parameter: ShapedParameter) -> GroupKey:

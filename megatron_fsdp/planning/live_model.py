@@ -11,6 +11,7 @@ from torch import nn
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.planning.model_spec import AxisFacts, GroupFacts, ModelFacts, UnitFacts, reshard_reason
 from megatron_fsdp.planning.module_order import walk_modules
+from megatron_fsdp.runtime.extension_hooks import ExtensionWeights
 from megatron_fsdp.runtime.module import units_below
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.unit import Unit
@@ -94,6 +95,11 @@ def _unit_facts(unit: Unit, positions: Mapping[int, int], schedule: int) -> Unit
     )
 
 
+def _hooks_bytes(group: ParameterGroup) -> int:
+    weights = group.weights
+    return weights.sent_bytes * weights.num_senders if isinstance(weights, ExtensionWeights) else 0
+
+
 def _group_facts(group: ParameterGroup) -> GroupFacts:
     axes = tuple(AxisFacts(axis.name, axis.size, axis.rank) for axis in group.main_weight.axes)
     # The parameters' own flags: the group takes notice of a change in the next forward.
@@ -109,6 +115,7 @@ def _group_facts(group: ParameterGroup) -> GroupFacts:
         requires_grad=is_trained,
         frozen=frozen if is_trained else frozenset(),
         holds_gradients=group.gradients is not None and not is_trained,
+        hooks_bytes=_hooks_bytes(group),
         part_of=0 if part is None else part.axis.size,
         weight_slot=None if group.rests_whole else group.gathered.storage.slot,
         gradient_slot=None if group.gradients is None else group.gradients.packed.storage.slot,

@@ -15,6 +15,7 @@ import torch
 
 from dbuffer import BufferPlacement, Flat, Partial, Plan, Replicate
 from dbuffer.placements import flat_axes, shard_index
+from megatron_fsdp.build.packed_layout import amax_numel, num_grids, wire_bytes
 from megatron_fsdp.policy.precision import GroupDtypes
 from megatron_fsdp.policy.strategy import Placements
 
@@ -28,6 +29,7 @@ __all__ = [
     "UnitFacts",
     "Visit",
     "VisitKind",
+    "WireFacts",
     "reshard_reason",
 ]
 
@@ -66,6 +68,7 @@ class BufferFacts:
     Attributes:
         shares: names the buffer whose memory it is a part of, empty when it has its own.
         num_parts: it is one part in so many of what the placements say; 0 and 1: all of it.
+        num_bytes: of all ranks' parts, where these are no elements of the plan; 0: as the dtype says.
     """
 
     kind: str
@@ -73,6 +76,23 @@ class BufferFacts:
     dtype: torch.dtype
     shares: str = ""
     num_parts: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WireFacts:
+    """Weights that are gathered as other bytes than the compute dtype's.
+
+    Attributes:
+        num_bytes: of all ranks' parts on the wire. num_copies: of a rank's part that rest beside main weights.
+        gathered_bytes: what the gathered bytes become, on each rank.
+        exchanged_bytes: of magnitudes that ranks reduce after an optimizer step.
+    """
+
+    num_bytes: int
+    num_copies: int
+    gathered_bytes: int
+    exchanged_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +105,7 @@ class GroupFacts:
         holds_gradients: the gradient accumulator is there though nothing is trained (any more).
         part_of: between forward and backward a rank keeps one part in so many of the whole weights, and as many
             neighbours gather them; 0: nothing but its shard.
+        hooks_bytes: what all ranks send where the parameter's class says what is gathered; 0 for any other.
         weight_slot, gradient_slot: what gathered weights and packed gradients take turns in: some key of the pool, and
             the bytes of a slot; None: memory of the allocator.
     """
@@ -100,6 +121,19 @@ class GroupFacts:
     part_of: int = 0
     weight_slot: tuple[int, int] | None = None
     gradient_slot: tuple[int, int] | None = None
+    hooks_bytes: int = 0
+
+    @property
+    def wire(self) -> WireFacts | None:
+        """How the weights travel where that is not in their compute dtype."""
+        gather = self.dtypes.gather
+        if self.hooks_bytes:
+            return WireFacts(self.hooks_bytes, 1, self.hooks_bytes)
+        if gather is None:
+            return None
+        numel, whole = self.plan.numel, self.plan.numel * self.dtypes.compute.itemsize
+        exchanged = 4 * amax_numel(self.plan, gather)
+        return WireFacts(wire_bytes(gather, numel), num_grids(gather), whole, exchanged)
 
     @property
     def is_all_trained(self) -> bool:
@@ -124,7 +158,9 @@ class GroupFacts:
     @property
     def gathered_bytes(self) -> int:
         """Bytes that are allocated to use the weights; 0 where weights rest whole."""
-        return 0 if self.placements.parameter == self.whole else self.whole_bytes
+        if self.placements.parameter == self.whole:
+            return 0
+        return self.whole_bytes if self.wire is None else self.wire.gathered_bytes
 
     @property
     def part_bytes(self) -> int:
@@ -171,6 +207,8 @@ class GroupFacts:
     def resting(self) -> tuple[BufferFacts, ...]:
         """Return the buffers that are always there."""
         placements, dtypes = self.placements, self.dtypes
+        if self.wire is not None:
+            return self._resting_packed(self.wire)
         # Of one dtype, the optimizer's shard is a slice of the compute weights, or all of them.
         shares = "model_weight" if dtypes.main is dtypes.compute else ""
         weights = (
@@ -181,6 +219,24 @@ class GroupFacts:
         if not self.requires_grad and not self.holds_gradients:
             return weights
         return (*weights, BufferFacts("main_grad", placements.gradient, dtypes.main_grad))
+
+    def _resting_packed(self, wire: WireFacts) -> tuple[BufferFacts, ...]:
+        placements, dtypes = self.placements, self.dtypes
+        buffers = (
+            BufferFacts("main_weight", placements.optimizer, dtypes.main),
+            *(BufferFacts("remainder", placements.optimizer, torch.int16),) * dtypes.is_split,
+            *(BufferFacts("packed weights", placements.parameter, torch.uint8, num_bytes=wire.num_bytes),)
+            * wire.num_copies,
+        )
+        if not self.requires_grad and not self.holds_gradients:
+            return buffers
+        return (*buffers, BufferFacts("main_grad", placements.gradient, dtypes.main_grad))
+
+    def bytes_of(self, buffer: BufferFacts) -> int:
+        """Return the bytes of one rank's part of one of the group's buffers, padding included."""
+        if buffer.num_bytes:
+            return buffer.num_bytes // math.prod(self.axes[axis].size for axis in flat_axes(buffer.placements))
+        return self.local_numel(buffer.placements) * buffer.dtype.itemsize // max(buffer.num_parts, 1)
 
     def transient(self) -> tuple[BufferFacts, ...]:
         """Return the buffers that are allocated while in use."""
@@ -195,6 +251,10 @@ class GroupFacts:
 
     def gather(self) -> Redistribution:
         """Return how the weights are gathered."""
+        if self.wire is not None:
+            axis = self.axes[flat_axes(self.placements.parameter)[0]]
+            transfer = Transfer("all_gather", axis.name, axis.size, self.wire.num_bytes)
+            return Redistribution((transfer,) * (axis.size > 1), self.wire.num_bytes)
         return self._change(self.placements.parameter, self.whole, self.dtypes.compute.itemsize)
 
     def gather_part(self) -> Redistribution:
@@ -222,6 +282,10 @@ class GroupFacts:
         """Return how compute weights are made from main weights after an optimizer step."""
         if not self.requires_grad:
             return Redistribution()
+        if self.wire is not None:
+            axis = self.axes[flat_axes(self.placements.parameter)[0]]
+            transfer = Transfer("all_reduce", axis.name, axis.size, self.wire.exchanged_bytes)
+            return Redistribution((transfer,) * (axis.size > 1 and self.wire.exchanged_bytes > 0))
         return self._change(self.placements.optimizer, self.placements.parameter, self.dtypes.compute.itemsize)
 
     def _change(

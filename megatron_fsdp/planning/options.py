@@ -24,13 +24,14 @@ from megatron_fsdp.planning.option_types import (
     seconds,
 )
 from megatron_fsdp.planning.transformer import Recompute, Workload
-from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+from megatron_fsdp.policy.precision import GATHER_DTYPES, MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
 
 __all__ = ["HYBRID", "STRATEGIES", "Options", "add_plan_arguments", "placements_of"]
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp", "hfsdp")
 HYBRID = ("hsdp", "hfsdp")
+_PACKED = ("optim_grads_params", "hsdp")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DEFAULTS = {
     "dtype": "bf16",
@@ -94,6 +95,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=None,
         help="keep fp32 main weights as the bf16 weights and their 16-bit remainders; gradients rest in bf16 then",
+    )
+    sharding.add_argument(
+        "--gather-dtype",
+        choices=GATHER_DTYPES,
+        help="matrices travel in 8 bits, quantized from the main weights (with optim_grads_params or hsdp)",
     )
     sharding.add_argument(
         "--optimizer", choices=("adamw", "muon"), help="muon: Muon for matrices, AdamW for the rest (default adamw)"
@@ -198,7 +204,13 @@ class Options:
         if moments and self["optimizer"] != "adamw":
             raise ConfigError(f"--moments-dtype int8 needs --optimizer adamw (found {self['optimizer']})")
         return MixedPrecisionPolicy(
-            compute, reduce, main_params_dtype=main, main_grads_dtype=grads, split_main_params=is_split, moments=moments
+            compute,
+            reduce,
+            main_params_dtype=main,
+            main_grads_dtype=grads,
+            split_main_params=is_split,
+            moments=moments,
+            gather_dtype=self.values.gather_dtype,
         )
 
     def moments_dtype(self) -> torch.dtype | None:
@@ -237,6 +249,11 @@ class Options:
         """
         args = self.values
         axes = mesh_axes_of(sizes, int(str(self["rank"])))
+        if args.gather_dtype and strategy not in _PACKED:
+            raise ConfigError(
+                f"--gather-dtype {args.gather_dtype} needs --strategy optim_grads_params or hsdp (found {strategy}): "
+                "weights that rest sharded as main weights do"
+            )
         bandwidths = tuple(args.bandwidth or ())
         if bandwidths and len(bandwidths) not in (1, len(axes)):
             raise ConfigError(
@@ -256,6 +273,10 @@ class Options:
             int(str(self["max_team"])),
         )
 
+    def strategies(self) -> tuple[str, ...]:
+        """Return those that a search may choose from: packed gathers need weights that rest sharded."""
+        return _PACKED if self.values.gather_dtype else STRATEGIES
+
     def strategy_for(self, sizes: Sequence[int]) -> str:
         """Return the strategy given, or the default of a mesh."""
         return self.values.strategy or ("hsdp" if len(sizes) == 2 else "optim_grads_params")
@@ -264,7 +285,11 @@ class Options:
         """Yield one line per choice, with the option that caused it."""
         mesh = "x".join(str(axis.size) for axis in setup.sharding.axes)
         yield f"{_sharded(setup)}: {self.choice('strategy', setup.strategy)}, {self.choice('mesh', mesh)}"
-        yield f"weights compute and travel in {self['dtype']}: {self.cause('dtype')}"
+        packed = self.values.gather_dtype
+        travel = f"compute in {self['dtype']}, matrices travel in {packed}" if packed else ""
+        cause = f", --gather-dtype {packed}" if packed else ""
+        travel = travel or f"compute and travel in {self['dtype']}"
+        yield f"weights {travel}: {self.cause('dtype')}{cause}"
         split = " in two halves" if self["split_main_params"] else ""
         cause = self.cause("main_dtype") + (", --split-main-params" if split else "")
         yield f"the optimizer steps {self['main_dtype']} weights{split}: {cause}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dbuffer import BufferPlacement
+from dbuffer import BufferPlacement, Granularity
+from dbuffer import plan as plan_of
 from dbuffer_kernels import num_blocks
+from megatron_fsdp.build.packed_layout import wire_words
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.int8_moments import is_coded
 from megatron_fsdp.optim.ownership_page import OwnershipReport, explain_ownership
@@ -97,7 +100,7 @@ def report_of(
         num_microbatches=num_microbatches,
         num_roots=len({unit.schedule for unit in facts.units}),
         units=units,
-        persistent_bytes=sum(group.local_numel(part.placements) * part.dtype.itemsize for group, part in resting),
+        persistent_bytes=sum(group.bytes_of(part) for group, part in resting),
         padding_bytes=sum(group.padding_numel(part.placements) * part.dtype.itemsize for group, part in resting),
         optimizer_bytes=sum(adamw_bytes(group, moments_dtype) for group in groups),
         largest_unit=largest.name,
@@ -160,6 +163,7 @@ def _group_report(group: GroupFacts, issues: Iterable[Issue]) -> GroupReport:
         lower_bound_numel=plan.lower_bound_numel,
         gap=plan.gap,
         binding=_named_binding(group),
+        wire=_layout_words(group),
         resting=tuple(_buffer_report(group, buffer) for buffer in group.resting()),
         transient=tuple(_buffer_report(group, buffer) for buffer in group.transient()),
         collectives=tuple(_collective_report(issue) for issue in issues),
@@ -167,7 +171,7 @@ def _group_report(group: GroupFacts, issues: Iterable[Issue]) -> GroupReport:
 
 
 def _buffer_report(group: GroupFacts, buffer: BufferFacts) -> BufferReport:
-    num_bytes = group.local_numel(buffer.placements) * buffer.dtype.itemsize // max(buffer.num_parts, 1)
+    num_bytes = group.bytes_of(buffer)
     where = _placement_text(group.axes, buffer.placements)
     return BufferReport(buffer.kind, _dtype_name(buffer.dtype), where, num_bytes, buffer.shares)
 
@@ -208,6 +212,22 @@ def _int8_bytes(group: GroupFacts) -> int:
     large = set(range(len(group.plan.shapes))) - small
     num_small = group.owned_numel(group.placements.optimizer, large)
     return 2 * (local + 4 * num_blocks(local) + 4 * num_small) + 4 * len(group.names)
+
+
+def _layout_words(group: GroupFacts) -> str:
+    """Return how weights travel in 8 bits, and what blocks that no shard may cut cost in padding; empty for neither."""
+    dtypes, plan = group.dtypes, group.plan
+    words = [] if dtypes.gather is None else [wire_words(plan, dtypes.gather)]
+    if dtypes.block_numel > 1:
+        more = plan.numel - _freely_cut(plan.shapes, plan.granularities, plan.num_shards)
+        padding = f"{more:,} elements ({more / max(plan.data_numel, 1):.2%}) more padding"
+        words.append(f"cut at multiples of {dtypes.block_numel} elements: {padding} than without")
+    return "; ".join(words)
+
+
+@functools.lru_cache(maxsize=256)
+def _freely_cut(shapes: tuple[tuple[int, ...], ...], granularities: tuple[Granularity, ...], num_shards: int) -> int:
+    return plan_of(shapes, num_shards, granularity=granularities).numel
 
 
 def _named_binding(group: GroupFacts) -> str:

@@ -96,6 +96,7 @@ class GroupReport:
         padding_ratio, lower_bound_numel, gap, binding: the plan's certificate, see ``dbuffer.Plan``.
         resting: buffers that are always there. transient: those that come and go.
         collectives: what it issues per optimizer step; nothing on axes of one rank.
+        wire: how its weights travel where that is in 8 bits, and what the layout costs; else empty.
     """
 
     num_parameters: int
@@ -113,6 +114,7 @@ class GroupReport:
     resting: tuple[BufferReport, ...]
     transient: tuple[BufferReport, ...]
     collectives: tuple[CollectiveReport, ...]
+    wire: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +219,10 @@ def unit_lines(report: Report) -> list[str]:
     return aligned(rows, num_left=3)
 
 
+def _has_wire(unit: UnitReport, words: str) -> bool:
+    return any(group.wire == words for group in unit.groups)
+
+
 def _unit_row(unit: UnitReport) -> tuple[str, ...]:
     modules = _shortened(list(dict.fromkeys(unit.modules)))
     if not unit.groups:
@@ -317,6 +323,8 @@ def note_lines(report: Report) -> list[str]:
     frozen = [unit.name for unit in report.units if unit.num_frozen_groups]
     if frozen:
         lines.append(f"frozen groups, without gradients: {_shortened(frozen)}")
+    for words in dict.fromkeys(group.wire for unit in report.units for group in unit.groups if group.wire):
+        lines.append(f"{words}: {_shortened([unit.name for unit in report.units if _has_wire(unit, words)])}")
     replicated = [f"{unit.name}: {name}" for unit in report.units for name in unit.replicated]
     if replicated:
         lines.append(f"whole on every rank, not sharded: {_shortened(replicated)}")

@@ -13,7 +13,7 @@ from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.formatting import aligned, format_bytes, format_seconds
 from megatron_fsdp.planning.estimate import Projection, play, project
 from megatron_fsdp.planning.model_source import Subject
-from megatron_fsdp.planning.options import HYBRID, STRATEGIES, Options
+from megatron_fsdp.planning.options import HYBRID, Options
 from megatron_fsdp.planning.transformer import Recompute, Workload
 
 __all__ = ["Rejection", "Search", "fit_dict", "fit_page", "search"]
@@ -135,7 +135,7 @@ def _workloads(subject: Subject, options: Options, per_rank: int) -> Iterator[Wo
 def _shardings(options: Options, num_ranks: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     given, mesh = options.values.strategy, options.values.mesh
     splits = [(num_ranks // inner, inner) for inner in range(2, num_ranks) if num_ranks % inner == 0]
-    for strategy in (given,) if given else STRATEGIES:
+    for strategy in (given,) if given else options.strategies():
         if mesh is not None:
             # On two axes ZeRO-3 with replicas is hsdp, and hybrids need two.
             is_twin = not given and strategy == "optim_grads_params" and len(mesh) == 2

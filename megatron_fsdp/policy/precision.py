@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dbuffer_kernels import QUANT_BLOCK
+from dbuffer_kernels.quantize import MX_BLOCK
 from megatron_fsdp.errors import ConfigError
 
 __all__ = [
@@ -15,6 +16,9 @@ __all__ = [
     "MixedPrecisionPolicy",
     "as_policy",
 ]
+
+
+GATHER_DTYPES = ("fp8", "mxfp8", "int8_block")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class GroupDtypes:
         reduce: of the reduce-scatter.
         main_grad: of the gradient that the optimizer reads, and of its accumulation over microbatches.
         is_split: ``main_weight`` is the upper half of FP32 weights, and a buffer of remainders holds the lower.
+        gather: "fp8", "mxfp8" or "int8_block" where weights travel in 8 bits and rest in ``main`` alone otherwise.
         moments: "int8" where the optimizer's moments will be 8-bit codes, so that no shard may cut a block of them.
     """
 
@@ -36,11 +41,14 @@ class GroupDtypes:
     main_grad: torch.dtype
     is_split: bool = False
     moments: str | None = None
+    gather: str | None = None
 
     @property
     def block_numel(self) -> int:
         """Elements at whose multiples tensors begin and shards are cut; 1 where nothing asks for it."""
-        return QUANT_BLOCK if self.moments == "int8" else 1
+        if self.moments == "int8" or self.gather == "int8_block":
+            return QUANT_BLOCK
+        return MX_BLOCK if self.gather == "mxfp8" else 1
 
     @property
     def stepped(self) -> torch.dtype:
@@ -69,6 +77,10 @@ class MixedPrecisionPolicy:
             ``param_dtype=torch.bfloat16``, FP32 main weights and ``megatron_fsdp.AdamW`` (docs/design/adamw.md).
         moments: "int8" says that ``megatron_fsdp.AdamW(moments="int8")`` will step the unit: its buffers are laid out
             so that no shard cuts a block of 256 elements. None: any layout.
+        gather_dtype: how matrices travel in the all-gather, in bytes quantized from the main weights of each shard:
+            "fp8" (E4M3, a scale per tensor), "mxfp8" (E4M3, a power of two for 32 elements of a row in forward, of a
+            column in backward), "int8_block" (256 elements share a scale). They compute in ``param_dtype`` again;
+            gradients stay as they are. Values are the same for any sharding. None: they travel in ``param_dtype``.
     """
 
     param_dtype: torch.dtype | None = None
@@ -80,12 +92,16 @@ class MixedPrecisionPolicy:
     fuse_weight_gradients: bool | str = True
     split_main_params: bool = False
     moments: str | None = None
+    gather_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.moments not in (None, "int8"):
             raise ConfigError(f"MixedPrecisionPolicy(moments={self.moments!r}): give 'int8' or None")
+        if self.gather_dtype not in (None, *GATHER_DTYPES):
+            names = ", ".join(map(repr, GATHER_DTYPES))
+            raise ConfigError(f"MixedPrecisionPolicy(gather_dtype={self.gather_dtype!r}): give {names} or None")
         for field in fields(self):
-            if field.name == "moments":
+            if field.name in ("moments", "gather_dtype"):
                 continue
             value = getattr(self, field.name)
             if field.name == "cast_forward_inputs" or (value is None and field.name != "split_main_params"):

@@ -123,6 +123,7 @@ def _layout(groups: Sequence[ParameterGroup]) -> Iterator[str]:
         for name, face in group.parameters.items():
             yield f"{name!r} {tuple(face.shape)} of {face.dtype}, {use}"
     for group in groups:
+        yield from group.weights.agreed()
         yield f"the plan {group.plan.fingerprint()} with {group.spec.placements} in {group.spec.dtypes}"
 
 

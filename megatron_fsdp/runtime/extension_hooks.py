@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,43 @@ from megatron_fsdp.runtime.weight_buffers import WeightBuffers
 __all__ = ["ExtensionFaces", "ExtensionWeights"]
 
 _ALIGNMENT = 16
+_Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wire:
+    """Buffers for tensors of given shapes and dtypes: one run of bytes for each rank, and the tensors of all ranks.
+
+    Attributes:
+        signature: shape and dtype of each tensor. ranges: where each lies in a run.
+        sent: this rank's run. gathered: all runs. outputs: the tensors, each of all ranks. route: sent to gathered.
+    """
+
+    signature: _Signature
+    ranges: tuple[tuple[int, int], ...]
+    sent: DBuffer
+    gathered: DBuffer
+    outputs: tuple[FlatStorage, ...]
+    route: Route
+
+
+def _make_wire(signature: _Signature, spec: GroupSpec, axis: int, where: str) -> _Wire:
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in signature]
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+    num_ranks = spec.mesh.size(axis)
+    plan = Plan(((num_ranks * starts[-1],),), (Element(),), num_ranks, (0,), starts[-1])
+    whole = tuple(Whole() for _ in spec.placements.parameter)
+    name = f"{where}: bytes of its all-gather"
+    sent = DBuffer.from_plan(plan, spec.mesh, spec.placements.parameter, torch.uint8, spec.device, name=name)
+    gathered = DBuffer.from_plan(plan, spec.mesh, whole, torch.uint8, spec.device, name=name)
+    outputs = tuple(
+        FlatStorage(num_ranks * math.prod(shape), dtype, spec.device, name=f"{where}: gathered tensor")
+        for shape, dtype in signature
+    )
+    ranges = tuple((start, start + size) for start, size in zip(starts, sizes, strict=False))
+    return _Wire(signature, ranges, sent, gathered, outputs, Route(sent, gathered))
 
 
 class ExtensionWeights(WeightBuffers):
@@ -53,8 +91,8 @@ class ExtensionWeights(WeightBuffers):
         resting = spec.placements.parameter
         if spec.is_offloaded or spec.placements.optimizer != resting or resting.count(Flat()) != 1:
             raise ConfigError(
-                f"{self._where}: its all-gather hooks need weights that rest sharded over one axis, on their device. Use "
-                "Placements.optim_grads_params or hsdp without CPU offload, or list it in ignored_params"
+                f"{self._where}: its all-gather hooks need weights that rest sharded over one axis, on their device; "
+                "use Placements.optim_grads_params or hsdp without CPU offload, or list it in ignored_params"
             )
         self._spec, self._plan = spec, plan
         self._module = weakref.ref(owned.sites[0].module)
@@ -69,9 +107,10 @@ class ExtensionWeights(WeightBuffers):
         self._mesh: DeviceMesh = _axis_mesh(spec.mesh, self._axis)
         self.part = self._extension.part(self.main.get_local_tensor(0))
         self._metadata: Any = None
-        self._make_buffers()
-        self._route: Route | None = Route(self._sent, self.gathered)
-        self._gathered_shard = self._sent
+        self._wires: dict[Any, _Wire] = {}
+        self._wire = self._wire_for(self._ask())
+        self.gathered = self._wire.gathered
+        self._gathered_shard = self._wire.sent
         self.used = self._first_use()
         self.rename(name)
 
@@ -79,31 +118,22 @@ class ExtensionWeights(WeightBuffers):
         """Give the hook the parameter's values already when it is asked for sizes."""
         self.main.write_tensor(0, owned.local_tensor)
 
-    def _make_buffers(self) -> None:
-        """Ask the hook for the first time, and lay out what it returns: one run of bytes for each rank."""
-        tensors = self._ask()
-        spec, axis = self._spec, self._axis
-        self._shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        self._ranges = [(start, start + size) for start, size in zip(starts, sizes, strict=False)]
-        num_ranks = self._num_ranks = spec.mesh.size(axis)
-        plan = Plan(((num_ranks * starts[-1],),), (Element(),), num_ranks, (0,), starts[-1])
-        whole = tuple(Whole() for _ in spec.placements.parameter)
-        make = DBuffer.from_plan
-        self._sent = make(plan, spec.mesh, spec.placements.parameter, torch.uint8, spec.device)
-        self.gathered = make(plan, spec.mesh, whole, torch.uint8, spec.device)
-        self._outputs = [
-            FlatStorage(num_ranks * math.prod(shape), dtype, spec.device, name=f"{self._where}: gathered tensor")
-            for shape, dtype in self._shapes
-        ]
+    def _wire_for(self, tensors: Sequence[torch.Tensor]) -> _Wire:
+        """Return the buffers for what the hook returned: a class may send something else in backward."""
+        signature = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        if signature not in self._wires:
+            self._wires[signature] = _make_wire(signature, self._spec, self._axis, self._where)
+        return self._wires[signature]
+
+    @property
+    def num_senders(self) -> int:
+        """Ranks over which the parameter is sharded."""
+        return self._spec.mesh.size(self._axis)
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of this rank's part on the wire."""
-        return self._sent.local_buffer.numel()
+        return self._wire.sent.local_buffer.numel()
 
     def _ask(self) -> tuple[torch.Tensor, ...]:
         """Call ``fsdp_pre_all_gather`` in the form that its signature has."""
@@ -125,45 +155,47 @@ class ExtensionWeights(WeightBuffers):
                 raise ConfigError(f"{self._where}: fsdp_pre_all_gather returned a tensor on {tensor.device}")
         return tensors
 
-    def layout_words(self) -> str:
-        """Return what the hook sends, for ranks to compare."""
-        return f"all-gather hook of {self._where} sends {self._shapes}"
+    def agreed(self) -> Iterator[str]:
+        """Yield what the hook sends: another size on another rank is refused before the first gather."""
+        yield f"fsdp_pre_all_gather of {self._where} returns {self._wire.signature}"
 
     def gather(self, works: list[dist.Work] | None) -> None:
         """Ask the hook, and issue the gather of what it returns."""
-        self.gathered.reallocate_storage()
         if self._is_from_part and self.post_forward is not None:
+            self.gathered.reallocate_storage()
             self.post_forward.gather(works)
             return
-        tensors = self._ask()
-        if [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] != self._shapes:
-            raise StateError(
-                f"{self._where}: fsdp_pre_all_gather returned {[(tuple(t.shape), t.dtype) for t in tensors]}, the first "
-                f"time {self._shapes}; the sizes of a gather must stay, as other ranks wait for them"
-            )
-        local = self._sent.local_buffer
-        for tensor, (start, stop) in zip(tensors, self._ranges, strict=True):
-            local[start:stop].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
         if self.gather_function is not None:
             raise ConfigError(f"{self._where}: a custom all-gather function is not called for parameters with hooks")
-        assert self._route is not None
-        self._route(works)
+        tensors = self._ask()
+        wire = self._wire = self._wire_for(tensors)
+        if wire.gathered is not self.gathered and self.post_forward is not None:
+            raise StateError(
+                f"{self._where}: fsdp_pre_all_gather returns other sizes than the first time, {wire.signature}, of "
+                "which reshard_after_forward=<number> kept a part; use True or False"
+            )
+        wire.gathered.reallocate_storage()
+        local = wire.sent.local_buffer
+        for tensor, (start, stop) in zip(tensors, wire.ranges, strict=True):
+            local[start:stop].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+        wire.route(works)
 
     def gathered_is_used(self) -> None:
         """Sort what was gathered by tensors, and let ``fsdp_post_all_gather`` put the parameter together."""
         super().gathered_is_used()
-        for storage in self._outputs:
+        for storage in self._wire.outputs:
             storage.reallocate()
         self._finish(out=self.used)
         # What the ranks sent is copied; only the sorted tensors are used.
-        self.gathered.release_storage()
+        self._wire.gathered.release_storage()
 
     def _finish(self, *, out: torch.Tensor | None) -> Any:
-        rows = self.gathered.local_buffer.view(self._num_ranks, -1)
+        wire, num_ranks = self._wire, self._spec.mesh.size(self._axis)
+        rows = wire.gathered.local_buffer.view(num_ranks, -1)
         outputs = []
-        for storage, (start, stop), (shape, _) in zip(self._outputs, self._ranges, self._shapes, strict=True):
-            storage.tensor.view(torch.uint8).view(self._num_ranks, -1).copy_(rows[:, start:stop])
-            whole = (self._num_ranks * shape[0], *shape[1:]) if shape else (self._num_ranks,)
+        for storage, (start, stop), (shape, _) in zip(wire.outputs, wire.ranges, wire.signature, strict=True):
+            storage.tensor.view(torch.uint8).view(num_ranks, -1).copy_(rows[:, start:stop])
+            whole = (num_ranks * shape[0], *shape[1:]) if shape else (num_ranks,)
             outputs.append(storage.tensor.view(whole))
         param_dtype = self._param_dtype()
         hook = self.part.fsdp_post_all_gather  # type: ignore[attr-defined]
@@ -186,8 +218,10 @@ class ExtensionWeights(WeightBuffers):
 
     def release(self, *, keep_generation: int | None = None) -> None:
         """Release the gathered tensors; see ``WeightBuffers``."""
-        for storage in self._outputs:
-            storage.release()
+        for wire in self._wires.values():
+            for storage in wire.outputs:
+                storage.release()
+            wire.gathered.release_storage()
         super().release(keep_generation=keep_generation)
 
     def refresh(self) -> bool:

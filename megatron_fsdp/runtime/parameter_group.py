@@ -29,12 +29,14 @@ from megatron_fsdp.runtime.freshness import Freshness, refreshes_itself
 from megatron_fsdp.runtime.fused_linear import fuse_linear_layers
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.lanes import Ticket, join_lanes, lane
+from megatron_fsdp.runtime.packed_weights import PackedWeights
 from megatron_fsdp.runtime.parameters import Faces, is_laid_out_like
 from megatron_fsdp.runtime.reduction import GradientSpec, ReduceFunction
 from megatron_fsdp.runtime.weight_buffers import WeightBuffers
 
 __all__ = ["ParameterGroup", "WeightState", "group_of_parameter", "is_laid_out_like", "refreshes_itself"]
 
+_WEIGHTS = (WeightBuffers, PackedWeights)
 _GROUPS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -93,7 +95,7 @@ class ParameterGroup:
         self.weight_state = WeightState.SHARDED
         self._gather_ticket: Ticket | None = None
         if self.owned[0].extension is None:
-            self.weights = WeightBuffers(self.plan, spec, self.name)
+            self.weights = _WEIGHTS[spec.dtypes.gather is not None](self.plan, spec, self.name)
             self.faces = Faces(self.owned, self.main_weight, self.gathered, self, faces)
         else:
             weights = ExtensionWeights(self.owned[0], self.plan, spec, self.name)

@@ -14,6 +14,7 @@ from torch import nn
 from dbuffer_kernels.switches import is_off
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+from megatron_fsdp.runtime.fsdp2_view import StateNames
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.memory_slots import SlotChoice, place_in_slots
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
@@ -64,7 +65,7 @@ class Call:
         return unit
 
 
-class Unit:
+class Unit(StateNames):
     """Modules that are gathered, resharded and reduced together.
 
     Attributes:

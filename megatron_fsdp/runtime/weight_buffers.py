@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,10 @@ class WeightBuffers:
     def _buffer(self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, device: torch.device) -> DBuffer:
         spec = self._spec
         return DBuffer.from_plan(self._plan, spec.mesh, placements, dtype, device, pin_memory=spec.is_pinned)
+
+    def agreed(self) -> Iterator[str]:
+        """Yield what ranks must have in common beside plan and dtypes."""
+        yield from ()
 
     def rename(self, name: str) -> None:
         """Take another unit name, for messages."""

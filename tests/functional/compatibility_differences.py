@@ -147,7 +147,7 @@ class Whole(torch.Tensor):
 
 
 @difference(
-    "fsdp_pre_all_gather", theirs="Parameter", ours="ConfigError: Linear: parameter 'weight' is a Whole with fsdp_pre"
+    "fsdp_pre_all_gather alone", theirs="Parameter", ours="ConfigError: parameter 'weight' is a Whole; wanted fsdp_pre"
 )
 def own_all_gather(fsdp: Any) -> object:
     module = nn.Linear(2, 2, bias=False)

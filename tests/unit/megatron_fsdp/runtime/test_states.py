@@ -1,6 +1,7 @@
 """The states of weights and gradients: which may follow which, and what is raised where another one is asked for."""
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,10 +24,11 @@ GRADIENTS = {
 
 
 @pytest.fixture
-def group(request: pytest.FixtureRequest) -> ParameterGroup:
+def group() -> Iterator[ParameterGroup]:
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    request.addfinalizer(torch.distributed.destroy_process_group)
-    return fully_shard(torch.nn.Linear(3, 2)).parameter_groups[0]
+    model = fully_shard(torch.nn.Linear(3, 2))
+    yield model.parameter_groups[0]
+    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(WeightState, repeat=2)))

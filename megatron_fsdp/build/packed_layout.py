@@ -1,0 +1,93 @@
+"""Which weights travel in 8 bits, in what layout, and what that takes on the wire."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dbuffer import Block, Granularity, Plan, Region, first_dimension_granularity
+from dbuffer_kernels import QUANT_BLOCK
+from dbuffer_kernels.quantize import MX_BLOCK
+from megatron_fsdp.build.grouping import unit_regions
+from megatron_fsdp.policy.precision import GroupDtypes
+
+__all__ = ["amax_numel", "cut_blocks", "is_packed", "layout_regions", "num_grids", "wire_bytes", "wire_words"]
+
+# Blocks of 32 rows are kept whole where that pads the buffers by no more than this share of the data.
+_CHEAP = 0.01
+
+
+def is_packed(shape: Sequence[int], gather: str | None) -> bool:
+    """Whether a weight of this shape travels in 8 bits: matrices do, and for MXFP8 those that blocks of 32 divide."""
+    if gather is None or len(shape) < 2 or not math.prod(shape):
+        return False
+    return gather != "mxfp8" or (shape[-1] % MX_BLOCK == 0 and shape[-2] % MX_BLOCK == 0)
+
+
+def num_grids(gather: str) -> int:
+    """Return how many quantized copies rest: MXFP8 has one for forward and one for backward."""
+    return 2 if gather == "mxfp8" else 1
+
+
+def wire_bytes(gather: str, numel: int) -> int:
+    """Return the bytes of one quantized copy of ``numel`` elements of the flat buffer, scales included."""
+    scales = {"fp8": 0, "int8_block": 4 * numel // QUANT_BLOCK, "mxfp8": numel // MX_BLOCK}
+    return numel + scales[gather]
+
+
+def cut_blocks(plan: Plan, gather: str) -> tuple[tuple[int, int], ...]:
+    """Return the blocks of 32 rows of MXFP8's second grid that a shard boundary cuts: tensor, number of block."""
+    if gather != "mxfp8" or not plan.shard_numel:
+        return ()
+    found = set()
+    for tensor, (shape, offset) in enumerate(zip(plan.shapes, plan.offsets, strict=True)):
+        width, numel = shape[-1], math.prod(shape)
+        first = (offset // plan.shard_numel + 1) * plan.shard_numel
+        for boundary in range(first, offset + numel, plan.shard_numel):
+            row = (boundary - offset) // width
+            if row % MX_BLOCK:
+                found.add((tensor, row // MX_BLOCK))
+    return tuple(sorted(found))
+
+
+def amax_numel(plan: Plan, gather: str) -> int:
+    """Return how many largest magnitudes ranks exchange after an optimizer step; 0: none, they need no exchange."""
+    if gather == "fp8":
+        return len(plan.shapes)
+    return sum(plan.shapes[tensor][-1] for tensor, _ in cut_blocks(plan, gather))
+
+
+def wire_words(plan: Plan, gather: str) -> str:
+    """Return how the weights of a plan travel, and what the layout costs or saves, in words for a report."""
+    count = amax_numel(plan, gather)
+    exchange = f"one all-reduce of {count} largest magnitudes per step" if count else "no exchange of magnitudes"
+    if gather == "mxfp8":
+        cut = len(cut_blocks(plan, gather))
+        blocks = f"{cut} blocks of 32 rows are cut by shards" if cut else "shards cut no block of 32 rows"
+        return f"gathered as mxfp8: {blocks}, {exchange}"
+    scales = "a scale per tensor" if gather == "fp8" else "blocks of 256, cut by no shard"
+    return f"gathered as {gather}: {scales}, {exchange}"
+
+
+def layout_regions(
+    shapes: Sequence[Sequence[int]],
+    num_shards: int,
+    dtypes: GroupDtypes,
+    granularities: Sequence[Granularity] | None = None,
+) -> tuple[Region, ...]:
+    """Lay out the tensors of a group; for MXFP8 without cutting a block of 32 rows, where that is cheap.
+
+    Raises:
+        LayoutError: as ``unit_regions``.
+    """
+    usual = unit_regions(shapes, num_shards, dtypes, granularities)
+    if dtypes.gather != "mxfp8" or granularities is not None:
+        return usual
+    blocks = [Block(MX_BLOCK) if len(shape) == 2 else first_dimension_granularity(shape) for shape in shapes]
+    whole = unit_regions(shapes, num_shards, dtypes, blocks)
+    is_cheap = _numel(whole) - _numel(usual) <= _CHEAP * sum(map(math.prod, shapes))
+    return whole if is_cheap else usual
+
+
+def _numel(regions: Sequence[Region]) -> int:
+    return sum(region.plan.numel for region in regions)

@@ -1,0 +1,78 @@
+"""What FSDP2's private state looks like from outside, for tensor subclasses that read it in their all-gather hooks.
+
+TransformerEngine's MXFP8 weights ask for the state of the module that they are in, by ``_get_fsdp_state()`` of the
+module or, for one inside of a unit, by PyTorch's table of module states; then for ``_fsdp_param_group``, and of that
+for ``_reshard_after_forward`` and ``_training_state``, to know which of their two grids to send.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+__all__ = ["StateNames", "show_state", "state_to_come"]
+
+
+class StateNames:
+    """FSDP2's private names of a unit, which has no more of that state than these; mixed into ``Unit``."""
+
+    @property
+    def _fsdp_param_group(self) -> StateNames | None:
+        """This object too: it has the names that are asked of a parameter group."""
+        unit: Any = self
+        return self if unit.groups else None
+
+    @property
+    def _reshard_after_forward(self) -> bool:
+        unit: Any = self
+        released: bool = unit.schedule.reshards_after_forward(unit)
+        return released
+
+    @property
+    def _training_state(self) -> TrainingState:
+        if torch._C._current_graph_task_id() != -1:
+            return TrainingState.PRE_BACKWARD
+        unit: Any = self
+        return TrainingState.IDLE if unit.is_sharded else TrainingState.FORWARD
+
+
+class _StateToCome:
+    """The same names of a unit that is being made."""
+
+    def __init__(self, *, is_released: bool) -> None:
+        self._fsdp_param_group = self
+        self._reshard_after_forward = is_released
+        self._training_state = TrainingState.IDLE
+
+
+def show_state(unit: StateNames, modules: Iterable[nn.Module]) -> None:
+    """Let PyTorch's table of module states, which holds nothing alive, have the unit for its modules."""
+    for module in modules:
+        _module_state_mapping[module] = weakref.ref(unit)  # type: ignore[arg-type]
+
+
+@contextmanager
+def state_to_come(modules: Sequence[nn.Module], *, is_released: bool) -> Iterator[None]:
+    """Answer hooks that are asked while a unit of these modules is being made.
+
+    Args:
+        is_released: whether the unit's weights will be released after forward.
+    """
+    state = _StateToCome(is_released=is_released)
+    for module in modules:
+        # Past nn.Module's own setter: it is no part of the module.
+        module.__dict__["_get_fsdp_state"] = lambda: state
+        _module_state_mapping[module] = weakref.ref(state)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.__dict__["_get_fsdp_state"]
+            del _module_state_mapping[module]

@@ -1,0 +1,123 @@
+"""Parameters of tensor subclasses are gathered by their own hooks, as under FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from dbuffer import observe_collectives
+from megatron_fsdp import AdamW, MixedPrecisionPolicy, fully_shard
+from tests.functional.wire_tensor import FullFormTensor, NoHookTensor, RankSizedTensor, WireTensor
+from tests.harness import RankError, run_ranks
+
+
+def make_model(kind: type[torch.Tensor], rows: int = 12) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, rows), nn.ReLU(), nn.Linear(rows, 6), nn.ReLU(), nn.Linear(6, 1))
+    for layer in (model[0], model[2]):
+        layer.weight = nn.Parameter(kind(layer.weight.detach()), requires_grad=True)
+    return model
+
+
+def train(engine: str, own_optimizer: bool) -> tuple[list[float], list[torch.Tensor]]:
+    model = make_model(WireTensor)
+    shard: Any = fully_shard if engine == "ours" else torch_fully_shard
+    shard(model[0])
+    shard(model)
+    kind = AdamW if own_optimizer else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(3):
+        torch.manual_seed(10 * step + dist.get_rank())
+        loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    parts = [p._local_tensor for p in model.parameters()]
+    return losses, [(p.inner if isinstance(p, WireTensor) else p).detach().clone() for p in parts]
+
+
+@pytest.mark.parametrize("own_optimizer", [False, True], ids=["torch.optim.AdamW", "AdamW"])
+def test_losses_are_those_of_fsdp2(own_optimizer: bool) -> None:
+    for (losses, _), (wanted, _) in zip(
+        run_ranks(2, train, "ours", own_optimizer), run_ranks(2, train, "theirs", False), strict=True
+    ):
+        assert losses == wanted
+
+
+def full_form() -> tuple[Any, list[str]]:
+    model = make_model(FullFormTensor)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.float32))
+    calls = []
+    with observe_collectives(lambda call: calls.append(call)):
+        model(torch.randn(3, 8)).sum().backward()
+    return FullFormTensor.seen, [f"{call.kind} {call.num_bytes}" for call in calls]
+
+
+def test_the_form_of_five_arguments_gets_shape_stride_module_and_policy() -> None:
+    for seen, calls in run_ranks(3, full_form):
+        assert seen == ((6, 12), (12, 1), "Linear", torch.float32)
+        # bf16 rows and an int64 for each of 3 ranks, both in pieces of 16 bytes: one gather for each parameter.
+        assert calls.count(f"all_gather {3 * (4 * 8 * 2 + 16)}") == 1
+        assert calls.count(f"all_gather {3 * (2 * 12 * 2 + 16)}") == 1
+
+
+def shard_one(kind: str, rows: int = 12) -> None:
+    kinds: dict[str, Any] = {"none": NoHookTensor, "sizes": RankSizedTensor, "wire": WireTensor}
+    model = nn.Sequential(nn.Linear(4, rows))
+    model[0].weight = nn.Parameter(kinds[kind](model[0].weight.detach()))
+    fully_shard(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "words"),
+    [
+        ("none", 12, ["'0.weight'", "NoHookTensor", "without fsdp_pre_all_gather", "ignored_params"]),
+        ("sizes", 12, ["0.weight", "RankSizedTensor", "fsdp_pre_all_gather", "returns"]),
+        ("wire", 7, ["'0.weight'", "(7, 4)", "2 ranks cannot share evenly", "ignored_params"]),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused_by_name_on_every_rank(kind: str, rows: int, words: list[str]) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, shard_one, kind, rows)
+    assert len(caught.value.failures) == 2
+    for word in words:
+        assert word in str(caught.value)
+
+
+def reads() -> list[Any]:
+    """What TransformerEngine's MXFP8 weights read in their hook, of a unit and of a module inside of one."""
+    seen: list[Any] = []
+
+    class Reading(WireTensor):
+        def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+            for module in (model, model[0]):
+                state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else _closest(module)
+                group = state._fsdp_param_group
+                seen.append((group._reshard_after_forward, group._training_state == TrainingState.PRE_BACKWARD))
+            return super().fsdp_pre_all_gather(mesh)
+
+    model = nn.Sequential(nn.Linear(4, 6))
+    model[0].weight = nn.Parameter(Reading(model[0].weight.detach()))
+    fully_shard(model, reshard_after_forward=True)
+    del seen[:]
+    model(torch.randn(3, 4)).sum().backward()
+    return seen
+
+
+def _closest(module: nn.Module) -> Any:
+    holder = next(other for other in _module_state_mapping if module in list(other.modules()))
+    return holder._get_fsdp_state()
+
+
+def test_fsdp2s_private_names_answer_what_transformer_engine_reads() -> None:
+    for seen in run_ranks(2, reads):
+        assert seen == [(True, False), (True, False), (True, True), (True, True)]

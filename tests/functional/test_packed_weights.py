@@ -1,0 +1,96 @@
+"""Weights that travel in 8 bits have the values that the published formulas give, on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard
+from tests.functional.packed_training import Job, Net, traffic, train, used_weights
+from tests.harness import RankError, run_ranks
+
+
+@pytest.mark.parametrize("gather", ["fp8", "mxfp8", "int8_block"])
+def test_any_ranks_and_units_train_to_the_same_bits(gather: str) -> None:
+    ((losses, weights),) = run_ranks(1, train, Job(gather))
+    others = [
+        (3, Job(gather, ("second", "first"))),
+        # Cut anywhere between rows, also inside of MXFP8's blocks of 32 rows.
+        (4, Job(gather, ("first",), is_hybrid=True, cuts_rows=True)),
+        (4, Job(gather, cuts_rows=True)),
+    ]
+    for num_ranks, job in others:
+        for found, found_weights in run_ranks(num_ranks, train, job):
+            assert found == losses
+            assert all(torch.equal(found_weights[name], weight) for name, weight in weights.items())
+
+
+def e4m3(value: float) -> float:
+    """Round one number to E4M3, to nearest even and saturated, from the format's definition."""
+    magnitude = min(abs(value), 448.0)
+    if magnitude == 0:
+        return 0.0
+    exponent = max(math.floor(math.log2(magnitude)), -6)
+    step = 2.0 ** (exponent - 3)
+    return math.copysign(min(round(magnitude / step) * step, 448.0), value)
+
+
+def in_blocks(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """OCP MX: blocks of rows x columns share the power of two floor(log2(largest)) - 8."""
+    found = torch.empty_like(matrix)
+    for top in range(0, matrix.shape[0], rows):
+        for left in range(0, matrix.shape[1], columns):
+            block = matrix[top : top + rows, left : left + columns]
+            scale = 2.0 ** (math.floor(math.log2(float(block.abs().max()))) - 8)
+            values = [e4m3(value / scale) * scale for value in block.flatten().tolist()]
+            found[top : top + rows, left : left + columns] = torch.tensor(values).view_as(block)
+    return found
+
+
+def as_published(weight: torch.Tensor, gather: str, *, is_backward: bool) -> torch.Tensor:
+    if gather == "fp8":
+        scale = torch.tensor(448.0) / weight.abs().max()
+        values = [e4m3(value) for value in (weight * scale).flatten().tolist()]
+        return torch.tensor(values).view_as(weight) / scale
+    if gather == "mxfp8":
+        if weight.shape[-1] % 32 or weight.shape[-2] % 32:
+            return weight
+        flat = weight.reshape(-1, weight.shape[-1])
+        return in_blocks(flat, *((32, 1) if is_backward else (1, 32))).view_as(weight)
+    flat = weight.flatten()
+    parts = []
+    for start in range(0, len(flat), 256):
+        block = flat[start : start + 256]
+        scale = block.abs().max() / 127.0
+        parts.append(torch.tensor([float(round(value)) for value in (block / scale).tolist()]) * scale)
+    return torch.cat(parts).view_as(weight)
+
+
+@pytest.mark.parametrize("gather", ["fp8", "mxfp8", "int8_block"])
+def test_compute_sees_what_the_published_formulas_give(gather: str) -> None:
+    for main, forward, backward in run_ranks(3, used_weights, Job(gather, cuts_rows=True)):
+        for name, weight in main.items():
+            for grid, seen in enumerate((forward, backward)):
+                wanted = weight if weight.ndim < 2 else as_published(weight, gather, is_backward=grid == 1)
+                assert torch.equal(seen[name], wanted), (name, grid)
+
+
+@pytest.mark.parametrize("gather", ["fp8", "mxfp8", "int8_block"])
+def test_a_gather_takes_a_byte_and_scales_per_element_as_explain_says(gather: str) -> None:
+    for calls, said, rest, said_rest in run_ranks(2, traffic, Job(gather, dtype=torch.bfloat16)):
+        assert calls == said
+        assert rest == said_rest
+        largest = max(int(call.split()[1]) for call in calls if call.startswith("all_gather"))
+        numel = sum(p.numel() for p in Net().parameters() if p.ndim > 1) - (0 if gather != "mxfp8" else 32 * 7)
+        assert numel <= largest <= 1.035 * numel
+
+
+def shard_wholly() -> None:
+    fully_shard(Net(), placements=Placements.optim(), mp_policy=MixedPrecisionPolicy(gather_dtype="fp8"))
+
+
+def test_weights_that_rest_whole_are_refused_with_the_cure() -> None:
+    with pytest.raises(RankError, match=r"gather_dtype='fp8'.*needs weights that rest sharded.*optim_grads_params"):
+        run_ranks(2, shard_wholly)
