@@ -10,15 +10,19 @@ import dbuffer_kernels
 
 def test_the_package_exports_exactly_its_documented_names() -> None:
     ops = (
-        "accumulate adamw cast_copy cast_stochastic join_weight muon_apply muon_momentum pack split_weight "
-        "sum_of_squares"
+        "accumulate adamw cast_copy cast_stochastic dequantize_blocks dynamic_map int8_adamw join_weight muon_apply "
+        "muon_momentum num_blocks pack quantize_blocks split_weight sum_of_squares"
     )
     functions = [*ops.split(), "adamw_row", "adamw_rows", "backend", "use_backend"]
-    classes = ["AdamWBuffers", "MuonWeights", "Segment", "Segments"]
-    assert dbuffer_kernels.__all__ == sorted([*functions, *classes, "reference"])
-    kinds = dict.fromkeys(functions, types.FunctionType) | dict.fromkeys(classes, type)
+    classes = "AdamWBuffers CodedSegment CodedSegments Int8AdamWBuffers Int8Moments MuonWeights Segment Segments".split()
+    assert dbuffer_kernels.__all__ == sorted([*functions, *classes, "QUANT_BLOCK", "reference"], key=_constants_first)
+    kinds = dict.fromkeys(functions, types.FunctionType) | dict.fromkeys(classes, type) | {"QUANT_BLOCK": int}
     for name in dbuffer_kernels.__all__:
         assert isinstance(getattr(dbuffer_kernels, name), kinds.get(name, types.ModuleType)), name
+
+
+def _constants_first(name: str) -> tuple[bool, str]:
+    return not name.isupper(), name
 
 
 def test_importing_a_submodule_leaves_the_op_of_the_same_name_in_place() -> None:

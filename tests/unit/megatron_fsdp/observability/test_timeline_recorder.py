@@ -45,8 +45,11 @@ class CountingClock:
 class Streams:
     """Streams on which everything runs at once."""
 
-    def new(self, device: torch.device) -> None:
+    def new(self, device: torch.device, name: str) -> None:
         pass
+
+    def on_host(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
 
     def use(self, stream: None) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
