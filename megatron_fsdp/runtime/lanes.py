@@ -235,12 +235,12 @@ class Turns:
 
 
 class _CudaTicket:
-    __slots__ = ("_compute", "_on_host", "event", "lane", "owner", "works")
+    __slots__ = ("_compute", "_event", "_on_host", "lane", "owner", "works")
 
     def __init__(self, lane: str, owner: int, compute: _Compute, on_host: Callable[[], None] | None) -> None:
         self.lane, self.owner = lane, owner
         self.works: list[dist.Work] = []
-        self.event: Any = None
+        self._event: Any = None
         self._compute = compute
         self._on_host = on_host
 
@@ -249,10 +249,10 @@ class _CudaTicket:
         if listeners:
             tell("wait", self)
         for stream in self._compute.all():
-            stream.wait_event(self.event)
+            stream.wait_event(self._event)
         on_host, self._on_host = self._on_host, None
         if on_host is not None:
-            self.event.synchronize()
+            self._event.synchronize()
             with self._compute.streams.on_host():
                 on_host()
         if listeners:
@@ -292,10 +292,11 @@ class CudaLane:
                 tell("landed", ticket)
             if then is not None:
                 then()
-            ticket.event = streams.event()
-            ticket.event.record(self._stream)
-            self._last, self._is_last_captured = ticket.event, streams.is_capturing()
-        _latest[:] = [] if self._is_last_captured else [ticket.event]
+            event = streams.event()
+            event.record(self._stream)
+            ticket._event = self._last = event
+            self._is_last_captured = streams.is_capturing()
+        _latest[:] = [] if self._is_last_captured else [event]
         if listeners:
             tell("issued", ticket)
         return ticket

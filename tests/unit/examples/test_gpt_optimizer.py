@@ -23,7 +23,7 @@ def make(optimizer: str = "adam") -> tuple[nn.Module, torch.optim.Optimizer]:
         adam_beta1=0.8,
         adam_beta2=0.7,
         adam_eps=1e-3,
-        adam_moments="float32",
+        adam_moments="fp32",
         sgd_momentum=0.6,
     )
     return model, build_optimizer(model, args)

@@ -14,9 +14,10 @@ def test_the_package_exports_exactly_its_documented_names() -> None:
         "muon_momentum num_blocks pack quantize_blocks split_weight sum_of_squares"
     )
     functions = [*ops.split(), "adamw_row", "adamw_rows", "backend", "use_backend"]
-    classes = "AdamWBuffers CodedSegment CodedSegments Int8AdamWBuffers Int8Moments MuonWeights Segment Segments".split()
+    classes = ["AdamWBuffers", "CodedSegment", "CodedSegments", "Int8AdamWBuffers", "Int8Moments", "MuonWeights"]
+    classes += ["Segment", "Segments"]
     assert dbuffer_kernels.__all__ == sorted([*functions, *classes, "QUANT_BLOCK", "reference"], key=_constants_first)
-    kinds = dict.fromkeys(functions, types.FunctionType) | dict.fromkeys(classes, type) | {"QUANT_BLOCK": int}
+    kinds = dict.fromkeys(functions, types.FunctionType) | dict.fromkeys(classes, type) | {"QUANT_BLOCK": int, "dynamic_map": object}
     for name in dbuffer_kernels.__all__:
         assert isinstance(getattr(dbuffer_kernels, name), kinds.get(name, types.ModuleType)), name
 
