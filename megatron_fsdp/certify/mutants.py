@@ -22,6 +22,7 @@ from megatron_fsdp.certify.cases import CASES
 from megatron_fsdp.certify.certificate import Certificate, merged
 from megatron_fsdp.certify.matrix import run_on_rank
 from megatron_fsdp.certify.ranks import on_ranks
+from megatron_fsdp.errors import FsdpError
 
 __all__ = ["EQUIVALENT", "MODULES", "Mutant", "Outcome", "applied", "mutant_report", "mutants", "survey"]
 
@@ -362,14 +363,24 @@ def survey(modules: Sequence[str] = MODULES) -> list[Outcome]:
     chosen = [mutant for module in modules for mutant in mutants(module)]
     outcomes = {mutant: Outcome(mutant) for mutant in chosen}
     for num_ranks, names in ((1, _FIRST), (2, _PAIRS), (4, _LAST)):
-        left = [mutant for mutant in chosen if not outcomes[mutant].by and mutant.key not in EQUIVALENT]
-        if left:
-            outcomes |= _survey(left, num_ranks, names)
+        for module in modules:
+            left = [
+                one for one in chosen if one.module == module and not outcomes[one].by and one.key not in EQUIVALENT
+            ]
+            if left:
+                outcomes |= _survey(left, num_ranks, names)
     return [outcomes[mutant] for mutant in chosen]
 
 
 def _survey(left: Sequence[Mutant], num_ranks: int, names: Sequence[str]) -> dict[Mutant, Outcome]:
-    by_rank = on_ranks(num_ranks, _run_mutants, [None, *left], names)
+    try:
+        by_rank = on_ranks(num_ranks, _run_mutants, [None, *left], names)
+    except FsdpError:
+        if len(left) == 1:
+            return {left[0]: Outcome(left[0], names[0], "a process ended")}
+        # One of them ends its process: find out which.
+        half = len(left) // 2
+        return _survey(left[:half], num_ranks, names) | _survey(left[half:], num_ranks, names)
     plain = {one.name: one.losses for one in by_rank[0][0]}
     found = {}
     for number, mutant in enumerate(left, 1):
