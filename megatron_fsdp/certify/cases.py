@@ -155,7 +155,7 @@ def _train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, step:
 def _two_streams(check: Certification, hidden: int, *, fuses: bool, is_open: bool = False) -> list[torch.Tensor]:
     """Train a model of which a branch runs on a stream of its own; ``is_open``: some of it is used nowhere."""
     streams = check.streams
-    branches = Branches(streams, hidden)
+    branches = Branches(streams, hidden, ends_on_side=is_open)
     if is_open:
         branches.unused = nn.Parameter(torch.ones(3, WIDTH))
     model = fully_shard(branches, mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=fuses))

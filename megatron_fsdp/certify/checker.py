@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dbuffer.collectives import trace_collectives
+from dbuffer.errors import StorageError
 from dbuffer.events import listen
 from dbuffer.storage import FlatStorage, observe_storage
 from megatron_fsdp.certify.clocks import Clock, Queue, VirtualStreams
@@ -183,6 +184,8 @@ class Checker(TorchDispatchMode):
         touched = _touched(signature, args, kwargs)
         # Before the operator: a storage's memory may be another's afterwards.
         inputs = [self._block(tensor) for tensor, _ in touched]
+        if None in inputs and not signature.is_view:
+            raise StorageError(f"{signature.name} was called on memory that is not there")
         result = func(*args, **kwargs)
         if not signature.is_view:
             self.num_operators += 1
@@ -333,6 +336,8 @@ class Checker(TorchDispatchMode):
             access = Access(kind, name, number, is_write, site, self._unit)
             for tensor in tensors:
                 block = self._block(tensor)
+                if block is None and tensor.numel():
+                    raise StorageError(f"{kind} was called on memory that is not there")
                 if block is not None and tensor.numel():
                     self.memory.touch(block, _spans(tensor), access, queue)
         before, self._is_in_collective = self._is_in_collective, True

@@ -106,10 +106,15 @@ _run_here: Callable[[torch.Tensor, VirtualStreams, Queue], torch.Tensor] = _Here
 
 
 class Branches(nn.Module):
-    """Two branches, one of which runs on another stream, forward and backward; both use a common weight too."""
+    """Two branches, one of which runs on another stream, forward and backward; both use a common weight too.
 
-    def __init__(self, streams: VirtualStreams, hidden: int) -> None:
+    Args:
+        hidden: outputs of a branch. ends_on_side: it is that stream on which backward ends.
+    """
+
+    def __init__(self, streams: VirtualStreams, hidden: int, *, ends_on_side: bool = False) -> None:
         super().__init__()
+        self.ends_on_side = ends_on_side
         self.streams, self.side = streams, streams.stream("side")
         self.common = nn.Linear(WIDTH, WIDTH)
         self.here, self.there = nn.Linear(WIDTH, hidden), nn.Linear(WIDTH, hidden)
@@ -118,16 +123,24 @@ class Branches(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (..., 2 * hidden) for (..., WIDTH)."""
         streams = self.streams
-        # In turns, so that backward goes from one stream to the other and back, and ends on the side.
-        streams.order(streams.compute, self.side)
-        with streams.use(self.side):
-            there = _run_here(torch.tanh(self.there_first(self.common(x))), streams, self.side)
-        here = _run_here(torch.tanh(self.here_first(self.common(x))), streams, streams.compute)
+        # In turns, so that backward goes from one stream to the other and back.
+        if self.ends_on_side:
+            there, here = self._first_there(x), self._first_here(x)
+        else:
+            here, there = self._first_here(x), self._first_there(x)
         here = _run_here(self.here(here), streams, streams.compute)
         with streams.use(self.side):
             there = _run_here(self.there(there), streams, self.side)
         streams.order(self.side, streams.compute)
         return torch.cat((here, there), -1)
+
+    def _first_here(self, x: torch.Tensor) -> torch.Tensor:
+        return _run_here(torch.tanh(self.here_first(self.common(x))), self.streams, self.streams.compute)
+
+    def _first_there(self, x: torch.Tensor) -> torch.Tensor:
+        self.streams.order(self.streams.compute, self.side)
+        with self.streams.use(self.side):
+            return _run_here(torch.tanh(self.there_first(self.common(x))), self.streams, self.side)
 
 
 def build(*, has_experts: bool = False, **options: Any) -> Stack:

@@ -1,4 +1,4 @@
-"""What the compiler must make of every Triton kernel for sm_80 and sm_90, run by test_triton.py in its own process.
+"""What the compiler must make of every Triton kernel for three architectures, run by test_triton.py in its own process.
 
 Access widths, spills, rounding and index widths are read from the PTX; no GPU is needed, but TRITON_INTERPRET must be
 off before Triton is imported.
@@ -35,9 +35,9 @@ PAIRS = (
 WIDE_LOAD = re.compile(r"\bld\.global\.(?:v4\.b32|v2\.b64)")
 WIDE_STORE = re.compile(r"\bst\.global\.(?:v4\.b32|v2\.b64)")
 
-# test_triton.py asks for half of the dtypes on one architecture in `make test`, and for all on both at night.
+# test_triton.py asks for half of the dtypes on one architecture in `make test`, and for all on all of them at night.
 IS_WHOLE = os.environ["GRID"] == "whole"
-on_both = pytest.mark.parametrize("architecture", [80, 90] if IS_WHOLE else [90])
+on_all = pytest.mark.parametrize("architecture", [80, 90, 100] if IS_WHOLE else [90])
 by_pair = pytest.mark.parametrize(("source", "out"), PAIRS if IS_WHOLE else PAIRS[::2], ids=lambda dtype: SHORT[dtype])
 by_elementwise = pytest.mark.parametrize("kernel", [cast_kernel, accumulate_kernel], ids=["cast", "accumulate"])
 
@@ -96,8 +96,9 @@ def assert_no_spills(compiled: Any, folder: Path) -> None:
     (target,) = re.findall(r"^\.target (\w+)", ptx, flags=re.MULTILINE)
     source = folder / "kernel.ptx"
     source.write_text(ptx)
+    knobs = triton.knobs.nvidia
     command = [
-        triton.knobs.nvidia.ptxas.path,
+        (knobs.ptxas_blackwell if target.startswith("sm_10") else knobs.ptxas).path,
         "-v",
         f"--gpu-name={target}",
         str(source),
@@ -112,7 +113,7 @@ def assert_no_spills(compiled: Any, folder: Path) -> None:
     assert int(registers) <= 128, report
 
 
-@on_both
+@on_all
 @by_pair
 @by_elementwise
 def test_aligned_pointers_move_whole_blocks_in_16_byte_accesses_without_spills(
@@ -125,7 +126,7 @@ def test_aligned_pointers_move_whole_blocks_in_16_byte_accesses_without_spills(
     assert_no_spills(compiled, tmp_path)
 
 
-@on_both
+@on_all
 @by_pair
 @pytest.mark.parametrize("adds", [False, True], ids=["writes", "adds"])
 def test_pack_moves_aligned_blocks_in_16_byte_accesses_without_spills(
@@ -138,7 +139,7 @@ def test_pack_moves_aligned_blocks_in_16_byte_accesses_without_spills(
     assert_no_spills(compiled, tmp_path)
 
 
-@on_both
+@on_all
 @pytest.mark.parametrize("bits", [torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
 def test_a_plain_pack_moves_bits_in_16_byte_accesses_without_converting_them(
     bits: torch.dtype, architecture: int, tmp_path: Path
@@ -167,14 +168,14 @@ def test_pack_takes_the_16_byte_branch_only_when_both_addresses_are_multiples_of
     assert set(operands(either, "arith.ori")) == set(re.findall(r"tt\.int_to_ptr (%[\w.]+)", ttir))
 
 
-@on_both
+@on_all
 @by_elementwise
 def test_pointers_of_unknown_alignment_get_no_16_byte_access(kernel: Any, architecture: int) -> None:
     compiled = compile_elementwise(kernel, torch.bfloat16, torch.float32, architecture, aligned=False)
     assert num_wide(WIDE_LOAD, compiled) == num_wide(WIDE_STORE, compiled) == 0
 
 
-@on_both
+@on_all
 @pytest.mark.parametrize(("out", "rounding"), [(torch.bfloat16, "cvt.rn.bf16"), (torch.float16, "cvt.rn.f16")])
 @pytest.mark.parametrize("source", [torch.float32, torch.float64], ids=lambda dtype: SHORT[dtype])
 def test_16_bit_results_are_rounded_to_nearest_even_from_fp32(

@@ -1,4 +1,4 @@
-"""What the compiler must make of the kernels of a Muon step for sm_80 and sm_90, run by test_triton.py."""
+"""What the compiler must make of the kernels of a Muon step for sm_80, sm_90 and sm_100, run by test_triton.py."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from tests.functional.kernels.compiled_cases import (
     assert_no_spills,
     compile_for,
     num_wide,
+    on_all,
 )
 
 # The package shows the op of this name, not the file.
 BLOCK: int = __import__("sys").modules["dbuffer_kernels.adamw"].ADAMW_BLOCK
 FP32, BF16, INT16 = torch.float32, torch.bfloat16, torch.int16
 POINTERS = {FP32: "*fp32", BF16: "*bf16"}
-
-on_both = pytest.mark.parametrize("architecture", [80, 90])
 
 
 def wide(*dtypes: torch.dtype) -> int:
@@ -37,7 +36,7 @@ def assert_moves(compiled: Any, loads: int, stores: int, folder: Path) -> None:
     assert_no_spills(compiled, folder)
 
 
-@on_both
+@on_all
 @pytest.mark.parametrize("gradient", [FP32, BF16], ids=str)
 def test_muon_momentum_moves_whole_blocks_in_16_byte_accesses_without_spills(
     gradient: torch.dtype, architecture: int, tmp_path: Path
@@ -49,7 +48,7 @@ def test_muon_momentum_moves_whole_blocks_in_16_byte_accesses_without_spills(
     assert_moves(compiled, wide(gradient, FP32), wide(FP32, BF16), tmp_path)
 
 
-@on_both
+@on_all
 @pytest.mark.parametrize("is_split", [True, False])
 def test_muon_apply_moves_whole_blocks_in_16_byte_accesses_without_spills(
     is_split: bool, architecture: int, tmp_path: Path

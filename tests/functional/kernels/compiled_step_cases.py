@@ -1,4 +1,4 @@
-"""What the compiler must make of the kernels of an optimizer step for sm_80 and sm_90, run by test_triton.py."""
+"""What the compiler must make of the kernels of an optimizer step for three architectures, run by test_triton.py."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.functional.kernels.compiled_cases import (
     assert_no_spills,
     compile_for,
     num_wide,
+    on_all,
 )
 
 # The package shows the op of this name, not the file.
@@ -28,8 +29,6 @@ ADAMW_FILE: Any = __import__("sys").modules["dbuffer_kernels.adamw"]
 ADAMW_BLOCK: int = ADAMW_FILE.ADAMW_BLOCK
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 POINTERS = {FP32: "*fp32", BF16: "*bf16", FP16: "*fp16", torch.float64: "*fp64", torch.int16: "*i16"}
-
-on_both = pytest.mark.parametrize("architecture", [80, 90])
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def compile_stochastic(architecture: int) -> Any:
     return compile_for(stochastic_kernel, {"source": "*fp32", "out": "*bf16"}, {}, architecture)
 
 
-@on_both
+@on_all
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 def test_adamw_moves_whole_blocks_in_16_byte_accesses_without_spills(
     dtypes: Dtypes, architecture: int, tmp_path: Path
@@ -111,19 +110,19 @@ def test_adamw_moves_whole_blocks_in_16_byte_accesses_without_spills(
     assert_no_spills(compiled, tmp_path)
 
 
-@on_both
+@on_all
 def test_adamw_on_pointers_of_unknown_alignment_has_no_16_byte_access(architecture: int) -> None:
     compiled = compile_adamw(DTYPES[0], architecture, aligned=False)
     assert num_wide(WIDE_LOAD, compiled) == num_wide(WIDE_STORE, compiled) == 0
 
 
-@on_both
+@on_all
 def test_adamw_divides_and_takes_roots_with_correct_rounding(architecture: int) -> None:
     ptx = compile_adamw(DTYPES[0], architecture).asm["ptx"]
     assert set(re.findall(r"\b(?:div|sqrt|rsqrt|rcp)\.\S+", ptx)) == {"div.rn.f32", "sqrt.rn.f32"}
 
 
-@on_both
+@on_all
 def test_adamw_rounds_to_16_bits_to_nearest_even(architecture: int) -> None:
     for dtypes in DTYPES:
         ptx = compile_adamw(dtypes, architecture).asm["ptx"]
@@ -133,7 +132,7 @@ def test_adamw_rounds_to_16_bits_to_nearest_even(architecture: int) -> None:
         assert all(op.startswith("cvt.rn.") for op in narrowing), narrowing
 
 
-@on_both
+@on_all
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 def test_the_sum_of_squares_reads_whole_blocks_in_16_byte_accesses_without_spills(
     dtype: torch.dtype, architecture: int, tmp_path: Path
@@ -143,7 +142,7 @@ def test_the_sum_of_squares_reads_whole_blocks_in_16_byte_accesses_without_spill
     assert_no_spills(compiled, tmp_path)
 
 
-@on_both
+@on_all
 def test_the_second_stage_of_the_sum_adds_in_fp64_without_spills(architecture: int, tmp_path: Path) -> None:
     compiled = compile_for(total_kernel, {"partial": "*fp64", "out": "*fp64"}, {}, architecture, block=MAX_PROGRAMS)
     assert re.search(r"\badd\.(?:rn\.)?f64", compiled.asm["ptx"])
@@ -151,7 +150,7 @@ def test_the_second_stage_of_the_sum_adds_in_fp64_without_spills(architecture: i
     assert_no_spills(compiled, tmp_path)
 
 
-@on_both
+@on_all
 def test_stochastic_rounding_moves_16_byte_accesses_and_hashes_in_32_bit_integers_without_spills(
     architecture: int, tmp_path: Path
 ) -> None:
@@ -164,7 +163,7 @@ def test_stochastic_rounding_moves_16_byte_accesses_and_hashes_in_32_bit_integer
     assert all(product.endswith("xi32>") for product in products)
 
 
-@on_both
+@on_all
 @pytest.mark.parametrize("kernel", [split_kernel, join_kernel])
 def test_split_and_join_move_bits_in_16_byte_accesses_without_converting_them(
     kernel: Any, architecture: int, tmp_path: Path

@@ -17,7 +17,11 @@ def test_the_package_exports_exactly_its_documented_names() -> None:
     classes = ["AdamWBuffers", "CodedSegment", "CodedSegments", "Int8AdamWBuffers", "Int8Moments", "MuonWeights"]
     classes += ["Segment", "Segments"]
     assert dbuffer_kernels.__all__ == sorted([*functions, *classes, "QUANT_BLOCK", "reference"], key=_constants_first)
-    kinds = dict.fromkeys(functions, types.FunctionType) | dict.fromkeys(classes, type) | {"QUANT_BLOCK": int, "dynamic_map": object}
+    kinds = (
+        dict.fromkeys(functions, types.FunctionType)
+        | dict.fromkeys(classes, type)
+        | {"QUANT_BLOCK": int, "dynamic_map": object}
+    )
     for name in dbuffer_kernels.__all__:
         assert isinstance(getattr(dbuffer_kernels, name), kinds.get(name, types.ModuleType)), name
 

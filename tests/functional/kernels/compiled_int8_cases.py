@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dbuffer_kernels.int8_adamw import INT8_ADAMW_BLOCK, int8_adamw_kernel
-from tests.unit.kernels.compiled_cases import WIDE_LOAD, WIDE_STORE, assert_no_spills, compile_for, num_wide
+from tests.functional.kernels.compiled_cases import WIDE_LOAD, WIDE_STORE, assert_no_spills, compile_for, num_wide
 
 # Of gradient and weight; whether the weight is in two halves, or has a bf16 copy.
 KINDS = {"split": ("*bf16", "*bf16", True, False), "copy": ("*fp32", "*fp32", False, True)}
