@@ -135,3 +135,19 @@ def bytes_after_backward(job: Job) -> tuple[int, int, int]:
     found: Any = explain(model)
     moments = memory_meter().current_bytes - before
     return moments, found.optimizer_bytes - 4 * len(list(model.parameters())), found.persistent_bytes
+
+
+def bytes_per_parameter() -> float:
+    """Return what the meter holds after backward, gathered weights released, times ranks over the parameters."""
+    before = memory_meter().current_bytes
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
+    for module in (*model, model):
+        fully_shard(module, mp_policy=SPLIT)
+    optimizer = AdamW(model.parameters(), moments="int8")
+    for _ in range(2):
+        optimizer.step()
+        model(torch.randn(2, 512)).sum().backward()
+    for module in model.modules():
+        if isinstance(module, FsdpModule):
+            module.reshard()
+    return (memory_meter().current_bytes - before) * dist.get_world_size() / (2 * 512 * 512)

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from dbuffer_kernels import dequantize_blocks, quantize_blocks
-from tests.functional.int8_training import SPLIT, Job, Outcome, bytes_after_backward, loaded, resume, train
+from tests.functional.int8_training import (
+    SPLIT,
+    Job,
+    Outcome,
+    bytes_after_backward,
+    bytes_per_parameter,
+    loaded,
+    resume,
+    train,
+)
 from tests.harness import run_ranks
 
 
@@ -91,3 +100,8 @@ def test_the_meter_counts_the_bytes_that_explain_says() -> None:
     for moments, expected, _ in run_ranks(3, bytes_after_backward, Job(("second",), policy=SPLIT)):
         # Small parameters' moments are padded to 16 bytes.
         assert 0 <= moments - expected <= 16 * 8
+
+
+def test_split_weights_with_8_bit_moments_take_8_03_bytes_per_parameter() -> None:
+    for found in run_ranks(2, bytes_per_parameter):
+        assert found == 8 + 2 * 4 / 256
