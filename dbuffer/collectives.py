@@ -7,7 +7,7 @@ communicator must be the same on every rank; callers own that (docs/design/order
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from dbuffer_kernels.switches import is_off
 
 __all__ = [
     "CollectiveCall",
-    "CollectiveTracer",
+    "Transfer",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -40,7 +40,6 @@ __all__ = [
     "observe_collectives",
     "reduce_scatter",
     "start_maximum",
-    "trace_collectives",
 ]
 
 # torch 2.13 renames these two and warns on the old names; torch 2.11 has only the old names.
@@ -71,36 +70,24 @@ def observe_collectives(observer: Callable[[CollectiveCall], None]) -> Iterator[
         yield
 
 
-def _notify(kind: str, axis: MeshAxis, full: torch.Tensor) -> None:
-    call = CollectiveCall(kind, axis.name, axis.size, full.numel() * full.element_size())
-    tell("collective", call)
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfer:
+    """What a collective that is being issued does to memory, whichever way this machine has to do it."""
+
+    kind: str
+    group: dist.ProcessGroup
+    reads: tuple[torch.Tensor, ...]
+    writes: tuple[torch.Tensor, ...]
 
 
-CollectiveTracer = Callable[
-    [str, dist.ProcessGroup, Sequence[torch.Tensor], Sequence[torch.Tensor]], AbstractContextManager[None]
-]
-"""Given a collective's kind, its communicator, what it reads and what it writes; returns what runs around it."""
-
-_tracers: list[CollectiveTracer] = []
-
-
-@contextmanager
-def trace_collectives(tracer: CollectiveTracer) -> Iterator[None]:
-    """Run every collective of this file inside of what ``tracer`` returns for it while the block runs.
-
-    What the collective does to memory is what the tracer is told, whichever way this machine has to do it.
-    """
-    _tracers.append(tracer)
-    try:
-        yield
-    finally:
-        _tracers.pop()
-
-
-def _traced_call(
-    kind: str, group: dist.ProcessGroup, reads: torch.Tensor, *writes: torch.Tensor
-) -> AbstractContextManager[None]:
-    return _tracers[-1](kind, group, (reads,), writes) if _tracers else nullcontext()
+def _told(
+    kind: str, axis: MeshAxis, full: torch.Tensor, group: dist.ProcessGroup, reads: torch.Tensor, *writes: torch.Tensor
+) -> Transfer:
+    """Tell what is about to be issued; the caller tells when it was."""
+    tell("collective", CollectiveCall(kind, axis.name, axis.size, full.numel() * full.element_size()))
+    transfer = Transfer(kind, group, (reads,), writes)
+    tell("transfer", transfer)
+    return transfer
 
 
 def _is_traced(tensor: torch.Tensor) -> bool:
@@ -128,14 +115,14 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works:
         whole = torch.ops._c10d_functional.all_gather_into_tensor(shard, axis.size, axis.gather_group.group_name)
         output.copy_(_traced(whole))
         return
-    if listeners:
-        _notify("all_gather", axis, output)
-    with _traced_call("all_gather", axis.gather_group, shard, output):
-        if axis.size == 2 and output.nbytes and output.is_cpu and _is_gloo(axis.gather_group):
-            _finish(_gather_from_other(output, shard, axis), works)
-        else:
-            source = shard.clone() if is_off("in-place") else shard
-            _finish(_start(_all_gather_flat, output, source, group=axis.gather_group, waits=works is None), works)
+    told = _told("all_gather", axis, output, axis.gather_group, shard, output) if listeners else None
+    if axis.size == 2 and output.nbytes and output.is_cpu and _is_gloo(axis.gather_group):
+        _finish(_gather_from_other(output, shard, axis), works)
+    else:
+        source = shard.clone() if is_off("in-place") else shard
+        _finish(_start(_all_gather_flat, output, source, group=axis.gather_group, waits=works is None), works)
+    if told is not None:
+        tell("transferred", told)
 
 
 def reduce_scatter(
@@ -152,18 +139,18 @@ def reduce_scatter(
         if not _same_memory(output, full):
             output.copy_(full)
         return
-    if listeners:
-        _notify("reduce_scatter", axis, full)
     group = axis.reduce_group
     # The content of all of ``full`` is undefined afterwards.
-    with _traced_call("reduce_scatter", group, full, full, output):
-        if full.is_cpu and _is_gloo(group):
-            is_small = 0 < full.nbytes <= _MOST_EXCHANGED_BYTES
-            _finish((_reduce_by_exchange if is_small else _reduce_in_place)(full, output, axis, op), works)
-        else:
-            reduce_op, waits = _reduce_op(op), works is None
-            source = full.clone() if is_off("in-place") else full
-            _finish(_start(_reduce_scatter_flat, output, source, op=reduce_op, group=group, waits=waits), works)
+    told = _told("reduce_scatter", axis, full, group, full, full, output) if listeners else None
+    if full.is_cpu and _is_gloo(group):
+        is_small = 0 < full.nbytes <= _MOST_EXCHANGED_BYTES
+        _finish((_reduce_by_exchange if is_small else _reduce_in_place)(full, output, axis, op), works)
+    else:
+        reduce_op, waits = _reduce_op(op), works is None
+        source = full.clone() if is_off("in-place") else full
+        _finish(_start(_reduce_scatter_flat, output, source, op=reduce_op, group=group, waits=waits), works)
+    if told is not None:
+        tell("transferred", told)
 
 
 def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.Work] | None = None) -> None:
@@ -173,11 +160,11 @@ def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.W
     if _is_traced(tensor):
         tensor.copy_(_traced(torch.ops._c10d_functional.all_reduce(tensor, op, axis.reduce_group.group_name)))
         return
-    if listeners:
-        _notify("all_reduce", axis, tensor)
+    told = _told("all_reduce", axis, tensor, axis.reduce_group, tensor, tensor) if listeners else None
     reduce_op = dist.ReduceOp.MAX if op == "max" else _reduce_op(op)
-    with _traced_call("all_reduce", axis.reduce_group, tensor, tensor):
-        _finish(_start(dist.all_reduce, tensor, op=reduce_op, group=axis.reduce_group, waits=works is None), works)
+    _finish(_start(dist.all_reduce, tensor, op=reduce_op, group=axis.reduce_group, waits=works is None), works)
+    if told is not None:
+        tell("transferred", told)
 
 
 def all_to_all(
@@ -198,12 +185,12 @@ def all_to_all(
     if axis.size == 1:
         output.copy_(source)
         return
-    if listeners:
-        _notify("all_to_all", axis, output)
+    told = _told("all_to_all", axis, output, axis.reduce_group, source, output) if listeners else None
     parts = output.view(torch.uint8), source.view(torch.uint8)
     splits = {"output_split_sizes": received, "input_split_sizes": sent}
-    with _traced_call("all_to_all", axis.reduce_group, source, output):
-        _finish(_start(dist.all_to_all_single, *parts, group=axis.reduce_group, waits=works is None, **splits), works)
+    _finish(_start(dist.all_to_all_single, *parts, group=axis.reduce_group, waits=works is None, **splits), works)
+    if told is not None:
+        tell("transferred", told)
 
 
 def start_maximum(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -223,7 +210,7 @@ def broadcast(tensor: torch.Tensor, axis: MeshAxis, source: int = 0) -> None:
     """Copy ``tensor`` from the rank at position ``source`` of the axis to all others, in place."""
     if axis.size == 1:
         return
-    if listeners:
-        _notify("broadcast", axis, tensor)
-    with _traced_call("broadcast", axis.gather_group, tensor, tensor):
-        _finish(_start(dist.broadcast, tensor, group=axis.gather_group, group_src=source, waits=True), None)
+    told = _told("broadcast", axis, tensor, axis.gather_group, tensor, tensor) if listeners else None
+    _finish(_start(dist.broadcast, tensor, group=axis.gather_group, group_src=source, waits=True), None)
+    if told is not None:
+        tell("transferred", told)

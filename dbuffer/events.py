@@ -3,6 +3,10 @@
 | action | told when | subject |
 |---|---|---|
 | collective | one is about to be issued | ``CollectiveCall`` |
+| transfer, transferred | it does this to memory; it was issued | ``Transfer`` |
+| allocated | a flat storage has memory of its own, new or again | ``FlatStorage`` |
+| released | a storage is about to give its memory back to the allocator | ``torch.UntypedStorage`` |
+| exchanged | two storages have exchanged their memory | both |
 | issue, issued | work goes to a lane; its collectives are issued, their handles in ``ticket.works`` | ``Ticket`` |
 | landed | what follows the collectives comes now: on the lane's stream, or on the host, which has waited | ``Ticket`` |
 | wait, waited | compute waits for a ticket, the first time; it goes on | ``Ticket`` |

@@ -10,45 +10,20 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from dbuffer.errors import StorageError
+from dbuffer.events import listeners, tell
 from dbuffer.memory_meter import memory_meter
 from dbuffer.slot_pool import SlotPool
 
-__all__ = ["FlatStorage", "StorageObserver", "guard_released_storage", "observe_storage"]
+__all__ = ["FlatStorage", "guard_released_storage"]
 
 _METER = memory_meter()
-
-
-class StorageObserver(Protocol):
-    """Who is told where memory goes that no operator allocates or frees."""
-
-    def allocated(self, owner: FlatStorage) -> None:
-        """``owner`` has memory of its own, new or again."""
-
-    def released(self, storage: torch.UntypedStorage) -> None:
-        """A storage is about to give its memory back to the allocator."""
-
-    def exchanged(self, one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-        """Two storages have exchanged their memory."""
-
-
-_observers: list[StorageObserver] = []
-
-
-@contextmanager
-def observe_storage(observer: StorageObserver) -> Iterator[None]:
-    """Tell ``observer`` what the flat storages of this process do with memory while the block runs."""
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers[:] = [other for other in _observers if other is not observer]
 
 
 _RELEASED: weakref.WeakValueDictionary[int, FlatStorage] = weakref.WeakValueDictionary()
@@ -97,8 +72,8 @@ class FlatStorage:
         self._holding = _Holding(self.nbytes)
         _METER.add(self.nbytes)
         self._finalizer = weakref.finalize(self, self._holding.forget)
-        for observer in _observers:
-            observer.allocated(self)
+        if listeners:
+            tell("allocated", self)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -136,8 +111,8 @@ class FlatStorage:
             holding.pool.give_back(self._slot, holding.slot_bytes)
             self._slot = holding.pool = None
         else:
-            for observer in _observers:
-                observer.released(storage)
+            if listeners:
+                tell("released", storage)
             storage.resize_(0)
             _METER.add(-self.nbytes)
             holding.own_bytes = 0
@@ -154,8 +129,8 @@ class FlatStorage:
             storage.resize_(self.nbytes)
             holding.own_bytes = self.nbytes
             _METER.add(self.nbytes)
-            for observer in _observers:
-                observer.allocated(self)
+            if listeners:
+                tell("allocated", self)
         else:
             slot = pool.take(self.nbytes)
             holding.pool, holding.slot_bytes = pool, slot.nbytes()
@@ -166,8 +141,8 @@ class FlatStorage:
     @staticmethod
     def _exchange(storage: torch.UntypedStorage, slot: torch.UntypedStorage) -> None:
         SlotPool.exchange(storage, slot)
-        for observer in _observers:
-            observer.exchanged(storage, slot)
+        if listeners:
+            tell("exchanged", (storage, slot))
 
 
 # They read no data and no storage size.

@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dbuffer.collectives import trace_collectives
+from dbuffer.collectives import Transfer
 from dbuffer.errors import StorageError
 from dbuffer.events import listen
-from dbuffer.storage import FlatStorage, observe_storage
+from dbuffer.storage import FlatStorage
 from megatron_fsdp.certify.clocks import Clock, Queue, VirtualStreams
 from megatron_fsdp.certify.memory import Access, Block, Memory, Span
 from megatron_fsdp.certify.sites import Site, here
@@ -125,12 +125,10 @@ class Checker(TorchDispatchMode):
         self._storages: dict[int, _Known] = {}
         self._blocks: dict[int, Block] = {}
         self._communicators: dict[str, Queue] = {}
-        self._is_in_collective = False
+        self._in_collective: tuple[Queue, Queue, int] | None = None
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Checker:
-        self._open.enter_context(observe_storage(self))
-        self._open.enter_context(trace_collectives(self._around_collective))
         self._open.enter_context(listen(self._hear))
         self._open.enter_context(_Methods(self))
         super().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
@@ -167,9 +165,11 @@ class Checker(TorchDispatchMode):
         return self.streams.on_host()
 
     def _hear(self, action: str, subject: Any) -> None:
-        """Take notice of what the runtime is busy with."""
+        """Take notice of what the runtime is busy with, and of what no operator does to memory."""
         if action in _OF_UNITS:
             self._unit = subject.name
+        elif action in _OF_MEMORY:
+            _OF_MEMORY[action](self, subject)
 
     # ------------------------------------------------------------------ operators
 
@@ -179,7 +179,7 @@ class Checker(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         signature = _signature(func)
-        if self._is_in_collective or signature.is_ignored:
+        if self._in_collective is not None or signature.is_ignored:
             return func(*args, **kwargs)
         touched = _touched(signature, args, kwargs)
         # Before the operator: a storage's memory may be another's afterwards.
@@ -315,24 +315,21 @@ class Checker(TorchDispatchMode):
 
     # ------------------------------------------------------------------ collectives
 
-    @contextlib.contextmanager
-    def _around_collective(
-        self, kind: str, group: dist.ProcessGroup, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
-    ) -> Iterator[None]:
+    def _transfer(self, transfer: Transfer) -> None:
         """Let a collective read and write on its communicator's own stream, after what the current one holds."""
-        name = _name_of(group)
+        kind, name = transfer.kind, _name_of(transfer.group)
         queue = self._communicators.setdefault(name, Queue(name, self.streams))
         current, site = self.streams.current(), here()
         if _LANES_OF.get(kind) == current.name:
             self.misplaced.append(f"{kind} on the {current.name}, where it waits for what it has nothing to do with")
         after = {other: number for other, number in current.clock.items() if other in self._communicators}
-        # The two waits are the communicator's own, none of the engine's.
         num_waits = len(self.streams.waits)
         queue.is_captured = current.is_captured
         queue.come_after(current)
         number = queue.tick()
-        self.issues.append(Issue(name, number, kind, max(map(_num_bytes, (*reads, *writes))), site, after))
-        for tensors, is_write in ((reads, False), (writes, True)):
+        num_bytes = max(map(_num_bytes, (*transfer.reads, *transfer.writes)))
+        self.issues.append(Issue(name, number, kind, num_bytes, site, after))
+        for tensors, is_write in ((transfer.reads, False), (transfer.writes, True)):
             access = Access(kind, name, number, is_write, site, self._unit)
             for tensor in tensors:
                 block = self._block(tensor)
@@ -340,13 +337,24 @@ class Checker(TorchDispatchMode):
                     raise StorageError(f"{kind} was called on memory that is not there")
                 if block is not None and tensor.numel():
                     self.memory.touch(block, _spans(tensor), access, queue)
-        before, self._is_in_collective = self._is_in_collective, True
-        try:
-            yield
-        finally:
-            self._is_in_collective = before
+        self._in_collective = current, queue, num_waits
+
+    def _transferred(self, _: Transfer) -> None:
+        """The current stream goes on after it; the two waits are the communicator's own, none of the engine's."""
+        if self._in_collective is not None:
+            current, queue, num_waits = self._in_collective
+            self._in_collective = None
             current.come_after(queue)
             del self.streams.waits[num_waits:]
+
+
+_OF_MEMORY: dict[str, Callable[[Checker, Any], None]] = {
+    "allocated": Checker.allocated,
+    "released": Checker.released,
+    "exchanged": lambda checker, storages: checker.exchanged(*storages),
+    "transfer": Checker._transfer,
+    "transferred": Checker._transferred,
+}
 
 
 class _Methods(TorchFunctionMode):

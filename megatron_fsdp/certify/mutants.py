@@ -101,29 +101,33 @@ EQUIVALENT: dict[str, str] = {
         "on a device with streams every lane is one of those"
     ),
     "wait_on_host: `if compute is not None` taken as True": ("on a device with streams it is never None"),
-    "Schedule.make_room: without `self._reducing.drain(self.max_packed_buffers - 1)`": (
+    "Backward.begin: without `self._reducing.drain(self.max_packed_buffers - 1)`": (
         "it bounds memory; the end of the backward waits for the same reductions"
     ),
-    "Schedule.finish: `self._reducing.drain(0)` at the end of its block": (
+    "Backward.finish: `self._reducing.drain(0)` at the end of its block": (
         "compute has joined the lanes before anything reads what they reduced"
     ),
-    "Schedule.finish: `join_lanes()` at the end of its block": (
+    "Backward.finish: `join_lanes()` at the end of its block": (
         "what lies between the two places reads nothing of the lanes"
     ),
-    "Schedule._unshard: `if group.weight_state is WeightState.GATHERING` taken as True": (
+    "Schedule.finish_gather: `if group.weight_state is WeightState.GATHERING` taken as True": (
         "finish_gather does nothing in any other state; what modules show then is no order"
     ),
-    "ParameterGroup._release: `self.weights.release(keep_generation=self._gathered_generation if keep_part else None)` "
+    "ParameterGroup._release: `self.weights.release(keep_generation=self.freshness.gathered if keep_part else None)` "
     "at the start of its block": ("nothing is issued between the two places"),
     "GradientBuffer.receive: `if self._turns is not None` taken as True": ("on a device with streams it is never None"),
     "GradientBuffer.receive_product: `if self._turns is not None` taken as True": (
         "on a device with streams it is never None"
     ),
     "GradientBuffer.close: `if self._turns is not None` taken as True": ("on a device with streams it is never None"),
-    "GradientBuffer._begin: `self._packed.reallocate_storage()` at the start of its block": (
-        "it is room for one buffer more that is made a line later"
-    ),
     "GradientBuffer._drop: `self.wait()` at the end of its block": ("nothing is allocated between the two places"),
+    "GradientBuffer._drop: `self.binding.drop()` at the start of its block": (
+        "nothing is allocated between the two places"
+    ),
+    "wait_for_event: `if compute is not None` taken as True": ("on a device with streams it is never None"),
+    "Backward.begin: `if packs` taken as False": (
+        "it bounds memory; the end of the backward waits for the same reductions"
+    ),
     "GradientBuffer._drop: `self._small.drop()` at the start of its block": (
         "nothing is allocated between the two places"
     ),

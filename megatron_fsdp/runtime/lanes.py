@@ -388,9 +388,8 @@ def is_capturing(device: torch.device) -> bool:
     return compute is not None and compute.streams.is_capturing()
 
 
-def wait_for_event(event: torch.Event) -> None:
-    """Order the current streams, and with them all lanes' later work, after an event; nothing to do on CPU."""
-    for device, compute in _COMPUTE.items():
+def wait_for_event(event: torch.Event, device: torch.device) -> None:
+    """Order the current stream, and with it all lanes' later work, after an event; nothing to do on CPU."""
+    compute = _compute_of(device)
+    if compute is not None:
         compute.streams.current(device).wait_event(event)
-    if not _COMPUTE and torch.cuda.is_available():
-        torch.cuda.current_stream().wait_event(event)

@@ -227,7 +227,8 @@ class Schedule:
 
     def _start_pass(self) -> None:
         if self.step_event is not None:
-            wait_for_event(self.step_event)
+            for device in {group.spec.device for unit in self.units() for group in unit.groups}:
+                wait_for_event(self.step_event, device)
             self.step_event = None
         for unit in self.units():
             unit.open_call = None
