@@ -10,6 +10,7 @@ HUGGING_FACE = ["safetensors>=0.5"]
 # torchtitan needs Python 3.11.
 INTEGRATIONS = [
     "accelerate>=1.15",
+    "bitsandbytes>=0.49",
     "megatron-core>=0.16.1",
     "peft>=0.19",
     "pyyaml>=6",

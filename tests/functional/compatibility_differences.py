@@ -356,7 +356,7 @@ def recover_a_part(fsdp: Any) -> object:
 
 @difference("fully_shard.state is private", theirs=True, ours=False)
 def private_state(fsdp: Any) -> object:
-    return hasattr(fsdp.fully_shard.state(fsdp.fully_shard(nn.Linear(2, 2))), "_fsdp_param_group")
+    return hasattr(fsdp.fully_shard.state(fsdp.fully_shard(nn.Linear(2, 2))), "_state_ctx")
 
 
 @difference("replicate elsewhere", theirs=False, ours=True)
