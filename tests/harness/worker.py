@@ -133,6 +133,8 @@ def _close_process_groups() -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Groups are called by their number: one that could not be made has been counted, on the ranks that got so far.
+    dist.distributed_c10d._world.group_count = 0
 
 
 def _restore(environment: dict[str, str]) -> None:

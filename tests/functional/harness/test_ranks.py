@@ -309,3 +309,16 @@ def test_a_function_inside_a_function_is_refused() -> None:
 def test_a_world_without_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="world_size is 0"):
         run_ranks(0, draw)
+
+
+def fail_to_join_on_the_first_rank() -> None:
+    """Close the group of the call, and count one on rank 0 that is never made."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    if rank == 0:
+        dist.distributed_c10d._world.group_count += 1
+
+
+def test_a_group_that_one_rank_could_not_make_keeps_nobody_from_the_next_call() -> None:
+    run_ranks(2, fail_to_join_on_the_first_rank)
+    assert len(run_ranks(2, rank_and_process, timeout=20.0)) == 2
