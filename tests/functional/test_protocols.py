@@ -1,0 +1,229 @@
+"""Protocols explored state by state, over the real code: crashes of saves.
+
+No copy of any code is checked: a save runs for real, what a crash leaves at each of its effects on the disk is copied
+(``tests/harness/effects.py``), and from every such state it is loaded and saved again, with crashes again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp import CheckpointError, load_checkpoint, save_checkpoint
+from megatron_fsdp.checkpoint import scratch as checkpoint_scratch
+from megatron_fsdp.checkpoint.series import CheckpointSeries
+from tests.harness.effects import Recording, Tree, record, restore
+
+NOTES = "notes.txt"
+
+
+@contextmanager
+def one_life(number: int) -> Iterator[None]:
+    """Be a process of its own, with names that are the same in every run."""
+    counter = itertools.count()
+    with (
+        mock.patch.object(checkpoint_scratch.secrets, "token_hex", lambda _: f"{number:02x}{next(counter):06x}"),
+        mock.patch.object(checkpoint_scratch, "_OWN_JOB", f"life {number}"),
+        mock.patch.object(uuid, "uuid4", lambda: uuid.UUID(int=number)),
+    ):
+        yield
+
+
+def trained(value: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and an optimizer with state, all of whose numbers follow from one."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * value)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+        parameter.grad = torch.full_like(parameter, value)
+    optimizer.step()
+    return model, optimizer
+
+
+def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return all that a checkpoint holds of both, in one order."""
+    state = [optimizer.state[parameter][key] for parameter in model.parameters() for key in ("exp_avg", "exp_avg_sq")]
+    return [*(parameter.detach() for parameter in model.parameters()), *state]
+
+
+@dataclass(frozen=True)
+class Use:
+    """A way to save: what is there before, and how it is saved over.
+
+    Attributes:
+        before: values saved one after another, at the steps of that number where it is a series.
+        is_series: of checkpoints, the two newest of which are kept... ``keep_last`` of them.
+    """
+
+    before: tuple[int, ...]
+    keep_last: int | None = None
+    step: int | None = None
+    is_asynchronous: bool = False
+
+    def save(self, root: Path, value: int) -> None:
+        """Save a value; ``value`` is the step too unless one step is saved again and again."""
+        model, optimizer = trained(value)
+        extra = {"value": value}
+        if self.keep_last is None:
+            handle = save_checkpoint(
+                model, optimizer, root / "step", extra=extra, asynchronous=self.is_asynchronous
+            )
+        else:
+            handle = CheckpointSeries(root).save(
+                model,
+                optimizer,
+                self.step or value,
+                extra=extra,
+                keep_last=self.keep_last,
+                asynchronous=self.is_asynchronous,
+            )
+        handle.wait()
+
+    def load(self, root: Path) -> int | None:
+        """Return the value of the checkpoint that is there, every number of which must be of it; None without one."""
+        model, optimizer = trained(99)
+        if self.keep_last is None:
+            try:
+                extra = load_checkpoint(model, optimizer, root / "step")
+            except CheckpointError as error:
+                assert "holds no complete checkpoint" in str(error)
+                return None
+        else:
+            series = CheckpointSeries(root)
+            found = series.load(model, optimizer)
+            if found is None:
+                return None
+            assert found.damaged == ()
+            extra = found.extra
+            latest = series.latest()
+            if latest is not None:
+                load_checkpoint(*trained(99), series.path(latest))
+        value = int(extra["value"])
+        for mine, wanted in zip(numbers(model, optimizer), numbers(*trained(value)), strict=True):
+            assert torch.equal(mine, wanted)
+        assert optimizer.param_groups[0]["lr"] == 0.01 * value
+        return value
+
+    def names(self, value: int) -> set[str]:
+        """Return what is in the folder when a value was saved in peace."""
+        if self.keep_last is None:
+            return {"step"}
+        steps = [self.step] if self.step else [step for step in (*self.before, value)][-self.keep_last :]
+        return {"latest", *(f"step_{step:07d}" for step in steps)}
+
+
+USES = {
+    "over a checkpoint": Use((1,)),
+    "into a new path": Use(()),
+    "over a checkpoint, asynchronously": Use((1,), is_asynchronous=True),
+    "a series that keeps one": Use((1,), keep_last=1),
+    "a series that saves a step again": Use((1,), keep_last=1, step=7),
+    "a series, asynchronously": Use((1,), keep_last=1, is_asynchronous=True),
+}
+
+
+class Explorer:
+    """Saves, crashes, looks, and saves again.
+
+    Attributes:
+        num_states: different folders from which it was loaded and saved. num_effects: of one save without a crash.
+    """
+
+    def __init__(self, use: Use, root: Path) -> None:
+        self.use, self.root = use, root
+        self.num_states = self.num_effects = 0
+        self._loaded: dict[int, int | None] = {}
+
+    def begin(self) -> Tree:
+        """Return the folder before the save in question."""
+        restore(self.root, {})
+        with one_life(0):
+            for value in self.use.before:
+                self.use.save(self.root, value)
+            if self.use.keep_last is None and self.use.before:
+                (self.root / "step" / NOTES).write_text("a good one")
+        return self.seen()
+
+    def seen(self) -> Tree:
+        """Return the folder as it is."""
+        recording = Recording(self.root)
+        recording.look()
+        return recording.killed[0]
+
+    def saved(self, tree: Tree, value: int) -> Recording:
+        """Save a value over what a crash left, as another process."""
+        restore(self.root, tree)
+        with one_life(value), record(self.root) as recording:
+            self.use.save(self.root, value)
+        return recording
+
+    def loaded(self, tree: Tree) -> int | None:
+        """Return the value of the checkpoint in a folder; loading changes nothing there."""
+        key = hash(tuple(sorted(tree.items())))
+        if key not in self._loaded:
+            restore(self.root, tree)
+            self._loaded[key] = self.use.load(self.root)
+            assert self.seen() == tree
+            self.num_states += 1
+        return self._loaded[key]
+
+    def check_end(self, tree: Tree, value: int) -> None:
+        """Look at the folder after a save in peace: the new value, notes of the user's, and no leftovers."""
+        assert self.loaded(tree) == value
+        assert self.use.keep_last is not None or not self.use.before or tree[f"step/{NOTES}"] == b"a good one"
+        left = {name.split("/")[0] for name in tree} - self.use.names(value)
+        assert [name for name in left if not _is_bare(tree, name)] == []
+
+    def explore(self, depth: int, take: Callable[[int], bool] = lambda _: True) -> None:
+        """Crash in a save and in the ``depth - 1`` next ones, and save in peace.
+
+        Args:
+            take: which crashes of the second save on are followed; all are loaded from.
+        """
+        start = self.begin()
+        levels = [(start, {self.loaded(start)})]
+        for crash in range(depth + 1):
+            following = []
+            for tree, _ in levels:
+                old = self.loaded(tree)
+                value = 2 + crash
+                recording = self.saved(tree, value)
+                self.num_effects = self.num_effects or len(recording.effects)
+                self.check_end(recording.killed[-1], value)
+                if crash < depth:
+                    for number, (moment, left) in enumerate(recording.crashes()):
+                        found = self.loaded(left)
+                        assert found in (old, value), f"{moment}: {found}, wanted {old} or {value}"
+                        if crash == 0 or take(number):
+                            following.append((left, {found}))
+            levels = following
+
+
+def _is_bare(tree: Tree, name: str) -> bool:
+    """Whether nothing is in a folder but a mark that is not whole: it cannot be told from somebody else's."""
+    below = {path: content for path, content in tree.items() if path.startswith(f"{name}/")}
+    if not below:
+        return True
+    try:
+        json.loads(below.get(f"{name}/owner.json") or b"")
+    except ValueError:
+        return set(below) == {f"{name}/owner.json"}
+    return False
+
+
+@pytest.mark.parametrize("name", USES)
+def test_wherever_a_save_crashes_one_checkpoint_is_whole_and_the_next_save_clears_up(name: str, tmp_path: Path) -> None:
+    explorer = Explorer(USES[name], tmp_path / "root")
+    explorer.explore(depth=1)
+    print(f"{name}: {explorer.num_effects} effects, {explorer.num_states} states")
+    assert explorer.num_effects >= 20
