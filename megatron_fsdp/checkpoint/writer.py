@@ -57,7 +57,7 @@ class Draft:
         """Delete what was written, after a failure on any rank; every rank calls it, rank 0 does it."""
         if self.scratch is not None:
             with contextlib.suppress(OSError):
-                self.scratch.remove()
+                self.scratch.discard()
 
 
 class HoldingPlanner(DefaultSavePlanner):
@@ -226,7 +226,11 @@ def _make_folder(path: Path) -> Scratch:
         sweep(path)
     _refuse_foreign(path)
     scratch = make_scratch(path)
-    scratch.new.mkdir()
+    try:
+        scratch.new.mkdir()
+    except BaseException:
+        scratch.remove()
+        raise
     return scratch
 
 

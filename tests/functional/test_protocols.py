@@ -22,7 +22,7 @@ from torch import nn
 from megatron_fsdp import CheckpointError, load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint import scratch as checkpoint_scratch
 from megatron_fsdp.checkpoint.series import CheckpointSeries
-from tests.harness.effects import Recording, Tree, record, restore
+from tests.harness.effects import Recording, Tree, key_of, record, restore
 
 NOTES = "notes.txt"
 
@@ -169,7 +169,7 @@ class Explorer:
 
     def loaded(self, tree: Tree) -> int | None:
         """Return the value of the checkpoint in a folder; loading changes nothing there."""
-        key = hash(tuple(sorted(tree.items())))
+        key = key_of(tree)
         if key not in self._loaded:
             restore(self.root, tree)
             self._loaded[key] = self.use.load(self.root)
@@ -184,29 +184,45 @@ class Explorer:
         left = {name.split("/")[0] for name in tree} - self.use.names(value)
         assert [name for name in left if not _is_bare(tree, name)] == []
 
-    def explore(self, depth: int, take: Callable[[int], bool] = lambda _: True) -> None:
-        """Crash in a save and in the ``depth - 1`` next ones, and save in peace.
+    def explore(self, depth: int, takes: Callable[[int, int], bool] = lambda _, __: True) -> None:
+        """Crash in a save and in the ``depth - 1`` next ones, and save in peace from wherever that leads.
 
         Args:
-            take: which crashes of the second save on are followed; all are loaded from.
+            takes: told the number of a state and of a crash in the save from there, after the first save: whether that
+                one is followed.
         """
-        start = self.begin()
-        levels = [(start, {self.loaded(start)})]
-        for crash in range(depth + 1):
-            following = []
-            for tree, _ in levels:
+        trees = [self.begin()]
+        for value in range(2, 2 + depth + 1):
+            following: dict[int, Tree] = {}
+            for place, tree in enumerate(trees):
                 old = self.loaded(tree)
-                value = 2 + crash
                 recording = self.saved(tree, value)
                 self.num_effects = self.num_effects or len(recording.effects)
                 self.check_end(recording.killed[-1], value)
-                if crash < depth:
-                    for number, (moment, left) in enumerate(recording.crashes()):
+                for number, (moment, left) in enumerate(recording.crashes()):
+                    if value < 2 + depth and (value == 2 or takes(place, number)):
                         found = self.loaded(left)
                         assert found in (old, value), f"{moment}: {found}, wanted {old} or {value}"
-                        if crash == 0 or take(number):
-                            following.append((left, {found}))
-            levels = following
+                        following[key_of(left)] = left
+            trees = list(following.values())
+
+    def fail(self, error: type[BaseException]) -> None:
+        """Let each effect of a save fail in turn: one checkpoint is whole, and the save after it clears up."""
+        start = self.begin()
+        old = self.loaded(start)
+        for number in range(len(self.saved(start, 2).effects)):
+            restore(self.root, start)
+            raised = None
+            with one_life(2), record(self.root, (number, error("injected"))) as recording:
+                try:
+                    self.use.save(self.root, 2)
+                except BaseException as caught:
+                    raised = caught
+            moment = recording.effects[number]
+            assert raised is None or isinstance(raised, CheckpointError), f"{moment}: {raised!r}"
+            found = self.loaded(recording.killed[-1])
+            assert found == 2 if raised is None else found in (old, 2), f"{moment}: {found} after {raised}"
+            self.check_end(self.saved(recording.killed[-1], 3).killed[-1], 3)
 
 
 def _is_bare(tree: Tree, name: str) -> bool:
@@ -221,9 +237,44 @@ def _is_bare(tree: Tree, name: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", USES)
+def uses() -> list[object]:
+    """Return the names of all uses; those of saves in the background do the same on the disk, and run nightly."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if use.is_asynchronous else []) for name, use in USES.items()]
+
+
+@pytest.mark.parametrize("name", uses())
 def test_wherever_a_save_crashes_one_checkpoint_is_whole_and_the_next_save_clears_up(name: str, tmp_path: Path) -> None:
     explorer = Explorer(USES[name], tmp_path / "root")
     explorer.explore(depth=1)
     print(f"{name}: {explorer.num_effects} effects, {explorer.num_states} states")
     assert explorer.num_effects >= 20
+
+
+def test_two_crashes_in_a_row_leave_one_checkpoint_whole(tmp_path: Path) -> None:
+    explorer = Explorer(USES["over a checkpoint"], tmp_path / "root")
+    explorer.explore(depth=2, takes=lambda place, number: number % 20 == place % 20)
+    print(f"two crashes: {explorer.num_states} states")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, use in USES.items() if not use.is_asynchronous])
+def test_any_two_crashes_in_a_row_leave_one_checkpoint_whole(name: str, tmp_path: Path) -> None:
+    explorer = Explorer(USES[name], tmp_path / "root")
+    explorer.explore(depth=2)
+    print(f"{name}, two crashes: {explorer.num_states} states")
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("name", uses())
+def test_wherever_a_save_fails_one_checkpoint_is_whole_and_the_next_save_clears_up(
+    name: str, error: type[BaseException], tmp_path: Path
+) -> None:
+    Explorer(USES[name], tmp_path / "root").fail(error)
+
+
+def test_a_save_in_the_background_does_the_same_on_the_disk(tmp_path: Path) -> None:
+    effects = []
+    for name in ("over a checkpoint", "over a checkpoint, asynchronously"):
+        explorer = Explorer(USES[name], tmp_path / "root")
+        effects.append(explorer.saved(explorer.begin(), 2).effects)
+    assert effects[0] == effects[1]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-__all__ = ["Recording", "Tree", "record", "restore"]
+__all__ = ["Recording", "Tree", "key_of", "record", "restore"]
 
 Tree = dict[str, bytes | None]
 """A folder: content by path below it, None for a folder."""
@@ -106,7 +106,7 @@ class Recording:
         for number, (killed, (none, half)) in enumerate(zip(self.killed, self.unpowered, strict=True)):
             moment = f"before {number}, {self.effects[number]}" if number < len(self.effects) else "at the end"
             for kind, tree in (("kill", killed), ("loss of all", none), ("loss of half", half)):
-                key = hash(tuple(sorted(tree.items())))
+                key = key_of(tree)
                 if key not in seen:
                     seen.add(key)
                     yield f"{kind} {moment}", tree
@@ -129,6 +129,11 @@ def record(root: Path, fault: tuple[int, BaseException] | None = None) -> Iterat
     finally:
         _observers.remove(recording)
     recording.look()
+
+
+def key_of(tree: Tree) -> int:
+    """Return a number that is the same for equal folders alone."""
+    return hash(tuple(sorted((name, content is None, content or b"") for name, content in tree.items())))
 
 
 def restore(root: Path, tree: Tree) -> None:
