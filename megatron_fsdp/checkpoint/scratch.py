@@ -71,20 +71,33 @@ class Scratch:
         replaced = self.folder / "replaced"
         for attempt in range(_MAX_ATTEMPTS):
             # Another job that saves to the same path may move what is there, or be first: whole it is either way.
-            with contextlib.suppress(FileNotFoundError):
-                self.path.rename(replaced)
-                sync_folder(self.folder)
             try:
+                with contextlib.suppress(FileNotFoundError):
+                    self.path.rename(replaced)
+                    sync_folder(self.folder)
                 self.new.rename(self.path)
                 break
-            except OSError as error:
-                is_taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+            except BaseException as error:
+                is_taken = isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)
                 if not is_taken or attempt == _MAX_ATTEMPTS - 1:
                     _bring_back(replaced, self.path)
                     raise
                 if replaced.exists():
                     shutil.rmtree(replaced)
         sync_folder(self.path.parent)
+
+    def discard(self) -> None:
+        """Delete the folder after a failure; what was moved away into it gets its name back first, or it stays.
+
+        Raises:
+            OSError: that, or deleting, failed.
+        """
+        try:
+            _bring_back(self.folder / "replaced", self.path)
+        except BaseException:
+            self.lock.close()
+            raise
+        self.remove()
 
     def remove(self) -> None:
         """Delete the folder and what is left in it."""

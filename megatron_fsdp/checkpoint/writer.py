@@ -57,7 +57,7 @@ class Draft:
         """Delete what was written, after a failure on any rank; every rank calls it, rank 0 does it."""
         if self.scratch is not None:
             with contextlib.suppress(OSError):
-                self.scratch.remove()
+                self.scratch.discard()
 
 
 class HoldingPlanner(DefaultSavePlanner):
@@ -205,12 +205,14 @@ def _carry_over(old: Path, new: Path) -> None:
     """Give the new folder what somebody put into the old one beside the checkpoint."""
     with contextlib.suppress(CheckpointError):
         own = {*read_manifest(old), MANIFEST}
-        for entry in old.iterdir():
-            if entry.name not in own and not (new / entry.name).exists():
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link_or_copy)
-                else:
-                    _link_or_copy(entry, new / entry.name)
+        others = [entry for entry in old.iterdir() if entry.name not in own and not (new / entry.name).exists()]
+        for entry in others:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link_or_copy)
+            else:
+                _link_or_copy(entry, new / entry.name)
+        if others:
+            sync_folder(new)
 
 
 def _link_or_copy(source: str | Path, target: str | Path) -> None:
@@ -218,6 +220,10 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
         os.link(source, target, follow_symlinks=False)
     except OSError:
         shutil.copy2(source, target, follow_symlinks=False)
+        if not Path(target).is_symlink():
+            # The old one is deleted soon.
+            with Path(target).open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def _make_folder(path: Path) -> Scratch:
@@ -226,7 +232,11 @@ def _make_folder(path: Path) -> Scratch:
         sweep(path)
     _refuse_foreign(path)
     scratch = make_scratch(path)
-    scratch.new.mkdir()
+    try:
+        scratch.new.mkdir()
+    except BaseException:
+        scratch.remove()
+        raise
     return scratch
 
 

@@ -22,7 +22,7 @@ ODDITIES: tuple[str, ...] = (
     "side", "side", "side", "bomb", "fuse", "drop", "two forwards", "zero_grad", "accumulate", "freeze", "live freeze",
     "replace", "late tie", "add", "clamped", "renormed", "borrowing", "weight", "load", "unshard", "poke", "grad",
     "functional", "hook", "posthook", "stash", "penalty", "autograd", "copy", "groups", "evaluate", "state", "look",
-    "choose", "backward twice", "sometimes", "sometimes",
+    "choose", "backward twice", "sometimes", "sometimes", "checkpoint",
 )  # fmt: skip
 
 
@@ -216,6 +216,10 @@ class _Draw:
         }
         if oddity in simple:
             yield simple[oddity]()
+        elif oddity == "checkpoint":
+            yield "save", ""
+            yield "restore", ""
+            yield "restore", "step"
         elif oddity == "fuse":
             clear = self.source.choice(("zero_grad none", "zero_grad none", "zero_grad none", ""))
             for action in (clear, "backward", f"forward fuse {self.number()} {error}"):

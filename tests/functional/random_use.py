@@ -6,16 +6,31 @@ the data of all ranks (``Trainee``). One that makes no sense where it stands doe
 part of a list is a list.
 """
 
+import copy
+import shutil
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp import AdamW, FlatOptimizer, FsdpModule, clip_grad_norm_, fully_shard_optimizer, microbatch, no_sync
+from megatron_fsdp import (
+    AdamW,
+    FlatOptimizer,
+    FsdpModule,
+    clip_grad_norm_,
+    fully_shard_optimizer,
+    load_checkpoint,
+    microbatch,
+    no_sync,
+    save_checkpoint,
+)
 from tests.functional.random_meddling import Meddling
 from tests.functional.random_models import BATCH, WIDTH, Description, Part, Wrap, parts_with_paths
 from tests.functional.random_side_parts import ENCLOSING, side_loss
@@ -108,7 +123,7 @@ class Trainee(Meddling):
         is_synced: whether gradients are complete. is_doubtful: whether a backward broke off that nobody cleared up.
         unclear: whose leftovers were set to zero: those of a backward that "broke off", or of a sum "under way".
         is_tampered: whether gathered weights were changed in a way that shows at the next forward.
-        seen: what the action just done gave, to be compared.
+        seen: what the action just done gave, to be compared. saved: what was saved last.
     """
 
     program: Program
@@ -127,6 +142,7 @@ class Trainee(Meddling):
     seen: list[tuple[str, Any]] = field(default_factory=list)
     kept: dict[str, nn.Parameter] = field(default_factory=dict)
     late: dict[str, nn.Parameter] = field(default_factory=dict)
+    saved: Any = None
 
     def begin(self) -> None:
         """Take the parameters and make an optimizer of them."""
@@ -329,6 +345,40 @@ class Trainee(Meddling):
                 parameter.grad = parameter.grad + parameter.detach() * 0.1
             elif parameter.grad is not None and how == "zero":
                 parameter.grad.zero_()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _do_save(self) -> None:
+        """Save model and optimizer; the plain ones are copied."""
+        if _gets_other_parameters(self.program):
+            return
+        if self.is_sharded:
+            names = [mkdtemp() if self.own_rank == 0 else ""]
+            weakref.finalize(self, shutil.rmtree, names[0], ignore_errors=True)
+            dist.broadcast_object_list(names, src=0)
+            self.saved = f"{names[0]}/step"
+            save_checkpoint(self.model, self.optimizer, self.saved, extra={"counter": self.counter})
+        else:
+            self.saved = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict(), self.counter))
+
+    def _do_restore(self) -> None:
+        """Load what was saved last into the same model and optimizer."""
+        if self.saved is None:
+            return
+        self._forget_graphs()
+        if self.is_sharded:
+            extra = load_checkpoint(self.model, self.optimizer, self.saved)
+            self.seen.append(("counter", torch.tensor(extra["counter"])))
+        else:
+            model, optimizer, counter = copy.deepcopy(self.saved)
+            self.model.load_state_dict(model)
+            self.optimizer.load_state_dict(optimizer)
+            self.seen.append(("counter", torch.tensor(counter)))
+
+
+def _gets_other_parameters(program: Program) -> bool:
+    """Whether parameters are put in or taken out, so that a checkpoint may be of another model."""
+    return any(action.startswith(("replace", "tie", "add", "load assign")) for action in program.steps)
 
 
 class _Flag(AbstractContextManager[None]):

@@ -259,6 +259,16 @@ def _kept() -> Iterator[tuple[str, Program]]:
     yield "gradients asked of what a model shows after forward", _two("autograd shown, forward, backward, step")
 
 
+def _saved() -> Iterator[tuple[str, Program]]:
+    for strategy in ALL:
+        for optimizer in ("adam", "flat adamw"):
+            actions = f"save, {AGAIN}, restore, {AGAIN}, save, {AGAIN}, restore, {AGAIN}"
+            yield f"{strategy}: {optimizer} is wound back", _two(actions, strategy, optimizer=optimizer)
+        sum_under_way = f"save, forward, backward no_sync, restore, {AGAIN}"
+        yield f"{strategy}: a sum under way is wound back", _two(sum_under_way, strategy)
+    yield "what is gathered is wound back", _two(f"{AGAIN}, save, {AGAIN}, restore, {AGAIN}", keeps_weights=True)
+
+
 def _recomputed() -> Iterator[tuple[str, Program]]:
     for size in (3, 4):
         inner = Part("sum", (Part("checkpoint", (Part("linear"),), size), Part("linear")), 4)
@@ -288,7 +298,7 @@ CASES: Mapping[str, Program] = {
     name: program
     for cases in (
         _side_outputs, _interruptions, _thrown_away, _frozen, _replaced, _changed, _hooked, _own_gradients, _unused,
-        _uneven, _loaded, _loaded_into_replaced, _kept, _recomputed, _others,
+        _uneven, _loaded, _loaded_into_replaced, _kept, _saved, _recomputed, _others,
     )
     for name, program in cases()
 }  # fmt: skip

@@ -1,0 +1,327 @@
+"""Protocols explored state by state, over the real code: crashes of saves.
+
+No copy of any code is checked: a save runs for real, what a crash leaves at each of its effects on the disk is copied
+(``tests/harness/effects.py``), and from every such state it is loaded and saved again, with crashes again.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from megatron_fsdp import CheckpointError, load_checkpoint, save_checkpoint
+from megatron_fsdp.checkpoint import reader, writer
+from megatron_fsdp.checkpoint import scratch as checkpoint_scratch
+from megatron_fsdp.checkpoint.scratch import resting_place
+from megatron_fsdp.checkpoint.series import CheckpointSeries
+from tests.harness.effects import Recording, Tree, key_of, record, restore
+
+NOTES = "notes.txt"
+
+
+@contextmanager
+def one_life(number: int) -> Iterator[None]:
+    """Be a process of its own, with names that are the same in every run."""
+    tokens = (f"{number:02x}{count:06x}" for count in itertools.count())
+    with (
+        mock.patch.object(checkpoint_scratch.secrets, "token_hex", side_effect=tokens),
+        mock.patch.object(checkpoint_scratch, "_OWN_JOB", f"life {number}"),
+        mock.patch.object(uuid, "uuid4", return_value=uuid.UUID(int=number)),
+    ):
+        yield
+
+
+def trained(value: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and an optimizer with state, all of whose numbers follow from one."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * value)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+        parameter.grad = torch.full_like(parameter, value)
+    optimizer.step()
+    return model, optimizer
+
+
+def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return all that a checkpoint holds of both, in one order."""
+    state = [optimizer.state[parameter][key] for parameter in model.parameters() for key in ("exp_avg", "exp_avg_sq")]
+    return [*(parameter.detach() for parameter in model.parameters()), *state]
+
+
+@dataclass(frozen=True)
+class Use:
+    """A way to save: what is there before, and how it is saved over.
+
+    Attributes:
+        before: values saved one after another, at the steps of that number where it is a series.
+        keep_last: how many a series keeps; None for a path that is saved to again and again.
+        step: that a series saves to each time.
+    """
+
+    before: tuple[int, ...]
+    keep_last: int | None = None
+    step: int | None = None
+    is_asynchronous: bool = False
+
+    def save(self, root: Path, value: int) -> None:
+        """Save a value; ``value`` is the step too unless one step is saved again and again."""
+        model, optimizer = trained(value)
+        extra = {"value": value}
+        if self.keep_last is None:
+            handle = save_checkpoint(model, optimizer, root / "step", extra=extra, asynchronous=self.is_asynchronous)
+        else:
+            handle = CheckpointSeries(root).save(
+                model,
+                optimizer,
+                self.step or value,
+                extra=extra,
+                keep_last=self.keep_last,
+                asynchronous=self.is_asynchronous,
+            )
+        handle.wait()
+
+    def load(self, root: Path) -> int | None:
+        """Return the value of the checkpoint that is there, every number of which must be of it; None without one."""
+        model, optimizer = trained(99)
+        if self.keep_last is None:
+            if not (root / "step").exists() and resting_place(root / "step") == root / "step":
+                with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+                    load_checkpoint(model, optimizer, root / "step")
+                return None
+            extra = load_checkpoint(model, optimizer, root / "step")
+        else:
+            series = CheckpointSeries(root)
+            found = series.load(model, optimizer)
+            if found is None:
+                return None
+            assert found.damaged == ()
+            extra = found.extra
+            latest = series.latest()
+            if latest is not None:
+                load_checkpoint(*trained(99), series.path(latest))
+        value = int(extra["value"])
+        for mine, wanted in zip(numbers(model, optimizer), numbers(*trained(value)), strict=True):
+            assert torch.equal(mine, wanted)
+        assert optimizer.param_groups[0]["lr"] == 0.01 * value
+        return value
+
+    def names(self, value: int) -> set[str]:
+        """Return what is in the folder when a value was saved in peace."""
+        if self.keep_last is None:
+            return {"step"}
+        steps = [self.step] if self.step else [*self.before, value][-self.keep_last :]
+        return {"latest", *(f"step_{step:07d}" for step in steps)}
+
+
+USES = {
+    "over a checkpoint": Use((1,)),
+    "into a new path": Use(()),
+    "over a checkpoint, asynchronously": Use((1,), is_asynchronous=True),
+    "a series that keeps one": Use((1,), keep_last=1),
+    "a series that saves a step again": Use((1,), keep_last=1, step=7),
+    "a series, asynchronously": Use((1,), keep_last=1, is_asynchronous=True),
+}
+
+
+class Explorer:
+    """Saves, crashes, looks, and saves again.
+
+    Attributes:
+        num_states: different folders from which it was loaded and saved. num_effects: of one save without a crash.
+    """
+
+    def __init__(self, use: Use, root: Path) -> None:
+        self.use, self.root = use, root
+        self.num_states = self.num_effects = 0
+        self._loaded: dict[int, int | None] = {}
+
+    def begin(self) -> Tree:
+        """Return the folder before the save in question."""
+        restore(self.root, {})
+        with one_life(0):
+            for value in self.use.before:
+                self.use.save(self.root, value)
+            if self.use.keep_last is None and self.use.before:
+                (self.root / "step" / NOTES).write_text("a good one")
+        return self.seen()
+
+    def seen(self) -> Tree:
+        """Return the folder as it is."""
+        recording = Recording(self.root)
+        recording.look()
+        return recording.killed[0]
+
+    def saved(self, tree: Tree, value: int) -> Recording:
+        """Save a value over what a crash left, as another process."""
+        restore(self.root, tree)
+        with one_life(value), record(self.root) as recording:
+            self.use.save(self.root, value)
+        return recording
+
+    def loaded(self, tree: Tree) -> int | None:
+        """Return the value of the checkpoint in a folder; loading changes nothing there."""
+        key = key_of(tree)
+        if key not in self._loaded:
+            restore(self.root, tree)
+            self._loaded[key] = self.use.load(self.root)
+            assert self.seen() == tree
+            self.num_states += 1
+        return self._loaded[key]
+
+    def check_end(self, tree: Tree, value: int) -> None:
+        """Look at the folder after a save in peace: the new value, notes of the user's, and no leftovers."""
+        assert self.loaded(tree) == value
+        assert self.use.keep_last is not None or not self.use.before or tree.get(f"step/{NOTES}") == b"a good one"
+        left = {name.split("/")[0] for name in tree} - self.use.names(value)
+        assert [name for name in left if not _is_bare(tree, name)] == []
+
+    def explore(self, depth: int, takes: Callable[[int, int], bool] = lambda _, __: True) -> None:
+        """Crash in a save and in the ``depth - 1`` next ones, and save in peace from wherever that leads.
+
+        Args:
+            takes: told the number of a state and of a crash in the save from there, after the first save: whether that
+                one is followed.
+        """
+        trees = [self.begin()]
+        for value in range(2, 2 + depth + 1):
+            following: dict[int, Tree] = {}
+            for place, tree in enumerate(trees):
+                old = self.loaded(tree)
+                recording = self.saved(tree, value)
+                self.num_effects = self.num_effects or len(recording.effects)
+                self.check_end(recording.killed[-1], value)
+                for number, (moment, left) in enumerate(recording.crashes()):
+                    if value < 2 + depth and (value == 2 or takes(place, number)):
+                        found = self.loaded(left)
+                        assert found in (old, value), f"{moment}: {found}, wanted {old} or {value}"
+                        following[key_of(left)] = left
+            trees = list(following.values())
+
+    def fail(self, error: type[BaseException]) -> None:
+        """Let each effect of a save fail in turn: one checkpoint is whole, and the save after it clears up."""
+        start = self.begin()
+        old = self.loaded(start)
+        for number in range(len(self.saved(start, 2).effects)):
+            restore(self.root, start)
+            raised = None
+            with one_life(2), record(self.root, (number, error("injected"))) as recording:
+                try:
+                    self.use.save(self.root, 2)
+                except BaseException as caught:
+                    raised = caught
+            moment = recording.effects[number]
+            assert raised is None or isinstance(raised, CheckpointError), f"{moment}: {raised!r}"
+            found = self.loaded(recording.killed[-1])
+            assert found == 2 if raised is None else found in (old, 2), f"{moment}: {found} after {raised}"
+            self.check_end(self.saved(recording.killed[-1], 3).killed[-1], 3)
+
+
+def _is_bare(tree: Tree, name: str) -> bool:
+    """Whether nothing is in a folder but a mark that is not whole: it cannot be told from somebody else's."""
+    below = {path: content for path, content in tree.items() if path.startswith(f"{name}/")}
+    if not below:
+        return True
+    try:
+        json.loads(below.get(f"{name}/owner.json") or b"")
+    except ValueError:
+        return set(below) == {f"{name}/owner.json"}
+    return False
+
+
+USUAL = ("over a checkpoint", "into a new path", "a series that keeps one")
+
+
+def grid(usual: Iterable[str]) -> list[object]:
+    """Return the names of all uses; those that are not usual run nightly."""
+    return [pytest.param(name, marks=[] if name in usual else [pytest.mark.slow]) for name in USES]
+
+
+@pytest.mark.parametrize("name", grid(USUAL))
+def test_wherever_a_save_crashes_one_checkpoint_is_whole_and_the_next_save_clears_up(name: str, tmp_path: Path) -> None:
+    explorer = Explorer(USES[name], tmp_path / "root")
+    explorer.explore(depth=1)
+    print(f"{name}: {explorer.num_effects} effects, {explorer.num_states} states")
+    assert explorer.num_effects >= 20
+
+
+def test_two_crashes_in_a_row_leave_one_checkpoint_whole(tmp_path: Path) -> None:
+    explorer = Explorer(USES["over a checkpoint"], tmp_path / "root")
+    explorer.explore(depth=2, takes=lambda place, number: number % 30 == place % 30)
+    print(f"two crashes, some: {explorer.num_states} states")
+    assert explorer.num_states > 70
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, use in USES.items() if not use.is_asynchronous])
+def test_any_two_crashes_in_a_row_leave_one_checkpoint_whole(name: str, tmp_path: Path) -> None:
+    explorer = Explorer(USES[name], tmp_path / "root")
+    explorer.explore(depth=2)
+    print(f"{name}, two crashes: {explorer.num_states} states")
+
+
+@pytest.mark.parametrize("name", grid(["over a checkpoint"]))
+@pytest.mark.parametrize("error", [OSError, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)])
+def test_wherever_a_save_fails_one_checkpoint_is_whole_and_the_next_save_clears_up(
+    name: str, error: type[BaseException], tmp_path: Path
+) -> None:
+    Explorer(USES[name], tmp_path / "root").fail(error)
+
+
+def test_a_save_in_the_background_does_the_same_on_the_disk(tmp_path: Path) -> None:
+    effects = []
+    for name in ("over a checkpoint", "over a checkpoint, asynchronously"):
+        explorer = Explorer(USES[name], tmp_path / "root")
+        effects.append(explorer.saved(explorer.begin(), 2).effects)
+    assert effects[0] == effects[1]
+
+
+def no_links(*_: object, **__: object) -> None:
+    raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+
+def test_what_lay_beside_a_checkpoint_survives_crashes_where_there_are_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", no_links)
+    Explorer(USES["over a checkpoint"], tmp_path / "root").explore(depth=1)
+
+
+def delete_and_publish(scratch: checkpoint_scratch.Scratch) -> None:
+    shutil.rmtree(scratch.path, ignore_errors=True)
+    scratch.new.rename(scratch.path)
+
+
+MUTANTS = {
+    "what was moved away stays there": (checkpoint_scratch, "_bring_back", lambda *_: None),
+    "what was moved away is not looked for": (reader, "resting_place", lambda path: path),
+    "files are not brought to the disk": (
+        writer,
+        "FileSystemWriter",
+        lambda path, **_: FileSystemWriter(path, sync_files=False),
+    ),
+    "the old one is deleted before the new one is there": (checkpoint_scratch.Scratch, "publish", delete_and_publish),
+    "leftovers are not swept": (checkpoint_scratch, "_is_abandoned", lambda *_: False),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_crash_is_found_that_a_worse_save_does_not_survive_when(
+    mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*MUTANTS[mutant])
+    with pytest.raises((AssertionError, CheckpointError)):
+        Explorer(USES["over a checkpoint"], tmp_path / "root").explore(depth=1)
