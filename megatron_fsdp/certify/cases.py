@@ -58,6 +58,11 @@ _POLICIES = {
     "unfused": MixedPrecisionPolicy(fuse_weight_gradients=False),
     "wide": MixedPrecisionPolicy(_BF16, _FP32, main_params_dtype=_FP32, fuse_weight_gradients="wide"),
     "split": MixedPrecisionPolicy(_BF16, _FP32, main_params_dtype=_FP32, split_main_params=True),
+    "int8 moments": MixedPrecisionPolicy(_BF16, _FP32, main_params_dtype=_FP32, moments="int8"),
+    **{
+        f"{gather} gathers": MixedPrecisionPolicy(_BF16, _FP32, main_params_dtype=_FP32, gather_dtype=gather)
+        for gather in ("fp8", "mxfp8", "int8_block")
+    },
 }
 
 
@@ -69,7 +74,8 @@ class Case:
         strategy: a key of the six. policy: of the precisions. model: options of ``models.build``.
         reshard: ``reshard_after_forward``. prefetches: lists of units two ahead. slots: sizing of memory slots.
         accumulation: "none", "microbatch" or "no_sync"; of two microbatches.
-        optimizer: "sgd", "torch", "adamw", "clipped" (AdamW with a maximal norm), "muon", or "clip_grad_norm".
+        optimizer: "sgd", "torch", "adamw", "clipped" (AdamW with a maximal norm), "coded" (with 8-bit moments), "muon",
+            or "clip_grad_norm".
         trouble: "forward" or "backward" raises in the second step, and training goes on; "frozen": the first block is
             frozen then; "evaluation": one comes between the steps; "saving": a save runs beside the second step; or a
             key of the scripts, which need no other option.
@@ -461,6 +467,8 @@ def _prefetch_two_ahead(layers: list[FsdpModule]) -> None:
 def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     if case.optimizer in ("adamw", "clipped"):
         return AdamW(model.parameters(), lr=1e-2, max_norm=0.1 if case.optimizer == "clipped" else None)
+    if case.optimizer == "coded":
+        return AdamW(model.parameters(), lr=1e-2, moments="int8")
     if case.optimizer == "muon":
         return Muon(muon_param_groups(model), lr=1e-2)
     if case.optimizer == "torch":
@@ -478,6 +486,11 @@ def _strategy_cases() -> Iterator[Case]:
     for policy, accumulation in itertools.product(("unfused", "wide", "split"), ("none", "microbatch")):
         optimizer = "clipped" if policy == "split" else "sgd"
         yield Case(f"{policy}, {accumulation}", policy=policy, accumulation=accumulation, optimizer=optimizer)
+    for policy, strategy in itertools.product(
+        ("fp8 gathers", "mxfp8 gathers", "int8_block gathers", "int8 moments"), ("optim_grads_params", "hsdp")
+    ):
+        optimizer = "coded" if policy == "int8 moments" else "clipped"
+        yield Case(f"{policy}, {strategy}", strategy, policy, accumulation="no_sync", optimizer=optimizer)
     for optimizer, strategy in itertools.product(
         ("torch", "adamw", "clip_grad_norm", "muon"), ("optim_grads_params", "hfsdp")
     ):

@@ -297,7 +297,8 @@ class Checker(TorchDispatchMode):
         if not pointer:
             return None
         known = self._known(storage)
-        if known.pointer != pointer or is_new:
+        # Two storages may have had one address (a view of foreign memory): the end of one is not that of the other.
+        if known.pointer != pointer or is_new or pointer not in self._blocks:
             if known.pointer:
                 self._release(known.pointer)
             known.pointer = pointer
