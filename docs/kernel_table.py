@@ -21,8 +21,8 @@ import triton  # noqa: E402
 from dbuffer_kernels.accumulate import accumulate_kernel  # noqa: E402
 from dbuffer_kernels.cast import cast_kernel  # noqa: E402
 from dbuffer_kernels.split import join_kernel, split_kernel  # noqa: E402
-from tests.unit.kernels import compiled_cases as cases  # noqa: E402
-from tests.unit.kernels import compiled_step_cases as step_cases  # noqa: E402
+from tests.functional.kernels import compiled_cases as cases  # noqa: E402
+from tests.functional.kernels import compiled_step_cases as step_cases  # noqa: E402
 
 PAGE = ROOT / "docs" / "design" / "kernels.md"
 BEGIN, END = "<!-- table of python docs/kernel_table.py -->", "<!-- end of table -->"
