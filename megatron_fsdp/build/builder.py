@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import Granularity, Plan
 from dbuffer_kernels.switches import is_off
-from megatron_fsdp.build.grouping import granularities
+from megatron_fsdp.build.grouping import gathers_main_weights, granularities
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.build.packed_layout import is_packed, layout_regions
 from megatron_fsdp.policy.mesh import ShardingTarget, buffer_device
@@ -121,6 +121,11 @@ class GroupSpec:
     is_pinned: bool = False
     is_meta: bool = False
     fuses_weight_gradients: bool | str = True
+
+    @property
+    def gathers_main_weights(self) -> bool:
+        """Whether no compute weights rest beside main weights."""
+        return gathers_main_weights(self.placements, self.dtypes, is_offloaded=self.is_offloaded)
 
     @property
     def compute_device(self) -> torch.device:

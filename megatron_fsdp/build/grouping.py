@@ -9,12 +9,13 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from dbuffer import Granularity, PaddingLimits, Region, Row, first_dimension_granularity, plan_regions
+from dbuffer import Flat, Granularity, PaddingLimits, Region, Row, first_dimension_granularity, plan_regions
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.precision import GroupDtypes
+from megatron_fsdp.policy.strategy import Placements
 
-__all__ = ["GroupKey", "granularities", "group_parameters", "grouped", "unit_regions"]
+__all__ = ["GroupKey", "gathers_main_weights", "granularities", "group_parameters", "grouped", "unit_regions"]
 
 T = TypeVar("T")
 
@@ -52,6 +53,17 @@ def _key(owned: OwnedParameter) -> GroupKey:
     parameter, split = owned.parameter, None if owned.split is None else owned.split.key
     alone = None if owned.extension is None else id(owned)
     return GroupKey(parameter.dtype, parameter.requires_grad, owned.is_replicated, parameter.is_meta, split, alone)
+
+
+def gathers_main_weights(placements: Placements, dtypes: GroupDtypes, *, is_offloaded: bool) -> bool:
+    """Whether gathers start from main weights and cast them on their way, so that no compute weights rest.
+
+    Not where weights rest coarser than main weights do; nor with CPU offload, where a copy in the compute dtype saves
+    the host a cast for every gather.
+    """
+    if placements.parameter != placements.optimizer:
+        return False
+    return dtypes.main is dtypes.compute or (Flat() in placements.parameter and not is_offloaded)
 
 
 def granularities(

@@ -116,6 +116,7 @@ def _group_facts(group: ParameterGroup) -> GroupFacts:
         frozen=frozen if is_trained else frozenset(),
         holds_gradients=group.gradients is not None and not is_trained,
         hooks_bytes=_hooks_bytes(group),
+        is_offloaded=group.spec.is_offloaded,
         part_of=0 if part is None else part.axis.size,
         weight_slot=None if group.rests_whole else group.gathered.storage.slot,
         gradient_slot=None if group.gradients is None else group.gradients.packed.storage.slot,

@@ -15,6 +15,7 @@ import torch
 
 from dbuffer import BufferPlacement, Flat, Partial, Plan, Replicate
 from dbuffer.placements import flat_axes, shard_index
+from megatron_fsdp.build.grouping import gathers_main_weights
 from megatron_fsdp.build.packed_layout import amax_numel, num_grids, wire_bytes
 from megatron_fsdp.policy.precision import GroupDtypes
 from megatron_fsdp.policy.strategy import Placements
@@ -105,6 +106,7 @@ class GroupFacts:
         holds_gradients: the gradient accumulator is there though nothing is trained (any more).
         part_of: between forward and backward a rank keeps one part in so many of the whole weights, and as many
             neighbours gather them; 0: nothing but its shard.
+        is_offloaded: what rests lies in CPU memory.
         hooks_bytes: what all ranks send where the parameter's class says what is gathered; 0 for any other.
         weight_slot, gradient_slot: what gathered weights and packed gradients take turns in: some key of the pool, and
             the bytes of a slot; None: memory of the allocator.
@@ -122,6 +124,7 @@ class GroupFacts:
     weight_slot: tuple[int, int] | None = None
     gradient_slot: tuple[int, int] | None = None
     hooks_bytes: int = 0
+    is_offloaded: bool = False
 
     @property
     def wire(self) -> WireFacts | None:
@@ -209,12 +212,13 @@ class GroupFacts:
         placements, dtypes = self.placements, self.dtypes
         if self.wire is not None:
             return self._resting_packed(self.wire)
-        # Of one dtype, the optimizer's shard is a slice of the compute weights, or all of them.
-        shares = "model_weight" if dtypes.main is dtypes.compute else ""
+        # Of one dtype, the optimizer's shard is a slice of the compute weights.
+        is_alone = gathers_main_weights(placements, dtypes, is_offloaded=self.is_offloaded)
+        shares = "model_weight" if dtypes.main is dtypes.compute and not is_alone else ""
         weights = (
             BufferFacts("main_weight", placements.optimizer, dtypes.main, shares),
             *(BufferFacts("remainder", placements.optimizer, torch.int16),) * dtypes.is_split,
-            BufferFacts("model_weight", placements.parameter, dtypes.compute),
+            *(BufferFacts("model_weight", placements.parameter, dtypes.compute),) * (not is_alone),
         )
         if not self.requires_grad and not self.holds_gradients:
             return weights

@@ -30,8 +30,9 @@ class WeightBuffers:
     """Main weights, weights at rest, and gathered weights, and how one becomes the other.
 
     Attributes:
-        main: what the optimizer updates. model: the compute-dtype copy at rest; the same buffer as ``main`` where dtype
-            and placement agree, and sharing its memory where only the placement is coarser.
+        main: what the optimizer updates.
+        model: what gathers start from: ``main`` itself where placements agree, which a gather casts on its way; else
+            compute weights at rest, which share the memory of ``main`` where the dtype is one.
         remainder: what ``main`` lacks of FP32 weights; None unless these are split.
         gathered: what compute uses; ``model`` itself where that rests whole on every rank.
         rests_whole: whether it does.
@@ -48,12 +49,13 @@ class WeightBuffers:
         self.rests_whole = resting == whole
         self.post_forward: PostForwardShard | None = None
         self.gather_function: GatherFunction | None = None
-        self.model = self._buffer(resting, dtypes.compute, spec.resting_device)
-        if dtypes.main is not dtypes.compute:
+        if spec.gathers_main_weights:
+            self.main = self.model = self._buffer(stepped, dtypes.main, spec.resting_device)
+        elif dtypes.main is not dtypes.compute:
+            self.model = self._buffer(resting, dtypes.compute, spec.resting_device)
             self.main = self._buffer(stepped, dtypes.main, spec.resting_device)
-        elif resting == stepped:
-            self.main = self.model
         else:
+            self.model = self._buffer(resting, dtypes.compute, spec.resting_device)
             # Same dtype, finer placement: the optimizer's shard is a slice of the compute weights, not a second copy.
             self.main = self.model.slice_view(stepped)
         self.gathered = self.model
@@ -146,6 +148,9 @@ class WeightBuffers:
         if self._spec.is_offloaded:
             source = self._gathered_shard
             source.local_buffer.copy_(self.model.local_buffer, non_blocking=True)
+        elif source.dtype is not self.gathered.dtype:
+            source = self._gathered_shard
+            cast_copy(self.model.local_buffer, source.local_buffer)
         if self.gather_function is None:
             if self._route is None:
                 self._route = Route(source, self.gathered)
