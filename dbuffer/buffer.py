@@ -227,18 +227,21 @@ class DBuffer:
         if held:
             self.layout.piece(index, self.local_buffer).copy_(tensor.detach().reshape(-1)[held.start : held.stop])
 
-    def get_dtensor(self, index: int) -> DTensor:
+    def get_dtensor(self, index: int, *, is_view: bool = False) -> DTensor:
         """Return tensor ``index`` as a DTensor of its global shape that shares this buffer's memory.
 
         Where several axes are ``Flat`` the DTensor lives on the flattened mesh, else on the buffer's.
 
+        Args:
+            is_view: share the storage, too: the memory may be released and comes back under the DTensor. Otherwise its
+                storage is its own part of the memory, which must not be released.
         Raises:
             StorageError: the storage is released.
             PlacementError: an axis is ``Partial``.
             LayoutError: the granularity lets shards be cut inside slices of the first dimension, which no DTensor
                 placement describes.
         """
-        return buffer_dtensor(self.get_local_tensor(index), self.layout, index, self.mesh, self.name)
+        return buffer_dtensor(self.get_local_tensor(index), self.layout, index, self.mesh, self.name, is_view=is_view)
 
     def redistribute(
         self,

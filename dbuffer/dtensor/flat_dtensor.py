@@ -50,7 +50,12 @@ class FlatDTensor(PlacedTensor):
     need one all-reduce. Whatever else PyTorch has runs on whole tensors: right, but it gathers, and every rank of the
     mesh must call it. In-place functions write each rank's rows; random ones draw what the whole plain tensor would get
     from the same generator.
+
+    Attributes:
+        on_grad_dropped: called when ``.grad`` was set to None by Python code.
     """
+
+    on_grad_dropped: Callable[[], None] | None = None
 
     @classmethod
     def __torch_function__(
@@ -81,11 +86,12 @@ class FlatDTensor(PlacedTensor):
     def grad(self, value: torch.Tensor | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             _GRAD.__set__(self, value)
+        if value is None and self.on_grad_dropped is not None:
+            self.on_grad_dropped()
 
     @grad.deleter
     def grad(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            _GRAD.__delete__(self)
+        self.grad = None
 
     @property
     def requires_grad(self) -> bool:
@@ -229,9 +235,12 @@ class FlatDTensor(PlacedTensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the local part; of a view of other rows, what it shows."""
+        """Pickle the local part alone; of a view of other rows, what it shows."""
         if self.window is not None:
             return self.with_whole(self.whole().clone()).__reduce_ex__(protocol)
+        is_piece = self._local_tensor.untyped_storage().nbytes() > self._local_tensor.nbytes
+        if is_piece and not isinstance(self, torch.nn.Parameter):
+            return self.with_rows(self._local_tensor.clone()).__reduce_ex__(protocol)
         with torch._C.DisableTorchFunctionSubclass():
             return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 

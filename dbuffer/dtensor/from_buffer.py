@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from typing import Any
@@ -39,8 +40,11 @@ _DLPACK_DTYPES = frozenset(
 )
 
 
-def buffer_dtensor(local: torch.Tensor, layout: Layout, index: int, mesh: DeviceMesh, name: str) -> FlatDTensor:
+def buffer_dtensor(
+    local: torch.Tensor, layout: Layout, index: int, mesh: DeviceMesh, name: str, *, is_view: bool = False
+) -> FlatDTensor:
     """Wrap this rank's part of a buffer's tensor as a DTensor that shares its memory; see ``DBuffer.get_dtensor``."""
+    wrap = functools.partial(_wrap, is_view=is_view)
     sizes = tuple(axis.size for axis in mesh_axes(mesh))
     shape = torch.Size(layout.plan.shapes[index])
     axes = flat_axes(layout.placements)
@@ -50,7 +54,7 @@ def buffer_dtensor(local: torch.Tensor, layout: Layout, index: int, mesh: Device
             "several axes one or all may be Flat"
         )
     if not axes:
-        return _wrap(local, mesh, tuple(Replicate() for _ in sizes), shape)
+        return wrap(local, mesh, tuple(Replicate() for _ in sizes), shape)
     is_flattened = cuts_inside_slices(shape, layout.plan.granularities[index])
     if is_flattened and layout.plan.granularities[index].unit_numel(shape) % shape[-1]:
         raise LayoutError(
@@ -63,17 +67,20 @@ def buffer_dtensor(local: torch.Tensor, layout: Layout, index: int, mesh: Device
         local, row_numel, num_rows = local.reshape(-1, shape[-1]), shape[-1], math.prod(shape[:-1])
     rows = FlatRows(layout.plan.offsets[index], layout.numel, row_numel, num_rows)
     if len(axes) > 1:
-        return _wrap(local, flattened_mesh(mesh), (ragged_shard(rows, sizes, is_flattened),), shape)
+        return wrap(local, flattened_mesh(mesh), (ragged_shard(rows, sizes, is_flattened),), shape)
     ragged = ragged_shard(rows, (), is_flattened)
-    return _wrap(local, mesh, tuple(ragged if axis in axes else Replicate() for axis in range(len(sizes))), shape)
+    return wrap(local, mesh, tuple(ragged if axis in axes else Replicate() for axis in range(len(sizes))), shape)
 
 
-def _wrap(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> FlatDTensor:
+def _wrap(
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, *, is_view: bool
+) -> FlatDTensor:
     distribution = Distribution(mesh, placements)
     if not shape.numel() and not distribution.is_whole:
         # A buffer cannot tell on which rank rows without elements are; the placement says it.
         local = local.new_empty((len(distribution.rows), *local.shape[1:]))
-    return FlatDTensor(_standalone(local), _spec_of(mesh, placements, shape, local.dtype), requires_grad=False)
+    rows = local if is_view else _standalone(local)
+    return FlatDTensor(rows, _spec_of(mesh, placements, shape, local.dtype), requires_grad=False)
 
 
 _SPECS: weakref.WeakValueDictionary[tuple[Any, ...], DTensorSpec] = weakref.WeakValueDictionary()

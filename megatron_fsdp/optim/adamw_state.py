@@ -80,7 +80,8 @@ class GroupGradients:
         self._names = tuple(f"unit {group.name!r}: parameter {name!r}" for name in group.parameters)
         self._faces = tuple(group.parameters.values())
         self._pieces = tuple(local_range(main, index) for index in range(len(members)))
-        self._own_gradients: tuple[torch.Tensor | None, ...] = ()
+        # By identity: the group keeps them, and sees by references whether anybody else does.
+        self._own_gradients: list[int] = []
         self._all_present = (True,) * len(members)
         self.axes: tuple[MeshAxis, ...] = tuple(group.spread_over(main.placements))
 
@@ -103,7 +104,7 @@ class GroupGradients:
         gradients = None if group is None else group.gradients
         is_final = gradients is not None and gradients.binding.state is GradState.FINAL
         # The objects that lay in the group's buffer once still do: nothing has to be looked at again.
-        if is_final and self._own_gradients and all(map(operator.is_, grads, self._own_gradients)):
+        if is_final and self._own_gradients and list(map(id, grads)) == self._own_gradients:
             assert gradients is not None
             return FlatGradient(gradients.binding.final.local_buffer, self._all_present)
         grads = [None if member == ABSENT else grad for grad, member in zip(grads, self.members, strict=True)]
@@ -118,7 +119,7 @@ class GroupGradients:
             isinstance(grad, DTensor) and _lies_at(grad.to_local(), final.local_buffer[start:stop])
             for grad, (start, stop) in zip(grads, self._pieces, strict=True)
         )
-        self._own_gradients = tuple(grads) if lies_inside else ()
+        self._own_gradients = list(map(id, grads)) if lies_inside else []
         is_foreign = any(
             member == ABSENT and face.grad is not None for face, member in zip(self._faces, self.members, strict=True)
         )

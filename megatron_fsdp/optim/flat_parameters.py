@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -132,16 +131,17 @@ class FlatParameter(nn.Parameter):
         made._main = weakref.ref(main)
         made._range = slice(start, stop)
         made._final = None
-        made._own = ()
+        made._own = []
         made._lent = None
         return made
 
     _group: weakref.ref[ParameterGroup]
     _main: weakref.ref[DBuffer]
     _range: slice
-    # This rank's part of the final gradients, and the objects on the parameters that were found to lie in it.
+    # This rank's part of the final gradients, and the identities of the objects on the parameters that were found to lie
+    # in it: the group keeps these, and sees by references whether anybody else does.
     _final: torch.Tensor | None
-    _own: tuple[torch.Tensor | None, ...]
+    _own: list[int]
     _lent: tuple[torch.Tensor | None] | None
 
     @property
@@ -191,7 +191,7 @@ class FlatParameter(nn.Parameter):
         gradients = None if group is None else group.gradients
         is_final = gradients is not None and gradients.binding.state is GradState.FINAL
         # The objects that lay in the group's buffer once still do: nothing has to be looked at again.
-        if is_final and self._own and all(map(operator.is_, shown, self._own)):
+        if is_final and self._own and list(map(id, shown)) == self._own:
             return self._final
         return self._look(group, shown)
 
@@ -210,10 +210,10 @@ class FlatParameter(nn.Parameter):
             return self._packed(shown)
         final = gradients.binding.settled()
         assert final is not None
-        self._final = final.local_buffer[self._range]
+        self._final = gradients.binding.slice(self._range.start, self._range.stop)
         with torch._C.DisableTorchFunctionSubclass():
             lies_inside = all(self._lies_inside(member) for member in self.members)
-        self._own = tuple(shown) if lies_inside else ()
+        self._own = list(map(id, shown)) if lies_inside else []
         return self._final
 
     def _lies_inside(self, member: Member) -> bool:

@@ -197,17 +197,18 @@ def _backward_seconds(facts: ModelFacts, times: Sequence[UnitTime]) -> float:
 def _optimizer_bytes(facts: ModelFacts) -> int:
     """Return what one AdamW step reads and writes: gradient, weights and both moments, and the compute weights."""
     return sum(
-        group.local_numel(group.placements.optimizer) * _bytes_per_element(group.dtypes)
+        group.local_numel(group.placements.optimizer) * _bytes_per_element(group)
         for unit in facts.units
         for group in unit.groups
         if group.requires_grad
     )
 
 
-def _bytes_per_element(dtypes: GroupDtypes) -> int:
+def _bytes_per_element(group: GroupFacts) -> int:
+    dtypes = group.dtypes
     stepped = dtypes.stepped.itemsize
     # Split weights are read and written in two halves, one of which is the compute weight.
-    weights = 2 * stepped + (0 if dtypes.is_split else dtypes.compute.itemsize)
+    weights = 2 * stepped + (dtypes.compute.itemsize if group.has_compute_copy else 0)
     # Both moments are read and written; codes are bytes, with a scale for each 256.
     moments = 4 if dtypes.moments == "int8" else 4 * stepped
     return dtypes.main_grad.itemsize + weights + moments

@@ -146,9 +146,11 @@ def _memory(subject: Subject, setup: Setup, facts: ModelFacts, forecast: Forecas
                 moments += muon_bytes(unit, group, itemsize)
     yield MemoryPart("compute weights", resting["model_weight"] + resting["packed weights"])
     yield MemoryPart("main weights", resting["main_weight"] + resting["remainder"])
-    yield MemoryPart("gradients", resting["main_grad"])
+    gradients = sum(counts[key] * group.gradient_bytes for key, group in groups.items())
+    yield MemoryPart("gradients", resting["main_grad"] + gradients)
     yield MemoryPart("Muon and AdamW state" if setup.optimizer == "muon" else "AdamW moments", moments)
-    yield MemoryPart("gathered and packed", max(peak.num_bytes for peak in forecast.peaks.values()))
+    # The optimizer's step has all gradients, so no peak is smaller.
+    yield MemoryPart("gathered and packed", max(peak.num_bytes for peak in forecast.peaks.values()) - gradients)
     yield _activations(subject, setup, facts)
     if setup.reserve_bytes:
         yield MemoryPart("reserve", setup.reserve_bytes)

@@ -100,6 +100,12 @@ def _hooks_bytes(group: ParameterGroup) -> int:
     return weights.sent_bytes * weights.num_senders if isinstance(weights, ExtensionWeights) else 0
 
 
+def _holds_gradients(group: ParameterGroup, *, is_trained: bool) -> bool:
+    if group.gradients is None:
+        return False
+    return group.gradients.binding.keeps or (not is_trained and group.gradients.main_grad.is_allocated)
+
+
 def _group_facts(group: ParameterGroup) -> GroupFacts:
     axes = tuple(AxisFacts(axis.name, axis.size, axis.rank) for axis in group.main_weight.axes)
     # The parameters' own flags: the group takes notice of a change in the next forward.
@@ -114,7 +120,7 @@ def _group_facts(group: ParameterGroup) -> GroupFacts:
         group.spec.dtypes,
         requires_grad=is_trained,
         frozen=frozen if is_trained else frozenset(),
-        holds_gradients=group.gradients is not None and not is_trained,
+        holds_gradients=_holds_gradients(group, is_trained=is_trained),
         hooks_bytes=_hooks_bytes(group),
         is_offloaded=group.spec.is_offloaded,
         part_of=0 if part is None else part.axis.size,

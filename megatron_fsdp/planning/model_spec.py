@@ -103,7 +103,7 @@ class GroupFacts:
     Attributes:
         names: of the parameters, in plan order. axes: of the data-parallel mesh, outermost first.
         requires_grad: any of them is trained. frozen: positions of those that are not, beside others that are.
-        holds_gradients: the gradient accumulator is there though nothing is trained (any more).
+        holds_gradients: the gradient accumulator is there all the time: in CPU memory, or in use and then frozen.
         part_of: between forward and backward a rank keeps one part in so many of the whole weights, and as many
             neighbours gather them; 0: nothing but its shard.
         is_offloaded: what rests lies in CPU memory.
@@ -214,15 +214,18 @@ class GroupFacts:
             return self._resting_packed(self.wire)
         # Of one dtype, the optimizer's shard is a slice of the compute weights.
         is_alone = gathers_main_weights(placements, dtypes, is_offloaded=self.is_offloaded)
-        shares = "model_weight" if dtypes.main is dtypes.compute and not is_alone else ""
+        shares = "model_weight" if not is_alone and not self.has_compute_copy else ""
         weights = (
             BufferFacts("main_weight", placements.optimizer, dtypes.main, shares),
             *(BufferFacts("remainder", placements.optimizer, torch.int16),) * dtypes.is_split,
             *(BufferFacts("model_weight", placements.parameter, dtypes.compute),) * (not is_alone),
         )
-        if not self.requires_grad and not self.holds_gradients:
-            return weights
-        return (*weights, BufferFacts("main_grad", placements.gradient, dtypes.main_grad))
+        return (*weights, *self._gradients(rest=True))
+
+    def _gradients(self, *, rest: bool) -> tuple[BufferFacts, ...]:
+        """Return the gradient accumulator if it is one that rests, or one that comes and goes."""
+        is_there = self.holds_gradients if rest else self.requires_grad and not self.holds_gradients
+        return (BufferFacts("main_grad", self.placements.gradient, self.dtypes.main_grad),) * is_there
 
     def _resting_packed(self, wire: WireFacts) -> tuple[BufferFacts, ...]:
         placements, dtypes = self.placements, self.dtypes
@@ -232,9 +235,13 @@ class GroupFacts:
             *(BufferFacts("packed weights", placements.parameter, torch.uint8, num_bytes=wire.num_bytes),)
             * wire.num_copies,
         )
-        if not self.requires_grad and not self.holds_gradients:
-            return buffers
-        return (*buffers, BufferFacts("main_grad", placements.gradient, dtypes.main_grad))
+        return (*buffers, *self._gradients(rest=True))
+
+    @property
+    def has_compute_copy(self) -> bool:
+        """Whether compute weights rest in memory of their own."""
+        is_alone = gathers_main_weights(self.placements, self.dtypes, is_offloaded=self.is_offloaded)
+        return self.wire is None and self.dtypes.main is not self.dtypes.compute and not is_alone
 
     def bytes_of(self, buffer: BufferFacts) -> int:
         """Return the bytes of one rank's part of one of the group's buffers, padding included."""
@@ -251,7 +258,13 @@ class GroupFacts:
             *(gathered,) * bool(self.gathered_bytes),
             *(part,) * bool(self.part_bytes),
             *(packed,) * bool(self.packed_bytes),
+            *self._gradients(rest=False),
         )
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients from backward to ``zero_grad``; 0 where there are none, or their memory stays."""
+        return sum(self.bytes_of(buffer) for buffer in self._gradients(rest=False))
 
     def gather(self) -> Redistribution:
         """Return how the weights are gathered."""

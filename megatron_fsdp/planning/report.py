@@ -102,6 +102,7 @@ def report_of(
         units=units,
         persistent_bytes=sum(group.bytes_of(part) for group, part in resting),
         padding_bytes=sum(group.padding_numel(part.placements) * part.dtype.itemsize for group, part in resting),
+        gradient_bytes=sum(group.gradient_bytes for group in groups),
         optimizer_bytes=sum(adamw_bytes(group, moments_dtype) for group in groups),
         largest_unit=largest.name,
         largest_unit_bytes=largest.whole_bytes,
@@ -117,7 +118,7 @@ def report_of(
 
 def _peak_report(forecast: Forecast, phase: Phase) -> PeakReport:
     peak = forecast.peaks[phase]
-    return PeakReport(peak.num_bytes, peak.unit)
+    return PeakReport(peak.num_bytes, peak.unit, peak.gradient_bytes)
 
 
 # By positions of unit and group.

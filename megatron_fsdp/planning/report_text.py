@@ -26,6 +26,7 @@ ASSUMPTIONS = (
     "each unit is called once per forward, in the order in which modules are registered, as in the step before",
     "inputs need no gradient, every trainable parameter gets one; no recomputation in backward, no no_sync",
     "the optimizer holds the trainable parameters and went through fully_shard_optimizer",
+    "gradients are set to None (zero_grad's default) before the next step's forward",
     "clipping, checkpoints and evaluation are not counted",
     "the workspace of collectives and the allocator's rounding are not counted",
     "nor are activations",
@@ -79,10 +80,11 @@ class CollectiveTotal:
 
 @dataclass(frozen=True, slots=True)
 class PeakReport:
-    """The most bytes held in a phase beyond what rests, and the unit whose buffer reached it."""
+    """The most bytes held in a phase beyond what rests, the gradients among them, and the unit that reached it."""
 
     num_bytes: int
     unit: str
+    gradient_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,7 @@ class Report:
     Attributes:
         persistent_bytes: what the buffers take at rest, as ``dbuffer.memory_meter`` counts it. padding_bytes: the part
             of it that holds no parameter.
+        gradient_bytes: what gradients take from a unit's backward until ``zero_grad`` sets them to None.
         optimizer_bytes: what ``torch.optim.AdamW`` will add: two moments, and 4 bytes per parameter for its step count.
         largest_unit, largest_unit_bytes: the unit B with most bytes of gathered weights in compute dtype.
         forward_peak, backward_peak, step_peak: the most bytes held beyond ``persistent_bytes``, and at which unit.
@@ -182,6 +185,7 @@ class Report:
     unsharded_bytes: int
     assumptions: tuple[str, ...] = ASSUMPTIONS
     slot_bytes: int = 0
+    gradient_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as dictionaries, lists, strings and numbers, ready for ``json.dumps``."""
@@ -254,9 +258,11 @@ def _total_lines(report: Report) -> list[str]:
     largest = report.largest_unit_bytes
 
     def peak(found: PeakReport) -> tuple[str, str]:
-        ratio = f"{found.num_bytes / largest:.2f} B" if largest else ""
+        buffers = found.num_bytes - found.gradient_bytes
+        ratio = f"{buffers / largest:.2f} B" if largest else ""
+        gradients = f" beside {format_bytes(found.gradient_bytes)} of gradients" if found.gradient_bytes else ""
         where = f", reached by {found.unit}" if found.unit else ""
-        return format_bytes(found.num_bytes), f"{ratio}{where}" if found.num_bytes else ""
+        return format_bytes(buffers), f"{ratio}{gradients}{where}" if found.num_bytes else ""
 
     peaks = (report.forward_peak, report.backward_peak, report.step_peak)
     highest = max(report.persistent_bytes + report.optimizer_bytes + found.num_bytes for found in peaks)
@@ -268,13 +274,15 @@ def _total_lines(report: Report) -> list[str]:
             f"{format_bytes(report.padding_bytes)} of it padding on this rank",
         ),
         ("AdamW state (expected)", format_bytes(report.optimizer_bytes), "two moments and a step count"),
+        *[("gradients", format_bytes(report.gradient_bytes), "from a unit's backward until zero_grad()")]
+        * bool(report.gradient_bytes),
         ("B, the largest unit", format_bytes(largest), f"{report.largest_unit}, weights in compute dtype"),
         ("transient, forward", *peak(report.forward_peak)),
         ("transient, backward", *peak(report.backward_peak)),
         ("transient, optimizer step", *peak(report.step_peak)),
         *[("of it slots that stay", format_bytes(report.slot_bytes), "weights and gradients take turns in them")]
         * bool(report.slot_bytes),
-        ("total at the highest", format_bytes(highest), "at rest + AdamW + transient, without activations"),
+        ("total at the highest", format_bytes(highest), "at rest + AdamW + gradients + transient, without activations"),
     ]
     return [f"{label:<26}{size:>12}  {note}".rstrip() for label, size, note in rows]
 

@@ -26,10 +26,11 @@ class Phase(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most transient bytes of a phase, beyond what rests, and the unit whose buffer reached it."""
+    """The most bytes of a phase beyond what rests, the gradients among them, and the unit whose buffer reached it."""
 
     num_bytes: int = 0
     unit: str = ""
+    gradient_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class _Costs:
     gathered: int
     part: int
     packed: int
+    gradient: int
     weight_slot: tuple[int, int] | None
     gradient_slot: tuple[int, int] | None
     cast: int
@@ -97,6 +99,7 @@ class _Costs:
             group.gathered_bytes,
             group.part_bytes,
             group.packed_bytes,
+            group.gradient_bytes,
             group.weight_slot,
             group.gradient_slot,
             group.cast_bytes,
@@ -147,6 +150,9 @@ class _Playback:
         self._lingering: dict[int, int] = {}
         self._phase = Phase.FORWARD
         self._bytes = 0
+        # Groups that have gradients, and their bytes.
+        self._graded: set[tuple[int, int]] = set()
+        self._gradient_bytes = 0
         self._packed: set[tuple[int, int]] = set()
         self._reducing: list[int] = []
         self._reduced: set[int] = set()
@@ -162,6 +168,7 @@ class _Playback:
         self._stale = set(self.gathered)
 
     def step(self, num_microbatches: int) -> None:
+        self._zero_grad()
         played = 0
         while played < num_microbatches:
             before, counts = self._held(), self.issued.copy()
@@ -181,6 +188,18 @@ class _Playback:
         for unit, costs in enumerate(self._costs):
             for group, cost in enumerate(costs):
                 self._transfer(unit, group, cost.refresh)
+
+    def _zero_grad(self) -> None:
+        self._graded.clear()
+        self._bytes -= self._gradient_bytes
+        self._gradient_bytes = 0
+
+    def _grade(self, unit: int, group: int) -> None:
+        num_bytes = self._costs[unit][group].gradient
+        if num_bytes and (unit, group) not in self._graded:
+            self._graded.add((unit, group))
+            self._gradient_bytes += num_bytes
+            self._hold(num_bytes, unit)
 
     def _held(self) -> tuple[object, ...]:
         gathered, stale, parts = frozenset(self.gathered), frozenset(self._stale), frozenset(self._parts)
@@ -290,6 +309,8 @@ class _Playback:
             self._drain(facts.schedule, facts.max_packed_buffers - 1)
             self._packed.add((unit, group))
             self._take(costs[group].packed, costs[group].gradient_slot, unit)
+        elif not costs[group].packed:
+            self._grade(unit, group)
         self._arrived[unit] += 1
         if self._arrived[unit] == self._awaited[unit] and not self._awaits_inner(unit):
             # A unit with frozen parameters keeps its weights until backward has left it: they may still be in use.
@@ -308,6 +329,8 @@ class _Playback:
 
     def _reduce(self, unit: int) -> None:
         for position, cost in enumerate(self._costs[unit]):
+            if cost.packed:
+                self._grade(unit, position)
             self._transfer(unit, position, cost.reduce)
         self._reducing.append(unit)
         self._reduced.add(unit)
@@ -332,7 +355,7 @@ class _Playback:
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
         if self._bytes > self.peaks.get(phase, Peak()).num_bytes:
-            self.peaks[phase] = Peak(self._bytes, "")
+            self.peaks[phase] = Peak(self._bytes, "", self._gradient_bytes)
 
     def _gather(self, unit: int) -> None:
         if unit in self.gathered:
@@ -383,7 +406,8 @@ class _Playback:
     def _hold(self, num_bytes: int, unit: int, scratch_bytes: int = 0) -> None:
         self._bytes += num_bytes
         if self._bytes + scratch_bytes > self.peaks.get(self._phase, Peak()).num_bytes:
-            self.peaks[self._phase] = Peak(self._bytes + scratch_bytes, self._units[unit].name)
+            name = self._units[unit].name
+            self.peaks[self._phase] = Peak(self._bytes + scratch_bytes, name, self._gradient_bytes)
 
 
 def _neighbours(orders: Iterable[Sequence[int]], usable: Collection[int], reach: int) -> dict[int, tuple[int, ...]]:

@@ -120,6 +120,7 @@ class _AskedGradients(GradientBuffer):
 
     def __init__(self, like: GradientBuffer) -> None:
         super().__init__(like._template, replace(like._spec, fuses_weight_gradients=False), like._faces)
+        like.binding.watch()
         self.rename(like.unit)
         self.binding.name += ": gradients asked for"
         self.divisor = like.divisor
@@ -138,6 +139,8 @@ class _AskedGradients(GradientBuffer):
         if self.close(reduce=True):
             self.reduce()
         self.wait()
+        if self.binding.hold():
+            self.main_grad.zero_()
         if self.binding.final is not self.main_grad:
             self.reduction.finish()
         return self.binding.final

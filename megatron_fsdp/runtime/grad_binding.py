@@ -11,6 +11,7 @@ import enum
 import functools
 import itertools
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
@@ -20,8 +21,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dbuffer import DBuffer
+from dbuffer import DBuffer, FlatDTensor
 from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.lanes import is_capturing
 from megatron_fsdp.runtime.parameters import Faces
 from megatron_fsdp.runtime.pending_sums import PendingSums
 from megatron_fsdp.runtime.reduction import Reduction
@@ -62,6 +64,7 @@ class GradBinding:
 
     Attributes:
         state: changed by ``become`` alone. name: of the unit, for messages.
+        keeps: the memory of ``main_grad`` stays when every ``.grad`` is None.
         trained: by parameter, whether a gradient of it is expected in each backward (nonzero).
         missing: parameters of which this sum has no gradient so far (``missing_gradients.py``).
     """
@@ -80,6 +83,12 @@ class GradBinding:
         # What ``final`` held when this sum began, where its memory takes part in the sum.
         self._carry: torch.Tensor | None = None
         self._gradients: list[DTensor] = []
+        # Which of the parameters had a gradient when somebody asked last.
+        self._probe = 0
+        self._references: tuple[int, ...] = ()
+        self._slices: dict[tuple[int, int], torch.Tensor] = {}
+        self.keeps = False
+        self.watch()
         self._sums: PendingSums | None = None
         self._cast = _CastGradients(dtype, faces.wrap)
 
@@ -96,9 +105,74 @@ class GradBinding:
             )
         self.state = state
 
+    # ------------------------------------------------------------------ memory
+
+    def hold(self) -> bool:
+        """Bring the memory of ``main_grad`` back, with undefined content; return whether it was away."""
+        storage = self.main_grad.storage
+        # A graph writes to the same memory whenever it is replayed.
+        self.keeps = self.keeps or is_capturing(self.main_grad.device)
+        if storage.is_allocated:
+            return False
+        storage.reallocate()
+        self._references = self._count_references()
+        return True
+
+    def let_go(self) -> None:
+        """Give the memory of ``main_grad`` back, unless somebody has a tensor that lies in it.
+
+        A plain model's gradients live as long as anybody refers to them, and so does this memory.
+        """
+        storage = self.main_grad.storage
+        if self.keeps or not storage.is_allocated or not storage.nbytes:
+            return
+        if not self._references or self._references == self._count_references():
+            self.become(GradState.EMPTY)
+            storage.release()
+
+    def dropped(self) -> None:
+        """Take notice that a ``.grad`` was set to None."""
+        if self.state is GradState.PARTIAL or self.has_sum_under_way:
+            return
+        if _get(self._parameters[self._probe]) is not None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, parameter in enumerate(self._parameters):
+                if _get(parameter) is not None:
+                    self._probe = index
+                    return
+        self.let_go()
+
+    def slice(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements of ``final``, 1-D; the same tensor each time."""
+        key = (start, stop)
+        if key not in self._slices:
+            self._slices[key] = self.final.local_buffer[start:stop]
+            if self._references:
+                self._references = (self._references[0] + 1, *self._references[1:])
+        return self._slices[key]
+
+    def _count_references(self) -> tuple[int, ...]:
+        """Return how many tensors lie in the memory, and how often each that was ever shown is referred to."""
+        storage = self.main_grad.storage.tensor.untyped_storage()
+        counts = [torch._C._storage_Use_Count(storage._cdata)]
+        for gradient in self._gradients:
+            counts += (sys.getrefcount(gradient), sys.getrefcount(gradient._local_tensor))
+        return tuple(counts)
+
+    def watch(self) -> None:
+        """Hear of each ``.grad`` of the parameters that is set to None, in place of whoever did."""
+        dropped = _Dropped(self)
+        for parameter in self._parameters:
+            if isinstance(parameter, FlatDTensor):
+                parameter.on_grad_dropped = dropped
+
+    # ------------------------------------------------------------------ parameters
+
     def replace(self, index: int, parameter: nn.Parameter) -> None:
         """Show gradients of parameter ``index`` on another object."""
         self._parameters = (*self._parameters[:index], parameter, *self._parameters[index + 1 :])
+        self.watch()
         if self._sums is not None:
             self._sums.follow(self._parameters)
 
@@ -231,6 +305,7 @@ class GradBinding:
         """Hold nothing."""
         self._carry = None
         self.become(GradState.EMPTY)
+        self.let_go()
 
     def _describe(self, index: int) -> str:
         name = f"{self.name}: the gradient of parameter {self._faces.name_of(index)!r}"
@@ -287,14 +362,18 @@ class GradBinding:
         # Autograd accumulates into the gathered parameters, so it calls no hook of the sharded ones.
         for call_hook in _assign_grads(self._parameters, gradients, wanted):
             call_hook()
+        if 1 not in wanted:
+            self.dropped()
 
     def _final_gradients(self) -> list[DTensor]:
         if not self._gradients:
+            self.hold()
             indices = range(len(self._parameters))
-            self._gradients = [self._faces.wrap(index, self.final.get_dtensor(index)) for index in indices]
+            self._gradients = [self._faces.wrap(index, self.final.get_dtensor(index, is_view=True)) for index in indices]
             if self.final.dtype is not self._dtype:
                 for parameter in self._parameters:
                     parameter.grad_dtype = None  # any dtype may be assigned then
+            self._references = self._count_references()
         return self._gradients
 
     # ------------------------------------------------------------------ the optimizer reads
@@ -317,6 +396,8 @@ class GradBinding:
         shown = self._shown()
         if all(gradient is None for gradient in shown):
             return None
+        if self.hold():
+            self.main_grad.zero_()
         self._adopt_user_gradients(shown)
         return self.final
 
@@ -346,6 +427,27 @@ class GradBinding:
                 rows = self._faces.own_rows(index, gradient)
                 if rows.data_ptr() != mine.data_ptr():
                     mine.view(-1).copy_(rows.reshape(-1))
+
+
+class _Dropped:
+    """Tells a binding that a ``.grad`` was set to None; a parameter that is copied or pickled leaves it behind."""
+
+    __slots__ = ("_binding",)
+
+    def __init__(self, binding: GradBinding) -> None:
+        self._binding = weakref.ref(binding)
+
+    def __call__(self) -> None:
+        binding = self._binding()
+        if binding is not None:
+            binding.dropped()
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    """Return what stands for a ``_Dropped`` in a copy."""
 
 
 def _either(ones: Iterable[int], others: Iterable[int]) -> bytearray:

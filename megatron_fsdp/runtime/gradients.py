@@ -72,6 +72,7 @@ class GradientBuffer:
         self._trained = self.binding.trained
         if not self.rests_partial:
             self.packed.release_storage()
+        self.binding.let_go()
         if spec.fuses_weight_gradients:
             is_wide = spec.fuses_weight_gradients == "wide"
             offer_products(faces.gathered, self._views, self, is_wide=is_wide)
@@ -81,7 +82,6 @@ class GradientBuffer:
         partial: tuple[BufferPlacement, ...] = tuple(Partial("sum") for _ in placements.gradient)
         self.rests_partial = placements.gradient == partial
         main_grad = self._buffer(placements.gradient, spec.main_dtype, "main_grad", self._template.device)
-        main_grad.zero_()
         self.packed = reduced = final = main_grad
         if not self.rests_partial:
             self.packed = self._buffer(partial, spec.reduce_dtype, "packed gradients", spec.device)
@@ -89,6 +89,8 @@ class GradientBuffer:
         if placements.gradient != placements.optimizer:
             final = main_grad.slice_view(placements.optimizer)
         self.binding = GradBinding(main_grad, final, self._faces, self._template.dtype)
+        # Memory of the host is plentiful, and pages that a GPU writes are slow to come by.
+        self.binding.keeps = spec.is_offloaded
         self.reduction = Reduction(
             self.packed, reduced, main_grad, final, is_offloaded=spec.is_offloaded, is_pinned=spec.is_pinned
         )
@@ -219,12 +221,17 @@ class GradientBuffer:
         self.wait()
         self._begin_sum()
         if self.rests_partial:
+            if self.binding.hold():
+                self._clear_gaps()
             is_empty = self.binding.state is GradState.EMPTY
             self._filled = bytearray(b"\0" if is_empty else b"\1") * len(self._views)
         elif not self.packed.is_allocated:
             self.packed.reallocate_storage()
-            for gap in self._gaps:
-                gap.zero_()
+            self._clear_gaps()
+
+    def _clear_gaps(self) -> None:
+        for gap in self._gaps:
+            gap.zero_()
 
     def _begin_sum(self) -> None:
         self.binding.begin_sum()
@@ -278,6 +285,7 @@ class GradientBuffer:
         if not self.rests_partial:
             overwrite = self.binding.state is GradState.EMPTY
             scale = 1.0 / (self.divisor * self._wire_scale)
+            self.binding.hold()
             self._tickets.append(self.reduction.submit(scale, overwrite=overwrite, owner=id(self)))
             self.binding.become(GradState.PARTIAL)
             tell("reducing", self)
