@@ -65,6 +65,7 @@ class GradBinding:
     Attributes:
         state: changed by ``become`` alone. name: of the unit, for messages.
         keeps: the memory of ``main_grad`` stays when every ``.grad`` is None.
+        is_taken: every ``.grad`` is None, but somebody has a tensor that lies in ``main_grad``.
         trained: by parameter, whether a gradient of it is expected in each backward (nonzero).
         missing: parameters of which this sum has no gradient so far (``missing_gradients.py``).
     """
@@ -87,7 +88,7 @@ class GradBinding:
         self._probe = 0
         self._references: tuple[int, ...] = ()
         self._slices: dict[tuple[int, int], torch.Tensor] = {}
-        self.keeps = False
+        self.keeps = self.is_taken = False
         self.watch()
         self._sums: PendingSums | None = None
         self._cast = _CastGradients(dtype, faces.wrap)
@@ -126,7 +127,8 @@ class GradBinding:
         storage = self.main_grad.storage
         if self.keeps or not storage.is_allocated or not storage.nbytes:
             return
-        if not self._references or self._references == self._count_references():
+        self.is_taken = bool(self._references) and self._references != self._count_references()
+        if not self.is_taken:
             self.become(GradState.EMPTY)
             storage.release()
 

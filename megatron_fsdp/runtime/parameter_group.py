@@ -206,6 +206,7 @@ class ParameterGroup:
         Raises:
             StateError: an unfrozen parameter has no main weight of the dtype that the policy wants.
         """
+        is_renewed = self._leave_gradients()
         changed = self.faces.changed_requires_grad()
         for index in changed:
             trained = self.faces.sharded[index].requires_grad
@@ -215,7 +216,17 @@ class ParameterGroup:
             assert self.gradients is not None
             self.faces.set_requires_grad(index, trained)
             self.gradients.binding.trained[index] = trained
-        return bool(changed)
+        return bool(changed) or is_renewed
+
+    def _leave_gradients(self) -> bool:
+        """Let whoever took gradients before ``zero_grad`` have their memory; return whether somebody did."""
+        if self.gradients is None or not self.gradients.binding.is_taken:
+            return False
+        self.gradients.binding.dropped()
+        if self.gradients.binding.is_taken:
+            self._make_gradients()
+            return True
+        return False
 
     def _check_main_dtype(self, index: int) -> None:
         wanted = self.owned[index].trained_main_dtype

@@ -8,10 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from dbuffer import guard_released_storage, memory_meter
-from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, ParameterGroup, fully_shard, fully_shard_optimizer
+from megatron_fsdp import (
+    FsdpModule,
+    MixedPrecisionPolicy,
+    ParameterGroup,
+    Placements,
+    fully_shard,
+    fully_shard_optimizer,
+)
 from tests.functional.replica import WIDTH, Block, Stack, inputs, shard_each
 from tests.harness import run_ranks
 
@@ -87,13 +96,13 @@ SETTINGS = {
 
 
 def measure(name: str) -> list[StepMemory]:
-    """Train five steps and return what each took."""
+    """Return what each step but the first took; gradients are zeroed in between, so that their memory stays."""
     setting = SETTINGS[name]
     model = sharded_stack(setting.policy, setting.stack)
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     largest = max(group.gathered.nbytes for group in groups_of(model))
     meter, steps = memory_meter(), []
-    for step in range(5):
+    for step in range(6):
         forward = backward = 0.0
         num_allocations = 0
         for microbatch in range(setting.microbatches):
@@ -105,9 +114,9 @@ def measure(name: str) -> list[StepMemory]:
             backward = max(backward, (meter.peak_bytes - rest) / largest)
             num_allocations += meter.num_allocations
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
         steps.append(StepMemory(forward, backward, meter.current_bytes, num_allocations))
-    return steps
+    return steps[1:]
 
 
 Measured: TypeAlias = Callable[[str], list[StepMemory]]
@@ -149,18 +158,80 @@ def test_a_step_allocates_each_gathered_buffer_twice_but_the_last_and_each_packe
     assert [step.num_allocations for step in measured(name)] == [wanted] * 5
 
 
-def bytes_at_rest() -> list[tuple[int, int]]:
-    """Return what the model holds in this process and the bytes of its shards of weights and gradients."""
-    before = memory_meter().current_bytes
-    model = sharded_stack()
-    buffers = [buffer for group in groups_of(model) for buffer in (group.main_weight, group.main_grad)]
-    shards = sum(buffer.nbytes for buffer in buffers if buffer is not None)
-    return [(memory_meter().current_bytes - before, shards)]
+@dataclass(frozen=True)
+class Phases:
+    """Bytes of this rank's engine, over those of its shards in FP32: made, after backward, after step and zero_grad."""
+
+    made: float
+    trained: float
+    stepped: float
+    zeroed: float
 
 
-def test_at_rest_a_rank_holds_its_shards_of_weights_and_gradients_and_nothing_else() -> None:
-    for ((held, shards),) in run_ranks(3, bytes_at_rest):
-        assert held == shards
+def bytes_in_each_phase(policy: MixedPrecisionPolicy | None, is_kept: object) -> Phases:
+    """Return what a model holds beside optimizer state; with ``is_kept`` while somebody has one of its gradients."""
+    meter = memory_meter()
+    before = meter.current_bytes
+    model = sharded_stack(policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    shards = 4 * sum(group.main_weight.layout.numel for group in groups_of(model))
+    made = meter.current_bytes - before
+    for step in range(3):
+        loss_of(model, step).backward()
+        trained = meter.current_bytes - before
+        optimizer.step()
+        stepped = meter.current_bytes - before
+        kept = [next(model.parameters()).grad] if is_kept else []
+        optimizer.zero_grad()
+        zeroed = meter.current_bytes - before
+        kept.clear()
+    return Phases(made / shards, trained / shards, stepped / shards, zeroed / shards)
+
+
+@pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(torch.bfloat16, torch.float32)], ids=["fp32", "bf16"])
+def test_a_rank_holds_main_weights_at_rest_and_gradients_from_backward_to_zero_grad(
+    policy: MixedPrecisionPolicy | None,
+) -> None:
+    for phases in run_ranks(3, bytes_in_each_phase, policy, False):
+        assert phases == Phases(1.0, 2.0, 2.0, 1.0)
+
+
+def test_memory_of_a_gradient_that_somebody_has_stays() -> None:
+    for phases in run_ranks(2, bytes_in_each_phase, None, True):
+        assert (phases.stepped, 1.0 < phases.zeroed < 2.0) == (2.0, True)
+
+
+def kept_gradients(strategy: str) -> list[bool]:
+    """Return whether gradients, and views of them, that are kept across zero_grad and a backward have their values."""
+    model = Stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, placements=getattr(Placements, strategy)())
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+    found = []
+    before: list[torch.Tensor] = []
+    kept: list[torch.Tensor] = []
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        found.append(all(torch.equal(_rows(one), other) for one, other in zip(kept, before, strict=True)))
+        gradients = [parameter.grad for parameter in model.parameters()]
+        assert all(gradient is not None for gradient in gradients)
+        kept = [gradient if step % 2 else _rows(gradient).view(-1) for gradient in gradients if gradient is not None]
+        del gradients
+        before = [_rows(gradient).clone() for gradient in kept]
+        optimizer.step()
+    found.append(any(float(values.abs().sum()) for values in before))
+    return found
+
+
+def _rows(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_gradients_that_are_kept_have_their_values_after_the_next_backward(strategy: str) -> None:
+    assert run_ranks(2, kept_gradients, strategy) == [[True] * 6] * 2
 
 
 def bytes_of_a_third() -> tuple[int, int]:
