@@ -138,8 +138,8 @@ class FlatParameter(nn.Parameter):
     _group: weakref.ref[ParameterGroup]
     _main: weakref.ref[DBuffer]
     _range: slice
-    # This rank's part of the final gradients, and the identities of the objects on the parameters that were found to lie
-    # in it: the group keeps these, and sees by references whether anybody else does.
+    # This rank's part of the final gradients, and the identities of the objects on the parameters that were found to
+    # lie in it: the group keeps these, and sees by references whether anybody else does.
     _final: torch.Tensor | None
     _own: list[int]
     _lent: tuple[torch.Tensor | None] | None

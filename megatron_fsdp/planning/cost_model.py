@@ -16,7 +16,6 @@ from megatron_fsdp.planning.model_spec import (
 )
 from megatron_fsdp.planning.step_simulator import Forecast, Phase
 from megatron_fsdp.planning.transformer import UnitWork, Workload
-from megatron_fsdp.policy.precision import GroupDtypes
 
 __all__ = [
     "Hardware",

@@ -371,7 +371,9 @@ class GradBinding:
         if not self._gradients:
             self.hold()
             indices = range(len(self._parameters))
-            self._gradients = [self._faces.wrap(index, self.final.get_dtensor(index, is_view=True)) for index in indices]
+            self._gradients = [
+                self._faces.wrap(index, self.final.get_dtensor(index, is_view=True)) for index in indices
+            ]
             if self.final.dtype is not self._dtype:
                 for parameter in self._parameters:
                     parameter.grad_dtype = None  # any dtype may be assigned then
