@@ -6,7 +6,8 @@ communicator must be the same on every rank; callers own that (docs/design/order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,11 @@ from dbuffer.events import listen, listeners, tell
 from dbuffer.gloo import (
     _MOST_EXCHANGED_BYTES,
     _finish,
+    _gather_by_message,
     _gather_from_other,
     _is_gloo,
     _reduce_by_exchange,
+    _reduce_by_message,
     _reduce_in_place,
     _reduce_op,
     _same_memory,
@@ -31,19 +34,25 @@ from dbuffer_kernels.switches import is_off
 
 __all__ = [
     "CollectiveCall",
+    "Part",
     "Transfer",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "barrier",
     "broadcast",
+    "gather_together",
     "observe_collectives",
     "reduce_scatter",
+    "reduce_together",
     "start_maximum",
 ]
 
 # torch 2.13 renames these two and warns on the old names; torch 2.11 has only the old names.
 _all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Private in every version, and what FSDP2 and Megatron use.
+_coalescing: Callable[..., Any] = dist._coalescing_manager  # type: ignore[attr-defined]
 
 _reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -80,12 +89,30 @@ class Transfer:
     writes: tuple[torch.Tensor, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One of several tensors that are gathered, or reduced and scattered, together.
+
+    Attributes:
+        axis: along which. whole: 1-D, ``axis.size`` shards in rank order. shard: 1-D; may be this rank's slice of it.
+        op: of a reduction, "sum" or "avg".
+    """
+
+    axis: MeshAxis
+    whole: torch.Tensor
+    shard: torch.Tensor
+    op: str = ""
+
+
 def _told(
     kind: str, axis: MeshAxis, full: torch.Tensor, group: dist.ProcessGroup, reads: torch.Tensor, *writes: torch.Tensor
 ) -> Transfer:
+    return _told_of(kind, axis, (full,), Transfer(kind, group, (reads,), writes))
+
+
+def _told_of(kind: str, axis: MeshAxis, wholes: Iterable[torch.Tensor], transfer: Transfer) -> Transfer:
     """Tell what is about to be issued; the caller tells when it was."""
-    tell("collective", CollectiveCall(kind, axis.name, axis.size, full.numel() * full.element_size()))
-    transfer = Transfer(kind, group, (reads,), writes)
+    tell("collective", CollectiveCall(kind, axis.name, axis.size, sum(whole.nbytes for whole in wholes)))
     tell("transfer", transfer)
     return transfer
 
@@ -151,6 +178,113 @@ def reduce_scatter(
         _finish(_start(_reduce_scatter_flat, output, source, op=reduce_op, group=group, waits=waits), works)
     if told is not None:
         tell("transferred", told)
+
+
+def gather_together(parts: Sequence[Part], works: list[dist.Work] | None = None) -> None:
+    """Do ``all_gather`` for each part: those along one axis in one collective, whatever their dtypes.
+
+    On gloo tensors of more than 64 MiB in all go one by one: there a copy costs more than a message.
+    """
+    for axis, group, alike in _alike(parts, lambda axis: axis.gather_group):
+        if not _travel_together(alike, group):
+            for part in alike:
+                all_gather(part.whole, part.shard, axis, works)
+            continue
+        wholes, shards = [part.whole for part in alike], [part.shard for part in alike]
+        told = None
+        if listeners:
+            told = _told_of("all_gather", axis, wholes, Transfer("all_gather", group, tuple(shards), tuple(wholes)))
+        if wholes[0].is_cpu and _is_gloo(group):
+            _finish(_gather_by_message(list(zip(wholes, shards, strict=True)), axis), works)
+        else:
+            sources = [shard.clone() for shard in shards] if is_off("in-place") else shards
+            pairs = [
+                (whole.view(torch.uint8), shard.view(torch.uint8)) for whole, shard in zip(wholes, sources, strict=True)
+            ]
+            _coalesced(_all_gather_flat, pairs, group, works)
+        if told is not None:
+            tell("transferred", told)
+
+
+def reduce_together(parts: Sequence[Part], works: list[dist.Work] | None = None) -> None:
+    """Do ``reduce_scatter`` for each part: those along one axis, with one operation, in one collective.
+
+    Backends other than gloo reduce one dtype at a time. On gloo tensors of more than 64 MiB in all go one by one.
+    """
+    for axis, group, alike in _alike(parts, lambda axis: axis.reduce_group, is_reduction=True):
+        if not _travel_together(alike, group):
+            for part in alike:
+                reduce_scatter(part.shard, part.whole, axis, part.op, works)
+            continue
+        wholes, shards, op = [part.whole for part in alike], [part.shard for part in alike], alike[0].op
+        told = None
+        if listeners:
+            transfer = Transfer("reduce_scatter", group, tuple(wholes), (*wholes, *shards))
+            told = _told_of("reduce_scatter", axis, wholes, transfer)
+        if wholes[0].is_cpu and _is_gloo(group):
+            _finish(_reduce_by_message(list(zip(wholes, shards, strict=True)), axis, op), works)
+        else:
+            sources = [whole.clone() for whole in wholes] if is_off("in-place") else wholes
+            _coalesced(_reduce_scatter_flat, list(zip(shards, sources, strict=True)), group, works, op=_reduce_op(op))
+        if told is not None:
+            tell("transferred", told)
+
+
+def _alike(
+    parts: Sequence[Part], group_of: Callable[[MeshAxis], dist.ProcessGroup], *, is_reduction: bool = False
+) -> Iterator[tuple[MeshAxis, dist.ProcessGroup, list[Part]]]:
+    """Yield the parts that can travel together, in the order of the first of each."""
+    if len(parts) == 1:
+        yield parts[0].axis, group_of(parts[0].axis), [*parts]
+        return
+    found: dict[object, list[Part]] = {}
+    for part in parts:
+        group = group_of(part.axis) if part.axis.size > 1 else None
+        by_dtype = is_reduction and group is not None and not (part.whole.is_cpu and _is_gloo(group))
+        found.setdefault((group, part.op, part.whole.dtype if by_dtype else None), []).append(part)
+    for alike in found.values():
+        yield alike[0].axis, group_of(alike[0].axis), alike
+
+
+def _travel_together(parts: Sequence[Part], group: dist.ProcessGroup) -> bool:
+    first = parts[0]
+    if len(parts) == 1 or first.axis.size == 1 or _is_traced(first.shard):
+        return False
+    if first.whole.is_cpu and _is_gloo(group):
+        return 0 < sum(part.whole.nbytes for part in parts) <= _MOST_EXCHANGED_BYTES
+    return _coalesces(group, first.whole.device)
+
+
+_COALESCES: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
+
+
+def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a group issues several collectives as one."""
+    known = _COALESCES.get(group)
+    if known is None:
+        try:
+            known = bool(group._get_backend(device).supports_coalescing)
+        except RuntimeError:
+            # A group written in Python, which has no backends but methods of its own.
+            known = True
+        _COALESCES[group] = known
+    return known
+
+
+def _coalesced(
+    collective: Callable[..., Any],
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    group: dist.ProcessGroup,
+    works: list[dist.Work] | None,
+    **options: Any,
+) -> None:
+    """Issue a collective on several pairs of output and input by one call."""
+    is_asynchronous = works is not None
+    with _coalescing(group=group, async_ops=is_asynchronous) as manager:
+        for output, source in pairs:
+            collective(output, source, group=group, async_op=is_asynchronous, **options)
+    if works is not None:
+        works.append(manager)
 
 
 def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.Work] | None = None) -> None:

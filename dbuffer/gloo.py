@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -146,6 +146,91 @@ def _gather_from_other(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis
     if not _same_memory(slices[axis.rank], shard):
         slices[axis.rank].copy_(shard)
     return _exchange(slices[1 - axis.rank], shard, axis, axis.gather_group)
+
+
+# A part of a collective that carries several: the whole tensor and this rank's shard of it, both 1-D.
+_Part = tuple[torch.Tensor, torch.Tensor]
+
+# Parts begin at multiples of this in a message, so that any dtype can be read there.
+_ALIGNMENT = 16
+
+
+def _places(parts: Sequence[_Part]) -> tuple[list[slice], int]:
+    """Return where the bytes of each part's shard lie in a message, and how long that is."""
+    places, start = [], 0
+    for _, shard in parts:
+        places.append(slice(start, start + shard.nbytes))
+        start += -(-shard.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return places, start
+
+
+def _bytes_of(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """Return (ranks, bytes of a shard)."""
+    return tensor.view(torch.uint8).view(num_ranks, -1)
+
+
+def _messages(num_bytes: int, axis: MeshAxis) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Return memory for the messages to others and from others, one in each row, and whose rows these are.
+
+    With one other rank nothing goes by way of this one's own row.
+    """
+    others = [1 - axis.rank] if axis.size == 2 else list(range(axis.size))
+    return *(_take_scratch(len(others) * num_bytes) for _ in range(2)), others  # type: ignore[return-value]
+
+
+def _rows(scratch: torch.Tensor, num_rows: int, num_bytes: int) -> torch.Tensor:
+    return scratch[: num_rows * num_bytes].view(num_rows, num_bytes)
+
+
+def _gather_by_message(parts: Sequence[_Part], axis: MeshAxis) -> dist.Work:
+    """Gather several shards, of any dtypes, by one exchange of messages that hold all of a rank's."""
+    places, num_bytes = _places(parts)
+    sent, received, others = _messages(num_bytes, axis)
+    leaving, arriving = _rows(sent, len(others), num_bytes), _rows(received, len(others), num_bytes)
+    for (whole, shard), place in zip(parts, places, strict=True):
+        mine = whole.view(axis.size, -1)[axis.rank]
+        if not _same_memory(mine, shard):
+            mine.copy_(shard)
+        leaving[:, place] = shard.view(torch.uint8)
+    work = _exchange(arriving.view(-1), leaving.view(-1), axis, axis.gather_group)
+
+    def sort() -> None:
+        for (whole, _), place in zip(parts, places, strict=True):
+            rows = _bytes_of(whole, axis.size)
+            for row, other in zip(arriving, others, strict=True):
+                if other != axis.rank:
+                    rows[other].copy_(row[place])
+        _give_scratch_back(sent)
+        _give_scratch_back(received)
+
+    return _WorkThen(work, sort)
+
+
+def _reduce_by_message(parts: Sequence[_Part], axis: MeshAxis, op: str) -> dist.Work:
+    """Reduce-scatter several tensors, of any dtypes, by one exchange; added up as ``_reduce_by_exchange`` does."""
+    places, num_bytes = _places(parts)
+    sent, received, others = _messages(num_bytes, axis)
+    leaving, arriving = _rows(sent, len(others), num_bytes), _rows(received, len(others), num_bytes)
+    for (whole, _), place in zip(parts, places, strict=True):
+        rows = _bytes_of(whole, axis.size)
+        for row, other in zip(leaving, others, strict=True):
+            row[place].copy_(rows[other])
+    work = _exchange(arriving.view(-1), leaving.view(-1), axis, axis.reduce_group)
+
+    def add_up() -> None:
+        for (whole, output), place in zip(parts, places, strict=True):
+            mine = whole.view(axis.size, -1)[axis.rank]
+            if not _same_memory(output, mine):
+                output.copy_(mine)
+            for row, other in zip(arriving, others, strict=True):
+                if other != axis.rank:
+                    output.add_(row[place].view(whole.dtype))
+            if op == "avg":
+                output.div_(axis.size)
+        _give_scratch_back(sent)
+        _give_scratch_back(received)
+
+    return _WorkThen(work, add_up)
 
 
 def _exchange(arriving: torch.Tensor, leaving: torch.Tensor, axis: MeshAxis, group: dist.ProcessGroup) -> dist.Work:

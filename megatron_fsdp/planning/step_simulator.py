@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_fsdp.planning.model_spec import GroupFacts, ModelFacts, Redistribution, Transfer, Visit, VisitKind
 
@@ -35,7 +35,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """A collective of one group, with how often one optimizer step issues it."""
+    """A collective, with how often one optimizer step issues it; of several groups of a unit, ``group`` is the first."""
 
     unit: int
     group: int
@@ -186,8 +186,7 @@ class _Playback:
         self._enter(Phase.STEP)
         self._cast_gradients()
         for unit, costs in enumerate(self._costs):
-            for group, cost in enumerate(costs):
-                self._transfer(unit, group, cost.refresh)
+            self._one_by_one(unit, [cost.refresh for cost in costs])
 
     def _zero_grad(self) -> None:
         self._graded.clear()
@@ -271,8 +270,7 @@ class _Playback:
             self._drain(schedule, 0)
         for unit, costs in enumerate(self._costs):
             if is_last:
-                for group, cost in enumerate(costs):
-                    self._transfer(unit, group, cost.finalize)
+                self._one_by_one(unit, [cost.finalize for cost in costs])
             if self._units[unit].reshards_after_backward:
                 self._release(unit)
         self._arrived.clear()
@@ -331,7 +329,7 @@ class _Playback:
         for position, cost in enumerate(self._costs[unit]):
             if cost.packed:
                 self._grade(unit, position)
-            self._transfer(unit, position, cost.reduce)
+        self._together(unit, [cost.reduce for cost in self._costs[unit]])
         self._reducing.append(unit)
         self._reduced.add(unit)
 
@@ -362,9 +360,10 @@ class _Playback:
             return
         self.gathered.add(unit)
         self._stale.discard(unit)
-        for position, cost in enumerate(self._costs[unit]):
+        costs, is_kept = self._costs[unit], unit in self._parts
+        for cost in costs:
             self._take(cost.gathered, cost.weight_slot, unit)
-            self._transfer(unit, position, cost.gather_part if unit in self._parts and cost.part else cost.gather)
+        self._together(unit, [cost.gather_part if is_kept and cost.part else cost.gather for cost in costs])
 
     def _release(self, unit: int, *, keep_part: bool = False) -> None:
         if unit not in self.gathered:
@@ -382,10 +381,24 @@ class _Playback:
             self._parts.remove(unit)
             self._bytes -= sum(cost.part for cost in self._costs[unit])
 
-    def _transfer(self, unit: int, group: int, redistribution: Redistribution) -> None:
-        self._hold(0, unit, redistribution.scratch_bytes)
-        for transfer in redistribution.transfers:
-            self.issued[unit, group, self._phase, transfer] += 1
+    def _one_by_one(self, unit: int, redistributions: Sequence[Redistribution]) -> None:
+        for group, redistribution in enumerate(redistributions):
+            self._hold(0, unit, redistribution.scratch_bytes)
+            for transfer in redistribution.transfers:
+                self.issued[unit, group, self._phase, transfer] += 1
+
+    def _together(self, unit: int, redistributions: Sequence[Redistribution]) -> None:
+        """Issue those that are single collectives of one kind and axis as one."""
+        parts: dict[tuple[str, str, int], list[tuple[int, Transfer]]] = {}
+        for group, redistribution in enumerate(redistributions):
+            if len(redistribution.transfers) == 1:
+                transfer = redistribution.transfers[0]
+                parts.setdefault((transfer.kind, transfer.axis, transfer.num_ranks), []).append((group, transfer))
+        alone = [Redistribution() if len(each.transfers) == 1 else each for each in redistributions]
+        self._one_by_one(unit, alone)
+        for found in parts.values():
+            total = replace(found[0][1], num_bytes=sum(transfer.num_bytes for _, transfer in found))
+            self.issued[unit, found[0][0], self._phase, total] += 1
 
     def _take(self, num_bytes: int, slot: tuple[int, int] | None, unit: int) -> None:
         """Hold bytes of the allocator, or a slot: a free one, or a new one that is there for good."""

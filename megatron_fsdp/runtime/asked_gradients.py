@@ -137,7 +137,7 @@ class _AskedGradients(GradientBuffer):
                 self._add(index, gradient)
                 self._filled[index] = 1
         if self.close(reduce=True):
-            self.reduce()
+            self.reduce([self])
         self.wait()
         if self.binding.hold():
             self.main_grad.zero_()

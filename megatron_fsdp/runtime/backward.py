@@ -17,6 +17,7 @@ from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError, StateError
 from megatron_fsdp.runtime.asked_gradients import refuse_gathered
 from megatron_fsdp.runtime.grad_binding import GradState
+from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.lanes import join_lanes
 from megatron_fsdp.runtime.missing_gradients import MissingGradients
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
@@ -275,8 +276,7 @@ class Backward:
         complete = [buffer for buffer in unit.gradients if buffer.close(reduce=unit.requires_gradient_sync)]
         if any(1 in buffer.binding.missing for buffer in complete):
             self._missing.say(unit.groups)
-        for buffer in complete:
-            buffer.reduce()
+        GradientBuffer.reduce(complete, owner=id(unit))
         if any(buffer.is_reducing for buffer in unit.gradients):
             tell("reduce", unit)
             self._reducing.add(unit)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dbuffer import DBuffer, Element, Flat, FlatDTensor, Plan
 from dbuffer.buffer import Route
+from dbuffer.collectives import Part
 from dbuffer.placements import Replicate as Whole
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.build.builder import GroupSpec
@@ -159,12 +160,11 @@ class ExtensionWeights(WeightBuffers):
         """Yield what the hook sends: another size on another rank is refused before the first gather."""
         yield f"fsdp_pre_all_gather of {self._where} returns {self._wire.signature}"
 
-    def gather(self, works: list[dist.Work] | None) -> None:
-        """Ask the hook, and issue the gather of what it returns."""
+    def gather(self, works: list[dist.Work] | None) -> list[Part]:
+        """Ask the hook, and return the gather of what it returns."""
         if self._is_from_part and self.post_forward is not None:
             self.gathered.reallocate_storage()
-            self.post_forward.gather(works)
-            return
+            return [self.post_forward.gather()]
         if self.gather_function is not None:
             raise ConfigError(f"{self._where}: a custom all-gather function is not called for parameters with hooks")
         tensors = self._ask()
@@ -178,7 +178,7 @@ class ExtensionWeights(WeightBuffers):
         local = wire.sent.local_buffer
         for tensor, (start, stop) in zip(tensors, wire.ranges, strict=True):
             local[start:stop].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
-        wire.route(works)
+        return wire.route.parts(works)
 
     def gathered_is_used(self) -> None:
         """Sort what was gathered by tensors, and let ``fsdp_post_all_gather`` put the parameter together."""

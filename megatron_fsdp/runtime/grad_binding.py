@@ -64,7 +64,7 @@ class GradBinding:
 
     Attributes:
         state: changed by ``become`` alone. name: of the unit, for messages.
-        keeps: the memory of ``main_grad`` stays when every ``.grad`` is None.
+        gaps: views of what a sum does not write, which is zeros. keeps: the memory of ``main_grad`` stays when every ``.grad`` is None.
         is_taken: every ``.grad`` is None, but somebody has a tensor that lies in ``main_grad``.
         trained: by parameter, whether a gradient of it is expected in each backward (nonzero).
         missing: parameters of which this sum has no gradient so far (``missing_gradients.py``).
@@ -88,6 +88,7 @@ class GradBinding:
         self._probe = 0
         self._references: tuple[int, ...] = ()
         self._slices: dict[tuple[int, int], torch.Tensor] = {}
+        self.gaps: Sequence[torch.Tensor] = ()
         self.keeps = self.is_taken = False
         self.watch()
         self._sums: PendingSums | None = None
@@ -109,13 +110,15 @@ class GradBinding:
     # ------------------------------------------------------------------ memory
 
     def hold(self) -> bool:
-        """Bring the memory of ``main_grad`` back, with undefined content; return whether it was away."""
+        """Bring the memory of ``main_grad`` back, with undefined content but in ``gaps``; return whether it was away."""
         storage = self.main_grad.storage
         # A graph writes to the same memory whenever it is replayed.
         self.keeps = self.keeps or is_capturing(self.main_grad.device)
         if storage.is_allocated:
             return False
         storage.reallocate()
+        for gap in self.gaps:
+            gap.zero_()
         self._references = self._count_references()
         return True
 

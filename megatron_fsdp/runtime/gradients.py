@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from megatron_fsdp.runtime.fused_linear import add_product, offer_products
 from megatron_fsdp.runtime.grad_binding import GradBinding, GradState
 from megatron_fsdp.runtime.lanes import Ticket, turns
 from megatron_fsdp.runtime.parameters import Faces
-from megatron_fsdp.runtime.reduction import GradientSpec, Reduction
+from megatron_fsdp.runtime.reduction import GradientSpec, Reduction, Stages, submit_reductions
 from megatron_fsdp.runtime.small_gradients import SmallGradients
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ class GradientBuffer:
         self._make_buffers()
         self._views = [self.packed.get_local_tensor(index) for index in range(size)]
         self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
+        if self.rests_partial:
+            self.binding.gaps = self._gaps
         self._small = SmallGradients(self._views)
         self._turns = turns(spec.device)
         self._trained = self.binding.trained
@@ -221,17 +223,13 @@ class GradientBuffer:
         self.wait()
         self._begin_sum()
         if self.rests_partial:
-            if self.binding.hold():
-                self._clear_gaps()
+            self.binding.hold()
             is_empty = self.binding.state is GradState.EMPTY
             self._filled = bytearray(b"\0" if is_empty else b"\1") * len(self._views)
         elif not self.packed.is_allocated:
             self.packed.reallocate_storage()
-            self._clear_gaps()
-
-    def _clear_gaps(self) -> None:
-        for gap in self._gaps:
-            gap.zero_()
+            for gap in self._gaps:
+                gap.zero_()
 
     def _begin_sum(self) -> None:
         self.binding.begin_sum()
@@ -280,15 +278,26 @@ class GradientBuffer:
             self.binding.become(GradState.PARTIAL)
         return reduce
 
-    def reduce(self) -> None:
-        """Issue the reduction of the packed buffer and its fold into ``main_grad``, for which ``wait`` waits."""
-        if not self.rests_partial:
-            overwrite = self.binding.state is GradState.EMPTY
-            scale = 1.0 / (self.divisor * self._wire_scale)
-            self.binding.hold()
-            self._tickets.append(self.reduction.submit(scale, overwrite=overwrite, owner=id(self)))
-            self.binding.become(GradState.PARTIAL)
-            tell("reducing", self)
+    @staticmethod
+    def reduce(buffers: Sequence[GradientBuffer], owner: int = 0) -> None:
+        """Issue the reductions of packed buffers and their folds into ``main_grad``, for which ``wait`` waits.
+
+        Args:
+            buffers: of one unit. owner: as in ``Lane.submit``.
+        """
+        packed = [buffer for buffer in buffers if not buffer.rests_partial]
+        if packed:
+            all_stages = [buffer._stages() for buffer in packed]
+            ticket = submit_reductions(packed[0]._spec.device, all_stages, owner)
+            for buffer in packed:
+                buffer._tickets.append(ticket)
+                buffer.binding.become(GradState.PARTIAL)
+                tell("reducing", buffer)
+
+    def _stages(self) -> Stages:
+        self.binding.hold()
+        overwrite = self.binding.state is GradState.EMPTY
+        return self.reduction.stages(1.0 / (self.divisor * self._wire_scale), overwrite=overwrite)
 
     @property
     def is_reducing(self) -> bool:

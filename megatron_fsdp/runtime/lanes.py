@@ -235,7 +235,7 @@ class Turns:
 
 
 class _CudaTicket:
-    __slots__ = ("_compute", "_event", "_on_host", "lane", "owner", "works")
+    __slots__ = ("_compute", "_event", "_followed", "_on_host", "lane", "owner", "works")
 
     def __init__(self, lane: str, owner: int, compute: _Compute, on_host: Callable[[], None] | None) -> None:
         self.lane, self.owner = lane, owner
@@ -243,13 +243,19 @@ class _CudaTicket:
         self._event: Any = None
         self._compute = compute
         self._on_host = on_host
+        # Streams that wait already.
+        self._followed: list[Any] = []
 
     def wait(self) -> None:
         """Order compute after the submitted work, and the host too where the host has work to do on it."""
+        streams = [stream for stream in self._compute.all() if stream not in self._followed]
+        if not streams and self._on_host is None:
+            return
         if listeners:
             tell("wait", self)
-        for stream in self._compute.all():
+        for stream in streams:
             stream.wait_event(self._event)
+        self._followed += streams
         on_host, self._on_host = self._on_host, None
         if on_host is not None:
             self._event.synchronize()

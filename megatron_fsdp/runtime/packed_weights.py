@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dbuffer import DBuffer, Element, Flat, Plan, Replicate
 from dbuffer.buffer import Route
-from dbuffer.collectives import all_reduce
+from dbuffer.collectives import Part, all_reduce
 from dbuffer_kernels import QUANT_BLOCK
 from dbuffer_kernels.quantize import (
     MX_BLOCK,
@@ -203,18 +203,17 @@ class PackedWeights(WeightBuffers):
 
     # ------------------------------------------------------------------ gather
 
-    def gather(self, works: list[dist.Work] | None) -> None:
-        """Issue the gather of the codes: those of backward's grid where one is under way."""
+    def gather(self, works: list[dist.Work] | None) -> list[Part]:
+        """Return the gather of the codes: those of backward's grid where one is under way."""
         if self._is_from_part and self.post_forward is not None:
             self.gathered.reallocate_storage()
-            self.post_forward.gather(works)
-            return
+            return [self.post_forward.gather()]
         if self.gather_function is not None:
             raise ConfigError(f"{self.main.name}: gather_dtype={self._gather!r} and a custom all-gather; give one")
         self._wire.reallocate_storage()
         self.gathered.reallocate_storage()
         self._arrived = min(int(torch._C._current_graph_task_id() != -1), len(self._sent) - 1)
-        self._routes[self._arrived](works)
+        return self._routes[self._arrived].parts(works)
 
     def gathered_is_used(self) -> None:
         """Turn the codes that arrived into the compute dtype, and release them."""

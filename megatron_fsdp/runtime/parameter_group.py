@@ -10,14 +10,16 @@ from __future__ import annotations
 import enum
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dbuffer import BufferPlacement, DBuffer, Flat, FlatDTensor, Plan
+from dbuffer.collectives import gather_together
 from dbuffer.events import listeners, tell
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.build.builder import GroupSpec
@@ -34,7 +36,14 @@ from megatron_fsdp.runtime.parameters import Faces, is_laid_out_like
 from megatron_fsdp.runtime.reduction import GradientSpec, ReduceFunction
 from megatron_fsdp.runtime.weight_buffers import WeightBuffers
 
-__all__ = ["ParameterGroup", "WeightState", "group_of_parameter", "is_laid_out_like", "refreshes_itself"]
+__all__ = [
+    "ParameterGroup",
+    "WeightState",
+    "group_of_parameter",
+    "is_laid_out_like",
+    "refreshes_itself",
+    "start_gathers",
+]
 
 _WEIGHTS = (WeightBuffers, PackedWeights)
 _GROUPS: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -44,6 +53,30 @@ def group_of_parameter(parameter: torch.Tensor) -> ParameterGroup | None:
     """Return the group that a sharded parameter belongs to, None for any other tensor."""
     reference = _GROUPS.get(parameter)
     return None if reference is None else reference()
+
+
+def start_gathers(groups: Iterable[ParameterGroup], *, check: bool, owner: int = 0) -> None:
+    """Issue the gathers of those groups of one unit that are SHARDED, together, on their lane.
+
+    Args:
+        check: look whether main weights changed since the last gather. Backward has no need to: nothing steps between.
+        owner: as in ``Lane.submit``.
+    """
+    sharded = [group for group in groups if group.weight_state is WeightState.SHARDED]
+    for group in sharded:
+        group.prepare_gather(check=check)
+    weights = [group.weights for group in sharded if not group.rests_whole]
+    ticket = None
+    if weights:
+        on_host = hand_back if any(group.spec.is_offloaded for group in sharded) else None
+
+        def gather(works: list[dist.Work] | None) -> None:
+            gather_together([part for each in weights for part in each.gather(works)], works)
+
+        ticket = lane("gather", sharded[0].spec.device).submit(gather, on_host=on_host, owner=owner)
+    # Last, so that whatever is raised before (an interrupt, out of memory) leaves nothing that looks gathered.
+    for group in sharded:
+        group.gather_was_issued(None if group.rests_whole else ticket)
 
 
 class WeightState(enum.Enum):
@@ -239,15 +272,8 @@ class ParameterGroup:
 
     # ------------------------------------------------------------------ unshard, reshard
 
-    def start_gather(self, *, check: bool = True) -> None:
-        """Issue the gather on its lane; no-op unless SHARDED.
-
-        Args:
-            check: look whether main weights changed since the last gather. Backward has no need to: nothing steps
-                between.
-        """
-        if self.weight_state is not WeightState.SHARDED:
-            return
+    def prepare_gather(self, *, check: bool) -> None:
+        """Make ready what a gather starts from; see ``start_gathers``."""
         if self.spec.is_meta:
             raise StateError(
                 f"unit {self.name!r}: parameters {', '.join(map(repr, self.parameters))} are on the meta device still. "
@@ -258,11 +284,10 @@ class ParameterGroup:
         self.freshness.gathered = self.freshness.generation
         if not self.rests_whole:
             self.weights.choose_source(self.freshness.generation)
-            on_host = hand_back if self.spec.is_offloaded else None
-            self._gather_ticket = lane("gather", self.spec.device).submit(
-                self.weights.gather, on_host=on_host, owner=id(self)
-            )
-        # Last, so that whatever is raised before (an interrupt, out of memory) leaves nothing that looks gathered.
+
+    def gather_was_issued(self, ticket: Ticket | None) -> None:
+        """Wait for the ticket, None where weights rest whole, before the weights are shown."""
+        self._gather_ticket = ticket
         self._become(WeightState.GATHERING)
 
     def finish_gather(self) -> None:

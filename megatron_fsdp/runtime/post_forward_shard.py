@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from dbuffer import BufferPlacement, DBuffer, PlacementError
-from dbuffer.collectives import all_gather
+from dbuffer.collectives import Part
 from dbuffer.layout import only_flat_axis
 from dbuffer.mesh import MeshAxis, neighbours
 from dbuffer.storage import FlatStorage
@@ -73,12 +71,12 @@ class PostForwardShard:
         """Whether it holds weights of that generation."""
         return self._storage.is_allocated and self._generation == generation
 
-    def gather(self, works: list[dist.Work] | None) -> None:
-        """Gather the whole weights from the smaller group."""
+    def gather(self) -> Part:
+        """Return the gather of the whole weights from the smaller group."""
         whole = self._gathered.local_buffer
         mine = whole.narrow(0, self._start, self._storage.tensor.numel())
         mine.copy_(self._storage.tensor)
-        all_gather(whole, mine, self._axis, works)
+        return Part(self._axis, whole, mine)
 
     def drop(self) -> None:
         """Release the memory."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 from dbuffer import DBuffer
 from dbuffer.buffer import Route
+from dbuffer.collectives import Part, reduce_together
 from dbuffer.layout import only_flat_axis
 from dbuffer_kernels import accumulate
 from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.lanes import Ticket, lane
 
-__all__ = ["GradientSpec", "ReduceFunction", "Reduction"]
+__all__ = ["GradientSpec", "ReduceFunction", "Reduction", "Stages", "submit_reductions"]
 
 # A replacement for the reduce-scatter: (output, input, group, op, async_op) -> handle or None, as FSDP2's
 # ``ReduceScatter``.
@@ -48,6 +49,39 @@ class GradientSpec:
     fuses_weight_gradients: bool | str = True
 
 
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """What becomes of one packed buffer.
+
+    Attributes:
+        start: returns the reduction to be issued; one that is no single collective is issued. fold: device work on its
+            result. on_host: work of the CPU after that, if any.
+    """
+
+    start: Callable[[list[dist.Work] | None], list[Part]]
+    fold: Callable[[], None]
+    on_host: Callable[[], None] | None
+
+
+def submit_reductions(device: torch.device, all_stages: Sequence[Stages], owner: int) -> Ticket:
+    """Issue reductions together on their lane; waiting for the ticket sees all of them folded."""
+
+    def start(works: list[dist.Work] | None) -> None:
+        reduce_together([part for stages in all_stages for part in stages.start(works)], works)
+
+    def fold() -> None:
+        for stages in all_stages:
+            stages.fold()
+
+    on_host = [stages.on_host for stages in all_stages if stages.on_host is not None]
+
+    def fold_on_host() -> None:
+        for step in on_host:
+            step()
+
+    return lane("reduce", device).submit(start, fold, fold_on_host if on_host else None, owner=owner)
+
+
 class Reduction:
     """The way of one group's gradients from the packed buffer to the optimizer.
 
@@ -74,12 +108,12 @@ class Reduction:
         self._is_pinned = is_pinned
         self._staging: torch.Tensor | None = None
 
-    def submit(self, scale: float, *, overwrite: bool, owner: int) -> Ticket:
-        """Issue the reduction of the packed buffer on its lane; ``wait`` sees it folded into ``main_grad``.
+    def stages(self, scale: float, *, overwrite: bool) -> Stages:
+        """Return the reduction of the packed buffer, and its fold into ``main_grad``, for ``submit_reductions``.
 
         Args:
             scale: the sum over ranks is multiplied by it.
-            overwrite: ``main_grad`` holds nothing yet. owner: as in ``Lane.submit``.
+            overwrite: ``main_grad`` holds nothing yet.
         """
         # Not self: a ticket that nobody waits for must not keep this object alive.
         reduced, main_grad = self._reduced, self._main_grad
@@ -102,21 +136,20 @@ class Reduction:
             assert staging is not None
             accumulate(staging, main_grad.local_buffer, scale=factor, overwrite=overwrite)
 
-        on_host = None if staging is None else fold_on_host
-        return lane("reduce", self._packed.device).submit(self._operation(), fold, on_host, owner=owner)
+        return Stages(self._operation(), fold, None if staging is None else fold_on_host)
 
-    def _operation(self) -> Callable[[list[dist.Work] | None], None]:
+    def _operation(self) -> Callable[[list[dist.Work] | None], list[Part]]:
         packed, reduced, function, route = self._packed, self._reduced, self.function, self._route
 
-        def run(works: list[dist.Work] | None) -> None:
+        def run(works: list[dist.Work] | None) -> list[Part]:
             if function is None:
-                route(works)
-                return
+                return route.parts(works)
             group = only_flat_axis(reduced.axes, reduced.placements).reduce_group
             output, whole = reduced.local_buffer, packed.local_buffer
             work = function(output, whole, group, dist.ReduceOp.SUM, works is not None)
             if works is not None and work is not None:
                 works.append(work)
+            return []
 
         return run
 

@@ -19,7 +19,7 @@ from megatron_fsdp.runtime.forward_order import ForwardOrder
 from megatron_fsdp.runtime.lanes import wait_for_event
 from megatron_fsdp.runtime.memory_slots import BufferPools
 from megatron_fsdp.runtime.outputs import Attributes, watch_given, watch_made, watch_output
-from megatron_fsdp.runtime.parameter_group import WeightState
+from megatron_fsdp.runtime.parameter_group import WeightState, start_gathers
 from megatron_fsdp.runtime.unit import Call, Unit, is_in_backward
 
 __all__ = ["Schedule"]
@@ -99,7 +99,7 @@ class Schedule:
             # a forward a refresh that needs no communication is always done, and in evaluation every one.
             if check and (group.refreshes_locally or not torch.is_grad_enabled()):
                 group.freshness.suspect()
-            group.start_gather(check=check)
+        start_gathers(unit.groups, check=check, owner=id(unit))
 
     def gather_ahead(self, unit: Unit | None, *, check: bool) -> None:
         """Start a predicted gather, unless the last one predicted is still unused: memory is for one unit ahead."""

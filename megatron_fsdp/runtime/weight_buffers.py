@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from dbuffer import DBuffer, Plan, Replicate
 from dbuffer.buffer import Route
+from dbuffer.collectives import Part
 from dbuffer.layout import only_flat_axis
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement
@@ -138,12 +139,11 @@ class WeightBuffers:
         """Let the next ``gather`` take the part kept after forward if that is of this generation."""
         self._is_from_part = self.post_forward is not None and self.post_forward.holds(generation)
 
-    def gather(self, works: list[dist.Work] | None) -> None:
-        """Allocate the gathered weights and issue the gather into them."""
+    def gather(self, works: list[dist.Work] | None) -> list[Part]:
+        """Allocate the gathered weights and return the gather into them; one that is no single collective is issued."""
         self.gathered.reallocate_storage()
         if self._is_from_part and self.post_forward is not None:
-            self.post_forward.gather(works)
-            return
+            return [self.post_forward.gather()]
         source = self.model
         if self._spec.is_offloaded:
             source = self._gathered_shard
@@ -154,12 +154,12 @@ class WeightBuffers:
         if self.gather_function is None:
             if self._route is None:
                 self._route = Route(source, self.gathered)
-            self._route(works)
-            return
+            return self._route.parts(works)
         group = only_flat_axis(source.axes, source.placements).gather_group
         work = self.gather_function(self.gathered.local_buffer, source.local_buffer, group, works is not None)
         if works is not None and work is not None:
             works.append(work)
+        return []
 
     def gathered_is_used(self) -> None:
         """Release the part kept after forward: compute waits for the gather that took it."""

@@ -77,6 +77,7 @@ def gathers_with_groups_of(size: int) -> tuple[list[tuple[int, int]], int, int]:
         kept = memory_meter().current_bytes - rest
         phase = 1
         loss.backward()
+    model.zero_grad()
     assert memory_meter().current_bytes == rest
     return sorted(kinds.elements()), kept, numel * 4 // size
 

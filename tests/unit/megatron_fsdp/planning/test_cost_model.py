@@ -8,7 +8,7 @@ from megatron_fsdp.planning.model_spec import ModelFacts, Transfer, UnitFacts
 from megatron_fsdp.planning.options import mesh_axes_of
 from megatron_fsdp.planning.step_simulator import forecast_step
 from megatron_fsdp.planning.transformer import Recompute, UnitWork, Workload
-from tests.unit.megatron_fsdp.planning.chains import chain, group_of, three_units
+from tests.unit.megatron_fsdp.planning.chains import BF16, chain, group_of, three_units
 
 GIGABYTE = 10**9
 
@@ -78,8 +78,14 @@ def test_recomputing_a_layer_costs_another_forward() -> None:
 
 
 def test_the_optimizer_reads_and_writes_its_own_part() -> None:
-    # 56 elements: gradient, weights and moments twice in FP32, and the compute weights, which are the same.
-    assert step(three_units(), 1.0).optimizer == pytest.approx(56 * (4 + 6 * 4 + 4))
+    # 56 elements: the gradient, and weights and moments twice, in FP32.
+    assert step(three_units(), 1.0).optimizer == pytest.approx(56 * (4 + 6 * 4))
+
+
+def test_the_optimizer_writes_compute_weights_where_they_rest() -> None:
+    rests_whole = three_units(BF16, Placements.optim(0))
+    assert step(rests_whole, 1.0).optimizer == pytest.approx(56 * (4 + 6 * 4 + 2))
+    assert step(three_units(BF16), 1.0).optimizer == pytest.approx(56 * (4 + 6 * 4))
 
 
 def test_tokens_to_hide_grow_with_bandwidth_bound_time() -> None:

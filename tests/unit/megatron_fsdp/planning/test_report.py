@@ -105,9 +105,12 @@ def test_frozen_parameters_form_a_group_without_gradient_buffers(mesh: DeviceMes
     (unit,) = explain(fully_shard(model, mesh)).units
     frozen, trained = sorted(unit.groups, key=lambda group: group.requires_grad)
     assert unit.num_frozen_groups == 1
-    assert [buffer.kind for buffer in frozen.resting] == ["main_weight", "model_weight"]
-    assert [buffer.kind for buffer in trained.resting] == ["main_weight", "model_weight", "main_grad"]
-    assert [collective.kind for collective in frozen.collectives] == ["all_gather"]
+    assert [buffer.kind for buffer in frozen.resting + frozen.transient] == ["main_weight", "gathered weights"]
+    kinds = [buffer.kind for buffer in trained.resting + trained.transient]
+    assert kinds == ["main_weight", "gathered weights", "packed gradients", "main_grad"]
+    # The groups of a unit are gathered by one collective.
+    gathers = [each for group in unit.groups for each in group.collectives if each.kind == "all_gather"]
+    assert [each.bytes_each for each in gathers] == [4 * sum(group.buffer_numel for group in unit.groups)]
 
 
 def test_a_group_tells_its_dtypes_and_where_each_buffer_lies(mesh: DeviceMesh) -> None:
@@ -119,8 +122,8 @@ def test_a_group_tells_its_dtypes_and_where_each_buffer_lies(mesh: DeviceMesh) -
     assert [(buffer.kind, buffer.dtype, buffer.placement) for buffer in (*group.resting, *group.transient)] == [
         ("main_weight", "float32", "axis 0: Flat"),
         ("model_weight", "bfloat16", "axis 0: Replicate"),
-        ("main_grad", "float64", "axis 0: Flat"),
         ("packed gradients", "float16", "axis 0: Partial"),
+        ("main_grad", "float64", "axis 0: Flat"),
     ]
 
 
@@ -189,7 +192,12 @@ def test_the_data_survives_json_and_holds_every_total(mesh: DeviceMesh) -> None:
     data = report.to_dict()
     assert json.loads(json.dumps(data)) == data
     assert data["persistent_bytes"] == report.persistent_bytes
-    assert data["backward_peak"] == {"num_bytes": report.backward_peak.num_bytes, "unit": "Model"}
+    peak = report.backward_peak
+    assert data["backward_peak"] == {
+        "num_bytes": peak.num_bytes,
+        "unit": "Model",
+        "gradient_bytes": peak.gradient_bytes,
+    }
     assert data["collectives"][0]["count"] == 3
     assert data["units"][0]["groups"][0]["resting"][0]["kind"] == "main_weight"
 
@@ -221,14 +229,14 @@ def test_columns_of_the_unit_table_are_aligned() -> None:
 def test_the_total_line_sums_the_units() -> None:
     report = report_of(three_units())
     total = next(line for line in str(report).splitlines() if line.startswith("total "))
-    assert total.split()[1:] == ["3", "224", "0.00%", "448", "B"]
-    assert report.persistent_bytes == sum(unit.persistent_bytes for unit in report.units) == 448
+    assert total.split()[1:] == ["3", "224", "0.00%", "224", "B"]
+    assert report.persistent_bytes == sum(unit.persistent_bytes for unit in report.units) == 224
 
 
 def test_peaks_are_printed_as_multiples_of_the_largest_unit() -> None:
     page = str(report_of(three_units()))
     assert "1.50 B, reached by unit2" in page
-    assert "2.50 B, reached by unit2" in page
+    assert "2.50 B beside 32 B of gradients, reached by unit2" in page
 
 
 @pytest.mark.parametrize(

@@ -12,23 +12,29 @@ from megatron_fsdp.planning.report import CollectiveTotal, PeakReport, report_of
 from tests.unit.megatron_fsdp.planning.chains import BF16, FP32, chain, group_of, three_units
 
 
-def test_a_sharded_model_rests_as_a_weight_shard_and_a_gradient_shard() -> None:
-    # 64 + 128 + 32 elements of 4 bytes, twice, over 4 ranks.
-    assert report_of(three_units()).persistent_bytes == 224 * 4 * 2 // 4
+def test_a_sharded_model_rests_as_a_weight_shard_and_has_a_gradient_shard_after_backward() -> None:
+    # 64 + 128 + 32 elements of 4 bytes over 4 ranks.
+    report = report_of(three_units())
+    assert (report.persistent_bytes, report.gradient_bytes) == (224 * 4 // 4, 224 * 4 // 4)
 
 
 def test_a_replicated_model_rests_whole_but_the_optimizer_works_on_a_slice() -> None:
     report = report_of(three_units(placements=Placements.optim(0)))
     # Weights and gradients whole, main weights a slice of the former. Two moments of 56 elements, three step counts.
-    assert report.persistent_bytes == 224 * 4 * 2
+    assert (report.persistent_bytes, report.gradient_bytes) == (224 * 4, 224 * 4)
     assert report.optimizer_bytes == 2 * 56 * 4 + 3 * 4
-    assert [buffer.shares for buffer in report.units[1].groups[0].resting] == ["model_weight", "", ""]
+    assert [buffer.shares for buffer in report.units[1].groups[0].resting] == ["model_weight", ""]
 
 
 def test_main_weights_of_another_dtype_have_memory_of_their_own() -> None:
     report = report_of(three_units(BF16, Placements.optim(0)))
-    # Per element: 2 bytes of bf16 weights, 4 of FP32 gradients; and a quarter of 4 of FP32 weights.
-    assert report.persistent_bytes == 224 * (2 + 4) + 56 * 4
+    # Per element: 2 bytes of bf16 weights, and a quarter of 4 of FP32 weights; 4 of FP32 gradients.
+    assert (report.persistent_bytes, report.gradient_bytes) == (224 * 2 + 56 * 4, 224 * 4)
+
+
+def test_no_weights_of_another_dtype_rest_where_a_gather_can_cast_main_weights() -> None:
+    report = report_of(three_units(BF16))
+    assert (report.persistent_bytes, report.gradient_bytes) == (56 * 4, 56 * 4)
 
 
 def test_forward_holds_a_unit_and_the_one_gathered_ahead() -> None:
@@ -38,14 +44,15 @@ def test_forward_holds_a_unit_and_the_one_gathered_ahead() -> None:
 
 
 def test_backward_holds_a_unit_the_one_gathered_ahead_and_one_packed_buffer() -> None:
-    # unit2 with its gradients packed, while unit1 is gathered ahead: 128 + 128 + 64 elements.
-    assert report_of(three_units()).backward_peak == PeakReport((128 + 128 + 64) * 4, "unit2")
+    # unit2 with its gradients packed, while unit1 is gathered ahead: 128 + 128 + 64 elements; a shard of unit3's
+    # gradients is there by then.
+    assert report_of(three_units()).backward_peak == PeakReport((128 + 128 + 64) * 4 + 8 * 4, "unit2", 8 * 4)
 
 
 def test_gradients_that_are_reduced_in_fp32_count_twice_against_bf16_weights() -> None:
     report = report_of(three_units(BF16))
     assert report.forward_peak.num_bytes == (64 + 128) * 2
-    assert report.backward_peak.num_bytes == (128 + 64) * 2 + 128 * 4
+    assert report.backward_peak.num_bytes == (128 + 64) * 2 + 128 * 4 + 8 * 4
 
 
 def test_a_root_that_keeps_its_weights_adds_them_to_every_peak() -> None:
@@ -54,7 +61,7 @@ def test_a_root_that_keeps_its_weights_adds_them_to_every_peak() -> None:
     facts = ModelFacts((root, *facts.units[1:]), (facts.visits[0], Visit(VisitKind.USE, 0, 0), *facts.visits[1:]))
     report = report_of(facts)
     assert report.forward_peak.num_bytes == (16 + 64 + 128) * 4
-    assert report.backward_peak.num_bytes == (16 + 128 + 128 + 64) * 4
+    assert report.backward_peak.num_bytes == (16 + 128 + 128 + 64 + 8) * 4
 
 
 def test_weights_that_rest_whole_need_no_transient_memory_in_forward() -> None:
@@ -118,14 +125,14 @@ def test_padding_is_counted_on_the_rank_that_holds_it() -> None:
     layout = plan([(4, 4)], 3, itemsize=4)
     groups = [GroupFacts(("weight",), layout, (axis,), Placements.optim_grads_params(0), FP32, True) for axis in axes]
     padded = [report_of(chain(group)).padding_bytes for group in groups]
-    # Rows of 16 bytes in shards of two rows: the third shard is empty; weights and gradients.
-    assert padded == [0, 0, 2 * 8 * 4]
+    # Rows of 16 bytes in shards of two rows: the third shard is empty.
+    assert padded == [0, 0, 8 * 4]
     assert [report_of(chain(group)).optimizer_bytes for group in groups] == [2 * 8 * 4 + 4, 2 * 8 * 4 + 4, 4]
 
 
 def test_gradients_of_another_dtype_are_copied_for_the_optimizer() -> None:
     dtypes = replace(FP32, main_grad=torch.bfloat16)
-    assert report_of(three_units(dtypes)).step_peak.num_bytes == 224 * 4 // 4
+    assert report_of(three_units(dtypes)).step_peak == PeakReport(224 * (4 + 2) // 4, "unit3", 224 * 2 // 4)
 
 
 def lingering(facts: ModelFacts) -> ModelFacts:
@@ -171,10 +178,10 @@ def test_parts_kept_for_backward_take_their_room_and_are_gathered_by_neighbours(
     assert backward == [CollectiveTotal("backward", "all_gather", "axis0, runs of 2", 2, 3, 224 * 4)]
     # In forward unit2 leaves a half while unit3 is there, and unit1's half with it.
     assert report.forward_peak == PeakReport((32 + 64 + 128 + 32) * 4, "unit2")
-    # When unit3 is packed unit2 is gathered ahead, and all halves but unit3's are still there.
-    assert report.backward_peak.num_bytes == (32 + 128 + 128 + 64) * 4
+    # When unit2 is packed unit1 is gathered ahead, whose half is still there; and a shard of unit3's gradients.
+    assert report.backward_peak.num_bytes == (32 + 128 + 128 + 64 + 8) * 4
     kinds = [buffer.kind for buffer in report.units[1].groups[0].transient]
-    assert kinds == ["gathered weights", "post-forward shard", "packed gradients"]
+    assert kinds == ["gathered weights", "post-forward shard", "packed gradients", "main_grad"]
 
 
 def test_two_packed_buffers_may_live_at_once_where_that_was_chosen() -> None:
