@@ -144,7 +144,8 @@ def _memory(subject: Subject, setup: Setup, facts: ModelFacts, forecast: Forecas
             for group in unit.groups:
                 itemsize = (setup.moments_dtype or group.dtypes.stepped).itemsize
                 moments += muon_bytes(unit, group, itemsize)
-    yield MemoryPart("compute weights", resting["model_weight"] + resting["packed weights"])
+    compute_weights = MemoryPart("compute weights", resting["model_weight"] + resting["packed weights"])
+    yield from (compute_weights,) * bool(compute_weights.num_bytes)
     yield MemoryPart("main weights", resting["main_weight"] + resting["remainder"])
     gradients = sum(counts[key] * group.gradient_bytes for key, group in groups.items())
     yield MemoryPart("gradients", resting["main_grad"] + gradients)

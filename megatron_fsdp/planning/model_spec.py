@@ -103,7 +103,8 @@ class GroupFacts:
     Attributes:
         names: of the parameters, in plan order. axes: of the data-parallel mesh, outermost first.
         requires_grad: any of them is trained. frozen: positions of those that are not, beside others that are.
-        holds_gradients: the gradient accumulator is there all the time: in CPU memory, or in use and then frozen.
+        holds_gradients: the gradient accumulator is there all the time: in CPU memory, or in use and then frozen;
+            with slots it is so anyway.
         part_of: between forward and backward a rank keeps one part in so many of the whole weights, and as many
             neighbours gather them; 0: nothing but its shard.
         is_offloaded: what rests lies in CPU memory.
@@ -224,7 +225,8 @@ class GroupFacts:
 
     def _gradients(self, *, rest: bool) -> tuple[BufferFacts, ...]:
         """Return the gradient accumulator if it is one that rests, or one that comes and goes."""
-        is_there = self.holds_gradients if rest else self.requires_grad and not self.holds_gradients
+        rests = self.holds_gradients or (self.requires_grad and self.gradient_slot is not None)
+        is_there = rests if rest else self.requires_grad and not rests
         return (BufferFacts("main_grad", self.placements.gradient, self.dtypes.main_grad),) * is_there
 
     def _resting_packed(self, wire: WireFacts) -> tuple[BufferFacts, ...]:

@@ -35,7 +35,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """A collective, with how often one optimizer step issues it; of several groups of a unit, ``group`` is the first."""
+    """A collective, with how often one optimizer step issues it; ``group`` is the first of those that share it."""
 
     unit: int
     group: int

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dbuffer import DBuffer, Element, Flat, FlatDTensor, Plan
-from dbuffer.buffer import Route
 from dbuffer.collectives import Part
 from dbuffer.placements import Replicate as Whole
+from dbuffer.route import Route
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.extension import Extension

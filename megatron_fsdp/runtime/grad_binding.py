@@ -64,7 +64,8 @@ class GradBinding:
 
     Attributes:
         state: changed by ``become`` alone. name: of the unit, for messages.
-        gaps: views of what a sum does not write, which is zeros. keeps: the memory of ``main_grad`` stays when every ``.grad`` is None.
+        gaps: views of what no sum writes, which is zeros.
+        keeps: the memory of ``main_grad`` stays when every ``.grad`` is None.
         is_taken: every ``.grad`` is None, but somebody has a tensor that lies in ``main_grad``.
         trained: by parameter, whether a gradient of it is expected in each backward (nonzero).
         missing: parameters of which this sum has no gradient so far (``missing_gradients.py``).
@@ -110,7 +111,7 @@ class GradBinding:
     # ------------------------------------------------------------------ memory
 
     def hold(self) -> bool:
-        """Bring the memory of ``main_grad`` back, with undefined content but in ``gaps``; return whether it was away."""
+        """Bring the memory of ``main_grad`` back, with zeros in ``gaps`` alone; return whether it was away."""
         storage = self.main_grad.storage
         # A graph writes to the same memory whenever it is replayed.
         self.keeps = self.keeps or is_capturing(self.main_grad.device)
@@ -121,6 +122,14 @@ class GradBinding:
             gap.zero_()
         self._references = self._count_references()
         return True
+
+    def keep(self, keeps: bool) -> None:
+        """Have the memory of ``main_grad`` from now on also while there are no gradients, or no more."""
+        self.keeps = keeps
+        if keeps:
+            self.hold()
+        else:
+            self.dropped()
 
     def let_go(self) -> None:
         """Give the memory of ``main_grad`` back, unless somebody has a tensor that lies in it.

@@ -97,8 +97,12 @@ def place_in_slots(group: ParameterGroup, pools: BufferPools | None, choice: Slo
 
     if not group.rests_whole:
         group.gathered.storage.use_pool(pool("weights", weights, placements.parameter))
-    if group.gradients is not None and not group.gradients.rests_partial:
+    if group.gradients is None:
+        return
+    if not group.gradients.rests_partial:
         group.gradients.packed.storage.use_pool(pool("gradients", choice, placements.gradient))
+    # With slots a step calls no allocator.
+    group.gradients.binding.keep(pools is not None or group.spec.is_offloaded)
 
 
 def communicator_has_memory(axes: Sequence[MeshAxis], device: torch.device) -> bool:

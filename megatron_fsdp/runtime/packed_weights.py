@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from dbuffer import DBuffer, Element, Flat, Plan, Replicate
-from dbuffer.buffer import Route
 from dbuffer.collectives import Part, all_reduce
+from dbuffer.route import Route
 from dbuffer_kernels import QUANT_BLOCK
 from dbuffer_kernels.quantize import (
     MX_BLOCK,

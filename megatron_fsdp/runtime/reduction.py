@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from dbuffer import DBuffer
-from dbuffer.buffer import Route
 from dbuffer.collectives import Part, reduce_together
 from dbuffer.layout import only_flat_axis
+from dbuffer.route import Route
 from dbuffer_kernels import accumulate
 from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.lanes import Ticket, lane

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from dbuffer import DBuffer, Plan, Replicate
-from dbuffer.buffer import Route
 from dbuffer.collectives import Part
 from dbuffer.layout import only_flat_axis
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement
+from dbuffer.route import Route
 from dbuffer_kernels import cast_copy
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.runtime.post_forward_shard import PostForwardShard, check_post_forward_size

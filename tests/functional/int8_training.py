@@ -133,7 +133,7 @@ def bytes_after_backward(job: Job) -> tuple[int, int, int]:
     optimizer.zero_grad()
     backward(model, 1)
     found: Any = explain(model)
-    moments = memory_meter().current_bytes - before
+    moments = memory_meter().current_bytes - before - found.gradient_bytes
     return moments, found.optimizer_bytes - 4 * len(list(model.parameters())), found.persistent_bytes
 
 

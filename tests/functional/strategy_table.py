@@ -89,18 +89,22 @@ class Outcome:
     Attributes:
         history: losses, norms and weights.
         resting_bytes: of the buffers between steps. optimizer_bytes: of its state.
+        gradient_bytes: what is there after a backward and not between steps.
         peak_bytes: the most that buffers and optimizer state took during the last step.
         traffic: count and bytes of the last step's collectives, by kind and mesh axis.
-        predicted_bytes, predicted_optimizer_bytes, predicted_traffic: what ``explain`` said before the first step.
+        predicted_bytes, predicted_optimizer_bytes, predicted_gradient_bytes, predicted_traffic: what ``explain`` said
+            before the first step.
     """
 
     history: History
     resting_bytes: int
     optimizer_bytes: int
+    gradient_bytes: int
     peak_bytes: int
     traffic: dict[tuple[str, str], tuple[int, int]]
     predicted_bytes: int
     predicted_optimizer_bytes: int
+    predicted_gradient_bytes: int
     predicted_traffic: dict[tuple[str, str], tuple[int, int]]
 
 
@@ -136,6 +140,7 @@ def run(setting: Setting, mesh: DeviceMesh) -> Outcome:
         norms.append(clip_grad_norm_(model, MAX_NORM).item())
         with observe_collectives(calls.append):
             optimizer.step()
+        trained = meter.current_bytes
         optimizer.zero_grad()
     tensors = [value for state in optimizer.state.values() for value in state.values()]
     optimizer_bytes = sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in tensors)
@@ -148,10 +153,12 @@ def run(setting: Setting, mesh: DeviceMesh) -> Outcome:
         History(tuple(losses), tuple(norms), whole_state(model)),
         resting,
         optimizer_bytes,
+        trained - meter.current_bytes,
         peak,
         _traffic(calls),
         report.persistent_bytes,
         report.optimizer_bytes,
+        report.gradient_bytes,
         predicted,
     )
 

@@ -170,7 +170,7 @@ def stale_after_step(strategy: str) -> list[bool]:
     ]
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim", "no_shard"])
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim", "no_shard"])
 def test_compute_weights_at_rest_are_those_just_stepped_before_any_forward(strategy: str) -> None:
     for is_stale in run_ranks(2, stale_after_step, strategy):
         assert is_stale == [False] * len(is_stale)

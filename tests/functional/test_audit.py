@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from unittest import mock
 
 import pytest
@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from megatron_fsdp import Audit, ConfigError, MixedPrecisionPolicy, StateError, Watch, fully_shard_optimizer, microbatch
+from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 from tests.functional.models import Model, draw_tokens, loss_of, make_mesh, make_model, shard_model, whole_state
 from tests.harness import run_ranks
@@ -101,15 +102,16 @@ def reduce_twice(model: Model) -> None:
     """Reduce a unit's gradient buffer twice in one backward."""
     buffer = model.blocks[1].parameter_groups[0].gradients
     assert buffer is not None
-    reduce = buffer.reduce
+    reduce = GradientBuffer.reduce
 
-    def twice() -> None:
-        reduce()
-        buffer._begin()
-        buffer.packed.zero_()
-        reduce()
+    def twice(buffers: Sequence[GradientBuffer], owner: int = 0) -> None:
+        reduce(buffers, owner)
+        if buffer in buffers:
+            buffer._begin()
+            buffer.packed.zero_()
+            reduce([buffer])
 
-    mock.patch.object(buffer, "reduce", twice).start()
+    mock.patch.object(GradientBuffer, "reduce", staticmethod(twice)).start()
 
 
 def never_reduce(model: Model) -> None:
@@ -159,7 +161,7 @@ def gather_wrongly(model: Model) -> None:
 FAULTS: dict[str, tuple[Callable[[Model], None], str, str]] = {
     "stale": (
         leave_weights_stale,
-        "zero 3",
+        "hfsdp",
         "'blocks.1': (the gathered weight of parameter 'experts' is not its|on another rank)",
     ),
     # Where weights rest whole, a rank's own part is the main weight itself, and the others' are old.

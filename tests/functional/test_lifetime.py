@@ -218,6 +218,7 @@ def bytes_at_rest_after(mode: str) -> list[int]:
         run_to_failure(model, mode, step)
         model.zero_grad()
         loss_of(model, step).backward()
+        model.zero_grad()
         held.append(memory_meter().current_bytes)
     return held
 

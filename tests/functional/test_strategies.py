@@ -53,6 +53,7 @@ def test_memory_at_rest_and_traffic_are_predicted_to_the_byte_under(setting: Set
     for rank, seen in enumerate(outcome_of(setting)):
         assert seen.predicted_bytes == seen.resting_bytes, f"rank {rank} of {setting!r}"
         assert seen.predicted_optimizer_bytes == seen.optimizer_bytes, f"rank {rank} of {setting!r}"
+        assert seen.predicted_gradient_bytes == seen.gradient_bytes > 0, f"rank {rank} of {setting!r}"
         assert seen.predicted_traffic == seen.traffic, f"rank {rank} of {setting!r}"
 
 
@@ -64,7 +65,10 @@ COMPARED = nightly_but([((2,), "bf16 compute")], product(SHARDED_MESHES, POLICIE
 def test_each_zero_stage_keeps_less_than_the_one_before(mesh: tuple[int, ...], policy: str) -> None:
     by_strategy = [outcome_of(Setting(strategy, mesh, policy, 1)) for strategy in ZERO]
     for rank in range(mesh[0]):
-        kept = [outcomes[rank].resting_bytes + outcomes[rank].optimizer_bytes for outcomes in by_strategy]
+        kept = [
+            outcome.resting_bytes + outcome.optimizer_bytes + outcome.gradient_bytes
+            for outcome in (outcomes[rank] for outcomes in by_strategy)
+        ]
         assert all(earlier > later for earlier, later in pairwise(kept)), (
             f"rank {rank}: {dict(zip(ZERO, kept, strict=True))}"
         )

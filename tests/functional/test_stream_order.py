@@ -46,7 +46,8 @@ def name_buffers(watching: Checker, model: nn.Module) -> None:
     for group in groups_of(model):
         buffers = {"main_weight": group.main_weight, "model_weight": group.model_weight, "main_grad": group.main_grad}
         for name, buffer in buffers.items():
-            if buffer is not None:
+            # Others are named when they get memory.
+            if buffer is not None and buffer.is_allocated:
                 watching.name(f"{group.name}: {name}", buffer.local_buffer)
 
 

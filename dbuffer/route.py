@@ -1,0 +1,59 @@
+"""Route: a change of placements that is made again and again."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from dbuffer.buffer import DBuffer
+from dbuffer.collectives import Part, all_gather, reduce_scatter
+from dbuffer.placements import Flat, Partial, Replicate
+
+__all__ = ["Route"]
+
+
+class Route:
+    """Does ``source.redistribute(out.placements, out=out)`` as often as it is called.
+
+    Where that is one collective, whoever calls may issue it together with others.
+    """
+
+    def __init__(self, source: DBuffer, out: DBuffer) -> None:
+        self._source, self._out = source, out
+        pairs = enumerate(zip(source.placements, out.placements, strict=True))
+        self._changes = [(axis, before, after) for axis, (before, after) in pairs if before != after]
+        self._is_single: bool | None = None
+
+    def parts(self, works: list[dist.Work] | None) -> list[Part]:
+        """Return the collective that is to be issued; where it takes more than one, do it all, and return none.
+
+        Args:
+            works: as in ``DBuffer.redistribute``.
+        """
+        source, out = self._source, self._out
+        if self._is_single is None:
+            self._is_single = self._check()
+        if not self._is_single:
+            source.redistribute(out.placements, out=out, works=works)
+            return []
+        axis, before, _ = self._changes[0]
+        if isinstance(before, Partial):
+            return [Part(source.axes[axis], source.local_buffer, out.local_buffer, before.reduce_op)]
+        return [Part(source.axes[axis], out.local_buffer, source.local_buffer)]
+
+    def _check(self) -> bool:
+        if len(self._changes) != 1:
+            return False
+        axis, before, after = self._changes[0]
+        if isinstance(before, Replicate) or (isinstance(before, Partial) and not isinstance(after, Flat)):
+            return False
+        _, target = self._source._change(axis, type(before), after)
+        self._source._output(self._out, target)
+        return True
+
+    def __call__(self, works: list[dist.Work] | None = None) -> None:
+        """Issue it; ``works`` as in ``DBuffer.redistribute``."""
+        for part in self.parts(works):
+            if part.op:
+                reduce_scatter(part.shard, part.whole, part.axis, part.op, works)
+            else:
+                all_gather(part.whole, part.shard, part.axis, works)
