@@ -21,7 +21,9 @@ class Route:
         self._source, self._out = source, out
         pairs = enumerate(zip(source.placements, out.placements, strict=True))
         self._changes = [(axis, before, after) for axis, (before, after) in pairs if before != after]
-        self._is_single: bool | None = None
+        self._is_checked = False
+        # Tensors keep their identity while their memory comes and goes.
+        self._parts: list[Part] = []
 
     def parts(self, works: list[dist.Work] | None) -> list[Part]:
         """Return the collective that is to be issued; where it takes more than one, do it all, and return none.
@@ -29,26 +31,25 @@ class Route:
         Args:
             works: as in ``DBuffer.redistribute``.
         """
-        source, out = self._source, self._out
-        if self._is_single is None:
-            self._is_single = self._check()
-        if not self._is_single:
-            source.redistribute(out.placements, out=out, works=works)
+        if not self._is_checked:
+            self._parts = self._check()
+            self._is_checked = True
+        if not self._parts:
+            self._source.redistribute(self._out.placements, out=self._out, works=works)
+        return self._parts
+
+    def _check(self) -> list[Part]:
+        if len(self._changes) != 1:
             return []
-        axis, before, _ = self._changes[0]
+        axis, before, after = self._changes[0]
+        if isinstance(before, Replicate) or (isinstance(before, Partial) and not isinstance(after, Flat)):
+            return []
+        source, out = self._source, self._out
+        _, target = source._change(axis, type(before), after)
+        source._output(out, target)
         if isinstance(before, Partial):
             return [Part(source.axes[axis], source.local_buffer, out.local_buffer, before.reduce_op)]
         return [Part(source.axes[axis], out.local_buffer, source.local_buffer)]
-
-    def _check(self) -> bool:
-        if len(self._changes) != 1:
-            return False
-        axis, before, after = self._changes[0]
-        if isinstance(before, Replicate) or (isinstance(before, Partial) and not isinstance(after, Flat)):
-            return False
-        _, target = self._source._change(axis, type(before), after)
-        self._source._output(self._out, target)
-        return True
 
     def __call__(self, works: list[dist.Work] | None = None) -> None:
         """Issue it; ``works`` as in ``DBuffer.redistribute``."""

@@ -26,7 +26,8 @@ __all__ = ["FlatStorage", "guard_released_storage"]
 _METER = memory_meter()
 
 
-_RELEASED: weakref.WeakValueDictionary[int, FlatStorage] = weakref.WeakValueDictionary()
+# By the address of PyTorch's storage, which stays the same.
+_KNOWN: weakref.WeakValueDictionary[int, FlatStorage] = weakref.WeakValueDictionary()
 
 
 @dataclass(slots=True)
@@ -71,6 +72,7 @@ class FlatStorage:
         self._slot: torch.UntypedStorage | None = None
         self._holding = _Holding(self.nbytes)
         _METER.add(self.nbytes)
+        _KNOWN[self._tensor.untyped_storage()._cdata] = self
         self._finalizer = weakref.finalize(self, self._holding.forget)
         if listeners:
             tell("allocated", self)
@@ -116,14 +118,12 @@ class FlatStorage:
             storage.resize_(0)
             _METER.add(-self.nbytes)
             holding.own_bytes = 0
-        _RELEASED[storage._cdata] = self
 
     def reallocate(self) -> None:
         """Bring the bytes back, with undefined content, under all existing views."""
         if self.is_allocated:
             return
         storage, holding, pool = self._tensor.untyped_storage(), self._holding, self._pool
-        _RELEASED.pop(storage._cdata, None)
         self.is_allocated = True
         if pool is None:
             storage.resize_(self.nbytes)
@@ -159,8 +159,8 @@ class _ReleasedStorageGuard(TorchDispatchMode):
         if func not in _HARMLESS:
             for leaf in tree_iter((args, kwargs or {})):
                 if isinstance(leaf, torch.Tensor) and _has_plain_storage(leaf) and leaf.numel():
-                    owner = _RELEASED.get(leaf.untyped_storage()._cdata)
-                    if owner is not None:
+                    owner = _KNOWN.get(leaf.untyped_storage()._cdata)
+                    if owner is not None and not owner.is_allocated:
                         raise StorageError(
                             f"{owner.name}: {func} was called on a view of it after its storage was released"
                         )

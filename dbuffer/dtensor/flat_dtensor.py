@@ -86,8 +86,8 @@ class FlatDTensor(PlacedTensor):
     def grad(self, value: torch.Tensor | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             _GRAD.__set__(self, value)
-        if value is None and self.on_grad_dropped is not None:
-            self.on_grad_dropped()
+            if value is None and self.on_grad_dropped is not None:
+                self.on_grad_dropped()
 
     @grad.deleter
     def grad(self) -> None:

@@ -148,8 +148,6 @@ class GradBinding:
         """Take notice that a ``.grad`` was set to None."""
         if self.state is GradState.PARTIAL or self.has_sum_under_way:
             return
-        if _get(self._parameters[self._probe]) is not None:
-            return
         with torch._C.DisableTorchFunctionSubclass():
             for index, parameter in enumerate(self._parameters):
                 if _get(parameter) is not None:
@@ -455,7 +453,8 @@ class _Dropped:
 
     def __call__(self) -> None:
         binding = self._binding()
-        if binding is not None:
+        # Called for every parameter in every step: the others are asked when one of them has none.
+        if binding is not None and _get(binding._parameters[binding._probe]) is None:
             binding.dropped()
 
     def __reduce__(self) -> Any:
