@@ -158,7 +158,8 @@ def reduce_scatter(
     """Reduce ``full`` over the ranks of the axis and keep this rank's slice in ``output``.
 
     Args:
-        output: 1-D, ``full.numel() / axis.size`` elements; may be this rank's slice of ``full``.
+        output: 1-D, ``full.numel() / axis.size`` elements; may be this rank's slice of ``full``. Of a wider dtype the
+            sum is made in that, by each rank for itself: no rounding, and no order, of the backend's.
         full: 1-D; its content outside ``output`` is undefined afterwards.
         op: "sum" or "avg".
     """
@@ -169,7 +170,9 @@ def reduce_scatter(
     group = axis.reduce_group
     # The content of all of ``full`` is undefined afterwards.
     told = _told("reduce_scatter", axis, full, group, full, full, output) if listeners else None
-    if full.is_cpu and _is_gloo(group):
+    if output.dtype is not full.dtype:
+        _finish(_reduce_by_exchange(full, output, axis, op), works)
+    elif full.is_cpu and _is_gloo(group):
         is_small = 0 < full.nbytes <= _MOST_EXCHANGED_BYTES
         _finish((_reduce_by_exchange if is_small else _reduce_in_place)(full, output, axis, op), works)
     else:
@@ -221,7 +224,7 @@ def reduce_together(parts: Sequence[Part], works: list[dist.Work] | None = None)
         if listeners:
             transfer = Transfer("reduce_scatter", group, tuple(wholes), (*wholes, *shards))
             told = _told_of("reduce_scatter", axis, wholes, transfer)
-        if wholes[0].is_cpu and _is_gloo(group):
+        if _is_wide(alike[0]) or (wholes[0].is_cpu and _is_gloo(group)):
             _finish(_reduce_by_message(list(zip(wholes, shards, strict=True)), axis, op), works)
         else:
             sources = [whole.clone() for whole in wholes] if is_off("in-place") else wholes
@@ -241,15 +244,23 @@ def _alike(
     for part in parts:
         group = group_of(part.axis) if part.axis.size > 1 else None
         by_dtype = is_reduction and group is not None and not (part.whole.is_cpu and _is_gloo(group))
-        found.setdefault((group, part.op, part.whole.dtype if by_dtype else None), []).append(part)
+        key = (_is_wide(part), part.whole.dtype) if by_dtype else None
+        found.setdefault((group, part.op, key), []).append(part)
     for alike in found.values():
         yield alike[0].axis, group_of(alike[0].axis), alike
+
+
+def _is_wide(part: Part) -> bool:
+    """Whether a reduction adds up in a wider dtype than travels."""
+    return part.shard.dtype is not part.whole.dtype
 
 
 def _travel_together(parts: Sequence[Part], group: dist.ProcessGroup) -> bool:
     first = parts[0]
     if len(parts) == 1 or first.axis.size == 1 or _is_traced(first.shard):
         return False
+    if _is_wide(first):
+        return True
     if first.whole.is_cpu and _is_gloo(group):
         return 0 < sum(part.whole.nbytes for part in parts) <= _MOST_EXCHANGED_BYTES
     return _coalesces(group, first.whole.device)

@@ -122,22 +122,42 @@ def _reduce_by_exchange(full: torch.Tensor, output: torch.Tensor, axis: MeshAxis
     # With one other rank nothing has to go by way of this rank's own slice.
     is_pair = axis.size == 2
     sent = slices[1 - axis.rank] if is_pair else full
-    scratch = _take_scratch(sent.nbytes)
+    scratch = _take_scratch(sent.nbytes, full.device)
     received = scratch[: sent.nbytes]
     work = _exchange(received, sent, axis, axis.reduce_group)
 
     def add_up() -> None:
-        mine = slices[axis.rank]
-        if not _same_memory(output, mine):
-            output.copy_(mine)
-        for rank, term in enumerate(received.view(full.dtype).view(-1, output.numel())):
-            if is_pair or rank != axis.rank:
-                output.add_(term)
-        if op == "avg":
-            output.div_(axis.size)
+        _add_up(output, slices[axis.rank], received.view(full.dtype).view(-1, output.numel()), axis, op)
         _give_scratch_back(scratch)
 
     return _WorkThen(work, add_up)
+
+
+def _add_up(output: torch.Tensor, mine: torch.Tensor, others: torch.Tensor, axis: MeshAxis, op: str) -> None:
+    """Write the sum of this rank's slice and the other ranks' into ``output``.
+
+    Args:
+        others: (1, elements) of the one other rank, or (ranks, elements) of all, of which this rank's is left out.
+        op: "sum", or "avg", which divides. An ``output`` of a wider dtype is the sum in that dtype, in rank order.
+    """
+    terms = list(others) if len(others) != 1 else [others[0], others[0]]
+    terms[axis.rank] = mine
+    if output.dtype is not mine.dtype and output.is_cuda and len(others) > 1:
+        # One launch, however many ranks.
+        others[axis.rank].copy_(mine)
+        torch.sum(others, 0, dtype=output.dtype, out=output)
+    elif output.dtype is not mine.dtype:
+        output.copy_(terms[0])
+        for term in terms[1:]:
+            output.add_(term)
+    else:
+        if not _same_memory(output, mine):
+            output.copy_(mine)
+        for rank, term in enumerate(terms):
+            if rank != axis.rank:
+                output.add_(term)
+    if op == "avg":
+        output.div_(axis.size)
 
 
 def _gather_from_other(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis) -> dist.Work:
@@ -169,13 +189,14 @@ def _bytes_of(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
     return tensor.view(torch.uint8).view(num_ranks, -1)
 
 
-def _messages(num_bytes: int, axis: MeshAxis) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+def _messages(num_bytes: int, axis: MeshAxis, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """Return memory for the messages to others and from others, one in each row, and whose rows these are.
 
     With one other rank nothing goes by way of this one's own row.
     """
     others = [1 - axis.rank] if axis.size == 2 else list(range(axis.size))
-    return *(_take_scratch(len(others) * num_bytes) for _ in range(2)), others  # type: ignore[return-value]
+    sent, received = (_take_scratch(len(others) * num_bytes, device) for _ in range(2))
+    return sent, received, others
 
 
 def _rows(scratch: torch.Tensor, num_rows: int, num_bytes: int) -> torch.Tensor:
@@ -185,7 +206,7 @@ def _rows(scratch: torch.Tensor, num_rows: int, num_bytes: int) -> torch.Tensor:
 def _gather_by_message(parts: Sequence[_Part], axis: MeshAxis) -> dist.Work:
     """Gather several shards, of any dtypes, by one exchange of messages that hold all of a rank's."""
     places, num_bytes = _places(parts)
-    sent, received, others = _messages(num_bytes, axis)
+    sent, received, others = _messages(num_bytes, axis, parts[0][0].device)
     leaving, arriving = _rows(sent, len(others), num_bytes), _rows(received, len(others), num_bytes)
     for (whole, shard), place in zip(parts, places, strict=True):
         mine = whole.view(axis.size, -1)[axis.rank]
@@ -208,8 +229,9 @@ def _gather_by_message(parts: Sequence[_Part], axis: MeshAxis) -> dist.Work:
 
 def _reduce_by_message(parts: Sequence[_Part], axis: MeshAxis, op: str) -> dist.Work:
     """Reduce-scatter several tensors, of any dtypes, by one exchange; added up as ``_reduce_by_exchange`` does."""
-    places, num_bytes = _places(parts)
-    sent, received, others = _messages(num_bytes, axis)
+    slices = [whole.view(axis.size, -1) for whole, _ in parts]
+    places, num_bytes = _places([(whole, rows[axis.rank]) for (whole, _), rows in zip(parts, slices, strict=True)])
+    sent, received, others = _messages(num_bytes, axis, parts[0][0].device)
     leaving, arriving = _rows(sent, len(others), num_bytes), _rows(received, len(others), num_bytes)
     for (whole, _), place in zip(parts, places, strict=True):
         rows = _bytes_of(whole, axis.size)
@@ -218,15 +240,8 @@ def _reduce_by_message(parts: Sequence[_Part], axis: MeshAxis, op: str) -> dist.
     work = _exchange(arriving.view(-1), leaving.view(-1), axis, axis.reduce_group)
 
     def add_up() -> None:
-        for (whole, output), place in zip(parts, places, strict=True):
-            mine = whole.view(axis.size, -1)[axis.rank]
-            if not _same_memory(output, mine):
-                output.copy_(mine)
-            for row, other in zip(arriving, others, strict=True):
-                if other != axis.rank:
-                    output.add_(row[place].view(whole.dtype))
-            if op == "avg":
-                output.div_(axis.size)
+        for (whole, output), rows, place in zip(parts, slices, places, strict=True):
+            _add_up(output, rows[axis.rank], arriving[:, place].contiguous().view(whole.dtype), axis, op)
         _give_scratch_back(sent)
         _give_scratch_back(received)
 
@@ -252,15 +267,17 @@ _scratch: list[torch.Tensor] = []
 _MOST_SCRATCH_KEPT = 2
 
 
-def _take_scratch(num_bytes: int) -> torch.Tensor:
-    for position, known in enumerate(_scratch):
+def _take_scratch(num_bytes: int, device: torch.device) -> torch.Tensor:
+    for position, known in enumerate(_scratch if device.type == "cpu" else ()):
         if known.numel() >= num_bytes:
             return _scratch.pop(position)
     with torch.inference_mode(False):
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _give_scratch_back(scratch: torch.Tensor) -> None:
+    if not scratch.is_cpu:
+        return
     _scratch.append(scratch)
     if len(_scratch) > _MOST_SCRATCH_KEPT:
         _scratch.sort(key=torch.Tensor.numel)

@@ -225,6 +225,7 @@ class FsdpConfig:
             reduce_dtype=self._reduce_dtype() or main_grads,
             main_params_dtype=DTYPES.get(self.megatron_fsdp_main_params_dtype, self._compute_dtype()),
             main_grads_dtype=main_grads,
+            accumulate_dtype=torch.float32 if self.ddp_reduce_scatter_with_fp32_accumulation else None,
             # As Megatron's kernel does: FP32 gradients of 16-bit weights are sums of products that were never rounded.
             fuse_weight_gradients="wide" if self.gradient_accumulation_fusion else False,
         )
@@ -332,6 +333,10 @@ class FsdpConfig:
         else:
             causes = self._dtype_causes("megatron_fsdp_grad_comm_dtype", less or [main_grads])
             yield _dtype_decision("gradients are reduced in", policy.reduce_dtype, causes)
+        if self.ddp_reduce_scatter_with_fp32_accumulation:
+            why = self._why_without_effect(flag_of("ddp_reduce_scatter_with_fp32_accumulation"))
+            what = f"as without it, since {why}" if why else "in fp32 by each rank for itself"
+            yield f"ranks' gradients are added up {what}: {_spell(self, 'ddp_reduce_scatter_with_fp32_accumulation')}"
 
     def _dtype_causes(self, field: str, when_auto: list[str]) -> list[str]:
         return [_spell(self, field), *(when_auto if getattr(self, field) == "auto" else [])]
@@ -350,6 +355,8 @@ class FsdpConfig:
         if flag.dest == "grad_reduce_in_bf16" and not self.bf16:
             return "it belongs to --bf16; --megatron-fsdp-grad-comm-dtype bf16 reduces in bf16 without it"
         policy = self.mixed_precision_policy()
+        if flag.dest == "ddp_reduce_scatter_with_fp32_accumulation":
+            return self._why_no_wide_sums(policy.reduce_dtype)
         is_of_wire = flag.dest in ("grad_reduce_in_bf16", "megatron_fsdp_grad_comm_dtype")
         if is_of_wire and self._rests_partial and policy.reduce_dtype is not policy.main_grads_dtype:
             strategy = _spell(self, "data_parallel_sharding_strategy")
@@ -362,6 +369,13 @@ class FsdpConfig:
         ):
             return f"gradients of {DTYPE_NAMES[policy.param_dtype]} weights are packed as {DTYPE_NAMES[packed]}"
         return ""
+
+    def _why_no_wide_sums(self, reduce_dtype: torch.dtype | None) -> str:
+        if self._rests_partial:
+            strategy = _spell(self, "data_parallel_sharding_strategy")
+            return f"with {strategy} gradients are reduced as they are, see --megatron-fsdp-main-grads-dtype"
+        is_wide = reduce_dtype is not None and reduce_dtype.itemsize >= torch.float32.itemsize
+        return "gradients travel in fp32; see --megatron-fsdp-grad-comm-dtype" if is_wide else ""
 
     @property
     def _rests_partial(self) -> bool:

@@ -178,6 +178,18 @@ class GroupFacts:
         return self.plan.numel * self.dtypes.reduce.itemsize if is_packed else 0
 
     @property
+    def reduced_bytes(self) -> int:
+        """Bytes of the sum of packed gradients while it has memory of its own, because it is of a wider dtype."""
+        return sum(self.bytes_of(buffer) for buffer in self._reduced(rest=False))
+
+    def _reduced(self, *, rest: bool) -> tuple[BufferFacts, ...]:
+        """Return that sum's buffer if it is one that rests, as with slots, or one that comes and goes."""
+        accumulate = self.dtypes.accumulate
+        if accumulate is None or not self.packed_bytes or rest is (self.gradient_slot is None):
+            return ()
+        return (BufferFacts("reduced gradients", self.placements.gradient, accumulate),)
+
+    @property
     def cast_bytes(self) -> int:
         """Bytes of the gradients' copy in the main weights' dtype while the optimizer steps; 0 where they have it."""
         # Only the flat AdamW steps split weights, and it casts nothing.
@@ -221,7 +233,7 @@ class GroupFacts:
             *(BufferFacts("remainder", placements.optimizer, torch.int16),) * dtypes.is_split,
             *(BufferFacts("model_weight", placements.parameter, dtypes.compute),) * (not is_alone),
         )
-        return (*weights, *self._gradients(rest=True))
+        return (*weights, *self._gradients(rest=True), *self._reduced(rest=True))
 
     def _gradients(self, *, rest: bool) -> tuple[BufferFacts, ...]:
         """Return the gradient accumulator if it is one that rests, or one that comes and goes."""
@@ -237,7 +249,7 @@ class GroupFacts:
             *(BufferFacts("packed weights", placements.parameter, torch.uint8, num_bytes=wire.num_bytes),)
             * wire.num_copies,
         )
-        return (*buffers, *self._gradients(rest=True))
+        return (*buffers, *self._gradients(rest=True), *self._reduced(rest=True))
 
     @property
     def has_compute_copy(self) -> bool:
@@ -260,6 +272,7 @@ class GroupFacts:
             *(gathered,) * bool(self.gathered_bytes),
             *(part,) * bool(self.part_bytes),
             *(packed,) * bool(self.packed_bytes),
+            *self._reduced(rest=False),
             *self._gradients(rest=False),
         )
 

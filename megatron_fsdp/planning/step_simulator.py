@@ -82,6 +82,7 @@ class _Costs:
     gathered: int
     part: int
     packed: int
+    reduced: int
     gradient: int
     weight_slot: tuple[int, int] | None
     gradient_slot: tuple[int, int] | None
@@ -99,6 +100,7 @@ class _Costs:
             group.gathered_bytes,
             group.part_bytes,
             group.packed_bytes,
+            group.reduced_bytes,
             group.gradient_bytes,
             group.weight_slot,
             group.gradient_slot,
@@ -329,6 +331,7 @@ class _Playback:
         for position, cost in enumerate(self._costs[unit]):
             if cost.packed:
                 self._grade(unit, position)
+                self._hold(cost.reduced, unit)
         self._together(unit, [cost.reduce for cost in self._costs[unit]])
         self._reducing.append(unit)
         self._reduced.add(unit)
@@ -347,6 +350,7 @@ class _Playback:
                 if (unit, group) in self._packed:
                     self._packed.remove((unit, group))
                     self._give_back(cost.packed, cost.gradient_slot)
+                    self._bytes -= cost.reduced
 
     # ------------------------------------------------------------------ bytes
 

@@ -33,6 +33,7 @@ class GroupDtypes:
         is_split: ``main_weight`` is the upper half of FP32 weights, and a buffer of remainders holds the lower.
         gather: "fp8", "mxfp8" or "int8_block" where weights travel in 8 bits and rest in ``main`` alone otherwise.
         moments: "int8" where the optimizer's moments will be 8-bit codes, so that no shard may cut a block of them.
+        accumulate: of the sum over ranks, where that is wider than ``reduce``; None: ``reduce``.
     """
 
     compute: torch.dtype
@@ -42,6 +43,7 @@ class GroupDtypes:
     is_split: bool = False
     moments: str | None = None
     gather: str | None = None
+    accumulate: torch.dtype | None = None
 
     @property
     def block_numel(self) -> int:
@@ -81,6 +83,11 @@ class MixedPrecisionPolicy:
             "fp8" (E4M3, a scale per tensor), "mxfp8" (E4M3, a power of two for 32 elements of a row in forward, of a
             column in backward), "int8_block" (256 elements share a scale). They compute in ``param_dtype`` again;
             gradients stay as they are. Values are the same for any sharding. None: they travel in ``param_dtype``.
+        accumulate_dtype: dtype in which a reduce-scatter adds up what the ranks send, where that is wider than
+            ``reduce_dtype``: ranks exchange their parts, and each adds up its own in an order that no algorithm of a
+            communication library chooses. The bytes of 16 bits, and sums that are rounded like those of 32; it takes a
+            second buffer of the unit's packed gradients while they are reduced. None: the library adds up, in
+            ``reduce_dtype``.
     """
 
     param_dtype: torch.dtype | None = None
@@ -93,6 +100,7 @@ class MixedPrecisionPolicy:
     split_main_params: bool = False
     moments: str | None = None
     gather_dtype: str | None = None
+    accumulate_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.moments not in (None, "int8"):
@@ -135,8 +143,11 @@ class MixedPrecisionPolicy:
             )
         main = torch.bfloat16 if is_split else main
         moments = self.moments if requires_grad else None
+        reduce, accumulate = self.reduce_dtype or compute, self.accumulate_dtype
+        if accumulate is not None and accumulate.itemsize <= reduce.itemsize:
+            accumulate = None
         return GroupDtypes(
-            compute, main, self.reduce_dtype or compute, self.main_grads_dtype or main, is_split, moments
+            compute, main, reduce, self.main_grads_dtype or main, is_split, moments, accumulate=accumulate
         )
 
 

@@ -74,6 +74,7 @@ class GradientBuffer:
         self._trained = self.binding.trained
         if not self.rests_partial:
             self.packed.release_storage()
+        self.reduction.release()
         self.binding.let_go()
         if spec.fuses_weight_gradients:
             is_wide = spec.fuses_weight_gradients == "wide"
@@ -87,7 +88,10 @@ class GradientBuffer:
         self.packed = reduced = final = main_grad
         if not self.rests_partial:
             self.packed = self._buffer(partial, spec.reduce_dtype, "packed gradients", spec.device)
-            reduced = self.packed.slice_view(placements.gradient)
+            if spec.accumulate_dtype is None:
+                reduced = self.packed.slice_view(placements.gradient)
+            else:
+                reduced = self._buffer(placements.gradient, spec.accumulate_dtype, "reduced gradients", spec.device)
         if placements.gradient != placements.optimizer:
             final = main_grad.slice_view(placements.optimizer)
         self.binding = GradBinding(main_grad, final, self._faces, self._template.dtype)
@@ -108,6 +112,11 @@ class GradientBuffer:
         self.unit, self.binding.name = name, f"unit {name!r}"
         self.packed.rename(f"unit {name!r}: packed gradients")
         self.main_grad.rename(f"unit {name!r}: main_grad")
+
+    def keep(self, keeps: bool) -> None:
+        """Have the memory of what comes with gradients all the time, or while there are any."""
+        self.binding.keep(keeps)
+        self.reduction.keep(keeps)
 
     def observe(self, observer: Unit) -> None:
         """Report to ``observer``, which is referred to weakly."""
@@ -311,6 +320,7 @@ class GradientBuffer:
             ticket.wait()
         if tickets:
             self.packed.release_storage()
+            self.reduction.release()
 
     # ------------------------------------------------------------------ sums that are given up
 

@@ -102,7 +102,7 @@ def place_in_slots(group: ParameterGroup, pools: BufferPools | None, choice: Slo
     if not group.gradients.rests_partial:
         group.gradients.packed.storage.use_pool(pool("gradients", choice, placements.gradient))
     # With slots a step calls no allocator.
-    group.gradients.binding.keep(pools is not None or group.spec.is_offloaded)
+    group.gradients.keep(pools is not None or group.spec.is_offloaded)
 
 
 def communicator_has_memory(axes: Sequence[MeshAxis], device: torch.device) -> bool:

@@ -24,7 +24,7 @@ from dbuffer.events import listeners, tell
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
-from megatron_fsdp.errors import AgreementError, StateError
+from megatron_fsdp.errors import AgreementError, ConfigError, StateError
 from megatron_fsdp.policy.offload import hand_back
 from megatron_fsdp.runtime.extension_hooks import ExtensionFaces, ExtensionWeights
 from megatron_fsdp.runtime.freshness import Freshness, refreshes_itself
@@ -151,7 +151,9 @@ class ParameterGroup:
 
     def _make_gradients(self) -> None:
         spec, dtypes = self.spec, self.spec.dtypes
-        rest = (spec.compute_device, spec.is_offloaded, spec.is_pinned, spec.fuses_weight_gradients)
+        rest = (
+            spec.compute_device, spec.is_offloaded, spec.is_pinned, spec.fuses_weight_gradients, dtypes.accumulate
+        )  # fmt: skip
         like = GradientSpec(spec.placements, dtypes.reduce, dtypes.main_grad, spec.divisor, *rest)
         self.gradients = GradientBuffer(self.main_weight, like, self.faces)
         self.gradients.rename(self.name)
@@ -220,7 +222,16 @@ class ParameterGroup:
     def set_reduction(
         self, *, hook: Callable[[torch.Tensor], None] | None = None, function: ReduceFunction | None = None
     ) -> None:
-        """Install a hook on reduced gradients, or a replacement of the reduce-scatter; None leaves what is there."""
+        """Install a hook on reduced gradients, or a replacement of the reduce-scatter; None leaves what is there.
+
+        Raises:
+            ConfigError: a replacement where the policy has the engine add up itself.
+        """
+        if function is not None and self.spec.dtypes.accumulate is not None:
+            raise ConfigError(
+                f"unit {self.name!r}: a custom reduce-scatter adds up by itself, but the policy says "
+                f"accumulate_dtype={self.spec.dtypes.accumulate}; give one of the two"
+            )
         self._hook, self._function = hook or self._hook, function or self._function
         if self.gradients is not None:
             self.gradients.reduction.hook, self.gradients.reduction.function = self._hook, self._function

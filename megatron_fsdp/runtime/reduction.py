@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dbuffer import DBuffer
+from dbuffer import DBuffer, PlacementError
 from dbuffer.collectives import Part, reduce_together
 from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
 from dbuffer_kernels import accumulate
+from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.lanes import Ticket, lane
 
@@ -37,6 +38,7 @@ class GradientSpec:
         device: where gradients are produced and reduced.
         is_offloaded: ``main_grad`` lies in CPU memory, with the main weights. is_pinned: in pages that a GPU writes.
         fuses_weight_gradients: linear layers may multiply gradients into the packed buffer; "wide": of a wider dtype.
+        accumulate_dtype: of the sum over ranks where that is wider than the wire; None: as the wire.
     """
 
     placements: Placements
@@ -47,6 +49,7 @@ class GradientSpec:
     is_offloaded: bool = False
     is_pinned: bool = False
     fuses_weight_gradients: bool | str = True
+    accumulate_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +85,35 @@ def submit_reductions(device: torch.device, all_stages: Sequence[Stages], owner:
     return lane("reduce", device).submit(start, fold, fold_on_host if on_host else None, owner=owner)
 
 
+def _wide_part(packed: DBuffer, reduced: DBuffer) -> list[Part]:
+    """Return the reduction of one axis whose sum is of a wider dtype.
+
+    Raises:
+        ConfigError: gradients are sharded over several axes, or none.
+    """
+    try:
+        axis = only_flat_axis(reduced.axes, reduced.placements)
+    except PlacementError as error:
+        raise ConfigError(
+            f"MixedPrecisionPolicy(accumulate_dtype={reduced.dtype}) needs gradients that are sharded over exactly one "
+            f"axis: {error}; use another strategy, or reduce_dtype={reduced.dtype}"
+        ) from error
+    return [Part(axis, packed.local_buffer, reduced.local_buffer, "sum")]
+
+
 class Reduction:
     """The way of one group's gradients from the packed buffer to the optimizer.
 
     Args:
-        packed: receives autograd's gradients. reduced: the slice of it that its reduction leaves to this rank.
+        packed: receives autograd's gradients. reduced: the slice of it that its reduction leaves to this rank; or, of a
+            wider dtype, memory of its own.
         main_grad: the accumulator. final: the slice of it that the optimizer reads.
         is_offloaded: ``main_grad`` lies in CPU memory beside the main weights. is_pinned: in pages that a GPU writes.
 
     Attributes:
         hook: called with each reduced gradient (1-D, averaged) before it is accumulated, to reduce it further.
         function: used instead of the reduce-scatter.
+        keeps: what is reduced into has memory all the time, where it has its own.
     """
 
     def __init__(
@@ -101,7 +122,9 @@ class Reduction:
     ) -> None:  # fmt: skip
         self.hook: Hook | None = None
         self.function: ReduceFunction | None = None
+        self.keeps = False
         self._packed, self._reduced = packed, reduced
+        self._wide = _wide_part(packed, reduced) if reduced.dtype is not packed.dtype else []
         self._route = Route(packed, reduced)
         self._main_grad, self._final = main_grad, final
         self.is_offloaded = is_offloaded
@@ -117,6 +140,7 @@ class Reduction:
         """
         # Not self: a ticket that nobody waits for must not keep this object alive.
         reduced, main_grad = self._reduced, self._main_grad
+        reduced.reallocate_storage()
         # Where axes are left to reduce at the end, the hook's turn comes after them, in ``finish``.
         hook = self.hook if self._final is self._main_grad else None
         staging = self._staged()
@@ -139,11 +163,11 @@ class Reduction:
         return Stages(self._operation(), fold, None if staging is None else fold_on_host)
 
     def _operation(self) -> Callable[[list[dist.Work] | None], list[Part]]:
-        packed, reduced, function, route = self._packed, self._reduced, self.function, self._route
+        packed, reduced, function, route, wide = self._packed, self._reduced, self.function, self._route, self._wide
 
         def run(works: list[dist.Work] | None) -> list[Part]:
             if function is None:
-                return route.parts(works)
+                return wide or route.parts(works)
             group = only_flat_axis(reduced.axes, reduced.placements).reduce_group
             output, whole = reduced.local_buffer, packed.local_buffer
             work = function(output, whole, group, dist.ReduceOp.SUM, works is not None)
@@ -152,6 +176,18 @@ class Reduction:
             return []
 
         return run
+
+    def keep(self, keeps: bool) -> None:
+        """Have the memory of what is reduced into all the time, or while it is in use."""
+        self.keeps = keeps
+        if keeps and self._wide:
+            self._reduced.reallocate_storage()
+        self.release()
+
+    def release(self) -> None:
+        """Release what the reduction left, which is folded."""
+        if self._wide and not self.keeps:
+            self._reduced.release_storage()
 
     def _staged(self) -> torch.Tensor | None:
         """Return the CPU memory by which reduced gradients reach an offloaded ``main_grad``; None for any other."""
