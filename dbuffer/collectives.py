@@ -18,6 +18,7 @@ import torch.distributed as dist
 from dbuffer.events import listen, listeners, tell
 from dbuffer.gloo import (
     _MOST_EXCHANGED_BYTES,
+    _all_reduce_by_message,
     _finish,
     _gather_by_message,
     _gather_from_other,
@@ -38,6 +39,7 @@ __all__ = [
     "Transfer",
     "all_gather",
     "all_reduce",
+    "all_reduce_together",
     "all_to_all",
     "barrier",
     "broadcast",
@@ -209,6 +211,30 @@ def gather_together(parts: Sequence[Part], works: list[dist.Work] | None = None)
             tell("transferred", told)
 
 
+def all_reduce_together(parts: Sequence[Part], works: list[dist.Work] | None = None) -> None:
+    """Do ``all_reduce`` for each part's ``whole``: those along one axis, of one dtype, in one collective."""
+    for axis, group, alike in _alike(parts, lambda axis: axis.reduce_group, is_reduction=True, by_dtype=True):
+        wholes, op = [part.whole for part in alike], alike[0].op
+        if not _travel_together(alike, group):
+            for whole in wholes:
+                all_reduce(whole, axis, op, works)
+            continue
+        told = None
+        if listeners:
+            transfer = Transfer("all_reduce", group, tuple(wholes), tuple(wholes))
+            told = _told_of("all_reduce", axis, wholes, transfer)
+        if wholes[0].is_cpu and _is_gloo(group):
+            _finish(_all_reduce_by_message(wholes, axis, op), works)
+        else:
+            with _coalescing(group=group, async_ops=works is not None) as manager:
+                for whole in wholes:
+                    dist.all_reduce(whole, op=_reduce_op(op), group=group, async_op=works is not None)
+            if works is not None:
+                works.append(manager)
+        if told is not None:
+            tell("transferred", told)
+
+
 def reduce_together(parts: Sequence[Part], works: list[dist.Work] | None = None) -> None:
     """Do ``reduce_scatter`` for each part: those along one axis, with one operation, in one collective.
 
@@ -234,7 +260,11 @@ def reduce_together(parts: Sequence[Part], works: list[dist.Work] | None = None)
 
 
 def _alike(
-    parts: Sequence[Part], group_of: Callable[[MeshAxis], dist.ProcessGroup], *, is_reduction: bool = False
+    parts: Sequence[Part],
+    group_of: Callable[[MeshAxis], dist.ProcessGroup],
+    *,
+    is_reduction: bool = False,
+    by_dtype: bool = False,
 ) -> Iterator[tuple[MeshAxis, dist.ProcessGroup, list[Part]]]:
     """Yield the parts that can travel together, in the order of the first of each."""
     if len(parts) == 1:
@@ -243,8 +273,8 @@ def _alike(
     found: dict[object, list[Part]] = {}
     for part in parts:
         group = group_of(part.axis) if part.axis.size > 1 else None
-        by_dtype = is_reduction and group is not None and not (part.whole.is_cpu and _is_gloo(group))
-        key = (_is_wide(part), part.whole.dtype) if by_dtype else None
+        mixes = not is_reduction or (group is not None and part.whole.is_cpu and _is_gloo(group))
+        key = None if mixes and not by_dtype else (_is_wide(part), part.whole.dtype)
         found.setdefault((group, part.op, key), []).append(part)
     for alike in found.values():
         yield alike[0].axis, group_of(alike[0].axis), alike

@@ -133,6 +133,23 @@ def _reduce_by_exchange(full: torch.Tensor, output: torch.Tensor, axis: MeshAxis
     return _WorkThen(work, add_up)
 
 
+def _all_reduce_by_message(tensors: Sequence[torch.Tensor], axis: MeshAxis, op: str) -> dist.Work:
+    """All-reduce several tensors of one dtype as one."""
+    sizes = [tensor.numel() for tensor in tensors]
+    scratch = _take_scratch(sum(sizes) * tensors[0].itemsize, tensors[0].device)
+    whole = scratch[: sum(sizes) * tensors[0].itemsize].view(tensors[0].dtype)
+    torch.cat([tensor.view(-1) for tensor in tensors], out=whole)
+    work = _start(dist.all_reduce, whole, op=_reduce_op(op), group=axis.reduce_group, waits=False)
+    assert work is not None
+
+    def take_apart() -> None:
+        for tensor, part in zip(tensors, whole.split(sizes), strict=True):
+            tensor.view(-1).copy_(part)
+        _give_scratch_back(scratch)
+
+    return _WorkThen(work, take_apart)
+
+
 def _add_up(output: torch.Tensor, mine: torch.Tensor, others: torch.Tensor, axis: MeshAxis, op: str) -> None:
     """Write the sum of this rank's slice and the other ranks' into ``output``.
 

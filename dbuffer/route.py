@@ -38,6 +38,16 @@ class Route:
             self._source.redistribute(self._out.placements, out=self._out, works=works)
         return self._parts
 
+    def part_on_all(self) -> Part | None:
+        """Return the all-reduce in place that is all there is to it; None where it is anything else."""
+        source, out = self._source, self._out
+        if len(self._changes) != 1 or source.local_buffer.data_ptr() != out.local_buffer.data_ptr():
+            return None
+        axis, before, after = self._changes[0]
+        if not isinstance(before, Partial) or not isinstance(after, Replicate):
+            return None
+        return Part(source.axes[axis], source.local_buffer, source.local_buffer, before.reduce_op)
+
     def _check(self) -> list[Part]:
         if len(self._changes) != 1:
             return []

@@ -25,7 +25,12 @@ from megatron_fsdp.optim.grad_norm import global_norm
 from megatron_fsdp.optim.int8_moments import CODED_KEYS, Int8GroupMoments, decoded_state
 from megatron_fsdp.optim.loaded_state import hide_state, lay_out_loaded_state, parameters_of, reveal_state, state_dtype
 from megatron_fsdp.optim.nonfinite import Reading, check_policy, clip_factor, may_step
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
+from megatron_fsdp.runtime.parameter_group import (
+    ParameterGroup,
+    catch_up_together,
+    group_of_parameter,
+    refreshes_itself,
+)
 
 __all__ = ["AdamW"]
 
@@ -158,9 +163,7 @@ class AdamW(torch.optim.AdamW):
             update.run(rows, factor)
         for moments, _ in gradients.groups:
             moments.settle()
-        for moments in binding.groups:
-            if moments.group is not None:
-                moments.group.catch_up()
+        catch_up_together(moments.group for moments in binding.groups if moments.group is not None)
         self._entries = tuple(self.state.values())
         return loss
 

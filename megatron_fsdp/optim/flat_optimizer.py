@@ -16,7 +16,12 @@ from dbuffer import FlatDTensor
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.flat_parameters import FlatParameter, Member, flat_view, parameters_to_train
 from megatron_fsdp.optim.loaded_state import lay_out_loaded_state
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
+from megatron_fsdp.runtime.parameter_group import (
+    ParameterGroup,
+    catch_up_together,
+    group_of_parameter,
+    refreshes_itself,
+)
 
 __all__ = ["FlatOptimizer"]
 
@@ -106,10 +111,8 @@ class FlatOptimizer(Optimizer):
             for parameter in flat:
                 parameter.take_back()
         self._publish()
-        for reference in self._owners:
-            group = reference()
-            if group is not None:
-                group.catch_up()
+        owners = (reference() for reference in self._owners)
+        catch_up_together(group for group in owners if group is not None)
         return loss
 
     # ------------------------------------------------------------------ state

@@ -25,7 +25,12 @@ from megatron_fsdp.optim.newton_schulz import Iteration, coefficients, scale_fac
 from megatron_fsdp.optim.nonfinite import Reading, check_policy, clip_factor, may_step
 from megatron_fsdp.optim.owner_ranks import owner_ranks
 from megatron_fsdp.optim.ownership import MatrixWork, holders_of, plan_ownership
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
+from megatron_fsdp.runtime.parameter_group import (
+    ParameterGroup,
+    catch_up_together,
+    group_of_parameter,
+    refreshes_itself,
+)
 
 __all__ = ["Domain", "Muon"]
 
@@ -157,9 +162,8 @@ class Muon(Optimizer):
             group.settle()
         for moments, _ in gradients.moments:
             moments.settle()
-        for each in (*binding.matrices, *binding.moments):
-            if each.group is not None:
-                each.group.catch_up()
+        stepped = (each.group for each in (*binding.matrices, *binding.moments))
+        catch_up_together(group for group in stepped if group is not None)
         return loss
 
     def _step_matrices(

@@ -17,7 +17,12 @@ from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.fresh_state import show_fresh_state
 from megatron_fsdp.optim.loaded_state import lay_out_loaded_state, parameters_of, refuse_split_weights
 from megatron_fsdp.runtime.grad_binding import GradState, grads_of
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter, refreshes_itself
+from megatron_fsdp.runtime.parameter_group import (
+    ParameterGroup,
+    catch_up_together,
+    group_of_parameter,
+    refreshes_itself,
+)
 
 __all__ = [
     "fully_shard_optimizer",
@@ -71,12 +76,11 @@ def _before_step(references: Iterable[weakref.ref[ParameterGroup]], optimizer: O
 
 
 def _after_step(references: Iterable[weakref.ref[ParameterGroup]], *_: Any) -> None:
-    for reference in references:
-        group = reference()
-        if group is not None:
-            if group.gradients is not None:
-                group.gradients.binding.restore_dtype()
-            group.catch_up()
+    groups = [group for reference in references if (group := reference()) is not None]
+    for group in groups:
+        if group.gradients is not None:
+            group.gradients.binding.restore_dtype()
+    catch_up_together(groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,7 +188,7 @@ class _Playback:
         self._enter(Phase.STEP)
         self._cast_gradients()
         for unit, costs in enumerate(self._costs):
-            self._one_by_one(unit, [cost.refresh for cost in costs])
+            self._together(unit, [cost.refresh for cost in costs])
 
     def _zero_grad(self) -> None:
         self._graded.clear()
@@ -272,7 +272,7 @@ class _Playback:
             self._drain(schedule, 0)
         for unit, costs in enumerate(self._costs):
             if is_last:
-                self._one_by_one(unit, [cost.finalize for cost in costs])
+                self._together(unit, [cost.finalize for cost in costs])
             if self._units[unit].reshards_after_backward:
                 self._release(unit)
         self._arrived.clear()

@@ -141,6 +141,5 @@ class _AskedGradients(GradientBuffer):
         self.wait()
         if self.binding.hold():
             self.main_grad.zero_()
-        if self.binding.final is not self.main_grad:
-            self.reduction.finish()
+        self.reduction.finish([self.reduction])
         return self.binding.final

@@ -22,6 +22,7 @@ from megatron_fsdp.runtime.lanes import join_lanes
 from megatron_fsdp.runtime.missing_gradients import MissingGradients
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.pending_sums import open_backwards
+from megatron_fsdp.runtime.reduction import Reduction
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Call, Unit, alive, is_in_backward
 
@@ -319,13 +320,18 @@ class Backward:
             tell("backward", self)
 
     def _finalize(self, units: list[Unit]) -> None:
-        final = [group for unit in units for group in self._final(unit)]
+        finals = [found for unit in units if (found := list(self._final(unit)))]
+        final = [group for found in finals for group in found]
         self._missing.say(final)
-        for group in final:
-            assert group.gradients is not None
-            tell("final", group)
-            group.gradients.binding.complete(group.gradients.reduction)
-            tell("completed", group)
+        for found in finals:
+            buffers = [group.gradients for group in found if group.gradients is not None]
+            for group in found:
+                tell("final", group)
+            Reduction.finish([buffer.reduction for buffer in buffers])
+            for buffer in buffers:
+                buffer.binding.complete()
+            for group in found:
+                tell("completed", group)
         self._missing.settle(final, units)
         for group in final:
             assert group.gradients is not None

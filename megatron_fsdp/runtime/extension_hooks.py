@@ -224,9 +224,9 @@ class ExtensionWeights(WeightBuffers):
             wire.gathered.release_storage()
         super().release(keep_generation=keep_generation)
 
-    def refresh(self) -> bool:
+    def start_refresh(self) -> list[Part]:
         """Main weights are what the hook is asked about: nothing to bring up to date."""
-        return False
+        return []
 
 
 def _axis_mesh(mesh: DeviceMesh, axis: int) -> DeviceMesh:

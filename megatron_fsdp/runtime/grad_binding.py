@@ -26,7 +26,6 @@ from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.lanes import is_capturing
 from megatron_fsdp.runtime.parameters import Faces
 from megatron_fsdp.runtime.pending_sums import PendingSums
-from megatron_fsdp.runtime.reduction import Reduction
 
 __all__ = ["GradBinding", "GradState", "grads_of"]
 
@@ -334,15 +333,11 @@ class GradBinding:
 
     # ------------------------------------------------------------------ a sum is complete
 
-    def complete(self, reduction: Reduction) -> None:
-        """Reduce the axes that still hold partial sums; ``show`` sets ``.grad`` of the sharded parameters then."""
-        if self.state is not GradState.PARTIAL:
-            return
-        if self.final is not self.main_grad:
-            reduction.finish()
-            if self._carry is not None:
-                self.final.local_buffer.add_(self._carry)
-                self._carry = None
+    def complete(self) -> None:
+        """Take notice that no axis holds partial sums; ``show`` sets ``.grad`` of the sharded parameters then."""
+        if self._carry is not None:
+            self.final.local_buffer.add_(self._carry)
+            self._carry = None
         self._add_direct_gradients()
         self.become(GradState.FINAL)
 

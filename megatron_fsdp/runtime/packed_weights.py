@@ -120,7 +120,7 @@ class PackedWeights(WeightBuffers):
 
     # ------------------------------------------------------------------ quantize
 
-    def refresh(self) -> bool:
+    def start_refresh(self) -> list[Part]:
         """Quantize this rank's shard of the main weights; ranks exchange largest magnitudes where scales need it."""
         values = self.main.local_buffer.detach()
         if self._gather == "fp8":
@@ -130,7 +130,7 @@ class PackedWeights(WeightBuffers):
         else:
             self._quantize_runs(values, MX_BLOCK, 0)
             self._quantize_columns(values)
-        return False
+        return []
 
     def _parts_of(self, sent: DBuffer) -> tuple[torch.Tensor, torch.Tensor]:
         local = sent.local_buffer

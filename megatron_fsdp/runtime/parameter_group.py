@@ -39,8 +39,10 @@ from megatron_fsdp.runtime.weight_buffers import WeightBuffers
 __all__ = [
     "ParameterGroup",
     "WeightState",
+    "catch_up_together",
     "group_of_parameter",
     "is_laid_out_like",
+    "refresh_together",
     "refreshes_itself",
     "start_gathers",
 ]
@@ -64,7 +66,10 @@ def start_gathers(groups: Iterable[ParameterGroup], *, check: bool, owner: int =
     """
     sharded = [group for group in groups if group.weight_state is WeightState.SHARDED]
     for group in sharded:
-        group.prepare_gather(check=check)
+        group.check_there()
+    refresh_together([group for group in sharded if check and group.freshness.wants_refresh()])
+    for group in sharded:
+        group.prepare_gather()
     weights = [group.weights for group in sharded if not group.rests_whole]
     ticket = None
     if weights:
@@ -77,6 +82,34 @@ def start_gathers(groups: Iterable[ParameterGroup], *, check: bool, owner: int =
     # Last, so that whatever is raised before (an interrupt, out of memory) leaves nothing that looks gathered.
     for group in sharded:
         group.gather_was_issued(None if group.rests_whole else ticket)
+
+
+def refresh_together(groups: Sequence[ParameterGroup]) -> None:
+    """Bring ``model_weight`` of groups of one unit up to date: casts, and one gather where weights rest whole."""
+    for group in groups:
+        group.freshness.refreshing()
+        if listeners:
+            tell("refresh", group)
+    gather_together([part for group in groups for part in group.weights.start_refresh()])
+    for group in groups:
+        if group.weights.end_refresh():
+            # Where both share memory the gather has written the main weights' bytes too.
+            group.freshness.look_again()
+        if listeners:
+            tell("refreshed", group)
+
+
+def catch_up_together(groups: Iterable[ParameterGroup]) -> None:
+    """Take notice of an optimizer step or a load: gather what rests whole, leave the rest to its next gather."""
+    by_unit: dict[int, list[ParameterGroup]] = {}
+    for group in groups:
+        if group.refreshes_locally:
+            group.freshness.change()
+        else:
+            group.freshness.is_changed()
+            by_unit.setdefault(group.unit, []).append(group)
+    for found in by_unit.values():
+        refresh_together(found)
 
 
 class WeightState(enum.Enum):
@@ -98,7 +131,7 @@ class ParameterGroup:
     """Buffers for parameters of one dtype, ``requires_grad`` and strategy, laid out by one plan.
 
     Attributes:
-        name: the unit's name, for messages.
+        name: the unit's name, for messages. unit: its identity.
         owned: what it was built from. parameters: the sharded ones by name within the unit, in plan order.
         plan: where the tensors sit. spec: what else it was built from.
         weights: its weight buffers. gradients: its gradient buffers; None for a frozen group.
@@ -109,6 +142,7 @@ class ParameterGroup:
 
     def __init__(self, owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> None:
         self.name = name
+        self.unit = 0
         self.plan = plan
         self.owned = tuple(owned)
         self._hook: Callable[[torch.Tensor], None] | None = None
@@ -283,15 +317,20 @@ class ParameterGroup:
 
     # ------------------------------------------------------------------ unshard, reshard
 
-    def prepare_gather(self, *, check: bool) -> None:
-        """Make ready what a gather starts from; see ``start_gathers``."""
+    def check_there(self) -> None:
+        """Look whether there are weights to gather.
+
+        Raises:
+            StateError: the parameters are on the meta device.
+        """
         if self.spec.is_meta:
             raise StateError(
                 f"unit {self.name!r}: parameters {', '.join(map(repr, self.parameters))} are on the meta device still. "
                 "Call materialize(model), or model.to_empty(device=...) and initialise it, or load a checkpoint."
             )
-        if check and self.freshness.wants_refresh():
-            self.refresh()
+
+    def prepare_gather(self) -> None:
+        """Choose what the gather that comes next starts from."""
         self.freshness.gathered = self.freshness.generation
         if not self.rests_whole:
             self.weights.choose_source(self.freshness.generation)
@@ -375,12 +414,8 @@ class ParameterGroup:
         return self.weights.refreshes_locally
 
     def catch_up(self) -> None:
-        """Take notice of an optimizer step or a load: gather what rests whole, leave the rest to its next gather."""
-        if self.refreshes_locally:
-            self.freshness.change()
-        else:
-            self.freshness.is_changed()
-            self.refresh()
+        """Take notice of an optimizer step or a load; see ``catch_up_together``."""
+        catch_up_together([self])
 
     def is_stale(self) -> bool:
         """Whether the gathered weights are older than the main weights.
@@ -400,14 +435,7 @@ class ParameterGroup:
 
     def refresh(self) -> None:
         """Bring ``model_weight`` up to date with ``main_weight``: one cast, and a gather where weights rest whole."""
-        self.freshness.refreshing()
-        if listeners:
-            tell("refresh", self)
-        if self.weights.refresh():
-            # Where both share memory the gather has written the main weights' bytes too.
-            self.freshness.look_again()
-        if listeners:
-            tell("refreshed", self)
+        refresh_together([self])
 
     # ------------------------------------------------------------------ faces
 

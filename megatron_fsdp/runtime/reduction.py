@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dbuffer import DBuffer, PlacementError
-from dbuffer.collectives import Part, reduce_together
+from dbuffer.collectives import Part, all_reduce_together, reduce_together
 from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
 from dbuffer_kernels import accumulate
@@ -127,6 +127,7 @@ class Reduction:
         self._wide = _wide_part(packed, reduced) if reduced.dtype is not packed.dtype else []
         self._route = Route(packed, reduced)
         self._main_grad, self._final = main_grad, final
+        self._last = Route(main_grad, final)
         self.is_offloaded = is_offloaded
         self._is_pinned = is_pinned
         self._staging: torch.Tensor | None = None
@@ -196,14 +197,25 @@ class Reduction:
             self._staging = torch.empty(numel, dtype=self._reduced.dtype, pin_memory=pinned)
         return self._staging
 
-    def finish(self) -> None:
-        """Reduce ``main_grad`` over the axes that still hold partial sums, into ``final``."""
-        main_grad, final = self._main_grad, self._final
+    @staticmethod
+    def finish(reductions: Sequence[Reduction]) -> None:
+        """Reduce ``main_grad`` of groups of one unit over the axes that still hold partial sums, into ``final``."""
+        reductions = [reduction for reduction in reductions if reduction._final is not reduction._main_grad]
+        on_all = [part for each in reductions if (part := each._last_on_all()) is not None]
+        scattered = [part for each in reductions for part in each._last_parts()]
+        all_reduce_together(on_all)
+        reduce_together(scattered)
+        for reduction in reductions:
+            if reduction.hook is not None and not reduction.is_offloaded:
+                reduction.hook(reduction._final.local_buffer)
+
+    def _last_on_all(self) -> Part | None:
+        return None if self.is_offloaded else self._last.part_on_all()
+
+    def _last_parts(self) -> list[Part]:
         if not self.is_offloaded:
-            main_grad.redistribute(final.placements, out=final)
-            if self.hook is not None:
-                self.hook(final.local_buffer)
-            return
+            return [] if self._last.part_on_all() is not None else self._last.parts(None)
+        main_grad, final = self._main_grad, self._final
         # Collectives run where compute does.
         like, device = main_grad, self._packed.device
         staged = DBuffer.from_plan(like.plan, like.mesh, like.placements, like.dtype, device, name=like.name)
@@ -212,3 +224,4 @@ class Reduction:
         if self.hook is not None:
             self.hook(reduced.local_buffer)
         final.local_buffer.copy_(reduced.local_buffer)
+        return []

@@ -89,6 +89,8 @@ class Unit(StateNames):
     ) -> None:
         self.name = name
         self.groups = tuple(groups)
+        for group in self.groups:
+            group.unit = id(self)
         self.policy = policy
         self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = True

@@ -174,34 +174,33 @@ class WeightBuffers:
             self.post_forward.keep(keep_generation)
         self.gathered.release_storage()
 
-    def refresh(self) -> bool:
-        """Bring weights at rest up to date with main weights: one cast, and a gather where they rest coarser.
+    def start_refresh(self) -> list[Part]:
+        """Begin to bring weights at rest up to date with main weights: cast them.
 
         Returns:
-            Whether main weights' own memory was written (with the values it had).
+            The gather that is left to do where weights rest coarser; one that is no single collective is done.
         """
         main, model = self.main, self.model
         if main is model:
-            return False
-        if self.remainder is None:
-            return self._refresh(main, model)
-        # The gather writes main weights too, with the values they have: the remainder stays theirs.
-        self.remainder.current()
-        is_written = self._refresh(main, model)
-        self.remainder.accept()
-        return is_written
-
-    def _refresh(self, main: DBuffer, model: DBuffer) -> bool:
+            return []
+        if self.remainder is not None:
+            self.remainder.current()
         shard = model if self.refreshes_locally else model.slice_view(main.placements)
         if shard.local_buffer.data_ptr() != main.local_buffer.data_ptr():
             cast_copy(main.local_buffer, shard.local_buffer)
         if shard is model:
-            return False
+            return []
         if not self._spec.is_offloaded:
-            shard.redistribute(model.placements, out=model)
-            return True
+            return Route(shard, model).parts(None)
         # Collectives run where compute does.
         staged = self._buffer(shard.placements, shard.dtype, self._spec.compute_device)
         staged.local_buffer.copy_(shard.local_buffer)
         model.local_buffer.copy_(staged.redistribute(model.placements).local_buffer)
-        return True
+        return []
+
+    def end_refresh(self) -> bool:
+        """Return whether the refresh wrote main weights' own memory (with the values it had)."""
+        if self.remainder is not None and self.main is not self.model:
+            # The remainder stays theirs.
+            self.remainder.accept()
+        return not self.refreshes_locally

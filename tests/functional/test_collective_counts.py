@@ -1,8 +1,11 @@
 """How many collectives a training step issues: one gather per unit and direction, one reduction per unit, no more."""
 
+import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dbuffer import CollectiveCall, Granularity, Whole, observe_collectives
+from dbuffer import CollectiveCall, Region, observe_collectives
 from megatron_fsdp import FsdpModule, Placements, fully_shard, fully_shard_optimizer, microbatch, no_sync
+from megatron_fsdp.build.grouping import unit_regions
 from tests.functional.replica import WIDTH, Block, Stack, inputs, shard_each
 from tests.harness import run_ranks
 
@@ -181,21 +185,24 @@ class TwoMixed(nn.Module):
         return result
 
 
-def granularity_of(parameter: nn.Parameter) -> Granularity | None:
-    """Keep some tensors whole, so that regions differ."""
-    return Whole() if parameter.numel() < 500 else None
+def region_each(shapes: Sequence[Sequence[int]], *rest: Any) -> tuple[Region, ...]:
+    """Lay every tensor out in a region of its own, as models of thousands of ranks may have it."""
+    regions = [unit_regions([shape], *rest)[0] for shape in shapes]
+    return tuple(replace(region, indices=(index,)) for index, region in enumerate(regions))
 
 
-def count_mixed(strategy: str, microbatches: int) -> tuple[list[tuple[int, int, int]], int, float]:
-    """Train against a plain model; return (gathers, reductions, rest) by step, groups per unit, and the difference."""
+def count_mixed(strategy: str, shape: tuple[int, ...], microbatches: int) -> tuple[list[dict[str, int]], int, float]:
+    """Train against a plain model; return collectives of each step, groups per unit, and how far the weights differ."""
     torch.manual_seed(0)
     plain = TwoMixed()
     model = TwoMixed()
     model.load_state_dict(plain.state_dict())
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (model.first, model.second, model):
-        fully_shard(module, mesh=mesh, placements=getattr(Placements, strategy)(), granularity=granularity_of)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-2) for each in (model, plain)]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+    axes = (0, 1) if len(shape) == 2 else (0,)
+    with mock.patch("megatron_fsdp.build.packed_layout.unit_regions", region_each):
+        for module in (model.first, model.second, model):
+            fully_shard(module, mesh=mesh, placements=getattr(Placements, strategy)(*axes))
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
     rank, size = dist.get_rank(), dist.get_world_size()
     counts = []
     for step in range(3):
@@ -204,26 +211,46 @@ def count_mixed(strategy: str, microbatches: int) -> tuple[list[tuple[int, int, 
             for index in range(microbatches):
                 with microbatch(model, index == microbatches - 1):
                     model(inputs(rank, 10 * step + index)).square().mean().backward()
-        kinds = Counter(call.kind for call in calls)
-        counts.append((kinds["all_gather"], kinds["reduce_scatter"], sum(kinds.values())))
         for other in range(size):
             for index in range(microbatches):
                 (plain(inputs(other, 10 * step + index)).square().mean() / size).backward()
-        for optimizer in optimizers:
+        with observe_collectives(calls.append):
             optimizer.step()
-            optimizer.zero_grad()
+        optimizer.zero_grad()
+        # By hand: the step of any optimizer may have changed any weights, which are gathered again then.
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                if parameter.grad is not None:
+                    parameter -= 1e-2 * parameter.grad
+        plain.zero_grad()
+        counts.append(dict(Counter(call.kind for call in calls)))
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     worst = max(float((own.full_tensor() - other).detach().abs().max()) for own, other in pairs)  # type: ignore[attr-defined]
     assert isinstance(model.first, FsdpModule)
     return counts, len(model.first.parameter_groups), worst
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_a_unit_of_many_groups_is_gathered_and_reduced_by_one_collective_each(num_ranks: int) -> None:
-    for counts, num_groups, worst in run_ranks(num_ranks, count_mixed, "optim_grads_params", 2):
-        assert num_groups >= 4
-        # In the first forward the last unit is gathered; it waits for backward with its weights.
-        assert counts == [(6, 4, 10)] * 3
+# Of two units and two microbatches. The last unit of a forward waits for its backward with its weights.
+MIXED = [
+    ("optim_grads_params", (2,), {"all_gather": 6, "reduce_scatter": 4}),
+    ("optim_grads_params", (3,), {"all_gather": 6, "reduce_scatter": 4}),
+    ("optim_grads_params", (4,), {"all_gather": 6, "reduce_scatter": 4}),
+    ("optim_grads", (3,), {"all_gather": 2, "reduce_scatter": 4}),
+    ("optim", (3,), {"all_gather": 2, "reduce_scatter": 2}),
+    # One all-reduce for each dtype.
+    ("no_shard", (3,), {"all_reduce": 4}),
+    ("hsdp", (2, 2), {"all_gather": 6, "reduce_scatter": 4, "all_reduce": 4}),
+    ("hfsdp", (2, 2), {"all_gather": 6 + 2, "reduce_scatter": 4 + 2}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "shape", "wanted"), MIXED, ids=str)
+def test_a_unit_of_many_groups_is_gathered_and_reduced_by_one_collective_each(
+    strategy: str, shape: tuple[int, ...], wanted: dict[str, int]
+) -> None:
+    for counts, num_groups, worst in run_ranks(math.prod(shape), count_mixed, strategy, shape, 2):
+        assert num_groups == 5
+        assert counts[1:] == [wanted] * 2
         assert worst < 1e-5
 
 
