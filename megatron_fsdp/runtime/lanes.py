@@ -243,19 +243,22 @@ class _CudaTicket:
         self._event: Any = None
         self._compute = compute
         self._on_host = on_host
-        # Streams that wait already.
-        self._followed: list[Any] = []
+        # Streams that wait already, by identity; None before the first wait.
+        self._followed: set[int] | None = None
 
     def wait(self) -> None:
         """Order compute after the submitted work, and the host too where the host has work to do on it."""
-        streams = [stream for stream in self._compute.all() if stream not in self._followed]
-        if not streams and self._on_host is None:
-            return
+        streams = self._compute.all()
+        if self._followed is not None:
+            # Groups of a unit share a ticket, and each waits for it.
+            streams = [stream for stream in streams if id(stream) not in self._followed]
+            if not streams:
+                return
         if listeners:
             tell("wait", self)
         for stream in streams:
             stream.wait_event(self._event)
-        self._followed += streams
+        self._followed = (self._followed or set()) | {id(stream) for stream in streams}
         on_host, self._on_host = self._on_host, None
         if on_host is not None:
             self._event.synchronize()

@@ -101,7 +101,7 @@ def record(is_device: bool) -> tuple[list[str], tuple[Span, ...]]:
 
 def test_on_a_stream_a_gather_ends_where_the_lane_is_done_with_it_and_the_wait_where_compute_goes_on() -> None:
     ran, spans = record(is_device=True)
-    # The lane waits for compute, then compute for the lane, as often as it is asked to.
+    # The lane waits for compute, then compute for the lane; asked once more, it looks for streams that do not yet.
     assert ran == ["wait", "gather", "then", "wait", "wait"]
     # Marks: 1 begin, 2 forward, 3 and 4 around the gather, 5 and 6 around the wait, 7 the end of forward.
     assert [(span.name, span.start + 1, span.stop + 1) for span in spans] == [
