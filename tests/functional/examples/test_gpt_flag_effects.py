@@ -46,6 +46,21 @@ def test_use_megatron_fsdp_shards_what_is_replicated_without(text: str) -> None:
     assert sum(number for _, _, number in sharded) == whole[0][2] == whole[1][2]
 
 
+def test_torch_fsdp2_shards_too_and_learns_the_same(text: str) -> None:
+    flags = f"--micro-batch-size 2 --global-batch-size 8 --data-path {text}"
+    kind, optimizer, number = run_ranks(2, kinds, f"{flags} --use-torch-fsdp2")[0]
+    assert (kind, optimizer) == (False, "AdamW")
+    assert 0 < number < run_ranks(1, kinds, flags)[0][2]
+    ours, _ = run_ranks(2, train_steps, f"{flags} --use-megatron-fsdp", 3)[0]
+    theirs, _ = run_ranks(2, train_steps, f"{flags} --use-torch-fsdp2", 3)[0]
+    assert theirs == pytest.approx(ours, rel=1e-4)
+
+
+def test_checkpoints_of_torch_fsdp2_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain_gpt.main([*RUN.split(), "--use-torch-fsdp2", "--save", "run"]) == 2
+    assert "--use-torch-fsdp2 contradicts --save run" in capsys.readouterr().err
+
+
 def test_optimizer_decides_which_one_steps(text: str) -> None:
     flags = f"--micro-batch-size 2 --data-path {text} {SHARDED}"
     names = [run_ranks(1, kinds, f"{flags} --optimizer {name}")[0][1] for name in ("adam", "sgd", "muon")]
