@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from dbuffer.planner.arena import Lifetime, Recorder
 from megatron_fsdp.planning.model_spec import GroupFacts, ModelFacts, Redistribution, Transfer, Visit, VisitKind
 
 __all__ = ["Forecast", "Issue", "Peak", "Phase", "forecast_step"]
@@ -46,13 +47,15 @@ class Issue:
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """What one optimizer step takes; ``kept`` holds the units that wait for their backward with weights gathered,
-    though units like them are released; ``slot_bytes`` are those of all slots.
+    though units like them are released; ``slot_bytes`` are those of all slots; ``lifetimes`` those of gathered weights,
+    packed gradients, parts kept after forward and scratch, in the order in which they come.
     """
 
     peaks: dict[Phase, Peak]
     issues: tuple[Issue, ...]
     kept: frozenset[int] = frozenset()
     slot_bytes: int = 0
+    lifetimes: tuple[Lifetime, ...] = ()
 
 
 def forecast_step(facts: ModelFacts, num_microbatches: int) -> Forecast:
@@ -71,7 +74,7 @@ def forecast_step(facts: ModelFacts, num_microbatches: int) -> Forecast:
         Issue(unit, group, phase, transfer, count) for (unit, group, phase, transfer), count in playback.issued.items()
     )
     peaks = {phase: playback.peaks.get(phase, Peak()) for phase in Phase}
-    return Forecast(peaks, tuple(issues), frozenset(playback.kept), playback.slot_bytes)
+    return Forecast(peaks, tuple(issues), frozenset(playback.kept), playback.slot_bytes, playback.held.lifetimes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +157,14 @@ class _Playback:
         self._arrived: Counter[int] = Counter()
         self._free: Counter[tuple[int, int]] = Counter()
         self.slot_bytes = 0
+        self.held = Recorder()
 
     def start_counting(self) -> None:
         """Forget what was counted; what is gathered stays, but the optimizer has changed the weights since."""
         self.peaks.clear()
         self.issued.clear()
         self._stale = set(self.gathered)
+        self.held = Recorder(self.held.held())
 
     def step(self, num_microbatches: int) -> None:
         played = 0
@@ -289,6 +294,7 @@ class _Playback:
         if costs[group].packed and (unit, group) not in self._packed:
             self._drain(facts.schedule, facts.max_packed_buffers - 1)
             self._packed.add((unit, group))
+            self.held.begin((unit, group, "packed"), costs[group].packed)
             self._take(costs[group].packed, costs[group].gradient_slot, unit)
         self._arrived[unit] += 1
         if self._arrived[unit] == self._awaited[unit] and not self._awaits_inner(unit):
@@ -325,6 +331,7 @@ class _Playback:
             for group, cost in enumerate(self._costs[unit]):
                 if (unit, group) in self._packed:
                     self._packed.remove((unit, group))
+                    self.held.end((unit, group, "packed"))
                     self._give_back(cost.packed, cost.gradient_slot)
 
     # ------------------------------------------------------------------ bytes
@@ -340,6 +347,7 @@ class _Playback:
         self.gathered.add(unit)
         self._stale.discard(unit)
         for position, cost in enumerate(self._costs[unit]):
+            self.held.begin((unit, position, "gathered"), cost.gathered)
             self._take(cost.gathered, cost.weight_slot, unit)
             self._transfer(unit, position, cost.gather_part if unit in self._parts and cost.part else cost.gather)
 
@@ -349,18 +357,23 @@ class _Playback:
         if keep_part and unit not in self._parts:
             self._parts.add(unit)
             self._hold(sum(cost.part for cost in self._costs[unit]), unit)
+            self.held.begin((unit, "part"), sum(cost.part for cost in self._costs[unit]))
         self.gathered.remove(unit)
         self._stale.discard(unit)
-        for cost in self._costs[unit]:
+        for position, cost in enumerate(self._costs[unit]):
+            self.held.end((unit, position, "gathered"))
             self._give_back(cost.gathered, cost.weight_slot)
 
     def _drop_part(self, unit: int) -> None:
         if unit in self._parts:
             self._parts.remove(unit)
+            self.held.end((unit, "part"))
             self._bytes -= sum(cost.part for cost in self._costs[unit])
 
     def _transfer(self, unit: int, group: int, redistribution: Redistribution) -> None:
         self._hold(0, unit, redistribution.scratch_bytes)
+        self.held.begin("scratch", redistribution.scratch_bytes)
+        self.held.end("scratch")
         for transfer in redistribution.transfers:
             self.issued[unit, group, self._phase, transfer] += 1
 
