@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["ALIGNMENT", "ArenaPlan", "Lifetime", "Recorder", "plan_arena"]
+__all__ = ["ALIGNMENT", "ArenaPlan", "Lifetime", "Recorder", "aligned", "hole", "plan_arena"]
 
 ALIGNMENT = 512
 """Bytes that offsets are multiples of: what the CUDA caching allocator aligns its blocks to."""
@@ -104,6 +104,11 @@ class Recorder:
         """Note that it goes; nothing where it was not there."""
         self._events.append((buffer, 0, False))
 
+    @property
+    def num_begun(self) -> int:
+        """How many came."""
+        return sum(num_bytes > 0 for _, num_bytes, _ in self._events)
+
     def __len__(self) -> int:
         return len(self._events)
 
@@ -117,10 +122,13 @@ class Recorder:
                 found.pop(buffer, None)
         return found
 
-    def lifetimes(self) -> tuple[Lifetime, ...]:
+    def lifetimes(self, start: int = 0) -> tuple[Lifetime, ...]:
         """Return what was there at the start and what came, in that order, named by the buffer.
 
         A buffer that is there at the start and at the end is at one place then: the end is followed by the start.
+
+        Args:
+            start: the time at which it begins.
         """
         found: list[tuple[Hashable, int, list[Span]]] = [(name, size, []) for name, size in self._first.items()]
         held = {name: (number, 0) for number, name in enumerate(self._first)}
@@ -131,18 +139,21 @@ class Recorder:
                 found.append((buffer, num_bytes, []))
             elif buffer in held:
                 ahead.is_over = True
-                number, start = held.pop(buffer)
-                found[number][2].append((start, 2 * now))
+                number, since = held.pop(buffer)
+                found[number][2].append((since, 2 * now))
         end = 2 * len(self._events) + 2
         numbers = {name: number for number, name in enumerate(self._first)}
-        for name, (number, start) in held.items():
-            found[number][2].append((start, end))
+        for name, (number, since) in held.items():
+            found[number][2].append((since, end))
             # One place at the end and at the start.
             first = numbers.get(name, number)
             if first != number:
                 found[number][2].extend(found[first][2])
                 found[first][2].clear()
-        return tuple(Lifetime(size, tuple(spans), name) for name, size, spans in found)
+        return tuple(
+            Lifetime(size, tuple((begin + start, stop + start) for begin, stop in spans), name)
+            for name, size, spans in found
+        )
 
 
 @dataclass(slots=True)
@@ -161,8 +172,8 @@ class _Ahead:
     def since(self, buffer: Hashable, now: int, held: Container[Hashable]) -> int:
         """Return since when a buffer counts as there."""
         if self.is_over:
-            has_gone = any(member not in held for member in self._members)
-            self._since = 2 * self._latest + 1 if has_gone and held else None
+            has_gone = bool(self._members) and not any(member in held for member in self._members)
+            self._since = 2 * self._latest + 1 if has_gone else None
             self._members.clear()
             self.is_over = False
         self._members.append(buffer)
@@ -215,12 +226,16 @@ def _placed(
     offsets = [-1] * len(sizes)
     for item in order:
         near = [(offsets[other], offsets[other] + sizes[other]) for other in neighbours[item] if offsets[other] >= 0]
-        offsets[item] = _hole(sorted(near), sizes[item], fits_tightly=fits_tightly)
+        offsets[item] = hole(sorted(near), sizes[item], fits_tightly=fits_tightly)
     return offsets
 
 
-def _hole(taken: Sequence[Span], size: int, *, fits_tightly: bool) -> int:
-    """Return where the lowest hole of at least ``size`` begins, or the smallest one, or the end of all."""
+def hole(taken: Sequence[Span], size: int, *, fits_tightly: bool) -> int:
+    """Return where the lowest hole of at least ``size`` begins, or the smallest such hole, or the end of all.
+
+    Args:
+        taken: bytes in use, in order.
+    """
     best, best_size, end = -1, 0, 0
     for start, stop in taken:
         hole = start - end
