@@ -75,12 +75,14 @@ class _Order:
     offsets: list[int] = field(default_factory=list)
     following: list[int] = field(default_factory=list)
     _positions: dict[SlotUser, list[int]] = field(default_factory=dict)
+    _begins: set[int] = field(default_factory=set)
     _next: int = 0
     _last: SlotUser | None = None
 
     def add(self, users: list[SlotUser], offsets: list[int]) -> None:
         """Add one order."""
         begin = len(self.users)
+        self._begins.add(begin)
         self.users += users
         self.offsets += offsets
         self.following += [*range(begin + 1, len(self.users)), begin] if users else []
@@ -94,14 +96,15 @@ class _Order:
             known = self._positions.get(user)
             if known is None:
                 return None
-            # Where it came after what came last; or where it came at all, from here on.
-            alike = [position for position in known if self._follows(position)] or known
+            # Where it came after what came last; or where an order begins with it; or where it came at all.
+            alike = [position for position in known if self._follows(position)]
+            alike = alike or [position for position in known if position in self._begins] or known
             at = next((position for position in alike if position >= at), alike[0])
         self._next, self._last = self.following[at], user
         return self.offsets[at]
 
     def _follows(self, position: int) -> bool:
-        return position > 0 and self.users[position - 1] == self._last
+        return position not in self._begins and self.users[position - 1] == self._last
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +134,24 @@ class ArenaPool(SlotPool):
         self._recorder: Recorder | None = Recorder()
         self._recorded: list[Recorder] = []
         self._seen: set[Hashable] = set()
+        # Whether the recorder began with a round, and whether something found no place in it.
+        self._is_whole = True
+        self._has_missed = False
         self._has_warned = False
         # By the identity of the slot.
         self._turns: dict[int, _Turn] = {}
         self._counted = [0]
         weakref.finalize(self, _forget, self._counted)
 
+    def forecast_bytes(self, num_bytes: int) -> int:
+        """Return 0: a storage has a place in the arena."""
+        return 0
+
     def take(self, num_bytes: int, user: SlotUser | None = None) -> torch.UntypedStorage:
         """Return the place of a storage, or a slot of its own, with undefined content."""
         user = user or SlotUser(0)
         if self._recorder is not None:
-            self._record(self._recorder, user, num_bytes)
+            self._record(user, num_bytes)
         slot = None if self.plan is None else self._place(self.plan, user, num_bytes)
         arena = None if slot is None else self._arena
         if slot is None:
@@ -168,9 +178,8 @@ class ArenaPool(SlotPool):
             self._drop_arena()
 
     def settle(self) -> None:
-        """Plan for what was recorded, and make the arena: a step is over, and the next one should allocate nothing."""
-        if self._recorder is not None and len(self._recorder):
-            self._make_plan(self._recorder)
+        """Plan for what was recorded if that found no place, and make the arena: a step is over."""
+        self._end_round()
         if self.plan is not None and self._arena is None:
             self._make_arena(self.plan)
 
@@ -191,12 +200,12 @@ class ArenaPool(SlotPool):
         if offset is not None:
             return arena.take(offset, num_bytes)
         self.num_misses += 1
+        self._has_missed = True
         if self.num_plans == MAX_PLANS:
             self._warn()
         elif self._recorder is None:
-            self._seen.clear()
-            self._recorder = Recorder({turn.user: turn.num_bytes for turn in self._turns.values()})
-            self._record(self._recorder, user, num_bytes)
+            # What came before is not known, so this round is good for no plan: the next one is.
+            self._start_round(is_whole=False)
         return None
 
     def _make_arena(self, plan: ArenaPlan) -> _Arena:
@@ -215,32 +224,46 @@ class ArenaPool(SlotPool):
 
     # ------------------------------------------------------------------ orders
 
-    def _record(self, recorder: Recorder, user: SlotUser, num_bytes: int) -> None:
-        """Note that a storage comes; plan where that has been so before, with the same ones there."""
+    def _record(self, user: SlotUser, num_bytes: int) -> None:
+        """Note that a storage comes; where that has been so before, with the same ones there, a round is over."""
         state = user, frozenset(turn.user for turn in self._turns.values())
         if state in self._seen:
-            self._make_plan(recorder)
-        elif len(recorder) > _MAX_EVENTS:
-            self.num_plans, self._recorder = MAX_PLANS, None
-            self._warn()
-        else:
+            self._end_round()
+        if self._recorder is not None:
             self._seen.add(state)
-            recorder.begin(user, num_bytes, comes_ahead=user.comes_ahead)
+            self._recorder.begin(user, num_bytes, comes_ahead=user.comes_ahead)
+            if len(self._recorder) > _MAX_EVENTS:
+                self.num_plans, self._recorder = MAX_PLANS, None
+
+    def _start_round(self, *, is_whole: bool) -> None:
+        self._seen.clear()
+        self._is_whole, self._has_missed = is_whole, False
+        self._recorder = Recorder({turn.user: turn.num_bytes for turn in self._turns.values()})
+
+    def _end_round(self) -> None:
+        """Plan with what was recorded, if something found no place; stop to record if nothing did."""
+        recorder = self._recorder
+        if recorder is None or not len(recorder):
+            return
+        is_needed = self.plan is None or self._has_missed or not self._is_whole
+        if is_needed and self._is_whole:
+            self._make_plan(recorder)
+        self._recorder = None
+        if is_needed and self.num_plans < MAX_PLANS:
+            self._start_round(is_whole=True)
 
     def _make_plan(self, recorder: Recorder) -> None:
         """Plan for all orders that were recorded."""
-        self._recorder = None
         self._recorded.append(recorder)
         self._drop_arena()
         lifetimes: list[Lifetime] = []
+        self._order = _Order()
         comers: list[range] = []
         for each in self._recorded:
-            found = each.lifetimes(start=max((span[1] for one in lifetimes for span in one.spans), default=0))
-            lifetimes += found
+            lifetimes += each.lifetimes(start=max((span[1] for one in lifetimes for span in one.spans), default=0))
             comers.append(range(len(lifetimes) - each.num_begun, len(lifetimes)))
         self.plan = plan_arena(lifetimes)
         self.num_plans += 1
-        self._order = _Order()
         for positions in comers:
             names = [lifetimes[position].name for position in positions]
             users = [name for name in names if isinstance(name, SlotUser)]

@@ -81,6 +81,10 @@ class SlotPool:
         """Return how many bytes the slot of a storage of ``num_bytes`` has."""
         return max(self._largest, num_bytes) if self.sizing == "largest" else num_bytes
 
+    def forecast_bytes(self, num_bytes: int) -> int:
+        """Return the bytes of the slot that a storage will have alone; 0: a place in an arena, which has a plan."""
+        return self.slot_bytes(num_bytes)
+
     def take(self, num_bytes: int, user: SlotUser | None = None) -> torch.UntypedStorage:
         """Return a free slot for a storage of ``num_bytes``, with undefined content; ``user``: who asks."""
         size = self.slot_bytes(num_bytes)

@@ -92,8 +92,11 @@ class FlatStorage:
 
     @property
     def slot(self) -> tuple[int, int] | None:
-        """Which pool it takes slots from, by identity, and the bytes of its slot; None where it has no pool."""
-        return None if self._pool is None else (id(self._pool), self._pool.slot_bytes(self.nbytes))
+        """Which pool it takes slots from, by identity, and the bytes of its slot; None where it has no pool.
+
+        0 bytes: it has a place in an arena.
+        """
+        return None if self._pool is None else (id(self._pool), self._pool.forecast_bytes(self.nbytes))
 
     def use_pool(self, pool: SlotPool | None, *, comes_ahead: bool = False) -> None:
         """Take memory from the slots of ``pool``, or from the allocator again, at the next ``reallocate``.

@@ -132,14 +132,17 @@ class Recorder:
         """
         found: list[tuple[Hashable, int, list[Span]]] = [(name, size, []) for name, size in self._first.items()]
         held = {name: (number, 0) for number, name in enumerate(self._first)}
+        gone: dict[Hashable, int] = {}
         ahead = _Ahead()
         for now, (buffer, num_bytes, comes_ahead) in enumerate(self._events, start=1):
             if num_bytes:
-                held[buffer] = len(found), ahead.since(buffer, now, held) if comes_ahead else 2 * now
+                since = max(ahead.since(buffer, now, held), gone.get(buffer, 0)) if comes_ahead else 2 * now
+                held[buffer] = len(found), since
                 found.append((buffer, num_bytes, []))
             elif buffer in held:
                 ahead.is_over = True
                 number, since = held.pop(buffer)
+                gone[buffer] = 2 * now
                 found[number][2].append((since, 2 * now))
         end = 2 * len(self._events) + 2
         numbers = {name: number for number, name in enumerate(self._first)}

@@ -51,6 +51,8 @@ def parse_arguments(arguments: Sequence[str], *, num_ranks: int) -> argparse.Nam
         _settle_fake_ranks(args)
     if args.use_megatron_fsdp:
         FsdpConfig.from_args(args)
+    else:
+        _check_without_engine(args)
     return args
 
 
@@ -140,12 +142,16 @@ def _check_training(args: argparse.Namespace, num_ranks: int) -> None:
         raise ConfigError(
             f"--adam-moments {args.adam_moments} contradicts --optimizer {args.optimizer}; leave one away"
         )
-    if args.weight_gather is not None and not args.use_megatron_fsdp:
-        raise ConfigError(f"--weight-gather {args.weight_gather} needs --use-megatron-fsdp, whose gather it is")
     if args.adam_moments_seed is not None and args.adam_moments != "int8":
         raise ConfigError(f"--adam-moments-seed {args.adam_moments_seed} needs --adam-moments int8, which it rounds")
     if args.optimizer not in ("adam", "sgd", "muon", "dist_muon"):
         raise ConfigError(f"--optimizer {args.optimizer} is not here yet; wanted adam, sgd or muon")
+
+
+def _check_without_engine(args: argparse.Namespace) -> None:
+    for name, what in (("weight_gather", "whose gather it is"), ("slot_pool", "whose buffers take turns in it")):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"{_flag(name)} {getattr(args, name)} needs --use-megatron-fsdp, {what}")
 
 
 def _check_torch_fsdp2(args: argparse.Namespace) -> None:

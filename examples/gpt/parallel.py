@@ -30,7 +30,7 @@ def build_model(config: GptConfig, args: argparse.Namespace, mesh: DeviceMesh, d
     if args.use_megatron_fsdp and args.init_model_with_meta_device:
         with torch.device("meta"):
             model = GptModel(config, recompute=recompute)
-        sharded = shard(model, FsdpConfig.from_args(args), mesh, low_precision(args))
+        sharded = shard(model, FsdpConfig.from_args(args), mesh, low_precision(args), slot_pool=args.slot_pool)
         sharded.to_empty(device=device)
         model.init_weights(args.seed)
         return sharded
@@ -45,7 +45,7 @@ def parallelize(model: GptModel, args: argparse.Namespace, mesh: DeviceMesh) -> 
     It is sharded by this project with ``--use-megatron-fsdp``, by PyTorch with ``--use-torch-fsdp2``, else replicated.
     """
     if args.use_megatron_fsdp:
-        return shard(model, FsdpConfig.from_args(args), mesh, low_precision(args))
+        return shard(model, FsdpConfig.from_args(args), mesh, low_precision(args), slot_pool=args.slot_pool)
     if args.use_torch_fsdp2:
         return shard_by_torch(model, args, mesh)
     if mesh.size() == 1:
@@ -59,7 +59,12 @@ def low_precision(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def shard(
-    model: GptModel, config: FsdpConfig, mesh: DeviceMesh, precision: Mapping[str, Any] | None = None
+    model: GptModel,
+    config: FsdpConfig,
+    mesh: DeviceMesh,
+    precision: Mapping[str, Any] | None = None,
+    *,
+    slot_pool: str | None = None,
 ) -> nn.Module:
     """Make units of every block, of the embedding and of the head, in place, and return the model.
 
@@ -77,6 +82,9 @@ def shard(
         fully_shard(model.head, **{**options, "reshard_after_forward": False})
     fully_shard(model, **options)
     config.apply(model)
+    if slot_pool is not None:
+        assert isinstance(model, FsdpModule)
+        model.set_slot_pool(slot_pool)
     return model
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from dbuffer.planner.arena import Lifetime, Recorder
+from dbuffer.planner.arena import ALIGNMENT, ArenaPlan, Lifetime, Recorder, plan_arena
 from megatron_fsdp.planning.model_spec import GroupFacts, ModelFacts, Redistribution, Transfer, Visit, VisitKind
 
 __all__ = ["Forecast", "Issue", "Peak", "Phase", "forecast_step"]
@@ -48,7 +48,8 @@ class Issue:
 class Forecast:
     """What one optimizer step takes; ``kept`` holds the units that wait for their backward with weights gathered,
     though units like them are released; ``slot_bytes`` are those of all slots; ``lifetimes`` those of gathered weights,
-    packed gradients, parts kept after forward and scratch, in the order in which they come.
+    packed gradients, parts kept after forward and scratch, in the order in which they come; ``arenas`` the plans of
+    those that have places in one.
     """
 
     peaks: dict[Phase, Peak]
@@ -56,6 +57,7 @@ class Forecast:
     kept: frozenset[int] = frozenset()
     slot_bytes: int = 0
     lifetimes: tuple[Lifetime, ...] = ()
+    arenas: tuple[ArenaPlan, ...] = ()
 
 
 def forecast_step(facts: ModelFacts, num_microbatches: int) -> Forecast:
@@ -73,8 +75,14 @@ def forecast_step(facts: ModelFacts, num_microbatches: int) -> Forecast:
     issues = (
         Issue(unit, group, phase, transfer, count) for (unit, group, phase, transfer), count in playback.issued.items()
     )
-    peaks = {phase: playback.peaks.get(phase, Peak()) for phase in Phase}
-    return Forecast(peaks, tuple(issues), frozenset(playback.kept), playback.slot_bytes, playback.held.lifetimes())
+    lifetimes = playback.held.lifetimes()
+    arenas = tuple(playback.arenas(lifetimes))
+    # An arena is there in all phases, and its block begins anywhere.
+    stays = sum(arena.num_bytes + ALIGNMENT for arena in arenas)
+    found = {phase: playback.peaks.get(phase, Peak()) for phase in Phase}
+    peaks = {phase: Peak(peak.num_bytes + stays, peak.unit) for phase, peak in found.items()}
+    slot_bytes = playback.slot_bytes + stays
+    return Forecast(peaks, tuple(issues), frozenset(playback.kept), slot_bytes, lifetimes, arenas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +166,14 @@ class _Playback:
         self._free: Counter[tuple[int, int]] = Counter()
         self.slot_bytes = 0
         self.held = Recorder()
+        # By the name of a buffer that has a place in one.
+        self._arena_of: dict[Hashable, int] = {
+            (unit, group, kind): slot[0]
+            for unit, costs in enumerate(self._costs)
+            for group, cost in enumerate(costs)
+            for kind, slot in (("gathered", cost.weight_slot), ("packed", cost.gradient_slot))
+            if slot is not None and not slot[1]
+        }
 
     def start_counting(self) -> None:
         """Forget what was counted; what is gathered stays, but the optimizer has changed the weights since."""
@@ -186,6 +202,15 @@ class _Playback:
         for unit, costs in enumerate(self._costs):
             for group, cost in enumerate(costs):
                 self._transfer(unit, group, cost.refresh)
+
+    def arenas(self, lifetimes: Iterable[Lifetime]) -> Iterator[ArenaPlan]:
+        """Yield the plan of each arena, of what lies in it among the lifetimes."""
+        members: dict[int, list[Lifetime]] = {}
+        for lifetime in lifetimes:
+            slot = self._arena_of.get(lifetime.name)
+            if slot is not None:
+                members.setdefault(slot, []).append(lifetime)
+        yield from map(plan_arena, members.values())
 
     def _held(self) -> tuple[object, ...]:
         gathered, stale, parts = frozenset(self.gathered), frozenset(self._stale), frozenset(self._parts)
@@ -381,6 +406,8 @@ class _Playback:
         """Hold bytes of the allocator, or a slot: a free one, or a new one that is there for good."""
         if slot is None:
             self._hold(num_bytes, unit)
+        elif num_bytes and not slot[1]:
+            self._hold(0, unit)
         elif num_bytes and self._free[slot]:
             self._free[slot] -= 1
         elif num_bytes:
@@ -390,7 +417,7 @@ class _Playback:
     def _give_back(self, num_bytes: int, slot: tuple[int, int] | None) -> None:
         if slot is None:
             self._bytes -= num_bytes
-        elif num_bytes:
+        elif num_bytes and slot[1]:
             self._free[slot] += 1
 
     def _hold(self, num_bytes: int, unit: int, scratch_bytes: int = 0) -> None:

@@ -87,7 +87,6 @@ class BufferPools:
             self._pools[key] = pool
         return self._pools[key]
 
-
     def settle(self) -> None:
         """Let pools that plan ahead do so: a step is over."""
         for pool in self._pools.values():
