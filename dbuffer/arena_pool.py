@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils import dlpack
 
+from dbuffer.events import listeners, tell
 from dbuffer.memory_meter import memory_meter
 from dbuffer.planner.arena import ALIGNMENT, ArenaPlan, Lifetime, Recorder, aligned, hole, plan_arena
 from dbuffer.slot_pool import Allocate, SlotPool, SlotUser
@@ -35,7 +36,7 @@ class _Arena:
         self.num_bytes = num_bytes
         self.block_bytes = block.numel()
         start = -block.data_ptr() % ALIGNMENT
-        self._bytes = block[start : start + num_bytes]
+        self.memory = block[start : start + num_bytes]
         self._slots: dict[tuple[int, int], torch.UntypedStorage] = {}
         # By the identity of a slot in use: its first byte and the one after its last, rounded up.
         self.taken: dict[int, tuple[int, int]] = {}
@@ -55,7 +56,7 @@ class _Arena:
         key = (offset, num_bytes)
         if key not in self._slots:
             # A storage of its own, which can exchange its memory, unlike a view's.
-            view = dlpack.from_dlpack(dlpack.to_dlpack(self._bytes[offset : offset + num_bytes]))  # type: ignore[attr-defined]
+            view = dlpack.from_dlpack(dlpack.to_dlpack(self.memory[offset : offset + num_bytes]))  # type: ignore[attr-defined]
             self._slots[key] = view.untyped_storage()
         slot = self._slots[key]
         self.taken[id(slot)] = offset, offset + aligned(num_bytes)
@@ -198,7 +199,10 @@ class ArenaPool(SlotPool):
         if offset is None or not arena.fits(offset, size):
             offset = arena.free(size)
         if offset is not None:
-            return arena.take(offset, num_bytes)
+            slot = arena.take(offset, num_bytes)
+            if listeners:
+                tell("placed", (slot, arena.memory))
+            return slot
         self.num_misses += 1
         self._has_missed = True
         if self.num_plans == MAX_PLANS:
