@@ -102,6 +102,11 @@ class _Costs:
     finalize: Redistribution
     refresh: Redistribution
 
+    @property
+    def allocated_part(self) -> int:
+        """Bytes of the part kept after forward, unless that has a place in an arena."""
+        return 0 if self.weight_slot is not None and not self.weight_slot[1] else self.part
+
     @classmethod
     def of(cls, group: GroupFacts) -> _Costs:
         return cls(
@@ -171,7 +176,11 @@ class _Playback:
             (unit, group, kind): slot[0]
             for unit, costs in enumerate(self._costs)
             for group, cost in enumerate(costs)
-            for kind, slot in (("gathered", cost.weight_slot), ("packed", cost.gradient_slot))
+            for kind, slot in (
+                ("gathered", cost.weight_slot),
+                ("part", cost.weight_slot),
+                ("packed", cost.gradient_slot),
+            )
             if slot is not None and not slot[1]
         }
 
@@ -381,8 +390,9 @@ class _Playback:
             return
         if keep_part and unit not in self._parts:
             self._parts.add(unit)
-            self._hold(sum(cost.part for cost in self._costs[unit]), unit)
-            self.held.begin((unit, "part"), sum(cost.part for cost in self._costs[unit]))
+            for position, cost in enumerate(self._costs[unit]):
+                self.held.begin((unit, position, "part"), cost.part)
+                self._hold(cost.allocated_part, unit)
         self.gathered.remove(unit)
         self._stale.discard(unit)
         for position, cost in enumerate(self._costs[unit]):
@@ -392,8 +402,9 @@ class _Playback:
     def _drop_part(self, unit: int) -> None:
         if unit in self._parts:
             self._parts.remove(unit)
-            self.held.end((unit, "part"))
-            self._bytes -= sum(cost.part for cost in self._costs[unit])
+            for position in range(len(self._costs[unit])):
+                self.held.end((unit, position, "part"))
+            self._bytes -= sum(cost.allocated_part for cost in self._costs[unit])
 
     def _transfer(self, unit: int, group: int, redistribution: Redistribution) -> None:
         self._hold(0, unit, redistribution.scratch_bytes)

@@ -106,7 +106,11 @@ def place_in_slots(group: ParameterGroup, pools: BufferPools | None, choice: Slo
         return None if pools is None else pools.get(use, of, device, axes, placed)
 
     if not group.rests_whole:
-        group.gathered.storage.use_pool(pool("weights", weights, placements.parameter), comes_ahead=True)
+        of_weights = pool("weights", weights, placements.parameter)
+        group.gathered.storage.use_pool(of_weights, comes_ahead=True)
+        if group.weights.post_forward is not None:
+            # One for each unit would be held for as long as the allocator's; in an arena it costs nothing.
+            group.weights.post_forward.use_pool(of_weights if weights.sizing == "static" else None)
     if group.gradients is not None and not group.gradients.rests_partial:
         group.gradients.packed.storage.use_pool(pool("gradients", choice, placements.gradient))
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,20 @@ from dbuffer import memory_meter
 from dbuffer.arena_pool import ArenaPool
 from dbuffer.slot_pool import can_exchange_memory
 from megatron_fsdp import FsdpModule, explain, fully_shard, fully_shard_optimizer, microbatch
+from tests.functional import test_slots
 from tests.functional.replica import Block, Stack, inputs
-from tests.functional.test_slots import HIDDEN_SIZES, SETTINGS, Setting, ShuffledStack, build
+from tests.functional.test_slots import HIDDEN_SIZES, Setting, ShuffledStack, build
 from tests.harness import run_ranks
 
 STEPS = 4
 pytestmark = pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")
+
+
+def in_pairs() -> dict[str, Any]:
+    return {"reshard_after_forward": 2}
+
+
+SETTINGS = {**test_slots.SETTINGS, "parts kept after forward": Setting(options=in_pairs, ranks=4)}
 
 
 @dataclass
