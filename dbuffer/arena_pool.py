@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -25,8 +25,8 @@ __all__ = ["MAX_PLANS", "ArenaPool"]
 _LOG = logging.getLogger(__name__)
 MAX_PLANS = 6
 """Orders that a pool plans for; what is still without a place then has a slot of its own."""
-# Longer than any step: whatever repeats itself later than that is taken to never do so.
-_MAX_EVENTS = 200_000
+# Of one round. A longer one, such as a long evaluation between two steps, is no good for a plan.
+_MAX_EVENTS = 20_000
 
 
 class _Arena:
@@ -90,19 +90,25 @@ class _Order:
         for position in range(begin, len(self.users)):
             self._positions.setdefault(self.users[position], []).append(position)
 
-    def offset(self, user: SlotUser) -> int | None:
-        """Return where a storage should lie that comes now; None for one that never came."""
-        at = self._next
-        if at >= len(self.users) or self.users[at] != user:
-            known = self._positions.get(user)
-            if known is None:
-                return None
-            # Where it came after what came last; or where an order begins with it; or where it came at all.
-            alike = [position for position in known if self._follows(position)]
-            alike = alike or [position for position in known if position in self._begins] or known
-            at = next((position for position in alike if position >= at), alike[0])
-        self._next, self._last = self.following[at], user
+    def offset(self, user: SlotUser, is_free: Callable[[int], bool]) -> int | None:
+        """Return where a storage should lie that comes now: the first of its places that is free, None for none."""
+        candidates = self._candidates(user)
+        at = next((position for position in candidates if is_free(self.offsets[position])), None)
+        self._last = user
+        if at is None:
+            return None
+        self._next = self.following[at]
         return self.offsets[at]
+
+    def _candidates(self, user: SlotUser) -> Iterator[int]:
+        """Yield where it is expected; where it came after what came last; where an order begins with it; all others."""
+        if self._next < len(self.users) and self.users[self._next] == user:
+            yield self._next
+        known = self._positions.get(user, [])
+        later = [position for position in known if position >= self._next] + known
+        yield from (position for position in later if self._follows(position))
+        yield from (position for position in later if position in self._begins)
+        yield from later
 
     def _follows(self, position: int) -> bool:
         return position not in self._begins and self.users[position - 1] == self._last
@@ -134,7 +140,10 @@ class ArenaPool(SlotPool):
         self._order = _Order()
         self._recorder: Recorder | None = Recorder()
         self._recorded: list[Recorder] = []
+        # Who came and who was there then; and who was there at the start of the round, and after each backward in it.
         self._seen: set[Hashable] = set()
+        self._settled: set[Hashable] = {frozenset()}
+        self._has_settled = False
         # Whether the recorder began with a round, and whether something found no place in it.
         self._is_whole = True
         self._has_missed = False
@@ -179,8 +188,16 @@ class ArenaPool(SlotPool):
             self._drop_arena()
 
     def settle(self) -> None:
-        """Plan for what was recorded if that found no place, and make the arena: a step is over."""
-        self._end_round()
+        """Plan for what was recorded if that found no place, and make the arena: a backward is over.
+
+        A round goes on while other storages are held than at its start and at earlier backwards of it: gradients, say,
+        that are summed up here until a later one.
+        """
+        self._has_settled = True
+        held = frozenset(turn.user for turn in self._turns.values())
+        if held in self._settled:
+            self._end_round()
+        self._settled.add(held)
         if self.plan is not None and self._arena is None:
             self._make_arena(self.plan)
 
@@ -195,8 +212,8 @@ class ArenaPool(SlotPool):
     def _place(self, plan: ArenaPlan, user: SlotUser, num_bytes: int) -> torch.UntypedStorage | None:
         arena = self._arena or self._make_arena(plan)
         size = aligned(num_bytes)
-        offset = self._order.offset(user)
-        if offset is None or not arena.fits(offset, size):
+        offset = self._order.offset(user, lambda place: arena.fits(place, size))
+        if offset is None:
             offset = arena.free(size)
         if offset is not None:
             slot = arena.take(offset, num_bytes)
@@ -229,18 +246,23 @@ class ArenaPool(SlotPool):
     # ------------------------------------------------------------------ orders
 
     def _record(self, user: SlotUser, num_bytes: int) -> None:
-        """Note that a storage comes; where that has been so before, with the same ones there, a round is over."""
-        state = user, frozenset(turn.user for turn in self._turns.values())
-        if state in self._seen:
-            self._end_round()
-        if self._recorder is not None:
+        """Note that a storage comes.
+
+        As long as there was no backward, a round is over where one comes that has come before with the same ones there.
+        """
+        if not self._has_settled:
+            state = user, frozenset(turn.user for turn in self._turns.values())
+            if state in self._seen:
+                self._end_round()
             self._seen.add(state)
+        if self._recorder is not None:
+            if len(self._recorder) >= _MAX_EVENTS:
+                self._start_round(is_whole=False)
             self._recorder.begin(user, num_bytes, comes_ahead=user.comes_ahead)
-            if len(self._recorder) > _MAX_EVENTS:
-                self.num_plans, self._recorder = MAX_PLANS, None
 
     def _start_round(self, *, is_whole: bool) -> None:
         self._seen.clear()
+        self._settled = {frozenset(turn.user for turn in self._turns.values())}
         self._is_whole, self._has_missed = is_whole, False
         self._recorder = Recorder({turn.user: turn.num_bytes for turn in self._turns.values()})
 
