@@ -13,7 +13,7 @@ from torch import nn
 from dbuffer import memory_meter
 from dbuffer.arena_pool import ArenaPool
 from dbuffer.slot_pool import can_exchange_memory
-from megatron_fsdp import FsdpModule, explain, fully_shard, fully_shard_optimizer, microbatch
+from megatron_fsdp import FsdpModule, explain, fully_shard, fully_shard_optimizer, microbatch, no_sync
 from tests.functional import test_slots
 from tests.functional.replica import Block, Stack, inputs
 from tests.functional.test_slots import HIDDEN_SIZES, Setting, ShuffledStack, build
@@ -142,6 +142,16 @@ def evaluation_between(models: list[nn.Module], number: int) -> list[float]:
     return [evaluate(models[0], 7), train_step(models[0], number), evaluate(models[0], 8)]
 
 
+def gradients_summed_up_here(models: list[nn.Module], number: int) -> list[float]:
+    model, losses = models[0], []
+    for part in range(2):
+        with no_sync(model):
+            loss = model(inputs(dist.get_rank(), 3 * number + part)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+    return [*losses, train_step(model, number)]
+
+
 def two_models_in_turn(models: list[nn.Module], number: int) -> list[float]:
     return [train_step(models[number % 2], number), evaluate(models[1 - number % 2], number)]
 
@@ -201,7 +211,8 @@ def layers_left_out(models: list[nn.Module], number: int) -> list[float]:
 USES: dict[str, Use] = {
     use.__name__: use
     for use in (
-        evaluation_between, two_models_in_turn, two_models_in_one_backward, exception_in_forward, exception_in_backward,
+        evaluation_between, gradients_summed_up_here, two_models_in_turn,
+        two_models_in_one_backward, exception_in_forward, exception_in_backward,
     )
 }  # fmt: skip
 
