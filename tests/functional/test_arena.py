@@ -212,7 +212,7 @@ USES: dict[str, Use] = {
     use.__name__: use
     for use in (
         evaluation_between, gradients_summed_up_here, two_models_in_turn,
-        two_models_in_one_backward, exception_in_forward, exception_in_backward,
+        two_models_in_one_backward, exception_in_forward, exception_in_backward, layers_left_out,
     )
 }  # fmt: skip
 
