@@ -1,70 +1,75 @@
-"""Resident: how the memory of training processes grows over many steps on gloo ranks, beside FSDP2's.
+"""Resident: how the memory of the training script grows over many iterations on gloo ranks, beside FSDP2's.
 
-Each engine trains the model of ``make train`` in processes of its own, with torch's fused AdamW. What one holds is read
-where the kernel counts it, at each tenth of the steps after the first 50. A Linux machine is needed.
+Each engine trains ``examples/pretrain_gpt.py`` under torchrun with the model of ``make train`` and fewer samples a
+step, so that thousands of steps take minutes. What rank 0 holds is read from the script's own log at every ``--every``
+iterations; the first reading counts as the start, since what is loaded late and filled once is in it.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-from benchmarks.engines import Precision
 from benchmarks.harness import Row, Samples, ratio
-from benchmarks.models import Shape
-from benchmarks.trainers import TRAINERS
-from tests.harness import run_ranks
 
-_STATM = Path("/proc/self/statm")
+_SCRIPT = Path(__file__).parents[1] / "examples" / "pretrain_gpt.py"
+ENGINES = {
+    "ours": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
+    "FSDP2": "--use-torch-fsdp2",
+    "DDP": "",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes, those of ``make train`` unless told otherwise, and how long to train."""
-    parser.add_argument("--engines", nargs="+", default=["ours", "FSDP2"], choices=list(TRAINERS))
+    """Add the sizes, those of ``make train`` unless told otherwise but for the batch, and how long to train."""
+    parser.add_argument("--engines", nargs="+", default=["ours", "FSDP2"], choices=list(ENGINES))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--vocabulary", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=2, help="samples per rank; make train has 8 (default: 2)")
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--ranks", type=int, default=2, help="gloo ranks (default: 2)")
-    parser.add_argument("--steps", type=int, default=600, help="of each engine (default: 600)")
-    parser.add_argument("--warmup", type=int, default=50, help="steps before the first reading (default: 50)")
+    parser.add_argument("--steps", type=int, default=3000, help="of each engine (default: 3000)")
+    parser.add_argument("--every", type=int, default=50, help="steps between readings (default: 50)")
+    parser.add_argument("--flags", default="", help="more flags of the script, of all engines, as one word")
 
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Train by each engine and return its readings, their growth, and ours over the peers'."""
-    shape = Shape(
-        args.layers, args.width, args.vocabulary, batch=args.batch, length=args.length, head_width=min(32, args.width)
+    case = {"steps": args.steps, "ranks": args.ranks, "batch": args.batch}
+    return resident_rows(case, {engine: train(engine, args) for engine in args.engines})
+
+
+def train(engine: str, args: argparse.Namespace) -> Samples:
+    """Return the bytes resident on rank 0 at each reading.
+
+    Raises:
+        RuntimeError: the script failed; with the end of what it said.
+    """
+    flags = (
+        f"{ENGINES[engine]} --num-layers {args.layers} --hidden-size {args.width} --num-attention-heads 4 "
+        f"--seq-length {args.length} --micro-batch-size {args.batch} --train-iters {args.steps} --lr 1e-3 "
+        f"--log-interval {args.every} --eval-iters 0 --num-tokens-to-generate 0 --distributed-backend gloo {args.flags}"
     )
-    case = {"steps": args.steps, "ranks": args.ranks}
-    found = {
-        engine: largest(run_ranks(args.ranks, train, engine, shape, args.steps, args.warmup, fresh=True, timeout=7200))
-        for engine in args.engines
-    }
-    return resident_rows(case, found)
+    ranks = f"-m torch.distributed.run --standalone --nproc-per-node {args.ranks}".split()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, *ranks, str(_SCRIPT), *flags.split()]
+        ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=_environment())
+        if ended.returncode:
+            raise RuntimeError(f"{engine}: {' '.join(command)} ended with {ended.returncode}:\n{ended.stderr[-3000:]}")
+        return readings(Path(folder) / "runs" / "gpt" / "log.jsonl", args.every)
 
 
-def train(engine: str, shape: Shape, steps: int, warmup: int) -> list[int]:
-    """Return the bytes resident after ``warmup`` steps and ten times until the end, on this rank."""
-    step = TRAINERS[engine](shape, Precision(), "cpu")
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    every = max((steps - warmup) // 10, 1)
-    readings = []
-    for number in range(1, steps + 1):
-        step(torch.randint(shape.vocabulary, (shape.batch, shape.length + 1), generator=generator))
-        if number >= warmup and (number - warmup) % every == 0:
-            readings.append(int(_STATM.read_text().split()[1]) * resource.getpagesize())
-    return readings
-
-
-def largest(ranks: Sequence[Sequence[int]]) -> Samples:
-    """Return what the rank that holds most held at each reading."""
-    return Samples(tuple(float(max(at_once)) for at_once in zip(*ranks, strict=True)))
+def readings(log: Path, first: int) -> Samples:
+    """Return the bytes that a log of the script has from iteration ``first`` on."""
+    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    held = [row["resident_memory_mib"] for row in rows if "resident_memory_mib" in row and row["iteration"] >= first]
+    return Samples(tuple(2**20 * mib for mib in held))
 
 
 def resident_rows(case: Mapping[str, str | int | float], found: Mapping[str, Samples]) -> list[Row]:
@@ -79,3 +84,9 @@ def resident_rows(case: Mapping[str, str | int | float], found: Mapping[str, Sam
         values = ratio(found["ours"], found[peer])
         rows.append(Row("resident", {**case, "peer": peer}, "resident memory over peer's", "", values))
     return rows
+
+
+def _environment() -> Mapping[str, str]:
+    """Return the variables of this process with one thread per rank, and its modules for the ranks."""
+    paths: Sequence[str] = [path for path in sys.path if path]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}

@@ -18,6 +18,8 @@ from benchmarks.harness import Row, read_rows
 __all__ = ["TABLES", "Claim", "page", "table_of"]
 
 _OVER_TORCH = "host time over torch's"
+_WORST = "arena over the most bytes held, worst"
+_RISE = "most resident memory over the first"
 RESULTS = Path(__file__).parent / "results"
 DOCUMENT = Path(__file__).parents[1] / "docs" / "performance.md"
 
@@ -132,6 +134,16 @@ TABLES: Mapping[str, Sequence[Claim]] = {
         Claim("step of the flat AdamW over foreach on DTensors", "optimizer", _OVER_TORCH, {"step": "flat"}, 0.15),
         Claim("the same, launches left out", "optimizer", _OVER_TORCH, {"step": "flat, launches left out"}),
     ],
+    "arena": [
+        Claim("arena over the most bytes held, worst of all models and strategies", "arena", _WORST, {}, 1.01),
+        Claim("seconds to plan it, longest", "arena", "time to plan, longest", {}, 1.0),
+    ],
+    "resident": [
+        Claim(f"most after iteration 50 over what iteration 50 held, {engine}", "resident", _RISE, case, most)
+        for engine, most in (("ours", 1.03), ("FSDP2", None))
+        for case in ({"engine": engine},)
+    ]
+    + [Claim("resident memory over FSDP2's", "resident", "resident memory over peer's", {"peer": "FSDP2"}, 1.05)],
     "link": [*_link("ours", 1.2), *_link("FSDP2")],
     "redistribute": [*_redistribute("DTensor"), *_redistribute("bare")],
     "checkpoint": [

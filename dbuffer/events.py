@@ -7,6 +7,7 @@
 | allocated | a flat storage has memory of its own, new or again | ``FlatStorage`` |
 | released | a storage is about to give its memory back to the allocator | ``torch.UntypedStorage`` |
 | exchanged | two storages have exchanged their memory | both |
+| placed | a storage is about to get a place in an arena | the slot's storage, and the arena, a uint8 tensor |
 | issue, issued | work goes to a lane; its collectives are issued, their handles in ``ticket.works`` | ``Ticket`` |
 | landed | what follows the collectives comes now: on the lane's stream, or on the host, which has waited | ``Ticket`` |
 | wait, waited | compute waits for a ticket, the first time; it goes on | ``Ticket`` |

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,14 +17,22 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from dbuffer.errors import StorageError
 from dbuffer.memory_meter import memory_meter
 
-__all__ = ["Allocate", "SlotPool", "can_exchange_memory", "from_communicator", "from_symmetric_memory"]
+__all__ = ["Allocate", "SlotPool", "SlotUser", "can_exchange_memory", "from_communicator", "from_symmetric_memory"]
 
 Allocate = Callable[[int], torch.Tensor]
 """Returns that many bytes of memory, as a 1-D uint8 tensor."""
 
 # Not in PyTorch 2.11.
 _CAN_EXCHANGE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-SIZINGS = ("by_size", "largest")
+SIZINGS = ("by_size", "largest", "static")
+
+
+@dataclass(frozen=True, slots=True)
+class SlotUser:
+    """A storage that takes slots: its number, and whether it comes ahead of its use when the order is known."""
+
+    number: int
+    comes_ahead: bool = False
 
 
 def can_exchange_memory() -> bool:
@@ -37,7 +46,8 @@ class SlotPool:
     Args:
         device: of the memory.
         sizing: "largest": each slot can hold the largest storage that the pool serves. "by_size": a slot has the size
-            of the storage it was made for and serves storages of just that size.
+            of the storage it was made for and serves storages of just that size. "static": likewise, for those that
+            ``ArenaPool`` has no place for.
         allocate: where slots come from. None: from the device's allocator.
     Raises:
         StorageError: another ``sizing``, or a PyTorch whose storages cannot exchange their memory.
@@ -71,20 +81,26 @@ class SlotPool:
         """Return how many bytes the slot of a storage of ``num_bytes`` has."""
         return max(self._largest, num_bytes) if self.sizing == "largest" else num_bytes
 
-    def take(self, num_bytes: int) -> torch.UntypedStorage:
-        """Return a free slot for a storage of ``num_bytes``, with undefined content."""
+    def forecast_bytes(self, num_bytes: int) -> int:
+        """Return the bytes of the slot that a storage will have alone; 0: a place in an arena, which has a plan."""
+        return self.slot_bytes(num_bytes)
+
+    def take(self, num_bytes: int, user: SlotUser | None = None) -> torch.UntypedStorage:
+        """Return a free slot for a storage of ``num_bytes``, with undefined content; ``user``: who asks."""
         size = self.slot_bytes(num_bytes)
         free = self._free.get(size)
         if free:
             return free.pop()
+        slot = self._new(size)
+        self._count(1, size)
+        return slot.untyped_storage()
+
+    def _new(self, num_bytes: int) -> torch.Tensor:
         # Memory made under inference_mode could never be written by a training step later on.
         with torch.inference_mode(False):
             if self._allocate is None:
-                slot = torch.empty(size, dtype=torch.uint8, device=self._device)
-            else:
-                slot = self._allocate(size)
-        self._count(1, size)
-        return slot.untyped_storage()
+                return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            return self._allocate(num_bytes)
 
     @staticmethod
     def exchange(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
@@ -94,11 +110,11 @@ class SlotPool:
     def give_back(self, slot: torch.UntypedStorage, size: int) -> None:
         """Take a slot of ``size`` bytes back; one that has become too small is dropped."""
         if self.sizing == "largest" and size < self._largest:
-            self.lose(size)
+            self.lose(slot, size)
         else:
             self._free.setdefault(size, []).append(slot)
 
-    def lose(self, size: int) -> None:
+    def lose(self, slot: torch.UntypedStorage, size: int) -> None:
         """Forget a slot that went with the storage that had it."""
         self._count(-1, -size)
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 from dbuffer.errors import StorageError
 from dbuffer.events import listeners, tell
 from dbuffer.memory_meter import memory_meter
-from dbuffer.slot_pool import SlotPool
+from dbuffer.slot_pool import SlotPool, SlotUser
 
 __all__ = ["FlatStorage", "guard_released_storage"]
 
@@ -36,13 +36,14 @@ class _Holding:
 
     own_bytes: int = 0
     pool: SlotPool | None = None
+    slot: torch.UntypedStorage | None = None
     slot_bytes: int = 0
 
     def forget(self) -> None:
         """Take leave of memory whose storage is gone; views of it may live on."""
         _METER.add(-self.own_bytes)
-        if self.pool is not None:
-            self.pool.lose(self.slot_bytes)
+        if self.pool is not None and self.slot is not None:
+            self.pool.lose(self.slot, self.slot_bytes)
 
 
 class FlatStorage:
@@ -55,7 +56,7 @@ class FlatStorage:
     """
 
     __slots__ = (
-        "__weakref__", "_finalizer", "_holding", "_pool", "_slot", "_tensor", "is_allocated", "name", "nbytes"
+        "__weakref__", "_finalizer", "_holding", "_pool", "_tensor", "_user", "is_allocated", "name", "nbytes"
     )  # fmt: skip
 
     def __init__(
@@ -69,7 +70,7 @@ class FlatStorage:
         self.nbytes = 0 if device.type == "meta" else numel * dtype.itemsize
         self.is_allocated = True
         self._pool: SlotPool | None = None
-        self._slot: torch.UntypedStorage | None = None
+        self._user = SlotUser(id(self))
         self._holding = _Holding(self.nbytes)
         _METER.add(self.nbytes)
         _KNOWN[self._tensor.untyped_storage()._cdata] = self
@@ -93,12 +94,20 @@ class FlatStorage:
 
     @property
     def slot(self) -> tuple[int, int] | None:
-        """Which pool it takes slots from, by identity, and the bytes of its slot; None where it has no pool."""
-        return None if self._pool is None else (id(self._pool), self._pool.slot_bytes(self.nbytes))
+        """Which pool it takes slots from, by identity, and the bytes of its slot; None where it has no pool.
 
-    def use_pool(self, pool: SlotPool | None) -> None:
-        """Take memory from the slots of ``pool``, or from the allocator again, at the next ``reallocate``."""
+        0 bytes: it has a place in an arena.
+        """
+        return None if self._pool is None else (id(self._pool), self._pool.forecast_bytes(self.nbytes))
+
+    def use_pool(self, pool: SlotPool | None, *, comes_ahead: bool = False) -> None:
+        """Take memory from the slots of ``pool``, or from the allocator again, at the next ``reallocate``.
+
+        Args:
+            comes_ahead: once the order of a step is known, it is reallocated before its turn.
+        """
         self._pool = pool
+        self._user = SlotUser(id(self), comes_ahead)
         if pool is not None:
             pool.serve(self.nbytes)
 
@@ -108,10 +117,10 @@ class FlatStorage:
             return
         self.is_allocated = False
         storage, holding = self._tensor.untyped_storage(), self._holding
-        if self._slot is not None and holding.pool is not None:
-            self._exchange(storage, self._slot)
-            holding.pool.give_back(self._slot, holding.slot_bytes)
-            self._slot = holding.pool = None
+        if holding.slot is not None and holding.pool is not None:
+            self._exchange(storage, holding.slot)
+            holding.pool.give_back(holding.slot, holding.slot_bytes)
+            holding.slot = holding.pool = None
         else:
             if listeners:
                 tell("released", storage)
@@ -132,11 +141,10 @@ class FlatStorage:
             if listeners:
                 tell("allocated", self)
         else:
-            slot = pool.take(self.nbytes)
-            holding.pool, holding.slot_bytes = pool, slot.nbytes()
+            slot = pool.take(self.nbytes, self._user)
+            holding.pool, holding.slot, holding.slot_bytes = pool, slot, slot.nbytes()
             # The slot's tensor has no bytes from here to ``release``; every view of the storage has them.
             self._exchange(storage, slot)
-            self._slot = slot
 
     @staticmethod
     def _exchange(storage: torch.UntypedStorage, slot: torch.UntypedStorage) -> None:

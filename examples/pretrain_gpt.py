@@ -3,8 +3,9 @@ r"""Train a GPT with Megatron-LM's flags, its weights sharded over all ranks by 
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py --use-megatron-fsdp --num-layers 4 --hidden-size 192 \
         --num-attention-heads 6 --seq-length 128 --micro-batch-size 8 --global-batch-size 16 --train-iters 300 --lr 2e-3
 
-One process without torchrun works too. Without --use-megatron-fsdp the model is replicated, to compare with. All flags:
---help, and docs/training_script.md. preprocess_data.py writes indexed data, generate_gpt.py uses what was saved.
+One process without torchrun works too. To compare with: --use-torch-fsdp2 shards by PyTorch's own engine, and without
+either the model is replicated. All flags: --help, and docs/training_script.md. preprocess_data.py writes indexed data,
+generate_gpt.py uses what was saved.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def microbatches(job: Job, samples: Samples, first_sample: int) -> list[Tensor]:
 
 def loss_of(job: Job, text: Tensor) -> TokenLoss:
     """Return the loss of one microbatch; a replicated model has no bf16 weights, so it computes under autocast."""
-    is_autocast = job.args.bf16 and not job.args.use_megatron_fsdp
+    is_autocast = job.args.bf16 and not (job.args.use_megatron_fsdp or job.args.use_torch_fsdp2)
     with torch.autocast(job.device.type, torch.bfloat16, enabled=is_autocast):
         has_experts = job.config.num_experts is not None
         return token_loss(job.model, text, has_experts=has_experts, masked_token=job.masked_token)

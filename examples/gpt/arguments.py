@@ -18,7 +18,7 @@ from megatron_fsdp.config.parser import FLAGS
 _OF_THE_SCRIPT = frozenset(
     "use_megatron_fsdp calculate_per_token_loss bf16 fp16 optimizer ckpt_format strict_fsdp_dtensor_load async_save "
     "clip_grad check_for_nan_in_loss_and_grad check_for_large_grads dump_param_to_param_group_map "
-    "fake_process_group".split()
+    "fake_process_group use_torch_fsdp2 torch_fsdp2_reshard_after_forward".split()
 )
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
 
@@ -44,12 +44,15 @@ def parse_arguments(arguments: Sequence[str], *, num_ranks: int) -> argparse.Nam
     _check_model(args)
     _check_architecture(args)
     _check_training(args, num_ranks)
+    _check_torch_fsdp2(args)
     _check_schedule(args)
     _check_log(args)
     if args.fake_process_group:
         _settle_fake_ranks(args)
     if args.use_megatron_fsdp:
         FsdpConfig.from_args(args)
+    else:
+        _check_without_engine(args)
     return args
 
 
@@ -139,12 +142,31 @@ def _check_training(args: argparse.Namespace, num_ranks: int) -> None:
         raise ConfigError(
             f"--adam-moments {args.adam_moments} contradicts --optimizer {args.optimizer}; leave one away"
         )
-    if args.weight_gather is not None and not args.use_megatron_fsdp:
-        raise ConfigError(f"--weight-gather {args.weight_gather} needs --use-megatron-fsdp, whose gather it is")
     if args.adam_moments_seed is not None and args.adam_moments != "int8":
         raise ConfigError(f"--adam-moments-seed {args.adam_moments_seed} needs --adam-moments int8, which it rounds")
     if args.optimizer not in ("adam", "sgd", "muon", "dist_muon"):
         raise ConfigError(f"--optimizer {args.optimizer} is not here yet; wanted adam, sgd or muon")
+
+
+def _check_without_engine(args: argparse.Namespace) -> None:
+    for name, what in (("weight_gather", "whose gather it is"), ("slot_pool", "whose buffers take turns in it")):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"{_flag(name)} {getattr(args, name)} needs --use-megatron-fsdp, {what}")
+
+
+def _check_torch_fsdp2(args: argparse.Namespace) -> None:
+    if args.use_torch_fsdp2 and not args.use_megatron_fsdp:
+        for name in ("save", "load"):
+            if getattr(args, name) is not None:
+                raise ConfigError(
+                    f"--use-torch-fsdp2 contradicts {_flag(name)} {getattr(args, name)}: this script saves and loads "
+                    "what megatron_fsdp sharded, or replicas; leave it away (the log goes to runs/gpt)"
+                )
+        if args.num_distributed_optimizer_instances != 1:
+            raise ConfigError(
+                f"--use-torch-fsdp2 contradicts --num-distributed-optimizer-instances "
+                f"{args.num_distributed_optimizer_instances}: it shards over all ranks here; leave one away"
+            )
 
 
 def _check_schedule(args: argparse.Namespace) -> None:

@@ -179,6 +179,11 @@ def _add_muon_flags(group: argparse._ActionsContainer) -> None:
         help="with --use-megatron-fsdp: matrices travel in 8 bits, quantized from the main weights",
     )
     group.add_argument(
+        "--slot-pool",
+        choices=["by_size", "largest", "static"],
+        help="with --use-megatron-fsdp: gathered weights and packed gradients lie in memory that stays",
+    )
+    group.add_argument(
         "--adam-moments-seed", type=int, default=None, help="round these codes stochastically, by this seed"
     )
 

@@ -94,4 +94,5 @@ def describe(job: Job) -> None:
         config = FsdpConfig.from_args(args)
         log.message("\n".join([config.explain(), *config.notices(), str(explain(job.model))]))
     elif idle := flags_without_engine(args):
-        log.message(f"without --use-megatron-fsdp nothing is sharded, and these do nothing: {', '.join(idle)}")
+        sharder = "PyTorch shards" if args.use_torch_fsdp2 else "nothing is sharded"
+        log.message(f"without --use-megatron-fsdp {sharder}, and these do nothing: {', '.join(idle)}")

@@ -6,8 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+# With all else that is loaded at the start, not at the first picture: what is resident then stays what it is.
+import matplotlib.backends.backend_agg  # noqa: F401
+
 # Figure alone, without pyplot: it draws with the Agg renderer and keeps no global state, so no display is needed.
 from matplotlib.figure import Figure
+from PIL import Image
+
+Image.preinit()
 
 
 def draw_loss_curve(rows: Sequence[dict[str, Any]], path: Path, *, unit: str = "byte") -> None:

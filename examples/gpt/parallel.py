@@ -1,4 +1,4 @@
-"""Data parallelism of the example: sharded by megatron_fsdp, or replicated (DDP) to compare with."""
+"""Data parallelism of the example: sharded by megatron_fsdp; by PyTorch's FSDP2 or replicated (DDP) to compare with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gpt.model import GptModel, Recompute
@@ -20,7 +22,7 @@ from megatron_fsdp import FsdpConfig, FsdpModule, Watch, clip_grad_norm_, fully_
 
 
 def build_model(config: GptConfig, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    """Return a new model, ready to train on the mesh: sharded with ``--use-megatron-fsdp``, else replicated.
+    """Return a new model, ready to train on the mesh, as ``parallelize`` makes it.
 
     With ``--init-model-with-meta-device`` no rank ever holds it whole; its weights are the same.
     """
@@ -28,7 +30,7 @@ def build_model(config: GptConfig, args: argparse.Namespace, mesh: DeviceMesh, d
     if args.use_megatron_fsdp and args.init_model_with_meta_device:
         with torch.device("meta"):
             model = GptModel(config, recompute=recompute)
-        sharded = shard(model, FsdpConfig.from_args(args), mesh, low_precision(args))
+        sharded = shard(model, FsdpConfig.from_args(args), mesh, low_precision(args), slot_pool=args.slot_pool)
         sharded.to_empty(device=device)
         model.init_weights(args.seed)
         return sharded
@@ -38,9 +40,14 @@ def build_model(config: GptConfig, args: argparse.Namespace, mesh: DeviceMesh, d
 
 
 def parallelize(model: GptModel, args: argparse.Namespace, mesh: DeviceMesh) -> nn.Module:
-    """Return the model, ready to train on the mesh: sharded with ``--use-megatron-fsdp``, else replicated."""
+    """Return the model, ready to train on the mesh.
+
+    It is sharded by this project with ``--use-megatron-fsdp``, by PyTorch with ``--use-torch-fsdp2``, else replicated.
+    """
     if args.use_megatron_fsdp:
-        return shard(model, FsdpConfig.from_args(args), mesh, low_precision(args))
+        return shard(model, FsdpConfig.from_args(args), mesh, low_precision(args), slot_pool=args.slot_pool)
+    if args.use_torch_fsdp2:
+        return shard_by_torch(model, args, mesh)
     if mesh.size() == 1:
         return model
     return DistributedDataParallel(model)
@@ -52,7 +59,12 @@ def low_precision(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def shard(
-    model: GptModel, config: FsdpConfig, mesh: DeviceMesh, precision: Mapping[str, Any] | None = None
+    model: GptModel,
+    config: FsdpConfig,
+    mesh: DeviceMesh,
+    precision: Mapping[str, Any] | None = None,
+    *,
+    slot_pool: str | None = None,
 ) -> nn.Module:
     """Make units of every block, of the embedding and of the head, in place, and return the model.
 
@@ -70,6 +82,20 @@ def shard(
         fully_shard(model.head, **{**options, "reshard_after_forward": False})
     fully_shard(model, **options)
     config.apply(model)
+    if slot_pool is not None:
+        assert isinstance(model, FsdpModule)
+        model.set_slot_pool(slot_pool)
+    return model
+
+
+def shard_by_torch(model: GptModel, args: argparse.Namespace, mesh: DeviceMesh) -> nn.Module:
+    """Make the units that ``shard`` makes, of PyTorch's FSDP2, in place, and return the model."""
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": args.torch_fsdp2_reshard_after_forward}
+    if args.bf16:
+        options["mp_policy"] = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    is_tied = not model.config.untie_embeddings_and_output_weights
+    for module in (*([] if is_tied else [model.embedding, model.head]), *model.blocks, model):
+        fsdp.fully_shard(module, **options)
     return model
 
 
@@ -92,6 +118,8 @@ def accumulation(model: nn.Module, *, is_last: bool) -> AbstractContextManager[N
         return microbatch(model, is_last)
     if isinstance(model, DistributedDataParallel) and not is_last:
         return model.no_sync()
+    if isinstance(model, fsdp.FSDPModule):
+        model.set_requires_gradient_sync(is_last)
     return nullcontext()
 
 
@@ -105,4 +133,4 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     if isinstance(model, FsdpModule):
         return clip_grad_norm_(model, limit)
     norm: Tensor = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
-    return norm
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -501,7 +501,7 @@ def _memory_cases() -> Iterator[Case]:
     for reshard in (True, False, 2):
         yield Case(f"reshard {reshard}", reshard=reshard)
         yield Case(f"reshard {reshard}, microbatches", reshard=reshard, accumulation="microbatch")
-    for slots in ("by_size", "largest"):
+    for slots in ("by_size", "largest", "static"):
         for strategy in ("optim_grads", "optim_grads_params", "hfsdp"):
             yield Case(f"slots {slots}, {strategy}", strategy, "bf16", slots=slots)
         yield Case(f"slots {slots}, prefetch lists", slots=slots, prefetches=True)
@@ -568,6 +568,7 @@ SHORT = tuple(
         "optim_grads, fp32, no_sync",
         "reshard 2",
         "slots largest, prefetch lists",
+        "slots static, optim_grads_params",
         "offload, optim_grads_params, bf16, none",
         "recompute reentrant",
         "split, none",

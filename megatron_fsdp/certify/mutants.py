@@ -87,7 +87,7 @@ _LAST = ("reshard 2", "recompute reentrant, reshard 2", "slots by_size, hfsdp", 
 
 # Mutants that no order of device work can tell from the engine, with the reason.
 EQUIVALENT: dict[str, str] = {
-    "FlatStorage.release: `holding.pool.give_back(self._slot, holding.slot_bytes)` at the start of its block": (
+    "FlatStorage.release: `holding.pool.give_back(holding.slot, holding.slot_bytes)` at the start of its block": (
         "nobody takes a slot between the two places"
     ),
     "Turns.take: without `compute.note()`": (

@@ -137,7 +137,7 @@ _FSDP = (
     Flag("--fsdp-manual-registration", False, Effect.NOTHING, "with --use-nccl-ub: register when a step is over",
          "each buffer is registered when it is made, in the first step"),
     Flag("--use-torch-fsdp2", False, Effect.NOTHING, "shard with PyTorch's FSDP2 instead",
-         "PyTorch's engine is not started from here; code written for it runs after changing the import"),
+         "`examples/pretrain_gpt.py` trains by it to compare; code written for it runs after changing the import"),
     Flag("--torch-fsdp2-no-reshard-after-forward", True, Effect.NOTHING, "with --use-torch-fsdp2: keep weights whole",
          "here that is --data-parallel-sharding-strategy optim_grads", dest="torch_fsdp2_reshard_after_forward"),
 )

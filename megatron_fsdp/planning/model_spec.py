@@ -110,7 +110,7 @@ class GroupFacts:
         is_offloaded: what rests lies in CPU memory.
         hooks_bytes: what all ranks send where the parameter's class says what is gathered; 0 for any other.
         weight_slot, gradient_slot: what gathered weights and packed gradients take turns in: some key of the pool, and
-            the bytes of a slot; None: memory of the allocator.
+            the bytes of a slot, 0 for a place in an arena; None: memory of the allocator.
     """
 
     names: tuple[str, ...]

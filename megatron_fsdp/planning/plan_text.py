@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dbuffer.planner.arena import Lifetime, plan_arena
 from megatron_fsdp.formatting import aligned, format_bytes, format_count, format_seconds
 from megatron_fsdp.planning.estimate import MemoryPart, Projection
 from megatron_fsdp.planning.report import Report, UnitReport
@@ -60,7 +61,7 @@ def page(projection: Projection, decisions: Sequence[str], limit_bytes: int | No
         unit_lines(report),
         _memory_lines(projection, limit_bytes),
         *(each.lines() for each in projection.owners),
-        _peak_lines(report),
+        _peak_lines(report, projection.forecast.lifetimes),
         _padding_lines(report),
         traffic_lines(report),
         _time_lines(projection),
@@ -112,12 +113,16 @@ def _bar(start: int, stop: int, scale: int) -> str:
     return " " * first + "#" * length
 
 
-def _peak_lines(report: Report) -> list[str]:
+def _peak_lines(report: Report, lifetimes: Sequence[Lifetime]) -> list[str]:
     rows: list[tuple[str, ...]] = [("transient peak", "bytes", "reached by")]
     phases = {"forward": report.forward_peak, "backward": report.backward_peak, "optimizer step": report.step_peak}
     for name, peak in phases.items():
         rows.append((name, format_bytes(peak.num_bytes), peak.unit))
     rows.append(("the largest unit, B", format_bytes(report.largest_unit_bytes), report.largest_unit))
+    if lifetimes:
+        arena = plan_arena(lifetimes)
+        held = f"{format_bytes(arena.lower_bound)} of it held at most, gap {arena.gap:.2%}: set_slot_pool('static')"
+        rows.append(("as a static arena", format_bytes(arena.num_bytes), held))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]}".rstrip() for row in rows]
 

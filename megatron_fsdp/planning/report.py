@@ -22,6 +22,7 @@ from megatron_fsdp.optim.ownership_page import OwnershipReport, explain_ownershi
 from megatron_fsdp.planning.live_model import read_facts
 from megatron_fsdp.planning.model_spec import AxisFacts, BufferFacts, GroupFacts, ModelFacts, UnitFacts
 from megatron_fsdp.planning.report_text import (
+    ArenaReport,
     BufferReport,
     CollectiveReport,
     CollectiveTotal,
@@ -33,6 +34,7 @@ from megatron_fsdp.planning.report_text import (
 from megatron_fsdp.planning.step_simulator import Forecast, Issue, Phase, forecast_step
 
 __all__ = [
+    "ArenaReport",
     "BufferReport",
     "CollectiveReport",
     "CollectiveTotal",
@@ -113,6 +115,7 @@ def report_of(
         unsharded=facts.unsharded,
         unsharded_bytes=facts.unsharded_bytes,
         slot_bytes=forecast.slot_bytes,
+        arenas=tuple(ArenaReport(arena.num_bytes, arena.lower_bound, arena.gap) for arena in forecast.arenas),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_fsdp.formatting import _percent, aligned, format_bytes
 
 __all__ = [
+    "ArenaReport",
     "BufferReport",
     "CollectiveReport",
     "CollectiveTotal",
@@ -153,6 +154,15 @@ class UnitReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ArenaReport:
+    """A static arena: its bytes, the most that buffers in it hold at once, and how much larger it is, 0 for not."""
+
+    num_bytes: int
+    lower_bound: int
+    gap: float
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What a sharded model takes. All bytes are one rank's; ``str()`` gives a page to read, ``to_dict`` plain data.
 
@@ -164,6 +174,7 @@ class Report:
         largest_unit, largest_unit_bytes: the unit B with most bytes of gathered weights in compute dtype.
         forward_peak, backward_peak, step_peak: the most bytes held beyond ``persistent_bytes``, and at which unit.
         slot_bytes: of these, what is held in all phases once the first step is over: slots (``set_slot_pool``).
+        arenas: those among these, of ``set_slot_pool("static")``.
         num_roots: units with no unit around them; each has a schedule of its own.
         unsharded_bytes: parameters that belong to no unit, named in ``unsharded``.
         assumptions: what the peaks and the collectives rest on.
@@ -186,6 +197,7 @@ class Report:
     assumptions: tuple[str, ...] = ASSUMPTIONS
     slot_bytes: int = 0
     gradient_bytes: int = 0
+    arenas: tuple[ArenaReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as dictionaries, lists, strings and numbers, ready for ``json.dumps``."""
@@ -282,6 +294,14 @@ def _total_lines(report: Report) -> list[str]:
         ("transient, optimizer step", *peak(report.step_peak)),
         *[("of it slots that stay", format_bytes(report.slot_bytes), "weights and gradients take turns in them")]
         * bool(report.slot_bytes),
+        *(
+            (
+                "of it an arena",
+                format_bytes(arena.num_bytes),
+                f"{format_bytes(arena.lower_bound)} of it held at most, gap {arena.gap:.2%}",
+            )
+            for arena in report.arenas
+        ),
         ("total at the highest", format_bytes(highest), "at rest + AdamW + gradients + transient, without activations"),
     ]
     return [f"{label:<26}{size:>12}  {note}".rstrip() for label, size, note in rows]

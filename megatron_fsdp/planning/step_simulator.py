@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from dbuffer.planner.arena import ALIGNMENT, ArenaPlan, Lifetime, Recorder, plan_arena
 from megatron_fsdp.planning.model_spec import GroupFacts, ModelFacts, Redistribution, Transfer, Visit, VisitKind
 
 __all__ = ["Forecast", "Issue", "Peak", "Phase", "forecast_step"]
@@ -47,13 +48,17 @@ class Issue:
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """What one optimizer step takes; ``kept`` holds the units that wait for their backward with weights gathered,
-    though units like them are released; ``slot_bytes`` are those of all slots.
+    though units like them are released; ``slot_bytes`` are those of all slots; ``lifetimes`` those of gathered weights,
+    packed gradients, parts kept after forward and scratch, in the order in which they come; ``arenas`` the plans of
+    those that have places in one.
     """
 
     peaks: dict[Phase, Peak]
     issues: tuple[Issue, ...]
     kept: frozenset[int] = frozenset()
     slot_bytes: int = 0
+    lifetimes: tuple[Lifetime, ...] = ()
+    arenas: tuple[ArenaPlan, ...] = ()
 
 
 def forecast_step(facts: ModelFacts, num_microbatches: int) -> Forecast:
@@ -71,8 +76,14 @@ def forecast_step(facts: ModelFacts, num_microbatches: int) -> Forecast:
     issues = (
         Issue(unit, group, phase, transfer, count) for (unit, group, phase, transfer), count in playback.issued.items()
     )
-    peaks = {phase: playback.peaks.get(phase, Peak()) for phase in Phase}
-    return Forecast(peaks, tuple(issues), frozenset(playback.kept), playback.slot_bytes)
+    lifetimes = playback.held.lifetimes()
+    arenas = tuple(playback.arenas(lifetimes))
+    # An arena is there in all phases, and its block begins anywhere.
+    stays = sum(arena.num_bytes + ALIGNMENT for arena in arenas)
+    found = {phase: playback.peaks.get(phase, Peak()) for phase in Phase}
+    peaks = {phase: replace(peak, num_bytes=peak.num_bytes + stays) for phase, peak in found.items()}
+    slot_bytes = playback.slot_bytes + stays
+    return Forecast(peaks, tuple(issues), frozenset(playback.kept), slot_bytes, lifetimes, arenas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +104,11 @@ class _Costs:
     reduce: Redistribution
     finalize: Redistribution
     refresh: Redistribution
+
+    @property
+    def allocated_part(self) -> int:
+        """Bytes of the part kept after forward, unless that has a place in an arena."""
+        return 0 if self.weight_slot is not None and not self.weight_slot[1] else self.part
 
     @classmethod
     def of(cls, group: GroupFacts) -> _Costs:
@@ -162,12 +178,26 @@ class _Playback:
         self._arrived: Counter[int] = Counter()
         self._free: Counter[tuple[int, int]] = Counter()
         self.slot_bytes = 0
+        self.held = Recorder()
+        # By the name of a buffer that has a place in one.
+        self._arena_of: dict[Hashable, int] = {
+            (unit, group, kind): slot[0]
+            for unit, costs in enumerate(self._costs)
+            for group, cost in enumerate(costs)
+            for kind, slot in (
+                ("gathered", cost.weight_slot),
+                ("part", cost.weight_slot),
+                ("packed", cost.gradient_slot),
+            )
+            if slot is not None and not slot[1]
+        }
 
     def start_counting(self) -> None:
         """Forget what was counted; what is gathered stays, but the optimizer has changed the weights since."""
         self.peaks.clear()
         self.issued.clear()
         self._stale = set(self.gathered)
+        self.held = Recorder(self.held.held())
 
     def step(self, num_microbatches: int) -> None:
         self._zero_grad()
@@ -201,6 +231,15 @@ class _Playback:
             self._graded.add((unit, group))
             self._gradient_bytes += num_bytes
             self._hold(num_bytes, unit)
+
+    def arenas(self, lifetimes: Iterable[Lifetime]) -> Iterator[ArenaPlan]:
+        """Yield the plan of each arena, of what lies in it among the lifetimes."""
+        members: dict[int, list[Lifetime]] = {}
+        for lifetime in lifetimes:
+            slot = self._arena_of.get(lifetime.name)
+            if slot is not None:
+                members.setdefault(slot, []).append(lifetime)
+        yield from map(plan_arena, members.values())
 
     def _held(self) -> tuple[object, ...]:
         gathered, stale, parts = frozenset(self.gathered), frozenset(self._stale), frozenset(self._parts)
@@ -308,6 +347,7 @@ class _Playback:
         if costs[group].packed and (unit, group) not in self._packed:
             self._drain(facts.schedule, facts.max_packed_buffers - 1)
             self._packed.add((unit, group))
+            self.held.begin((unit, group, "packed"), costs[group].packed)
             self._take(costs[group].packed, costs[group].gradient_slot, unit)
         elif not costs[group].packed:
             self._grade(unit, group)
@@ -349,6 +389,7 @@ class _Playback:
             for group, cost in enumerate(self._costs[unit]):
                 if (unit, group) in self._packed:
                     self._packed.remove((unit, group))
+                    self.held.end((unit, group, "packed"))
                     self._give_back(cost.packed, cost.gradient_slot)
                     self._bytes -= cost.reduced
 
@@ -365,7 +406,8 @@ class _Playback:
         self.gathered.add(unit)
         self._stale.discard(unit)
         costs, is_kept = self._costs[unit], unit in self._parts
-        for cost in costs:
+        for position, cost in enumerate(costs):
+            self.held.begin((unit, position, "gathered"), cost.gathered)
             self._take(cost.gathered, cost.weight_slot, unit)
         self._together(unit, [cost.gather_part if is_kept and cost.part else cost.gather for cost in costs])
 
@@ -374,20 +416,27 @@ class _Playback:
             return
         if keep_part and unit not in self._parts:
             self._parts.add(unit)
-            self._hold(sum(cost.part for cost in self._costs[unit]), unit)
+            for position, cost in enumerate(self._costs[unit]):
+                self.held.begin((unit, position, "part"), cost.part)
+                self._hold(cost.allocated_part, unit)
         self.gathered.remove(unit)
         self._stale.discard(unit)
-        for cost in self._costs[unit]:
+        for position, cost in enumerate(self._costs[unit]):
+            self.held.end((unit, position, "gathered"))
             self._give_back(cost.gathered, cost.weight_slot)
 
     def _drop_part(self, unit: int) -> None:
         if unit in self._parts:
             self._parts.remove(unit)
-            self._bytes -= sum(cost.part for cost in self._costs[unit])
+            for position in range(len(self._costs[unit])):
+                self.held.end((unit, position, "part"))
+            self._bytes -= sum(cost.allocated_part for cost in self._costs[unit])
 
     def _one_by_one(self, unit: int, redistributions: Sequence[Redistribution]) -> None:
         for group, redistribution in enumerate(redistributions):
             self._hold(0, unit, redistribution.scratch_bytes)
+            self.held.begin("scratch", redistribution.scratch_bytes)
+            self.held.end("scratch")
             for transfer in redistribution.transfers:
                 self.issued[unit, group, self._phase, transfer] += 1
 
@@ -408,6 +457,8 @@ class _Playback:
         """Hold bytes of the allocator, or a slot: a free one, or a new one that is there for good."""
         if slot is None:
             self._hold(num_bytes, unit)
+        elif num_bytes and not slot[1]:
+            self._hold(0, unit)
         elif num_bytes and self._free[slot]:
             self._free[slot] -= 1
         elif num_bytes:
@@ -417,7 +468,7 @@ class _Playback:
     def _give_back(self, num_bytes: int, slot: tuple[int, int] | None) -> None:
         if slot is None:
             self._bytes -= num_bytes
-        elif num_bytes:
+        elif num_bytes and slot[1]:
             self._free[slot] += 1
 
     def _hold(self, num_bytes: int, unit: int, scratch_bytes: int = 0) -> None:

@@ -314,6 +314,7 @@ class Backward:
                     buffer.binding.show_pending()
                     self._has_sums = True
         self._end()
+        self._schedule.pools.settle()
         if is_for_others:
             refuse_gathered(group for unit in units for group in unit.groups)
         if self.is_last:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dbuffer import BufferPlacement, SlotPool
+from dbuffer.arena_pool import ArenaPool
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import flat_axes
 from dbuffer.slot_pool import Allocate, from_communicator, from_symmetric_memory
@@ -77,11 +78,20 @@ class BufferPools:
         if choice.source != "device":
             axis = axes[flat_axes(placements)[0]]
             group = axis.gather_group if use == "weights" else axis.reduce_group
-        key = (use, choice, device, group)
+        # In one arena weights and gradients lie where the others have been.
+        key = ("all" if choice.sizing == "static" and group is None else use, choice, device, group)
         if key not in self._pools:
             allocate = None if group is None else _allocator(choice.source, device, group)
-            self._pools[key] = SlotPool(device, choice.sizing, allocate)
+            is_static = choice.sizing == "static"
+            pool = ArenaPool(device, allocate) if is_static else SlotPool(device, choice.sizing, allocate)
+            self._pools[key] = pool
         return self._pools[key]
+
+    def settle(self) -> None:
+        """Let pools that plan ahead do so: a step is over."""
+        for pool in self._pools.values():
+            if isinstance(pool, ArenaPool):
+                pool.settle()
 
 
 def place_in_slots(group: ParameterGroup, pools: BufferPools | None, choice: SlotChoice, weights: SlotChoice) -> None:
@@ -96,7 +106,11 @@ def place_in_slots(group: ParameterGroup, pools: BufferPools | None, choice: Slo
         return None if pools is None else pools.get(use, of, device, axes, placed)
 
     if not group.rests_whole:
-        group.gathered.storage.use_pool(pool("weights", weights, placements.parameter))
+        of_weights = pool("weights", weights, placements.parameter)
+        group.gathered.storage.use_pool(of_weights, comes_ahead=True)
+        if group.weights.post_forward is not None:
+            # One for each unit would be held for as long as the allocator's; in an arena it costs nothing.
+            group.weights.post_forward.use_pool(of_weights if weights.sizing == "static" else None)
     if group.gradients is None:
         return
     if not group.gradients.rests_partial:

@@ -12,6 +12,7 @@ from dbuffer import BufferPlacement, DBuffer, PlacementError
 from dbuffer.collectives import Part
 from dbuffer.layout import only_flat_axis
 from dbuffer.mesh import MeshAxis, neighbours
+from dbuffer.slot_pool import SlotPool
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.errors import ConfigError
 
@@ -60,6 +61,10 @@ class PostForwardShard:
     def axis(self) -> MeshAxis:
         """The smaller group."""
         return self._axis
+
+    def use_pool(self, pool: SlotPool | None) -> None:
+        """Take its memory from a pool, or from the allocator again."""
+        self._storage.use_pool(pool)
 
     def keep(self, generation: int) -> None:
         """Copy this rank's part of the gathered weights, which are of a certain generation."""

@@ -150,7 +150,8 @@ class Unit(StateNames):
             return
         # Weights that stay from forward to backward would each hold a slot as large as the largest unit.
         is_kept = not self.schedule.reshards_after_forward(self)
-        weights = replace(self.slots, sizing="by_size") if is_kept else self.slots
+        is_wasteful = is_kept and self.slots.sizing == "largest"
+        weights = replace(self.slots, sizing="by_size") if is_wasteful else self.slots
         for group in self.groups:
             place_in_slots(group, self.schedule.pools, self.slots, weights)
 

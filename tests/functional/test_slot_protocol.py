@@ -72,14 +72,18 @@ class Users:
     def held(self) -> list[tuple[int, int]]:
         """Return address and bytes of the slots that storages hold now."""
         present = (storage for storage in self.storages if storage is not None)
-        slots = (storage for storage in present if storage.is_allocated and storage._slot is not None)
+        slots = (storage for storage in present if storage.is_allocated and storage._holding.slot is not None)
         return [(storage.tensor.data_ptr(), storage._holding.slot_bytes) for storage in slots]
 
     def key(self) -> object:
         """Return what makes this state another one."""
         users = [
             storage
-            and (user in self.joined, storage.is_allocated, storage._slot is not None and storage._holding.slot_bytes)
+            and (
+                user in self.joined,
+                storage.is_allocated,
+                storage._holding.slot is not None and storage._holding.slot_bytes,
+            )
             for user, storage in enumerate(self.storages)
         ]
         free = sorted((size, len(slots)) for size, slots in self.pool._free.items() if slots)
@@ -91,8 +95,8 @@ class Users:
         for user, storage in enumerate(self.storages):
             if storage is not None and storage.is_allocated:
                 assert storage.tensor.unique().tolist() == [user + 1.0]
-                own += 0 if storage._slot is not None else storage.nbytes
-                assert storage._slot is None or storage._holding.slot_bytes >= storage.nbytes
+                own += 0 if storage._holding.slot is not None else storage.nbytes
+                assert storage._holding.slot is None or storage._holding.slot_bytes >= storage.nbytes
         held, free = self.held(), self.pool._free
         places = sorted(held + [(slot.data_ptr(), size) for size, slots in free.items() for slot in slots])
         assert all(start + size <= after for (start, size), (after, _) in itertools.pairwise(places))
@@ -135,16 +139,16 @@ def test_no_memory_is_held_twice_and_no_slot_is_made_in_vain_in_any_order(sizing
 
 
 MUTANTS = {
-    "a slot stays free while it is held": ("take", lambda take: lambda pool, size: (
+    "a slot stays free while it is held": ("take", lambda take: lambda pool, size, user: (
         pool._free[pool.slot_bytes(size)][-1] if pool._free.get(pool.slot_bytes(size)) else take(pool, size)
     )),
     "a slot that became too small is kept": ("give_back", lambda _: lambda pool, slot, size: (
         pool._free.setdefault(pool.slot_bytes(0), []).append(slot)
     )),
-    "a slot is made though one is free": ("take", lambda take: lambda pool, size: (
+    "a slot is made though one is free": ("take", lambda take: lambda pool, size, user: (
         pool._free.pop(pool.slot_bytes(size), None), take(pool, size)
     )[1]),
-    "a slot that went with its storage counts on": ("lose", lambda _: lambda pool, size: None),
+    "a slot that went with its storage counts on": ("lose", lambda _: lambda pool, slot, size: None),
     "slots that are too small now stay free": ("_drop_free", lambda _: lambda pool: None),
 }  # fmt: skip
 

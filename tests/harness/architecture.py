@@ -16,7 +16,7 @@ FOLDER_ORDER = (
     ("dbuffer.errors",),
     ("dbuffer.placements", "dbuffer.planner", "dbuffer.memory_meter", "dbuffer.events"),
     ("dbuffer.mesh", "dbuffer.slot_pool", "dbuffer.clerk"),
-    ("dbuffer.layout", "dbuffer.gloo", "dbuffer.storage"),
+    ("dbuffer.layout", "dbuffer.gloo", "dbuffer.storage", "dbuffer.arena_pool"),
     ("dbuffer.collectives",),
     ("dbuffer.dtensor",),
     ("dbuffer.buffer",),

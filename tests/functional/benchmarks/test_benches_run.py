@@ -15,7 +15,8 @@ TINY = {
     "step": "--models 2x64 --precisions fp32 --layers 1 --width 32 --vocabulary 32 --rounds 1",
     "redistribute": "--widths 8 --rounds 2",
     "muon": "--layers 1 --width 16 --ranks 2 --rounds 1",
-    "resident": "--layers 1 --width 32 --batch 2 --length 8 --steps 12 --warmup 2",
+    "arena": "--models gpt2 --strategies optim_grads optim_grads_params",
+    "resident": "--layers 1 --width 16 --batch 1 --length 8 --steps 4 --every 2",
     "checkpoint": "--layers 1 --width 32 --vocabulary 64 --rounds 1",
 }
 

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt
+from dbuffer.slot_pool import can_exchange_memory
 from gpt.arguments import flags_without_engine, parse_arguments
+from gpt.checkpoint import TrainingState
 from megatron_fsdp import FsdpModule
 from tests.harness import run_ranks
 from tests.unit.examples.jobs import TINY, make_job, train_steps
@@ -44,6 +46,39 @@ def test_use_megatron_fsdp_shards_what_is_replicated_without(text: str) -> None:
     whole = run_ranks(2, kinds, flags)
     assert [is_sharded for is_sharded, _, _ in sharded + whole] == [True, True, False, False]
     assert sum(number for _, _, number in sharded) == whole[0][2] == whole[1][2]
+
+
+def test_torch_fsdp2_shards_too_and_learns_the_same(text: str) -> None:
+    flags = f"--micro-batch-size 2 --global-batch-size 8 --data-path {text}"
+    kind, optimizer, number = run_ranks(2, kinds, f"{flags} --use-torch-fsdp2")[0]
+    assert (kind, optimizer) == (False, "AdamW")
+    assert 0 < number < run_ranks(1, kinds, flags)[0][2]
+    ours, _ = run_ranks(2, train_steps, f"{flags} --use-megatron-fsdp", 3)[0]
+    theirs, _ = run_ranks(2, train_steps, f"{flags} --use-torch-fsdp2", 3)[0]
+    assert theirs == pytest.approx(ours, rel=1e-4)
+
+
+def test_checkpoints_of_torch_fsdp2_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain_gpt.main([*RUN.split(), "--use-torch-fsdp2", "--save", "run"]) == 2
+    assert "--use-torch-fsdp2 contradicts --save run" in capsys.readouterr().err
+
+
+def pools(flags: str) -> list[str]:
+    job = make_job(flags)
+    pretrain_gpt.train_step(job, TrainingState())
+    return [type(pool).__name__ for pool in job.model._fsdp_unit.schedule.pools._pools.values()]
+
+
+@pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")
+def test_slot_pool_decides_where_buffers_lie(text: str) -> None:
+    flags = f"--micro-batch-size 2 --data-path {text} {SHARDED} --data-parallel-sharding-strategy optim_grads_params"
+    assert run_ranks(2, pools, flags) == [[]] * 2
+    assert run_ranks(2, pools, f"{flags} --slot-pool static") == [["ArenaPool"]] * 2
+
+
+def test_slot_pool_without_the_engine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain_gpt.main([*RUN.split(), "--slot-pool", "static"]) == 2
+    assert "--slot-pool static needs --use-megatron-fsdp" in capsys.readouterr().err
 
 
 def test_optimizer_decides_which_one_steps(text: str) -> None:

@@ -200,7 +200,7 @@ def test_symmetric_memory_of_a_cpu_is_refused() -> None:
 
 
 def test_another_sizing_is_refused_with_the_choices() -> None:
-    with pytest.raises(StorageError, match="sizing='huge'; give one of 'by_size', 'largest'"):
+    with pytest.raises(StorageError, match="sizing='huge'; give one of 'by_size', 'largest', 'static'"):
         SlotPool(CPU, "huge")
 
 
