@@ -1,0 +1,153 @@
+"""GradientScale: what ``check_gradient_scale`` found, and its words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+__all__ = ["GradientScale", "Measured", "ParameterScale"]
+
+# Of a norm that is computed in FP32.
+_NORM_LIMIT = 1e-5
+# Beyond it rounding hides what is looked for: a factor of two.
+_USELESS_LIMIT = 0.25
+
+
+class Measured(NamedTuple):
+    """How gradients compare with others of the same parameter.
+
+    Attributes:
+        factor: what they are of the others; NaN where both are zero, or one is not finite. residual: the part of them,
+            by norm, that is no multiple of the others. limit: how far rounding may move the two.
+        base, other: squared norms, of the others and of them.
+    """
+
+    factor: float
+    residual: float
+    limit: float
+    base: float
+    other: float
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterScale:
+    """What was measured of one parameter.
+
+    Attributes:
+        name: in the model. unit: the unit that owns it. place: the axes that it is reduced over, in words.
+        num_ranks: of these axes together. expected: what the factor has to be.
+        factor: found; NaN where no rank had a gradient. residual: as in ``Measured``. limit: how far rounding may move
+            them, relative to the factor. accumulated: what two equal microbatches give of what one gives.
+    """
+
+    name: str
+    unit: str
+    place: str
+    num_ranks: int
+    expected: float
+    factor: float = math.nan
+    residual: float = 0.0
+    limit: float = 0.0
+    accumulated: float = math.nan
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there was a gradient, and more of it than rounding."""
+        return not math.isnan(self.factor) and self.limit < _USELESS_LIMIT
+
+    def complaint(self) -> str | None:
+        """Return what is wrong with it, None for nothing."""
+        if not self.is_measured:
+            return None
+        where = f"parameter {self.name!r} (unit {self.unit!r}, over {self.place})"
+        if abs(self.factor - self.expected) > self.limit * abs(self.expected):
+            times = self.factor / self.expected if self.expected else math.inf
+            return (
+                f"{where}: the reduced gradient is {self.factor:.7g} x the sum of all ranks' gradients, expected "
+                f"{self.expected:.7g}: {times:.7g} x as large as it has to be. Look at grad_divisor, "
+                "set_gradient_divide_factor, reduction hooks and what scales gradients after backward; for a loss that "
+                "is divided by the tokens of all ranks the expected factor is 1 (expected=1.0)."
+            )
+        if self.residual > 2 * self.limit:
+            return (
+                f"{where}: {self.residual:.3g} of the reduced gradient, by norm, is no multiple of the sum of all "
+                f"ranks' gradients, expected at most {2 * self.limit:.3g}: some ranks or elements are weighted "
+                "otherwise than others. Look at reduction hooks and a custom reduce-scatter."
+            )
+        if not abs(self.accumulated - 2) <= 4 * self.limit:
+            return (
+                f"{where}: the same microbatch twice gives {self.accumulated:.7g} x the gradient of one, expected 2: "
+                "accumulation, or a weight gradient's product into the buffer, scales what it should add."
+            )
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientScale:
+    """What ``check_gradient_scale`` found.
+
+    Attributes:
+        parameters: all that are trained, in the order of their units.
+        norm: the gradient norm that training clips by. expected_norm: that of the gradients themselves.
+        is_norm_equal: whether all ranks have the same one.
+        duplicated: what a batch with each sample twice gives of the gradient of the batch: 1 for a loss that is a mean,
+            2 for a sum, anything else for one that depends on the batch otherwise; None where it was left out.
+    """
+
+    parameters: tuple[ParameterScale, ...]
+    norm: float
+    expected_norm: float
+    is_norm_equal: bool
+    duplicated: float | None
+
+    @property
+    def is_mean(self) -> bool | None:
+        """Whether the loss is a mean over a rank's samples; None where that was not looked at."""
+        return None if self.duplicated is None else abs(self.duplicated - 1) <= 1e-2
+
+    def complaints(self) -> list[str]:
+        """Return what is wrong: a sentence for each parameter, and one for the norm."""
+        found = [complaint for each in self.parameters if (complaint := each.complaint()) is not None]
+        if abs(self.norm - self.expected_norm) > _NORM_LIMIT * max(self.norm, self.expected_norm):
+            times = self.norm / self.expected_norm if self.expected_norm else math.inf
+            found.append(
+                f"the gradient norm is {self.norm:.7g}, that of the gradients {self.expected_norm:.7g}: {times:.7g} x "
+                "as large as it has to be, so clipping is too hard or too soft. Look for ranks that count the same "
+                "elements, or replicas that add their own."
+            )
+        if not self.is_norm_equal:
+            found.append(
+                f"the gradient norm is {self.norm:.7g} here and another on other ranks, which clip otherwise: "
+                "parameters that these ranks do not have (experts) count only where they are. Make them DTensors over "
+                "the axis that they are divided over, or give the norm over all ranks: norm=..."
+            )
+        return found
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield "gradient scale, reduced gradients of the sum over ranks:"
+        for (unit, place, expected), same in groupby(
+            self.parameters, lambda each: (each.unit, each.place, each.expected)
+        ):
+            listed = list(same)
+            measured = [each for each in listed if each.is_measured]
+            count = f"{len(listed)} parameter{'s' * (len(listed) != 1)}"
+            yield f"  unit {unit!r}, {count} over {place}: {_range(measured, expected)}"
+        yield f"  gradient norm {self.norm:.7g}, of the gradients {self.expected_norm:.7g}"
+        if self.duplicated is not None:
+            kind = "a mean" if self.is_mean else "a sum" if abs(self.duplicated - 2) <= 1e-2 else "neither mean nor sum"
+            yield f"  each sample twice: {self.duplicated:.7g} x the gradient ({kind} over samples)"
+
+
+def _range(measured: list[ParameterScale], expected: float) -> str:
+    if not measured:
+        return "no gradient to measure"
+    factors = sorted(each.factor for each in measured)
+    residual = max(each.residual for each in measured)
+    found = f"{factors[0]:.7g}" if factors[0] == factors[-1] else f"{factors[0]:.7g} to {factors[-1]:.7g}"
+    return f"factor {found}, expected {expected:.7g}; residual {residual:.1e}"
