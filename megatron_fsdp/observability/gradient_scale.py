@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import get_process_group_ranks
 
 from dbuffer import DBuffer, Partial
 from dbuffer.collectives import all_reduce
@@ -25,7 +26,7 @@ from dbuffer.mesh import MeshAxis
 from megatron_fsdp.api import microbatch
 from megatron_fsdp.errors import ConfigError, GradientScaleError
 from megatron_fsdp.observability.model_snapshot import ModelSnapshot
-from megatron_fsdp.observability.scale_report import GradientScale, Measured, ParameterScale
+from megatron_fsdp.observability.scale_report import GradientScale, Measured, NormScale, ParameterScale
 from megatron_fsdp.optim.grad_norm import clip_grad_norm_
 from megatron_fsdp.runtime.module import units_below
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
@@ -54,7 +55,7 @@ def check_gradient_scale(
     expected: Expected = None,
     duplicate: bool | Callable[[Any], Any] = True,
     finish: Callable[[], object] | None = None,
-    norm: Callable[[], torch.Tensor | float] | None = None,
+    norm: bool | Callable[[], torch.Tensor | float] = True,
 ) -> GradientScale:
     """Run one microbatch, and measure for each parameter what its reduced gradient is of the sum over ranks.
 
@@ -84,7 +85,8 @@ def check_gradient_scale(
             (lists, tuples and dictionaries are entered), concatenated with itself. False: leave this out.
         finish: called after each backward, before gradients are read, for loops in which something happens to them
             there (Megatron's ``finish_grad_sync`` and ``scale_gradients``).
-        norm: returns the gradient norm. None: ``clip_grad_norm_(model, inf)``.
+        norm: returns the gradient norm. True: ``clip_grad_norm_(model, inf)``. False: leave this out, as where other
+            stages of a pipeline have gradients that count.
     Returns:
         What was found; ``print`` shows it.
     Raises:
@@ -105,13 +107,13 @@ def check_gradient_scale(
                 probe.complete()
         once = [probe.reduced() for probe in probes]
         measured = _against(probes, [probe.total for probe in probes], once)
-        norms = _measure_norm(model, norm, measured)
+        norms = _measure_norm(task, norm, probes, measured)
         snapshot.rewind()
         _run(task, [batch, batch], between=snapshot.rewind_random)
         twice = _against(probes, once, [probe.reduced() for probe in probes])
         doubled: list[Measured] | None = None
         if duplicate is not False:
-            more = _doubled(batch) if duplicate is True else duplicate(batch)  # type: ignore[operator]  # not a bool
+            more = _doubled(batch) if duplicate is True else duplicate(batch)
             snapshot.rewind()
             _run(task, [more])
             doubled = _against(probes, once, [probe.reduced() for probe in probes])
@@ -120,9 +122,7 @@ def check_gradient_scale(
             replace(scale, factor=found.factor, residual=found.residual, limit=found.limit, accumulated=after.factor)
             for scale, found, after in zip(wanted, measured, twice, strict=True)
         ),
-        norm=norms[0],
-        expected_norm=norms[1],
-        is_norm_equal=norms[2],
+        norm=norms,
         duplicated=None if doubled is None else _overall(doubled),
     )
     _raise_together(report, probes)
@@ -329,15 +329,28 @@ def _overall(measured: Sequence[Measured]) -> float:
 
 
 def _measure_norm(
-    model: nn.Module, norm: Callable[[], torch.Tensor | float] | None, measured: Sequence[Measured]
-) -> tuple[float, float, bool]:
-    """Return the norm that training would clip by, the norm of the gradients, and whether ranks agree on the first."""
-    found = float(clip_grad_norm_(model, math.inf) if norm is None else norm())
-    plain = [p.grad for p in model.parameters() if p.grad is not None and group_of_parameter(p) is None]
-    squares = sum(each.other for each in measured) + sum(float(each.double().square().sum()) for each in plain)
-    extremes = torch.tensor([found, -found], dtype=torch.float64)
-    _over_all(extremes, _probes(model))
-    return found, math.sqrt(squares), extremes[0].item() == -extremes[1].item() or math.isnan(found)
+    task: _Task, norm: bool | Callable[[], torch.Tensor | float], probes: Sequence[_Probe], found: Sequence[Measured]
+) -> NormScale | None:
+    """Return the norm that training would clip by, and that of the gradients of all ranks."""
+    if norm is False:
+        return None
+    used = float(clip_grad_norm_(task.model, math.inf) if norm is True else norm())
+    numbers = iter(found)
+    squares = torch.zeros((), dtype=torch.float64, device=probes[0].group.spec.device)
+    around = set(probes[0].group.main_weight.mesh.mesh.flatten().tolist())
+    for probe in probes:
+        # Ranks of the largest mesh that do not hold this group hold others like it, which count as well.
+        copies = math.prod(
+            len(around.intersection(get_process_group_ranks(axis.gather_group))) for axis in probe.all_axes
+        )
+        squares += sum(next(numbers).other for _ in probe.trained) / copies
+    for axis in probes[0].axes:
+        all_reduce(squares, axis, "sum")
+    plain = [p.grad for p in task.model.parameters() if p.grad is not None and group_of_parameter(p) is None]
+    total = float(squares) + sum(float(each.double().square().sum()) for each in plain)
+    extremes = torch.tensor([used, -used], dtype=torch.float64)
+    _over_all(extremes, probes)
+    return NormScale(used, math.sqrt(total), extremes[0].item(), -extremes[1].item())
 
 
 def _over_all(values: torch.Tensor, probes: Sequence[_Probe]) -> None:

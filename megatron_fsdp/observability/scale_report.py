@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-__all__ = ["GradientScale", "Measured", "ParameterScale"]
+__all__ = ["GradientScale", "Measured", "NormScale", "ParameterScale"]
 
 # Of a norm that is computed in FP32.
 _NORM_LIMIT = 1e-5
@@ -86,21 +86,51 @@ class ParameterScale:
 
 
 @dataclass(frozen=True, slots=True)
+class NormScale:
+    """What was measured of the gradient norm.
+
+    Attributes:
+        found: what training clips by on this rank. expected: the norm of the gradients of all ranks.
+        highest, lowest: of ``found`` on any rank.
+    """
+
+    found: float
+    expected: float
+    highest: float
+    lowest: float
+
+    def complaint(self) -> str | None:
+        """Return what is wrong with it, None for nothing."""
+        if self.highest - self.lowest > _NORM_LIMIT * self.highest:
+            return (
+                f"the gradient norm is {self.found:.7g} here, and from {self.lowest:.7g} to {self.highest:.7g} on the "
+                f"ranks, which clip differently; that of all gradients is {self.expected:.7g}. Parameters that other "
+                "ranks do not have (experts) count where they are: make them DTensors over the axis that they are "
+                "divided over, or say how training gets the norm over all ranks: norm=..."
+            )
+        if abs(self.found - self.expected) > _NORM_LIMIT * max(self.found, self.expected):
+            times = self.found / self.expected if self.expected else math.inf
+            return (
+                f"the gradient norm is {self.found:.7g}, that of all ranks' gradients {self.expected:.7g}: {times:.7g} "
+                "x as large as it has to be, so clipping is too hard or too soft. Look for ranks that count the same "
+                "elements, or that leave some out."
+            )
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class GradientScale:
     """What ``check_gradient_scale`` found.
 
     Attributes:
         parameters: all that are trained, in the order of their units.
-        norm: the gradient norm that training clips by. expected_norm: that of the gradients themselves.
-        is_norm_equal: whether all ranks have the same one.
+        norm: of the gradients; None where it was left out.
         duplicated: what a batch with each sample twice gives of the gradient of the batch: 1 for a loss that is a mean,
             2 for a sum, anything else for one that depends on the batch otherwise; None where it was left out.
     """
 
     parameters: tuple[ParameterScale, ...]
-    norm: float
-    expected_norm: float
-    is_norm_equal: bool
+    norm: NormScale | None
     duplicated: float | None
 
     @property
@@ -111,19 +141,9 @@ class GradientScale:
     def complaints(self) -> list[str]:
         """Return what is wrong: a sentence for each parameter, and one for the norm."""
         found = [complaint for each in self.parameters if (complaint := each.complaint()) is not None]
-        if abs(self.norm - self.expected_norm) > _NORM_LIMIT * max(self.norm, self.expected_norm):
-            times = self.norm / self.expected_norm if self.expected_norm else math.inf
-            found.append(
-                f"the gradient norm is {self.norm:.7g}, that of the gradients {self.expected_norm:.7g}: {times:.7g} x "
-                "as large as it has to be, so clipping is too hard or too soft. Look for ranks that count the same "
-                "elements, or replicas that add their own."
-            )
-        if not self.is_norm_equal:
-            found.append(
-                f"the gradient norm is {self.norm:.7g} here and another on other ranks, which clip otherwise: "
-                "parameters that these ranks do not have (experts) count only where they are. Make them DTensors over "
-                "the axis that they are divided over, or give the norm over all ranks: norm=..."
-            )
+        of_norm = None if self.norm is None else self.norm.complaint()
+        if of_norm is not None:
+            found.append(of_norm)
         return found
 
     def __str__(self) -> str:
@@ -138,7 +158,8 @@ class GradientScale:
             measured = [each for each in listed if each.is_measured]
             count = f"{len(listed)} parameter{'s' * (len(listed) != 1)}"
             yield f"  unit {unit!r}, {count} over {place}: {_range(measured, expected)}"
-        yield f"  gradient norm {self.norm:.7g}, of the gradients {self.expected_norm:.7g}"
+        if self.norm is not None:
+            yield f"  gradient norm {self.norm.found:.7g}, of all gradients {self.norm.expected:.7g}"
         if self.duplicated is not None:
             kind = "a mean" if self.is_mean else "a sum" if abs(self.duplicated - 2) <= 1e-2 else "neither mean nor sum"
             yield f"  each sample twice: {self.duplicated:.7g} x the gradient ({kind} over samples)"
