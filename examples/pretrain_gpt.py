@@ -145,10 +145,11 @@ def nonfinite_policy(args: argparse.Namespace) -> str:
 
 def microbatches(job: Job, samples: Samples, first_sample: int) -> list[Tensor]:
     """Return this rank's part of one global batch, (micro batch, sequence + 1) int64 each."""
-    args, ranks = job.args, job.ranks
-    count = args.global_batch_size // (args.micro_batch_size * ranks.size)
+    args, size = job.args, job.args.data_parallel_size
+    count = args.global_batch_size // (args.micro_batch_size * size)
+    rank = job.ranks.rank // args.tensor_model_parallel_size
     numbers = (
-        rank_samples(first_sample, index, micro_batch_size=args.micro_batch_size, rank=ranks.rank, num_ranks=ranks.size)
+        rank_samples(first_sample, index, micro_batch_size=args.micro_batch_size, rank=rank, num_ranks=size)
         for index in range(count)
     )
     return [samples.batch(part, job.device) for part in numbers]

@@ -18,6 +18,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(description="Train a byte-level GPT, sharded by megatron_fsdp.", allow_abbrev=False)
     _add_model_flags(parser)
     _add_architecture_flags(parser)
+    _add_parallelism_flags(parser)
     _add_training_flags(parser)
     _add_optimizer_flags(parser)
     _add_io_flags(parser)
@@ -68,6 +69,16 @@ def _add_architecture_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--moe-aux-loss-coeff", type=_natural_float, default=0.0, help="of the load balancing loss; 1e-2 is usual"
+    )
+
+
+def _add_parallelism_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("parallelism")
+    group.add_argument(
+        "--tensor-model-parallel-size", type=_positive_int, default=1, help="ranks that share each layer of a block"
+    )
+    group.add_argument(
+        "--expert-model-parallel-size", type=_positive_int, default=1, help="ranks that share the experts of a block"
     )
 
 

@@ -17,15 +17,16 @@ from megatron_fsdp.optim import MatrixView, Muon, MuonOptions, muon_param_groups
 def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
     """Return ``--optimizer`` over the model's trainable parameters, in two groups.
 
-    Parameters of one dim (biases, norms) are not decayed, as in Megatron. Call it after the model is sharded, so that
+    Biases and norms are not decayed, as in Megatron. Call it after the model is sharded, so that
     the optimizer holds the parameters that training updates.
     """
     if args.optimizer in ("muon", "dist_muon"):
         return build_muon(model, args)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    is_decayed = {name: parameter.ndim > 1 and not name.endswith("bias") for name, parameter in trainable}
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": args.weight_decay},
-        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for name, p in trainable if is_decayed[name]], "weight_decay": args.weight_decay},
+        {"params": [p for name, p in trainable if not is_decayed[name]], "weight_decay": 0.0},
     ]
     if args.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=args.lr, momentum=args.sgd_momentum)
