@@ -122,6 +122,9 @@ def _check_architecture(args: argparse.Namespace) -> None:
 
 
 def _check_parallelism(args: argparse.Namespace) -> None:
+    if args.check_gradient_scale and (not args.use_megatron_fsdp or args.fake_process_group):
+        which = "contradicts --fake-process-group" if args.fake_process_group else "needs --use-megatron-fsdp"
+        raise ConfigError(f"--check-gradient-scale {which}: it measures what the sharding engine makes of gradients")
     tensor, expert = args.tensor_model_parallel_size, args.expert_model_parallel_size
     if tensor * expert > 1 and not args.use_megatron_fsdp:
         flag = "--tensor-model-parallel-size" if tensor > 1 else "--expert-model-parallel-size"
@@ -130,6 +133,12 @@ def _check_parallelism(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--expert-model-parallel-size {expert} does not divide --num-experts {args.num_experts}; every rank has "
             "as many experts"
+        )
+    if tensor * expert > 1 and args.optimizer in ("muon", "dist_muon"):
+        flag = "--tensor-model-parallel-size" if tensor > 1 else "--expert-model-parallel-size"
+        raise ConfigError(
+            f"{flag} {max(tensor, expert)} contradicts --optimizer {args.optimizer}, which needs whole matrices on the "
+            "data-parallel ranks; use --optimizer adam, or leave the first out"
         )
     if tensor == 1:
         return
@@ -147,11 +156,6 @@ def _check_parallelism(args: argparse.Namespace) -> None:
             f"--tensor-model-parallel-size {tensor} contradicts --swiglu: PyTorch's ColwiseParallel would give one "
             "rank all gates and another all values. Leave one of them out; the sharding of --use-megatron-fsdp needs "
             "no tensor parallelism to fit a model"
-        )
-    if args.optimizer in ("muon", "dist_muon"):
-        raise ConfigError(
-            f"--tensor-model-parallel-size {tensor} contradicts --optimizer {args.optimizer}: a part of a matrix has "
-            "another orthogonal factor than the whole. Use --optimizer adam, or leave the first out"
         )
 
 

@@ -103,6 +103,11 @@ def _add_training_flags(parser: argparse.ArgumentParser) -> None:
         "--recompute-activations", action="store_true", help="the same as --recompute-granularity selective"
     )
     group.add_argument(
+        "--check-gradient-scale",
+        action="store_true",
+        help="before the first step, measure what reduced gradients are of the ranks' own",
+    )
+    group.add_argument(
         "--distributed-backend", choices=["nccl", "gloo"], help="nccl = GPUs, gloo = CPU; default by what is there"
     )
     group.add_argument("--distributed-timeout-minutes", type=_positive_float, default=10, help="limit of a collective")

@@ -50,12 +50,17 @@ def build_muon(model: nn.Module, args: argparse.Namespace) -> Muon:
         per_group = args.num_attention_heads // num_groups
         splits = (per_group * head_dim, head_dim, head_dim)
         views["*linear_qkv.weight"] = MatrixView(row_splits=splits, is_joined=True)
-    if args.swiglu:
-        views["*linear_fc1.weight"] = MatrixView(row_splits=(args.ffn_hidden_size,))
+    fc1_splits = (args.ffn_hidden_size,) if args.swiglu else ()
+    if args.num_experts is not None:
+        views["*experts.linear_fc1.weight"] = MatrixView(row_splits=fc1_splits, batch_dims=1)
+        views["*experts.linear_fc2.weight"] = MatrixView(batch_dims=1)
+    elif args.swiglu:
+        views["*linear_fc1.weight"] = MatrixView(row_splits=fc1_splits)
+    has_biases = args.num_experts is not None and not args.disable_bias_linear
     adamw = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_eps, "weight_decay": args.weight_decay}
     is_bf16 = args.muon_fp32_matmul_prec in ("low", "medium") and next(model.parameters()).device.type == "cuda"
     return Muon(
-        muon_param_groups(model, views=views),
+        muon_param_groups(model, views=views, adamw=["*experts.*.bias"] if has_biases else []),
         lr=args.lr,
         weight_decay=args.weight_decay,
         momentum=args.muon_momentum,
