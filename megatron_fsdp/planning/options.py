@@ -268,9 +268,11 @@ class Options:
         """
         mesh, world = self.values.mesh, self.values.world
         if (mesh is None) == (world is None):
+            if mesh is not None:
+                raise ConfigError(f"--world {world} contradicts --mesh {'x'.join(map(str, mesh))}; give one of them")
             raise ConfigError(
-                "give the data-parallel ranks, such as --mesh 64 or --mesh 8x128, or all ranks, such as --world 2048 "
-                "--pp 16" + (": one of the two" if mesh is not None else "; --mesh and --world are missing")
+                "--mesh is missing: give the data-parallel ranks, such as --mesh 64 or --mesh 8x128, or all ranks, "
+                "such as --world 2048 --pp 16"
             )
         if world is None:
             sizes: tuple[int, ...] = mesh
