@@ -3,7 +3,7 @@
 A gradient that is too large or too small by a constant trains with a falling loss, so no curve shows it. Here the
 gradients that autograd hands out on each rank, before anything is packed or reduced, are added up beside the engine, by
 other collectives than its own, and the gradients that the optimizer would see are compared with that sum
-(docs/reliability.md).
+(docs/gradient_scale.md).
 """
 
 from __future__ import annotations
