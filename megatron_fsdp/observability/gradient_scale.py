@@ -117,11 +117,9 @@ def check_gradient_scale(
             snapshot.rewind()
             _run(task, [more])
             doubled = _against(probes, once, [probe.reduced() for probe in probes])
+    scales = zip(wanted, measured, twice, strict=True)
     report = GradientScale(
-        tuple(
-            replace(scale, factor=found.factor, residual=found.residual, limit=found.limit, accumulated=after.factor)
-            for scale, found, after in zip(wanted, measured, twice, strict=True)
-        ),
+        tuple(_scale(scale, found, after) for scale, found, after in scales),
         norm=norms,
         duplicated=None if doubled is None else _overall(doubled),
     )
@@ -151,6 +149,17 @@ def _wanted(probes: Sequence[_Probe], expected: Expected) -> list[ParameterScale
                 value = expected(name) if callable(expected) else expected
             scales.append(ParameterScale(name, probe.unit, probe.place, probe.num_ranks, float(value)))
     return scales
+
+
+def _scale(scale: ParameterScale, once: Measured, twice: Measured) -> ParameterScale:
+    return replace(
+        scale,
+        factor=once.factor,
+        residual=once.residual,
+        limit=once.limit,
+        accumulated=twice.factor,
+        is_finite=math.isfinite(once.base + once.other),
+    )
 
 
 class _Probe:

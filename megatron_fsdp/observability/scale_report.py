@@ -41,6 +41,7 @@ class ParameterScale:
         num_ranks: of these axes together. expected: what the factor has to be.
         factor: found; NaN where no rank had a gradient. residual: as in ``Measured``. limit: how far rounding may move
             them, relative to the factor. accumulated: what two equal microbatches give of what one gives.
+        is_finite: whether there was neither NaN nor infinity in its gradients.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ParameterScale:
     residual: float = 0.0
     limit: float = 0.0
     accumulated: float = math.nan
+    is_finite: bool = True
 
     @property
     def is_measured(self) -> bool:
@@ -60,6 +62,11 @@ class ParameterScale:
 
     def complaint(self) -> str | None:
         """Return what is wrong with it, None for nothing."""
+        if not self.is_finite:
+            return (
+                f"parameter {self.name!r} (unit {self.unit!r}): there is NaN or infinity in its gradient, so nothing "
+                "can be measured; take another batch, or look for where it comes from"
+            )
         if not self.is_measured:
             return None
         where = f"parameter {self.name!r} (unit {self.unit!r}, over {self.place})"
@@ -106,7 +113,8 @@ class NormScale:
                 f"the gradient norm is {self.found:.7g} here, and from {self.lowest:.7g} to {self.highest:.7g} on the "
                 f"ranks, which clip differently; that of all gradients is {self.expected:.7g}. Parameters that other "
                 "ranks do not have (experts) count where they are: make them DTensors over the axis that they are "
-                "divided over, or say how training gets the norm over all ranks: norm=..."
+                "divided over, or say how training gets the norm over all ranks: norm=... Parameters that are not "
+                "sharded (ignored_params) count as they are on each rank: reduce their gradients in finish=..."
             )
         if abs(self.found - self.expected) > _NORM_LIMIT * max(self.found, self.expected):
             times = self.found / self.expected if self.expected else math.inf
@@ -141,6 +149,11 @@ class GradientScale:
     def complaints(self) -> list[str]:
         """Return what is wrong: a sentence for each parameter, and one for the norm."""
         found = [complaint for each in self.parameters if (complaint := each.complaint()) is not None]
+        if not any(each.is_measured for each in self.parameters) and not found:
+            found.append(
+                "no parameter has a gradient to measure: the loss reaches none, or the ranks' gradients cancel. Call "
+                "it with the loss and the data of training, other data on every rank"
+            )
         of_norm = None if self.norm is None else self.norm.complaint()
         if of_norm is not None:
             found.append(of_norm)
@@ -160,7 +173,7 @@ class GradientScale:
             yield f"  unit {unit!r}, {count} over {place}: {_range(measured, expected)}"
         if self.norm is not None:
             yield f"  gradient norm {self.norm.found:.7g}, of all gradients {self.norm.expected:.7g}"
-        if self.duplicated is not None:
+        if self.duplicated is not None and not math.isnan(self.duplicated):
             kind = "a mean" if self.is_mean else "a sum" if abs(self.duplicated - 2) <= 1e-2 else "neither mean nor sum"
             yield f"  each sample twice: {self.duplicated:.7g} x the gradient ({kind} over samples)"
 
@@ -170,5 +183,6 @@ def _range(measured: list[ParameterScale], expected: float) -> str:
         return "no gradient to measure"
     factors = sorted(each.factor for each in measured)
     residual = max(each.residual for each in measured)
-    found = f"{factors[0]:.7g}" if factors[0] == factors[-1] else f"{factors[0]:.7g} to {factors[-1]:.7g}"
+    least, most = f"{factors[0]:.7g}", f"{factors[-1]:.7g}"
+    found = least if least == most else f"{least} to {most}"
     return f"factor {found}, expected {expected:.7g}; residual {residual:.1e}"

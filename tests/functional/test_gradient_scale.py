@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from megatron_fsdp import (
     AdamW,
     ConfigError,
+    CPUOffloadPolicy,
     GradientScale,
     GradientScaleError,
     MixedPrecisionPolicy,
@@ -298,3 +299,85 @@ def test_a_loss_that_raises_leaves_gradients_as_they_were() -> None:
     for difference, text in run_ranks(2, raising):
         assert difference == 0
         assert "unit 'layers.0', 6 parameters over axis 0 of 2: factor 0.5" in text
+
+
+@pytest.mark.parametrize(
+    ("which", "words"),
+    [
+        ("nan", "there is NaN or infinity in its gradient"),
+        ("nothing", "no parameter has a gradient to measure"),
+        ("ignored", "reduce their gradients in finish="),
+    ],
+)
+def test_what_shows_nothing_is_no_pass(which: str, words: str) -> None:
+    assert all(words in text for text in run_ranks(2, shows_nothing, which))
+
+
+def shows_nothing(which: str) -> str:
+    x = rows(dist.get_rank())
+    if which == "ignored":
+        torch.manual_seed(0)
+        model = Stack(Block(), Block(hidden=3))
+        fully_shard(model, ignored_params=list(model.layers[1].parameters()))
+    else:
+        model = stack()
+    scale = {"nan": math.nan, "nothing": 0.0}.get(which, 1.0)
+    with pytest.raises(GradientScaleError) as error:
+        check_gradient_scale(model, lambda inner, batch: scale * squares(inner, batch), x)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return str(error.value)
+
+
+def reduced_by_hand() -> GradientScale:
+    torch.manual_seed(0)
+    model = Stack(Block(), Block(hidden=3))
+    ignored = list(model.layers[1].parameters())
+    fully_shard(model, ignored_params=ignored)
+
+    def finish() -> None:
+        for parameter in ignored:
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+    return check_gradient_scale(model, squares, rows(dist.get_rank()), finish=finish)
+
+
+def test_gradients_that_the_loop_reduces_itself_count_in_the_norm() -> None:
+    for report in run_ranks(2, reduced_by_hand):
+        assert len(report.parameters) == 6
+        assert report.norm is not None
+        assert report.norm.highest == report.norm.lowest == pytest.approx(report.norm.expected)
+
+
+POLICIES_OF_GROUPS: dict[str, dict[str, Any]] = {
+    "offload": {"offload_policy": CPUOffloadPolicy()},
+    "pairs": {"reshard_after_forward": 2},
+    "split": {
+        "mp_policy": MixedPrecisionPolicy(
+            torch.bfloat16,
+            torch.bfloat16,
+            main_params_dtype=torch.float32,
+            main_grads_dtype=torch.bfloat16,
+            split_main_params=True,
+            cast_forward_inputs=True,
+        )
+    },
+    "packed": {"mp_policy": MixedPrecisionPolicy(gather_dtype="int8_block")},
+    "fp16": {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float16, cast_forward_inputs=True)},
+}
+
+
+def of_options(name: str) -> GradientScale:
+    torch.manual_seed(0)
+    model = Stack(Block(), Block(hidden=3))
+    for layer in model.layers:
+        fully_shard(layer, **POLICIES_OF_GROUPS[name])
+    fully_shard(model)
+    return check_gradient_scale(model, lambda inner, x: inner(x).float().square().mean(), rows(dist.get_rank()))
+
+
+@pytest.mark.parametrize("name", nightly_but(["split"], list(POLICIES_OF_GROUPS)))
+def test_other_ways_to_keep_weights_and_gradients_are_measured(name: str) -> None:
+    for report in run_ranks(2, of_options, name):
+        assert all(each.factor == pytest.approx(0.5, rel=5e-3) for each in report.parameters)
