@@ -10,8 +10,6 @@ from torch import nn
 
 from megatron_fsdp.checkpoint.random_state import random_state, restore_random_state
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.grad_binding import GradState
-from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.module import units_below
 
 __all__ = ["ModelSnapshot"]
@@ -35,7 +33,6 @@ class ModelSnapshot:
         self._units = list(units_below(model))
         self._buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
-        self._finals: list[tuple[GradientBuffer, torch.Tensor]] = []
         self._hooks: list[tuple[dict[int, Callable[..., object]], dict[int, Callable[..., object]]]] = []
         self._random: dict[str, torch.Tensor] = {}
 
@@ -46,13 +43,9 @@ class ModelSnapshot:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     self._buffers.append((module, name, buffer, buffer.detach().clone()))
-        for unit in self._units:
-            for gradients in unit.gradients:
-                if gradients.binding.state is GradState.FINAL:
-                    self._finals.append((gradients, gradients.binding.final.local_buffer.clone()))
         for parameter in self._model.parameters():
             gradient = parameter.grad
-            # Of a plain parameter, or one that the user put there: the tensor is accumulated into, in place.
+            # The engine's gradients lie in memory that it will use again, and plain ones are accumulated into.
             values = None if gradient is None else gradient.detach().clone()
             self._gradients.append((parameter, gradient, values))
             hooks: dict[int, Callable[..., object]] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
@@ -69,8 +62,6 @@ class ModelSnapshot:
             for unit in self._units:
                 unit.backward.reset()
         self.rewind()
-        for gradients, final in self._finals:
-            gradients.binding.final.local_buffer.copy_(final)
         with torch.no_grad():
             for parameter, gradient, values in self._gradients:
                 parameter.grad = gradient

@@ -279,13 +279,32 @@ def test_it_refuses_what_it_cannot_measure(which: str, words: str) -> None:
     assert all(words in text for text in run_ranks(2, refused, which))
 
 
-def raising() -> tuple[float, str]:
+class Broken(torch.autograd.Function):
+    """Passes its input on, and raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("of the user")
+
+
+def raising(is_in_backward: bool) -> tuple[float, str]:
     model = stack()
     x = rows(dist.get_rank())
     squares(model, x).backward()
     before = model.layers[0].up.weight.grad.full_tensor()  # type: ignore[union-attr,operator]
 
     def broken(inner: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if is_in_backward:
+            assert isinstance(inner, Stack)
+            hidden = inner.layers[1].register_forward_pre_hook(lambda _, args: Broken.apply(args[0]))  # type: ignore[no-untyped-call]
+            try:
+                return squares(inner, batch)
+            finally:
+                hidden.remove()
         squares(inner, batch).backward()
         raise ArithmeticError("of the user")
 
@@ -295,8 +314,9 @@ def raising() -> tuple[float, str]:
     return (after - before).abs().max().item(), str(check_gradient_scale(model, squares, x))
 
 
-def test_a_loss_that_raises_leaves_gradients_as_they_were() -> None:
-    for difference, text in run_ranks(2, raising):
+@pytest.mark.parametrize("is_in_backward", [False, True])
+def test_a_loss_that_raises_leaves_gradients_as_they_were(is_in_backward: bool) -> None:
+    for difference, text in run_ranks(2, raising, is_in_backward):
         assert difference == 0
         assert "unit 'layers.0', 6 parameters over axis 0 of 2: factor 0.5" in text
 

@@ -155,6 +155,16 @@ def test_what_is_sent_inside_the_model_is_counted(capsys: pytest.CaptureFixture[
     )
 
 
+def test_links_are_those_of_ranks_that_lie_behind_each_other_in_megatrons_order(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("--model", "mixtral-8x7b", "--world", "64", "--tp", "4", "--ep", "2", "--pp", "2")
+    links = plan(capsys, *words)["time"]["links"]
+    rates = {axis: link["bytes_per_second"] for axis, link in links.items()}
+    # Eight ranks a node: four of tp beside each other, two of dp in a node, the experts' and the stages' one by one.
+    assert rates == {"dp": 100e9, "expert dp": 50e9, "tp": 450e9, "ep": 450e9, "pp": 50e9}
+
+
 def test_stages_wait_for_the_slowest(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--model", "llama3-8b", "--world", "16", "--pp", "4", "--num-microbatches", "6")
     plans = [plan(capsys, *words, "--stage", str(stage)) for stage in range(4)]
