@@ -279,6 +279,28 @@ def test_it_refuses_what_it_cannot_measure(which: str, words: str) -> None:
     assert all(words in text for text in run_ranks(2, refused, which))
 
 
+def turned() -> str:
+    model = nn.Linear(7, 6, bias=False)
+    fully_shard(model)
+
+    def hook(gradient: torch.Tensor) -> None:
+        other = gradient.roll(1)
+        # Nothing of the gradient itself, so that the factor stays what it is.
+        other -= (other @ gradient) / (gradient @ gradient) * gradient
+        gradient += 0.1 * other
+
+    model.set_all_reduce_hook(hook)  # type: ignore[operator]  # an FsdpModule
+    with pytest.raises(GradientScaleError) as error:
+        check_gradient_scale(model, squares, rows(dist.get_rank()))
+    assert isinstance(error.value.report, GradientScale)
+    assert error.value.report.parameters[0].factor == pytest.approx(0.5, rel=1e-6)
+    return str(error.value)
+
+
+def test_gradients_of_the_right_length_that_point_elsewhere_are_found() -> None:
+    assert all("of the reduced gradient, by norm, is no multiple of the sum" in text for text in run_ranks(2, turned))
+
+
 class Broken(torch.autograd.Function):
     """Passes its input on, and raises in backward."""
 

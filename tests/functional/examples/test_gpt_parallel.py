@@ -48,15 +48,6 @@ CASES = {
 QUICK = ["tp 2", "ep 2", "tp 2, ep 2", "tp 2, hsdp", "tp 2, per token"]
 
 
-@pytest.fixture
-def documents(tmp_path: Path) -> str:
-    """Return a text with empty documents in places."""
-    path = tmp_path / "documents"
-    words = b"the quick brown fox jumps over the lazy dog and runs"
-    path.write_bytes(b"".join(words[index % 7 : index % 7 + index % 31] + b"\0" * (index % 13) for index in range(999)))
-    return str(path)
-
-
 @pytest.mark.parametrize("name", nightly_but(QUICK, list(CASES)))
 def test_losses_norms_and_weights_are_those_of_one_process(name: str, documents: str) -> None:
     num_ranks, model, divided = CASES[name]

@@ -1,7 +1,6 @@
 """Losses by tokens: which of them count, and that ranks and microbatches with unequal numbers of them make no odds."""
 
 import argparse
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,15 +13,6 @@ from tests.unit.examples.jobs import train_steps
 
 CONFIG = GptConfig(num_layers=1, hidden_size=12, num_attention_heads=2, ffn_hidden_size=20, max_position_embeddings=9)
 SHARDED = "--use-megatron-fsdp"
-
-
-@pytest.fixture
-def documents(tmp_path: Path) -> str:
-    """Return a text that is full of empty documents in places, so that samples have 0 to 9 tokens that count."""
-    path = tmp_path / "documents"
-    words = b"the quick brown fox jumps over the lazy dog and runs"
-    path.write_bytes(b"".join(words[index % 7 : index % 7 + index % 31] + b"\0" * (index % 13) for index in range(999)))
-    return str(path)
 
 
 def model() -> GptModel:
