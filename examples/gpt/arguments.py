@@ -134,12 +134,8 @@ def _check_parallelism(args: argparse.Namespace) -> None:
             f"--expert-model-parallel-size {expert} does not divide --num-experts {args.num_experts}; every rank has "
             "as many experts"
         )
-    if tensor * expert > 1 and args.optimizer in ("muon", "dist_muon"):
-        flag = "--tensor-model-parallel-size" if tensor > 1 else "--expert-model-parallel-size"
-        raise ConfigError(
-            f"{flag} {max(tensor, expert)} contradicts --optimizer {args.optimizer}, which needs whole matrices on the "
-            "data-parallel ranks; use --optimizer adam, or leave the first out"
-        )
+    if tensor * expert > 1:
+        _refuse_whole_tensors(args)
     if tensor == 1:
         return
     num_groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
@@ -156,6 +152,21 @@ def _check_parallelism(args: argparse.Namespace) -> None:
             f"--tensor-model-parallel-size {tensor} contradicts --swiglu: PyTorch's ColwiseParallel would give one "
             "rank all gates and another all values. Leave one of them out; the sharding of --use-megatron-fsdp needs "
             "no tensor parallelism to fit a model"
+        )
+
+
+def _refuse_whole_tensors(args: argparse.Namespace) -> None:
+    """Refuse what works on whole parameters of the data-parallel ranks alone."""
+    tensor, expert = args.tensor_model_parallel_size, args.expert_model_parallel_size
+    flag = f"--tensor-model-parallel-size {tensor}" if tensor > 1 else f"--expert-model-parallel-size {expert}"
+    if args.optimizer in ("muon", "dist_muon"):
+        raise ConfigError(
+            f"{flag} contradicts --optimizer {args.optimizer}, which needs whole matrices on the data-parallel ranks; "
+            "use --optimizer adam, or leave the first out"
+        )
+    if args.adam_moments == "int8":
+        raise ConfigError(
+            f"{flag} contradicts --adam-moments int8, whose blocks of 256 elements would depend on it; leave one out"
         )
 
 

@@ -182,6 +182,7 @@ def test_check_gradient_scale_says_what_it_found_or_ends_the_run(
         (f"{EXPERTS} {TENSOR} --expert-model-parallel-size 4", "--expert-model-parallel-size 4 does not divide 2"),
         (f"{MODEL} {TENSOR} --swiglu", "--tensor-model-parallel-size 2 contradicts --swiglu"),
         (f"{EXPERTS} {EXPERT} --optimizer muon", "--expert-model-parallel-size 2 contradicts --optimizer muon"),
+        (f"{MODEL} {TENSOR} --optimizer adam --adam-moments int8", "contradicts --adam-moments int8"),
         (f"{MODEL} {TENSOR} --num-attention-heads 3", "--tensor-model-parallel-size 2 does not divide the 3 heads"),
         (f"{MODEL} {TENSOR} --ffn-hidden-size 5", "--tensor-model-parallel-size 2 does not divide the 5 columns"),
         ("--check-gradient-scale", "--check-gradient-scale needs --use-megatron-fsdp"),
