@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dbuffer import DBufferError
 from gpt.arguments import parse_arguments
@@ -37,7 +37,7 @@ from gpt.resume import data_flags, resume
 from gpt.sample import Sampling, generate_tokens
 from gpt.signals import StopSignal
 from gpt.train_log import Interval, IntervalMeans, IterationRecord
-from megatron_fsdp import FsdpError, NonfiniteGradientError, check_gradients
+from megatron_fsdp import FsdpError, GradientScale, NonfiniteGradientError, check_gradient_scale, check_gradients
 
 
 class DivergedError(ArithmeticError):
@@ -71,6 +71,7 @@ def pretrain(args: argparse.Namespace, ranks: Ranks) -> None:
         watched(job.model, args) as watch,
     ):
         state = resume(job)
+        say_gradient_scale(job, state)
         job.log.begin(state.iteration)
         interval = Interval(job.device, loss_sum=state.loss_sum, loss_count=state.loss_count)
         while state.iteration < args.train_iters:
@@ -137,6 +138,30 @@ def train_step(job: Job, state: TrainingState) -> StepResult:
     return StepResult(loss, grad_norm, learning_rate, not is_good)
 
 
+def say_gradient_scale(job: Job, state: TrainingState) -> None:
+    """Log what ``measure_gradient_scale`` finds, with ``--check-gradient-scale``; it raises as that does."""
+    if job.args.check_gradient_scale:
+        job.log.message(str(measure_gradient_scale(job, state)))
+
+
+def measure_gradient_scale(job: Job, state: TrainingState) -> GradientScale:
+    """Run the first microbatch of the next step, and measure what its gradients are of the ranks' own.
+
+    Raises:
+        GradientScaleError: they are not the mean over data-parallel ranks, or with ``--calculate-per-token-loss`` the
+            sum.
+    """
+    text = microbatches(job, job.data.train, state.consumed_samples)[0]
+    is_per_token: bool = job.args.calculate_per_token_loss
+    weight = step_weight(job.args, [text], job.masked_token)
+
+    def loss_fn(_: nn.Module, batch: Tensor) -> Tensor:
+        loss = loss_of(job, batch)
+        return (loss.total if is_per_token else loss.mean) * weight
+
+    return check_gradient_scale(job.model, loss_fn, text, expected=1.0 if is_per_token else None)
+
+
 def nonfinite_policy(args: argparse.Namespace) -> str:
     """Return what ``check_gradients`` does with NaN."""
     if not args.check_for_nan_in_loss_and_grad:
@@ -146,10 +171,11 @@ def nonfinite_policy(args: argparse.Namespace) -> str:
 
 def microbatches(job: Job, samples: Samples, first_sample: int) -> list[Tensor]:
     """Return this rank's part of one global batch, (micro batch, sequence + 1) int64 each."""
-    args, ranks = job.args, job.ranks
-    count = args.global_batch_size // (args.micro_batch_size * ranks.size)
+    args, size = job.args, job.args.data_parallel_size
+    count = args.global_batch_size // (args.micro_batch_size * size)
+    rank = job.ranks.rank // args.tensor_model_parallel_size
     numbers = (
-        rank_samples(first_sample, index, micro_batch_size=args.micro_batch_size, rank=ranks.rank, num_ranks=ranks.size)
+        rank_samples(first_sample, index, micro_batch_size=args.micro_batch_size, rank=rank, num_ranks=size)
         for index in range(count)
     )
     return [samples.batch(part, job.device) for part in numbers]

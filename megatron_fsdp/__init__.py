@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         CheckpointError,
         ConfigError,
         FsdpError,
+        GradientScaleError,
         NonfiniteGradientError,
         OwnershipError,
         StateError,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from megatron_fsdp.integrations.megatron.module import MegatronFSDP
     from megatron_fsdp.observability.audit import Audit
     from megatron_fsdp.observability.flight_recorder import record_transcript
+    from megatron_fsdp.observability.gradient_scale import check_gradient_scale
+    from megatron_fsdp.observability.scale_report import GradientScale
     from megatron_fsdp.observability.timeline import Timeline
     from megatron_fsdp.observability.watch import Watch
     from megatron_fsdp.optim import MatrixView, Muon, MuonOptions, muon_param_groups
@@ -71,12 +74,17 @@ _HOMES = {
     "checkpoint.series": "CheckpointSeries",
     "config.fsdp_config": "FsdpConfig",
     "config.parser": "add_megatron_fsdp_args",
-    "errors": "AgreementError CheckpointError ConfigError FsdpError NonfiniteGradientError OwnershipError StateError",
+    "errors": (
+        "AgreementError CheckpointError ConfigError FsdpError GradientScaleError NonfiniteGradientError "
+        "OwnershipError StateError"
+    ),
     "integrations.huggingface.prepare": "prepare_model",
     "integrations.megatron.fully_shard_model": "fully_shard_model fully_shard_model_and_optimizer",
     "integrations.megatron.module": "MegatronFSDP",
     "observability.audit": "Audit",
     "observability.flight_recorder": "record_transcript",
+    "observability.gradient_scale": "check_gradient_scale",
+    "observability.scale_report": "GradientScale",
     "observability.timeline": "Timeline",
     "observability.watch": "Watch",
     "optim": "MatrixView Muon MuonOptions muon_param_groups",
@@ -134,6 +142,8 @@ __all__ = [
     "FsdpConfig",
     "FsdpError",
     "FsdpModule",
+    "GradientScale",
+    "GradientScaleError",
     "MatrixView",
     "MegatronFSDP",
     "MixedPrecisionPolicy",
@@ -151,6 +161,7 @@ __all__ = [
     "UnshardHandle",
     "Watch",
     "add_megatron_fsdp_args",
+    "check_gradient_scale",
     "check_gradients",
     "clip_grad_norm_",
     "expert_matmul",

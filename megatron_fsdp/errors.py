@@ -11,6 +11,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "FsdpError",
+    "GradientScaleError",
     "NonfiniteGradientError",
     "OwnershipError",
     "StateError",
@@ -53,6 +54,18 @@ class AgreementError(FsdpError):
 
 class NonfiniteGradientError(FsdpError, ArithmeticError):
     """Gradients with NaN or infinity in them."""
+
+
+class GradientScaleError(FsdpError, ArithmeticError):
+    """Gradients, or their norm, that are not what the ranks computed, by a factor or otherwise.
+
+    Attributes:
+        report: all that was measured, a ``GradientScale``.
+    """
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class CheckpointError(FsdpError):

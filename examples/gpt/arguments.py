@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpt.flags import build_parser
+from gpt.meshes import data_parallel_size
 from gpt.tensorboard import check_tensorboard
 from gpt.tokenizer import vocabulary_size
 from megatron_fsdp import ConfigError, FsdpConfig
@@ -28,7 +29,7 @@ def parse_arguments(arguments: Sequence[str], *, num_ranks: int) -> argparse.Nam
 
     Args:
         arguments: the command line without the program's name.
-        num_ranks: data-parallel size, which the global batch must divide by.
+        num_ranks: of the job.
     Raises:
         ConfigError: a flag is unknown (the nearest valid one is named), missing, out of range, or contradicts another
             (both are named).
@@ -40,10 +41,12 @@ def parse_arguments(arguments: Sequence[str], *, num_ranks: int) -> argparse.Nam
     missing = [_flag(name) for name in _REQUIRED if getattr(args, name) is None]
     if missing:
         raise ConfigError(f"required flags are missing: {', '.join(missing)}; --help explains them")
-    _fill_defaults(args, num_ranks)
+    args.data_parallel_size = data_parallel_size(args, num_ranks)
+    _fill_defaults(args, args.data_parallel_size)
     _check_model(args)
     _check_architecture(args)
-    _check_training(args, num_ranks)
+    _check_parallelism(args)
+    _check_training(args, args.data_parallel_size)
     _check_torch_fsdp2(args)
     _check_schedule(args)
     _check_log(args)
@@ -118,6 +121,55 @@ def _check_architecture(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax over one chosen expert is always 1, and "
             "the router would learn nothing"
+        )
+
+
+def _check_parallelism(args: argparse.Namespace) -> None:
+    if args.check_gradient_scale and (not args.use_megatron_fsdp or args.fake_process_group):
+        which = "contradicts --fake-process-group" if args.fake_process_group else "needs --use-megatron-fsdp"
+        raise ConfigError(f"--check-gradient-scale {which}: it measures what the sharding engine makes of gradients")
+    tensor, expert = args.tensor_model_parallel_size, args.expert_model_parallel_size
+    if tensor * expert > 1 and not args.use_megatron_fsdp:
+        flag = "--tensor-model-parallel-size" if tensor > 1 else "--expert-model-parallel-size"
+        raise ConfigError(f"{flag} {max(tensor, expert)} needs --use-megatron-fsdp: a replicated model is whole")
+    if expert > 1 and (args.num_experts is None or args.num_experts % expert):
+        raise ConfigError(
+            f"--expert-model-parallel-size {expert} does not divide --num-experts {args.num_experts}; every rank has "
+            "as many experts"
+        )
+    if tensor * expert > 1:
+        _refuse_whole_tensors(args)
+    if tensor == 1:
+        return
+    num_groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    for what, size in (
+        ("heads of keys and values", num_groups),
+        ("columns of --ffn-hidden-size", args.ffn_hidden_size),
+    ):
+        if size % tensor:
+            raise ConfigError(
+                f"--tensor-model-parallel-size {tensor} does not divide the {size} {what}; every rank has as many"
+            )
+    if args.swiglu:
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tensor} contradicts --swiglu: PyTorch's ColwiseParallel would give one "
+            "rank all gates and another all values. Leave one of them out; the sharding of --use-megatron-fsdp needs "
+            "no tensor parallelism to fit a model"
+        )
+
+
+def _refuse_whole_tensors(args: argparse.Namespace) -> None:
+    """Refuse what works on whole parameters of the data-parallel ranks alone."""
+    tensor, expert = args.tensor_model_parallel_size, args.expert_model_parallel_size
+    flag = f"--tensor-model-parallel-size {tensor}" if tensor > 1 else f"--expert-model-parallel-size {expert}"
+    if args.optimizer in ("muon", "dist_muon"):
+        raise ConfigError(
+            f"{flag} contradicts --optimizer {args.optimizer}, which needs whole matrices on the data-parallel ranks; "
+            "use --optimizer adam, or leave the first out"
+        )
+    if args.adam_moments == "int8":
+        raise ConfigError(
+            f"{flag} contradicts --adam-moments int8, whose blocks of 256 elements would depend on it; leave one out"
         )
 
 

@@ -18,6 +18,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(description="Train a byte-level GPT, sharded by megatron_fsdp.", allow_abbrev=False)
     _add_model_flags(parser)
     _add_architecture_flags(parser)
+    _add_parallelism_flags(parser)
     _add_training_flags(parser)
     _add_optimizer_flags(parser)
     _add_io_flags(parser)
@@ -71,6 +72,16 @@ def _add_architecture_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_parallelism_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("parallelism")
+    group.add_argument(
+        "--tensor-model-parallel-size", type=_positive_int, default=1, help="ranks that share each layer of a block"
+    )
+    group.add_argument(
+        "--expert-model-parallel-size", type=_positive_int, default=1, help="ranks that share the experts of a block"
+    )
+
+
 def _add_training_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument("--micro-batch-size", type=_positive_int, help="samples per rank and forward pass")
@@ -90,6 +101,11 @@ def _add_training_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--recompute-activations", action="store_true", help="the same as --recompute-granularity selective"
+    )
+    group.add_argument(
+        "--check-gradient-scale",
+        action="store_true",
+        help="before the first step, measure what reduced gradients are of the ranks' own",
     )
     group.add_argument(
         "--distributed-backend", choices=["nccl", "gloo"], help="nccl = GPUs, gloo = CPU; default by what is there"

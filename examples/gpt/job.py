@@ -15,7 +15,8 @@ from torch import nn
 from gpt.arguments import flags_without_engine
 from gpt.blend import TrainingData, load_data
 from gpt.large_gradients import LargeGradients
-from gpt.launch import Ranks, build_mesh, precision_line, select_device, start_process_group
+from gpt.launch import Ranks, precision_line, select_device, start_process_group
+from gpt.meshes import build_mesh
 from gpt.model_config import GptConfig
 from gpt.optimizer import build_optimizer, write_parameter_groups
 from gpt.parallel import build_model, unwrapped
@@ -62,7 +63,7 @@ def started(args: argparse.Namespace, ranks: Ranks) -> Iterator[Job]:
         log.open_tensorboard(args.tensorboard_dir)
     start_process_group(args, ranks, device)
     config = GptConfig.from_args(args)
-    model = build_model(config, args, build_mesh(args, ranks, device), device)
+    model = build_model(config, args, build_mesh(args, ranks.size, device), device)
     optimizer = build_optimizer(model, args)
     if args.use_megatron_fsdp:
         optimizer = fully_shard_optimizer(optimizer)

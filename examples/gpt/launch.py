@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it, but untyped
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_fsdp import AgreementError, ConfigError
@@ -91,24 +90,6 @@ def start_process_group(args: argparse.Namespace, ranks: Ranks, device: torch.de
         dist.init_process_group(
             backend, timeout=timeout, init_method=address, rank=0, world_size=1, device_id=device_id
         )
-
-
-def build_mesh(args: argparse.Namespace, ranks: Ranks, device: torch.device) -> DeviceMesh:
-    """Return the mesh to shard over: one axis, or (outer, inner) with ``--num-distributed-optimizer-instances`` > 1.
-
-    Raises:
-        ConfigError: the instances do not divide the ranks.
-    """
-    num_instances: int = args.num_distributed_optimizer_instances
-    if num_instances == 1:
-        return init_device_mesh(device.type, (ranks.size,), mesh_dim_names=("dp",))
-    if ranks.size % num_instances:
-        raise ConfigError(
-            f"--num-distributed-optimizer-instances {num_instances} does not divide the {ranks.size} ranks of the job "
-            f"(torchrun --nproc-per-node x --nnodes)"
-        )
-    shape = (num_instances, ranks.size // num_instances)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("dp_outer", "dp_inner"))
 
 
 def report_error(error: Exception, ranks: Ranks) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from gpt.experts import Experts, activated
 from gpt.model_config import GptConfig
 
 
@@ -43,42 +43,37 @@ class Mlp(nn.Module):
         inner = 2 * config.ffn_hidden_size if config.swiglu else config.ffn_hidden_size
         self.linear_fc1 = nn.Linear(config.hidden_size, inner, bias=has_bias)
         self.linear_fc2 = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=has_bias)
-        self._is_gated = config.swiglu
+        self._config = config
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the MLP output, (batch, sequence, hidden)."""
-        inner: Tensor = self.linear_fc1(hidden)
-        if self._is_gated:
-            gate, value = inner.chunk(2, dim=-1)
-            inner = functional.silu(gate) * value
-        else:
-            inner = functional.gelu(inner, approximate="tanh")
-        output: Tensor = self.linear_fc2(inner)
+        output: Tensor = self.linear_fc2(activated(self.linear_fc1(hidden), self._config))
         return output
 
 
 class MixtureOfExperts(nn.Module):
     """MLPs of which each token uses the ``--moe-router-topk`` that its router scores highest.
 
-    Every rank has all experts, and every expert computes all tokens ("dense dispatch"): no token is dropped and all
-    weights get gradients in every step, for ``num_experts`` times the work of one MLP.
+    No token is dropped, and every expert gets gradients in every step, zeros where no token chose it.
     """
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
         assert config.num_experts is not None
         self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        self.experts = nn.ModuleList(Mlp(config) for _ in range(config.num_experts))
+        self.experts = Experts(config)
         self._config = config
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output, (batch, sequence, hidden), and the load balancing loss, a 0-d fp32 tensor."""
         scores: Tensor = self.router(hidden).float()
         weights, loss = route(scores, self._config)
-        weights = weights.to(hidden.dtype)
-        output = torch.zeros_like(hidden)
-        for index, expert in enumerate(self.experts):
-            output = output + weights[..., index : index + 1] * expert(hidden)
+        weights, tokens = weights.flatten(0, -2), hidden.flatten(0, -2)
+        # Sorted by expert, as tokens travel.
+        expert, token = weights.t().nonzero(as_tuple=True)
+        counts = expert.bincount(minlength=weights.shape[-1])
+        done = self.experts(tokens[token], counts) * weights[token, expert].to(hidden.dtype).unsqueeze(-1)
+        output = torch.zeros_like(tokens).index_add(0, token, done).view_as(hidden)
         return output, loss
 
 

@@ -104,7 +104,9 @@ def step_weight(args: argparse.Namespace, batches: Sequence[Tensor], masked_toke
     # The sharding engine sums gradients then (FsdpConfig.apply); DistributedDataParallel averages them still.
     num_averaged = 1 if args.use_megatron_fsdp else dist.get_world_size()
     # Known before backward, so that no pass over the gradients is needed, and no sum grows large in bf16.
-    weight: Tensor = num_averaged / _sum_over_ranks(counts.sum()).clamp(min=1)
+    # Tensor-parallel ranks have the same tokens, which count once.
+    num_tokens = _sum_over_ranks(counts.sum()) / args.tensor_model_parallel_size
+    weight: Tensor = num_averaged / num_tokens.clamp(min=1)
     return weight
 
 

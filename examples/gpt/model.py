@@ -75,7 +75,7 @@ class GptModel(nn.Module):
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 value = torch.empty(parameter.shape)
-                if parameter.ndim == 1:
+                if parameter.ndim == 1 or name.endswith("bias"):
                     value.fill_(0.0 if name.endswith("bias") else 1.0)
                 elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
                     value.normal_(0.0, residual_std, generator=generator)
@@ -161,9 +161,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the attention output, (batch, sequence, hidden)."""
-        batch, sequence, width = hidden.shape
         per_group = self.num_heads // self.num_groups
-        qkv = self.linear_qkv(hidden).view(batch, sequence, self.num_groups, (per_group + 2) * self.head_dim)
+        # Of tensor-parallel ranks each has some of the groups.
+        qkv = self.linear_qkv(hidden).unflatten(-1, (-1, (per_group + 2) * self.head_dim))
         query, key, value = qkv.transpose(1, 2).split(
             [per_group * self.head_dim, self.head_dim, self.head_dim], dim=-1
         )  # each (batch, groups, sequence, its width)
@@ -176,7 +176,7 @@ class SelfAttention(nn.Module):
             core: Tensor = checkpoint(_causal_attention, query, key, value, use_reentrant=False)
         else:
             core = _causal_attention(query, key, value)
-        output: Tensor = self.linear_proj(core.transpose(1, 2).reshape(batch, sequence, width))
+        output: Tensor = self.linear_proj(core.transpose(1, 2).flatten(2))
         return output
 
 

@@ -17,15 +17,16 @@ from megatron_fsdp.optim import MatrixView, Muon, MuonOptions, muon_param_groups
 def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
     """Return ``--optimizer`` over the model's trainable parameters, in two groups.
 
-    Parameters of one dim (biases, norms) are not decayed, as in Megatron. Call it after the model is sharded, so that
+    Biases and norms are not decayed, as in Megatron. Call it after the model is sharded, so that
     the optimizer holds the parameters that training updates.
     """
     if args.optimizer in ("muon", "dist_muon"):
         return build_muon(model, args)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    is_decayed = {name: parameter.ndim > 1 and not name.endswith("bias") for name, parameter in trainable}
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": args.weight_decay},
-        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for name, p in trainable if is_decayed[name]], "weight_decay": args.weight_decay},
+        {"params": [p for name, p in trainable if not is_decayed[name]], "weight_decay": 0.0},
     ]
     if args.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=args.lr, momentum=args.sgd_momentum)
@@ -49,12 +50,17 @@ def build_muon(model: nn.Module, args: argparse.Namespace) -> Muon:
         per_group = args.num_attention_heads // num_groups
         splits = (per_group * head_dim, head_dim, head_dim)
         views["*linear_qkv.weight"] = MatrixView(row_splits=splits, is_joined=True)
-    if args.swiglu:
-        views["*linear_fc1.weight"] = MatrixView(row_splits=(args.ffn_hidden_size,))
+    fc1_splits = (args.ffn_hidden_size,) if args.swiglu else ()
+    if args.num_experts is not None:
+        views["*experts.linear_fc1.weight"] = MatrixView(row_splits=fc1_splits, batch_dims=1)
+        views["*experts.linear_fc2.weight"] = MatrixView(batch_dims=1)
+    elif args.swiglu:
+        views["*linear_fc1.weight"] = MatrixView(row_splits=fc1_splits)
+    has_biases = args.num_experts is not None and not args.disable_bias_linear
     adamw = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_eps, "weight_decay": args.weight_decay}
     is_bf16 = args.muon_fp32_matmul_prec in ("low", "medium") and next(model.parameters()).device.type == "cuda"
     return Muon(
-        muon_param_groups(model, views=views),
+        muon_param_groups(model, views=views, adamw=["*experts.*.bias"] if has_biases else []),
         lr=args.lr,
         weight_decay=args.weight_decay,
         momentum=args.muon_momentum,

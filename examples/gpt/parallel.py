@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from gpt.layers import MixtureOfExperts, Mlp
+from gpt.meshes import Meshes
 from gpt.model import GptModel, Recompute
 from gpt.model_config import GptConfig
 from megatron_fsdp import FsdpConfig, FsdpModule, Watch, clip_grad_norm_, fully_shard, microbatch
@@ -71,12 +74,18 @@ def shard(
     Tied embeddings are used at both ends of the model, so they, the positions and the final norm form the root unit,
     which stays gathered from forward to backward. Otherwise the head stays gathered: backward needs it first.
     """
-    options: dict[str, Any] = {"mesh": mesh, **config.fully_shard_kwargs(mesh)}
+    meshes = Meshes.of(mesh)
+    options: dict[str, Any] = {**config.fully_shard_kwargs(meshes.shards), **meshes.dense}
     options["mp_policy"] = replace(options["mp_policy"], **(precision or {}))
+    divide_layers(model, meshes)
     is_tied = not model.config.untie_embeddings_and_output_weights
     if not is_tied:
         fully_shard(model.embedding, **options)
     for block in model.blocks:
+        if meshes.experts is not None and isinstance(block.mlp, MixtureOfExperts):
+            # Tokens of all data-parallel ranks reach an expert, whose gradient is a mean over all of them.
+            of_experts = {**options, "dp_mesh_dims": None, "mesh": meshes.experts}
+            fully_shard(block.mlp.experts, **of_experts, grad_divisor=meshes.num_expert_ranks)
         fully_shard(block, **options)
     if not is_tied:
         fully_shard(model.head, **{**options, "reshard_after_forward": False})
@@ -97,6 +106,25 @@ def shard_by_torch(model: GptModel, args: argparse.Namespace, mesh: DeviceMesh) 
     for module in (*([] if is_tied else [model.embedding, model.head]), *model.blocks, model):
         fsdp.fully_shard(module, **options)
     return model
+
+
+def divide_layers(model: GptModel, meshes: Meshes) -> None:
+    """Give each rank its part of every block's layers, in place: tensor parallelism by PyTorch, and experts.
+
+    Attention heads and the first layer of an MLP are divided by rows, what follows them by columns; norms, the router,
+    embeddings and the head are whole on every tensor-parallel rank.
+    """
+    for block in model.blocks:
+        if isinstance(block.mlp, MixtureOfExperts) and meshes.within is not None:
+            block.mlp.experts.divide(meshes.within)
+        if meshes.tensor is not None:
+            plan: dict[str, ParallelStyle] = {
+                "self_attention.linear_qkv": ColwiseParallel(),
+                "self_attention.linear_proj": RowwiseParallel(),
+            }
+            if isinstance(block.mlp, Mlp):
+                plan |= {"mlp.linear_fc1": ColwiseParallel(), "mlp.linear_fc2": RowwiseParallel()}
+            parallelize_module(block, meshes.tensor, plan)
 
 
 def watched(model: nn.Module, args: argparse.Namespace) -> AbstractContextManager[Watch | None]:

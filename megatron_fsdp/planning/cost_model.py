@@ -55,8 +55,11 @@ def transfer_seconds(transfer: Transfer, link: Link) -> float:
 
     All-gather and reduce-scatter of S bytes (the full side) take n - 1 hops of S / n bytes: (n - 1) latency +
     (n - 1) / n S / bandwidth. An all-reduce is both in turn. Source: Thakur, Rabenseifner and Gropp 2005, sections 4.1
-    and 4.4 (the time to add is left out: it is hidden behind the hops on an accelerator).
+    and 4.4 (the time to add is left out: it is hidden behind the hops on an accelerator). An all-to-all of S bytes from
+    each rank leaves 1 / n of them where they are; a send is one hop of S bytes.
     """
+    if transfer.kind == "send":
+        return link.latency + transfer.num_bytes / link.bytes_per_second
     hops = transfer.num_ranks - 1
     once = hops * link.latency + hops / transfer.num_ranks * transfer.num_bytes / link.bytes_per_second
     return 2 * once if transfer.kind == "all_reduce" else once
@@ -88,6 +91,8 @@ class StepTime:
         tokens_to_hide: tokens per rank and microbatch from which on the largest unit's collectives hide behind its
             own compute; 0 where there are none, None where compute is not known.
         units: by position in the facts.
+        model_parallel: of collectives inside the model, none of which is taken to be hidden.
+        bubble: waiting for other stages of a pipeline.
     """
 
     compute: float
@@ -96,11 +101,13 @@ class StepTime:
     optimizer: float
     tokens_to_hide: int | None
     units: tuple[UnitTime, ...] = field(repr=False, default=())
+    model_parallel: float = 0.0
+    bubble: float = 0.0
 
     @property
     def total(self) -> float:
         """The predicted length of the step."""
-        return self.compute + self.exposed + self.optimizer
+        return self.compute + self.exposed + self.optimizer + self.model_parallel + self.bubble
 
 
 def predict_step(
@@ -247,14 +254,14 @@ class Machine:
     node_latency: float = 1e-6
     network_latency: float = 5e-6
 
-    def hardware(self, axes: Sequence[AxisFacts], bandwidths: Sequence[float] = ()) -> Hardware:
+    def hardware(self, axes: Sequence[AxisFacts], bandwidths: Sequence[float] = (), *, stride: int = 1) -> Hardware:
         """Return what a rank has on each axis of a mesh.
 
         Args:
             bandwidths: measured ones, one per axis; empty: derived from the nodes.
+            stride: how far apart neighbours on the innermost axis are.
         """
         links = {}
-        stride = 1
         for position in reversed(range(len(axes))):
             axis = axes[position]
             link = self._link(axis.size, stride)

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.ownership_page import OwnershipReport, ownership_report
-from megatron_fsdp.planning.cost_model import Hardware, StepTime, predict_step
+from megatron_fsdp.planning.cost_model import Hardware, StepTime, predict_step, transfer_seconds
 from megatron_fsdp.planning.from_shapes import Sharding
-from megatron_fsdp.planning.model_source import Subject
+from megatron_fsdp.planning.model_source import Subject, stage_subject
 from megatron_fsdp.planning.model_spec import GroupFacts, ModelFacts
+from megatron_fsdp.planning.parallelism import (
+    ModelTransfer,
+    Parallelism,
+    Stage,
+    bubble_share,
+    in_flight,
+    model_transfers,
+    stages_of,
+)
 from megatron_fsdp.planning.planned_ownership import muon_bytes, planned_ownership
 from megatron_fsdp.planning.report import Report, adamw_bytes, report_of
 from megatron_fsdp.planning.step_simulator import Forecast, forecast_step
-from megatron_fsdp.planning.transformer import Workload
+from megatron_fsdp.planning.transformer import Transformer, Workload
 
 # In place of the report's last assumption, that activations are not counted.
 _ASSUMED = (
@@ -25,7 +35,7 @@ _ASSUMED = (
     "every rank has the same work and the links that were given; launch overheads and stragglers are not counted",
 )
 
-__all__ = ["MemoryPart", "Projection", "Setup", "play", "project"]
+__all__ = ["MemoryPart", "Projection", "Setup", "play", "project", "project_stages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,7 @@ class Setup:
         optimizer: "adamw", or "muon" for matrices and AdamW for the rest. max_team: ranks that may share a matrix.
         activation_bytes: of one microbatch, where the caller knows them; else they are derived or left out.
         reserve_bytes: for what no plan sees: the CUDA context, communication buffers, the allocator's rounding.
+        parallelism: how the model is divided besides.
     """
 
     strategy: str
@@ -57,6 +68,7 @@ class Setup:
     reserve_bytes: int = 0
     optimizer: str = "adamw"
     max_team: int = 1
+    parallelism: Parallelism = field(default_factory=Parallelism)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +77,7 @@ class Projection:
 
     Attributes:
         owners: with Muon, the work of each set of ranks that shares matrices.
+        stage: which part of the model the rank has; None: all of it. transfers: what it sends inside of the model.
     """
 
     subject: Subject
@@ -74,6 +87,8 @@ class Projection:
     memory: tuple[MemoryPart, ...]
     time: StepTime
     owners: tuple[OwnershipReport, ...] = ()
+    stage: Stage | None = None
+    transfers: tuple[ModelTransfer, ...] = ()
 
     @property
     def memory_bytes(self) -> int:
@@ -116,6 +131,49 @@ def project(subject: Subject, setup: Setup, played: tuple[ModelFacts, Forecast] 
         time = replace(time, optimizer=time.optimizer + sum(each.max_flops for each in owners) / setup.hardware.flops)
     memory = tuple(_memory(subject, setup, facts, forecast))
     return Projection(subject, setup, facts, forecast, memory, time, owners)
+
+
+def project_stages(subject: Subject, setup: Setup) -> tuple[Projection, ...]:
+    """Return what training takes on a rank of each pipeline stage, with the time that stages wait for each other.
+
+    Raises:
+        ConfigError: a model that is not of the catalog, or sizes that do not divide it.
+        LayoutError: the planner refuses the padding.
+    """
+    parallelism, workload = setup.parallelism, setup.workload
+    if subject.architecture is None:
+        raise ConfigError(
+            "--tp, --ep, --pp and --cp divide models of the catalog and of --hf-config, whose layers are known; with "
+            "--factory build what one rank of a stage has"
+        )
+    found: dict[object, Projection] = {}
+    projections = []
+    for stage in stages_of(subject.architecture, parallelism):
+        alike = (stage.architecture.units, stage.number == 0, stage.has_head)
+        key = (*alike, in_flight(stage, parallelism, workload.num_microbatches))
+        if key not in found:
+            found[key] = _project_stage(subject, setup, stage)
+        projections.append(replace(found[key], stage=stage))
+    # All stages wait for the slowest.
+    slowest = max(each.time.compute + each.time.exposed + each.time.model_parallel for each in projections)
+    bubble = bubble_share(parallelism, workload.num_microbatches) * slowest
+    return tuple(replace(each, time=replace(each.time, bubble=bubble + slowest - _busy(each))) for each in projections)
+
+
+def _busy(projection: Projection) -> float:
+    time = projection.time
+    return time.compute + time.exposed + time.model_parallel
+
+
+def _project_stage(subject: Subject, setup: Setup, stage: Stage) -> Projection:
+    parallelism, workload = setup.parallelism, setup.workload
+    projection = project(stage_subject(subject, stage, parallelism, workload.num_microbatches), setup)
+    itemsize = _compute_itemsize(projection.facts)
+    layers = Transformer.of(stage.architecture, stream_ranks=parallelism.stream_ranks).layers
+    transfers = tuple(model_transfers(stage, parallelism, workload, layers, itemsize))
+    links = setup.hardware.links
+    seconds = sum(each.count * transfer_seconds(each.transfer, links[each.transfer.axis]) for each in transfers)
+    return replace(projection, transfers=transfers, time=replace(projection.time, model_parallel=seconds), stage=stage)
 
 
 def play(subject: Subject, setup: Setup) -> tuple[ModelFacts, Forecast]:
@@ -162,5 +220,8 @@ def _activations(subject: Subject, setup: Setup, facts: ModelFacts) -> MemoryPar
         return MemoryPart("activations", setup.activation_bytes)
     if subject.activations is None:
         return MemoryPart("activations", 0, is_known=False)
-    itemsize = next(group.dtypes.compute.itemsize for unit in facts.units for group in unit.groups)
-    return MemoryPart("activations", subject.activations(setup.workload, itemsize))
+    return MemoryPart("activations", subject.activations(setup.workload, _compute_itemsize(facts)))
+
+
+def _compute_itemsize(facts: ModelFacts) -> int:
+    return next(group.dtypes.compute.itemsize for unit in facts.units for group in unit.groups)

@@ -47,11 +47,21 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How every unit is sharded: the mesh as one rank sees it, the strategy and the dtypes."""
+    """How every unit is sharded: the mesh as one rank sees it, the strategy and the dtypes.
+
+    Attributes:
+        expert_axes: of routed experts, which fewer ranks may hold; None: as all else.
+    """
 
     axes: tuple[AxisFacts, ...]
     placements: Placements
     policy: MixedPrecisionPolicy
+    expert_axes: tuple[AxisFacts, ...] | None = None
+
+    @property
+    def of_experts(self) -> Sharding:
+        """How routed experts are sharded."""
+        return self if self.expert_axes is None else replace(self, axes=self.expert_axes, expert_axes=None)
 
     @property
     def num_ranks(self) -> int:
@@ -166,7 +176,7 @@ class _Builder:
         return [*last, Visit(VisitKind.CLOSE, unit)]
 
     def _add_unit(self, shapes: UnitShapes, name: str) -> int:
-        groups = _shared_groups(shapes, self.sharding)
+        groups = _shared_groups(shapes, self.sharding.of_experts if shapes.name == "experts" else self.sharding)
         reason = reshard_reason(groups, None, is_root=False)
         self.units.append(UnitFacts(name, groups, lingers=True, modules=(shapes.name,), reason=reason))
         return len(self.units) - 1

@@ -6,7 +6,7 @@ import functools
 import importlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.planning import catalog
+from megatron_fsdp.planning.catalog import Architecture
 from megatron_fsdp.planning.from_shapes import (
     Sharding,
     architecture_facts,
@@ -22,9 +23,10 @@ from megatron_fsdp.planning.from_shapes import (
     repeated_blocks,
 )
 from megatron_fsdp.planning.model_spec import ModelFacts, UnitFacts
+from megatron_fsdp.planning.parallelism import Parallelism, Stage, in_flight
 from megatron_fsdp.planning.transformer import Transformer, UnitWork, Workload
 
-__all__ = ["Subject", "factory_subject", "file_subject", "named_subject"]
+__all__ = ["Subject", "factory_subject", "file_subject", "named_subject", "stage_subject"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Subject:
         activations: bytes kept for backward, from the workload and the compute dtype's size; None where only running
             the model would tell.
         notes: what is not known of it.
+        architecture: its shapes, where it is one of the catalog.
     """
 
     name: str
@@ -46,6 +49,30 @@ class Subject:
     work: Callable[[UnitFacts, int], UnitWork]
     activations: Callable[[Workload, int], int] | None = None
     notes: tuple[str, ...] = ()
+    architecture: Architecture | None = None
+
+
+def stage_subject(subject: Subject, stage: Stage, parallelism: Parallelism, num_microbatches: int) -> Subject:
+    """Return what one rank of a stage has, as a model of its own; the name and the counts are the whole model's."""
+    transformer = Transformer.of(stage.architecture, has_head=stage.has_head, stream_ranks=parallelism.stream_ranks)
+    num_held = in_flight(stage, parallelism, num_microbatches)
+    return replace(
+        subject,
+        facts=lambda sharding: architecture_facts(stage.architecture, sharding),
+        work=_work_of(transformer),
+        activations=lambda workload, itemsize: transformer.activation_bytes(workload, itemsize, num_held),
+        architecture=stage.architecture,
+    )
+
+
+def _work_of(transformer: Transformer) -> Callable[[UnitFacts, int], UnitWork]:
+    kinds = functools.cache(transformer.work)
+
+    def work(unit: UnitFacts, sequence_length: int) -> UnitWork:
+        # The kind of unit stands where a live model has the class of its module.
+        return kinds(sequence_length).get(unit.modules[0], UnitWork(0))
+
+    return work
 
 
 def named_subject(name: str) -> Subject:
@@ -75,19 +102,14 @@ def file_subject(path: str) -> Subject:
 def _catalog_subject(name: str, config: Mapping[str, Any]) -> Subject:
     architecture = catalog.architecture(config)
     transformer = Transformer.of(architecture)
-    kinds = functools.cache(transformer.work)
-
-    def work(unit: UnitFacts, sequence_length: int) -> UnitWork:
-        # The kind of unit stands where a live model has the class of its module.
-        return kinds(sequence_length).get(unit.modules[0], UnitWork(0))
-
     return Subject(
         name,
         architecture.num_parameters,
         architecture.num_active_parameters,
         lambda sharding: architecture_facts(architecture, sharding),
-        work,
+        _work_of(transformer),
         transformer.activation_bytes,
+        architecture=architecture,
     )
 
 

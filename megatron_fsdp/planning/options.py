@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,7 @@ import torch
 
 from dbuffer import Partial, Replicate
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.planning.cost_model import Machine
+from megatron_fsdp.planning.cost_model import Hardware, Machine
 from megatron_fsdp.planning.estimate import Setup
 from megatron_fsdp.planning.from_shapes import Sharding
 from megatron_fsdp.planning.model_source import Subject, factory_subject, file_subject, named_subject
@@ -23,6 +24,7 @@ from megatron_fsdp.planning.option_types import (
     positive_integer,
     seconds,
 )
+from megatron_fsdp.planning.parallelism import Parallelism
 from megatron_fsdp.planning.transformer import Recompute, Workload
 from megatron_fsdp.policy.precision import GATHER_DTYPES, MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
@@ -107,6 +109,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     sharding.add_argument(
         "--max-team", type=positive_integer, metavar="N", help="with --optimizer muon: ranks that may share a matrix"
     )
+    _add_parallelism_arguments(parser)
     work = parser.add_argument_group("work of one rank")
     work.add_argument("--micro-batch", type=positive_integer, metavar="N", help="sequences in a forward pass")
     work.add_argument("--seq-length", type=positive_integer, metavar="S", help="tokens in a sequence (default 4096)")
@@ -115,6 +118,27 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--attention", choices=("fused", "unfused"), help="whether scores are stored (default fused)")
     work.add_argument("--dropout", action="store_true", default=None, help="store dropout masks")
     _add_machine_arguments(parser)
+
+
+def _add_parallelism_arguments(parser: argparse.ArgumentParser) -> None:
+    inside = parser.add_argument_group("parallelism inside the model (catalog models and --hf-config)")
+    inside.add_argument(
+        "--world", type=positive_integer, metavar="N", help="all ranks, in place of --mesh: dp x cp = N / (tp x pp)"
+    )
+    for name, meaning in (
+        ("--tp", "tensor parallel: ranks that share each layer"),
+        ("--ep", "expert parallel: ranks that share the routed experts of a layer"),
+        ("--etp", "ranks that share each expert (default: as --tp)"),
+        ("--pp", "pipeline stages"),
+        ("--cp", "context parallel: ranks that share each sequence; they are data-parallel ranks for weights"),
+    ):
+        inside.add_argument(name, type=positive_integer, metavar="N", help=meaning)
+    inside.add_argument(
+        "--sequence-parallel", action="store_true", default=None, help="with --tp: divide the residual stream as well"
+    )
+    inside.add_argument(
+        "--stage", type=int, metavar="N", help="the stage reported on (default: the one that needs most)"
+    )
 
 
 def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -226,7 +250,34 @@ class Options:
             recompute=Recompute(self["recompute"]),
             fused_attention=self["attention"] == "fused",
             dropout=bool(self["dropout"]),
+            context_ranks=self.parallelism().context,
         )
+
+    def parallelism(self) -> Parallelism:
+        """Return how the model is divided besides the data-parallel ranks."""
+        args = self.values
+        return Parallelism(
+            args.tp or 1, args.ep or 1, args.pp or 1, args.cp or 1, args.etp or 0, bool(args.sequence_parallel)
+        )
+
+    def data_parallel_sizes(self) -> tuple[int, ...]:
+        """Return the mesh of dense weights: ``--mesh``, or what ``--world`` leaves of the ranks.
+
+        Raises:
+            ConfigError: none or both are given, or sizes that do not divide the ranks.
+        """
+        mesh, world = self.values.mesh, self.values.world
+        if (mesh is None) == (world is None):
+            if mesh is not None:
+                raise ConfigError(f"--world {world} contradicts --mesh {'x'.join(map(str, mesh))}; give one of them")
+            raise ConfigError(
+                "--mesh is missing: give the data-parallel ranks, such as --mesh 64 or --mesh 8x128, or all ranks, "
+                "such as --world 2048 --pp 16"
+            )
+        if world is None:
+            sizes: tuple[int, ...] = mesh
+            return sizes
+        return (self.parallelism().data_ranks(world),)
 
     def machine(self) -> Machine:
         """Return the machine, with what was given of it."""
@@ -261,16 +312,19 @@ class Options:
             )
         if len(bandwidths) < len(axes):
             bandwidths *= len(axes)
+        parallelism = self.parallelism()
+        expert_axes = _expert_axes(axes, parallelism) if parallelism.is_any else None
         return Setup(
             strategy,
-            Sharding(axes, placements_of(strategy, sizes), self.policy()),
+            Sharding(axes, placements_of(strategy, sizes), self.policy(), expert_axes),
             workload,
-            self.machine().hardware(axes, bandwidths),
+            _hardware(self.machine(), axes, expert_axes, bandwidths, parallelism),
             self.moments_dtype(),
             args.activation_bytes and args.activation_bytes * workload.micro_batch,
             int(str(self["reserve"])),
             str(self["optimizer"]),
             int(str(self["max_team"])),
+            parallelism,
         )
 
     def strategies(self) -> tuple[str, ...]:
@@ -284,11 +338,13 @@ class Options:
     def decisions(self, setup: Setup) -> Iterator[str]:
         """Yield one line per choice, with the option that caused it."""
         mesh = "x".join(str(axis.size) for axis in setup.sharding.axes)
-        yield f"{_sharded(setup)}: {self.choice('strategy', setup.strategy)}, {self.choice('mesh', mesh)}"
+        ranks = f"--world {self.values.world}" if self.given("world") else self.choice("mesh", mesh)
+        yield f"{_sharded(setup)}: {self.choice('strategy', setup.strategy)}, {ranks}"
         packed = self.values.gather_dtype
         travel = f"compute in {self['dtype']}, matrices travel in {packed}" if packed else ""
         cause = f", --gather-dtype {packed}" if packed else ""
         travel = travel or f"compute and travel in {self['dtype']}"
+        yield from _inside(setup)
         yield f"weights {travel}: {self.cause('dtype')}{cause}"
         split = " in two halves" if self["split_main_params"] else ""
         cause = self.cause("main_dtype") + (", --split-main-params" if split else "")
@@ -333,6 +389,42 @@ def mesh_axes_of(sizes: Sequence[int], rank: int = 0) -> tuple[AxisFacts, ...]:
     return tuple(reversed(axes))
 
 
+def _expert_axes(axes: tuple[AxisFacts, ...], parallelism: Parallelism) -> tuple[AxisFacts, ...] | None:
+    """Return the axes over which the weights of one expert are sharded; None where they are those of all others."""
+    inner = axes[-1]
+    size = parallelism.expert_data_ranks(inner.size)
+    if size == inner.size:
+        return None
+    return (*axes[:-1], AxisFacts(f"expert {inner.name}", size, inner.rank * size // inner.size))
+
+
+def _hardware(
+    machine: Machine,
+    axes: tuple[AxisFacts, ...],
+    expert_axes: tuple[AxisFacts, ...] | None,
+    bandwidths: tuple[float, ...],
+    parallelism: Parallelism,
+) -> Hardware:
+    """Return the links of all axes; ranks are ordered tp, cp, ep, dp, pp, neighbours first, as Megatron's are."""
+    tensor, within = parallelism.tensor, parallelism.ranks_of_expert * parallelism.expert
+    hardware = machine.hardware(axes, bandwidths, stride=tensor)
+    links = dict(hardware.links)
+    if expert_axes is not None:
+        links |= {
+            expert_axes[-1].name: machine.hardware(expert_axes, bandwidths, stride=within).links[expert_axes[-1].name]
+        }
+    stage_ranks = tensor * math.prod(axis.size for axis in axes)
+    for name, size, stride in (
+        ("tp", tensor, 1),
+        ("cp", parallelism.context, tensor),
+        ("ep", parallelism.expert, parallelism.ranks_of_expert),
+        ("pp", parallelism.pipeline, stage_ranks),
+    ):
+        if size > 1:
+            links |= machine.hardware((AxisFacts(name, size, 0),), stride=stride).links
+    return replace(hardware, links=links)
+
+
 def placements_of(strategy: str, sizes: Sequence[int]) -> Placements:
     """Return the placements of a strategy; one for a single axis keeps replicas on the outer of two.
 
@@ -357,6 +449,25 @@ def placements_of(strategy: str, sizes: Sequence[int]) -> Placements:
         (Partial("sum"), *inner.gradient),
         (Replicate(), *inner.optimizer),
     )
+
+
+def _inside(setup: Setup) -> Iterator[str]:
+    """Yield how the model is divided besides."""
+    parallelism, axes = setup.parallelism, setup.sharding.axes
+    if parallelism.tensor > 1:
+        shared = ", the residual stream too: --sequence-parallel" if parallelism.is_sequence_parallel else ""
+        yield f"each layer is shared by {parallelism.tensor} ranks: --tp {parallelism.tensor}{shared}"
+    if setup.sharding.expert_axes is not None:
+        size = setup.sharding.expert_axes[-1].size
+        yield (
+            f"experts are shared by {parallelism.expert} ranks (--ep), each by {parallelism.ranks_of_expert} (--etp), "
+            f"and sharded over {axes[-1].size} x {parallelism.tensor} / ({parallelism.expert} x "
+            f"{parallelism.ranks_of_expert}) = {size:,}"
+        )
+    if parallelism.pipeline > 1:
+        yield f"layers are divided over {parallelism.pipeline} stages: --pp {parallelism.pipeline}"
+    if parallelism.context > 1:
+        yield f"each sequence is shared by {parallelism.context} of the data-parallel ranks: --cp {parallelism.context}"
 
 
 def _sharded(setup: Setup) -> str:

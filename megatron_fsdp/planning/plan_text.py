@@ -18,6 +18,8 @@ __all__ = [
     "Folded",
     "headline",
     "page",
+    "stage_dict",
+    "stage_lines",
     "to_dict",
 ]
 
@@ -64,6 +66,7 @@ def page(projection: Projection, decisions: Sequence[str], limit_bytes: int | No
         _peak_lines(report, projection.forecast.lifetimes),
         _padding_lines(report),
         traffic_lines(report),
+        _transfer_lines(projection),
         _time_lines(projection),
         _hiding_lines(projection, report),
         note_lines(report),
@@ -79,14 +82,25 @@ def headline(projection: Projection) -> str:
     axes = " x ".join(f"{axis.size:,}" for axis in setup.sharding.axes)
     ranks = f"{axes} = {setup.sharding.num_ranks:,}" if len(setup.sharding.axes) > 1 else axes
     parameters = f"{format_count(subject.num_parameters)} parameters{chosen}"
-    return f"{subject.name}: {parameters}, on {ranks} ranks, {setup.strategy}"
+    if not setup.parallelism.is_any:
+        return f"{subject.name}: {parameters}, on {ranks} ranks, {setup.strategy}"
+    inside = setup.parallelism
+    world = setup.sharding.num_ranks * inside.tensor * inside.pipeline
+    named = (("dp x cp" if inside.context > 1 else "dp", ranks), ("tp", inside.tensor), ("pp", inside.pipeline))
+    sizes = ", ".join(f"{name} {size}" for name, size in named if size != 1)
+    stage = (
+        f", stage {projection.stage.number} of {inside.pipeline}" if projection.stage and inside.pipeline > 1 else ""
+    )
+    return f"{subject.name}: {parameters}, on {world:,} ranks ({sizes}), {setup.strategy}{stage}"
 
 
 def _memory_lines(projection: Projection, limit_bytes: int | None) -> list[str]:
     total = projection.memory_bytes
     scale = max(total, limit_bytes or 0, 1)
-    num_ranks = projection.setup.sharding.num_ranks
-    rows: list[tuple[str, ...]] = [("memory", "one rank", "all ranks", "")]
+    inside = projection.setup.parallelism
+    num_ranks = projection.setup.sharding.num_ranks * inside.tensor
+    whom = "all of the stage" if inside.pipeline > 1 else "all ranks"
+    rows: list[tuple[str, ...]] = [("memory", "one rank", whom, "")]
     drawn = 0
     for part in projection.memory:
         start, drawn = drawn, drawn + part.num_bytes
@@ -167,7 +181,77 @@ def _time_lines(projection: Projection) -> list[str]:
         iteration = sum(each.max_flops for each in projection.owners) / projection.setup.hardware.flops
         note = f"of it Newton-Schulz on the rank with most, {format_seconds(iteration)}; its messages are not counted"
         rows[-1] = ("Muon and AdamW", format_seconds(time.optimizer), note)
+    if projection.transfers:
+        rows.append(("inside the model", format_seconds(time.model_parallel), "taken not to be hidden"))
+    if projection.setup.parallelism.pipeline > 1:
+        rows.append(("waiting for stages", format_seconds(time.bubble), "one forward, one backward in turn"))
     return [f"{label:<20}{amount:>12}  {note}".rstrip() for label, amount, note in rows]
+
+
+def _transfer_lines(projection: Projection) -> list[str]:
+    """Return what is sent over axes that are not data-parallel."""
+    if not projection.transfers:
+        return []
+    rows: list[tuple[str, ...]] = [("inside the model, per step", "collective", "over", "ranks", "count", "bytes each")]
+    for each in projection.transfers:
+        transfer = each.transfer
+        cells = (each.what, transfer.kind, transfer.axis, f"{transfer.num_ranks:,}", f"{each.count:,}")
+        rows.append((*cells, format_bytes(transfer.num_bytes)))
+    return aligned(rows, num_left=3)
+
+
+def stage_lines(stages: Sequence[Projection]) -> list[str]:
+    """Return a table of the stages of a pipeline: layers, memory and time of one rank of each."""
+    rows: list[tuple[str, ...]] = [("stage", "layers", "parameters", "activations", "memory", "busy in a step")]
+    for each in stages:
+        assert each.stage is not None
+        first, count = each.stage.layers
+        time = each.time
+        rows.append(
+            (
+                str(each.stage.number),
+                f"{first} to {first + count - 1}",
+                format_count(each.stage.architecture.num_parameters),
+                format_bytes(sum(part.num_bytes for part in each.memory if part.name == "activations")),
+                format_bytes(each.memory_bytes),
+                format_seconds(time.total - time.bubble),
+            )
+        )
+    return aligned(rows, num_left=1)
+
+
+def stage_dict(stage: Projection) -> dict[str, Any]:
+    """Return one stage as plain data; docs/planning.md describes the keys."""
+    assert stage.stage is not None
+    return {
+        "number": stage.stage.number,
+        "first_layer": stage.stage.layers[0],
+        "num_layers": stage.stage.layers[1],
+        "num_parameters": stage.stage.architecture.num_parameters,
+        "memory_bytes": stage.memory_bytes,
+        "busy_seconds": stage.time.total - stage.time.bubble,
+    }
+
+
+def _inside_dict(projection: Projection) -> dict[str, Any]:
+    if projection.stage is None:
+        return {}
+    return {
+        "parallelism": {
+            **dataclasses.asdict(projection.setup.parallelism),
+            "stage": projection.stage.number,
+            "expert_mesh": [
+                {"axis": axis.name, "size": axis.size}
+                for axis in projection.setup.sharding.expert_axes or projection.setup.sharding.axes
+            ],
+            "transfers": [
+                {"what": each.what, **dataclasses.asdict(each.transfer), "count": each.count}
+                for each in projection.transfers
+            ],
+            "model_parallel_seconds": projection.time.model_parallel,
+            "bubble_seconds": projection.time.bubble,
+        }
+    }
 
 
 def _hiding_lines(projection: Projection, report: Report) -> list[str]:
@@ -207,6 +291,7 @@ def to_dict(projection: Projection, decisions: Sequence[str]) -> dict[str, Any]:
         "mesh": [{"axis": axis.name, "size": axis.size} for axis in setup.sharding.axes],
         "workload": {**workload, "recompute": setup.workload.recompute.value},
         "decisions": list(decisions),
+        **_inside_dict(projection),
         "memory": {
             "total_bytes": projection.memory_bytes,
             "parts": [dataclasses.asdict(part) for part in projection.memory],

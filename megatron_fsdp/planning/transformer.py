@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_fsdp.planning.catalog import Architecture, UnitShapes
 
@@ -32,6 +32,7 @@ class Workload:
         micro_batch: sequences in one forward pass. sequence_length: tokens in each.
         fused_attention: scores are never stored (flash attention, ``scaled_dot_product_attention``).
         dropout: masks are stored after the attention core, the output projection and the MLP.
+        context_ranks: so many ranks share each sequence; every token attends to all of it.
     """
 
     micro_batch: int = 1
@@ -40,11 +41,12 @@ class Workload:
     recompute: Recompute = Recompute.NONE
     fused_attention: bool = True
     dropout: bool = False
+    context_ranks: int = 1
 
     @property
     def tokens(self) -> int:
         """Tokens of one microbatch on one rank."""
-        return self.micro_batch * self.sequence_length
+        return self.micro_batch * self.sequence_length // self.context_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class LayerShape:
         mlp_width: inside the MLP as one token sees it: dense, shared and chosen experts together.
         is_gated: the MLP multiplies two projections of its input.
         copies: experts that a token is sent to; 0 without routing.
+        stream_ranks: so many tensor-parallel ranks share the residual stream of a token.
     """
 
     count: int
@@ -69,6 +72,7 @@ class LayerShape:
     mlp_width: int
     is_gated: bool
     copies: int = 0
+    stream_ranks: int = 1
 
     def activation_bytes(self, workload: Workload, itemsize: int) -> int:
         """Return what one layer keeps for its backward, with nothing recomputed but what ``workload`` says.
@@ -83,9 +87,9 @@ class LayerShape:
         Korthikanti et al. 2022, equation 2.
         """
         mlp = (4 if self.is_gated else 2) * self.mlp_width
-        stream = (self.num_norms + 2 + 2 * self.copies) * self.hidden
+        stream = (self.num_norms + 2 + 2 * self.copies) * self.hidden // self.stream_ranks
         elements = stream + 2 * self.query_width + 2 * self.key_value_width + mlp
-        per_token = elements * itemsize + (2 * self.hidden if workload.dropout else 0)
+        per_token = elements * itemsize + (2 * self.hidden // self.stream_ranks if workload.dropout else 0)
         is_core_kept = workload.recompute is Recompute.NONE and not workload.fused_attention
         if is_core_kept:
             per_pair = itemsize + (itemsize + 1 if workload.dropout else 0)
@@ -122,24 +126,32 @@ class UnitWork:
 
 @dataclass(frozen=True, slots=True)
 class Transformer:
-    """A catalog architecture as its layers' widths and its units' work."""
+    """A catalog architecture as its layers' widths and its units' work.
+
+    Attributes:
+        has_head: whether the loss is computed, not on another stage of a pipeline.
+    """
 
     layers: tuple[LayerShape, ...]
     hidden: int
     vocab: int
     units: tuple[tuple[str, UnitShapes], ...]
     architecture: Architecture
+    has_head: bool = True
+    stream_ranks: int = 1
 
     @classmethod
-    def of(cls, architecture: Architecture) -> Transformer:
+    def of(cls, architecture: Architecture, *, has_head: bool = True, stream_ranks: int = 1) -> Transformer:
         """Read the widths off the shapes; routed experts count with the share of them that one token uses."""
         layers = tuple(
-            _layer_shape(unit, experts, architecture)
+            replace(_layer_shape(unit, experts, architecture), stream_ranks=stream_ranks)
             for unit, experts in _with_experts(architecture.units)
             if unit.name.endswith("layer")
         )
         units = tuple((unit.name, unit) for unit in architecture.units)
-        return cls(layers, architecture.hidden_size, architecture.vocab_size, units, architecture)
+        return cls(
+            layers, architecture.hidden_size, architecture.vocab_size, units, architecture, has_head, stream_ranks
+        )
 
     def work(self, sequence_length: int) -> dict[str, UnitWork]:
         """Return the work of each kind of unit, by its name.
@@ -170,8 +182,11 @@ class Transformer:
         )
         return workload.num_microbatches * per_microbatch
 
-    def activation_bytes(self, workload: Workload, itemsize: int) -> int:
+    def activation_bytes(self, workload: Workload, itemsize: int, num_held: int = 1) -> int:
         """Return the activations that one rank holds at the highest, when the loss of a microbatch is there.
+
+        Args:
+            num_held: of so many microbatches, whose backward is still to come, on a stage of a pipeline.
 
         With full recomputation each layer keeps its input, and while one is computed again all that it would keep. On
         top come the inputs of the last norm and of the output matrix, and the logits: in compute dtype, in FP32, and
@@ -180,9 +195,12 @@ class Transformer:
         inner = [layer.activation_bytes(workload, itemsize) for layer in self.layers]
         if workload.recompute is Recompute.FULL:
             num_layers = sum(layer.count for layer in self.layers)
-            kept = num_layers * workload.tokens * self.hidden * itemsize + max(inner, default=0)
+            kept = num_layers * workload.tokens * self.hidden * itemsize // self.stream_ranks * num_held
+            kept += max(inner, default=0)
         else:
-            kept = sum(layer.count * num_bytes for layer, num_bytes in zip(self.layers, inner, strict=True))
+            kept = sum(layer.count * each for layer, each in zip(self.layers, inner, strict=True)) * num_held
+        if not self.has_head:
+            return kept
         copies = 4 if itemsize >= 4 else itemsize + 4
         logits = self.vocab * (copies + 4) if self.vocab else 0
         return kept + workload.tokens * (2 * self.hidden * itemsize + logits)

@@ -1,7 +1,6 @@
 """Losses by tokens: which of them count, and that ranks and microbatches with unequal numbers of them make no odds."""
 
 import argparse
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,15 +13,6 @@ from tests.unit.examples.jobs import train_steps
 
 CONFIG = GptConfig(num_layers=1, hidden_size=12, num_attention_heads=2, ffn_hidden_size=20, max_position_embeddings=9)
 SHARDED = "--use-megatron-fsdp"
-
-
-@pytest.fixture
-def documents(tmp_path: Path) -> str:
-    """Return a text that is full of empty documents in places, so that samples have 0 to 9 tokens that count."""
-    path = tmp_path / "documents"
-    words = b"the quick brown fox jumps over the lazy dog and runs"
-    path.write_bytes(b"".join(words[index % 7 : index % 7 + index % 31] + b"\0" * (index % 13) for index in range(999)))
-    return str(path)
 
 
 def model() -> GptModel:
@@ -58,7 +48,9 @@ def test_no_token_at_all_is_a_loss_of_zero_with_gradients_of_zero() -> None:
 
 def mean_of_unequal(is_per_token: bool) -> tuple[float, float]:
     """Return the mean loss over two ranks of which one has 1 token of loss 8, the other 3 of loss 2, and a weight."""
-    args = argparse.Namespace(calculate_per_token_loss=is_per_token, use_megatron_fsdp=True)
+    args = argparse.Namespace(
+        calculate_per_token_loss=is_per_token, use_megatron_fsdp=True, tensor_model_parallel_size=1
+    )
     is_first = torch.distributed.get_rank() == 0
     total, count = (8.0, 1) if is_first else (6.0, 3)
     mean = MeanLoss(args, torch.device("cpu"))

@@ -12,7 +12,8 @@ from gpt.arguments import parse_arguments
 from gpt.blend import load_data
 from gpt.checkpoint import TrainingState
 from gpt.large_gradients import LargeGradients
-from gpt.launch import Ranks, build_mesh
+from gpt.launch import Ranks
+from gpt.meshes import build_mesh
 from gpt.model_config import GptConfig
 from gpt.optimizer import build_optimizer
 from gpt.parallel import build_model, unwrapped
@@ -32,7 +33,7 @@ def make_job(flags: str) -> pretrain_gpt.Job:
     ranks = Ranks(dist.get_rank(), dist.get_rank(), dist.get_world_size())
     args = parse_arguments([*TINY.split(), *flags.split()], num_ranks=ranks.size)
     device, config = torch.device("cpu"), GptConfig.from_args(args)
-    model = build_model(config, args, build_mesh(args, ranks, device), device)
+    model = build_model(config, args, build_mesh(args, ranks.size, device), device)
     optimizer = build_optimizer(model, args)
     if args.use_megatron_fsdp:
         optimizer = fully_shard_optimizer(optimizer)

@@ -149,18 +149,49 @@ def test_the_base_sets_the_slowest_angle() -> None:
     torch.testing.assert_close(turned, torch.stack([torch.zeros(()), angle.cos(), torch.zeros(()), angle.sin()]))
 
 
-def test_one_expert_is_the_plain_mlp() -> None:
-    experts = MixtureOfExperts(configured(num_experts=1, moe_router_topk=1, moe_router_pre_softmax=True))
+def mlp_of(experts: MixtureOfExperts, index: int, config: GptConfig) -> Mlp:
+    """Return one expert as the MLP of a model without experts."""
+    mlp = Mlp(config)
+    mlp.load_state_dict({name: value[index] for name, value in experts.experts.state_dict().items()})
+    return mlp
+
+
+@pytest.mark.parametrize("changes", [{}, {"swiglu": True}, {"disable_bias_linear": True}])
+def test_one_expert_is_the_plain_mlp(changes: dict[str, Any]) -> None:
+    config = configured(num_experts=1, moe_router_topk=1, moe_router_pre_softmax=True, **changes)
+    experts = MixtureOfExperts(config)
     hidden = noise(2, 5, 24)
-    torch.testing.assert_close(experts(hidden)[0], experts.experts[0](hidden), rtol=0, atol=0)
+    torch.testing.assert_close(experts(hidden)[0], mlp_of(experts, 0, config)(hidden))
 
 
 def test_equal_experts_are_the_plain_mlp_whatever_is_chosen() -> None:
-    experts = MixtureOfExperts(configured(num_experts=4))
-    for expert in experts.experts:
-        expert.load_state_dict(experts.experts[0].state_dict())
+    config = configured(num_experts=4)
+    experts = MixtureOfExperts(config)
+    with torch.no_grad():
+        for parameter in experts.experts.parameters():
+            parameter.copy_(parameter[:1].expand_as(parameter))
     hidden = noise(2, 5, 24)
-    torch.testing.assert_close(experts(hidden)[0], experts.experts[0](hidden))
+    torch.testing.assert_close(experts(hidden)[0], mlp_of(experts, 0, config)(hidden))
+
+
+def test_each_token_has_the_weighted_sum_of_the_experts_that_it_chose() -> None:
+    config = configured(num_experts=5, moe_router_topk=2)
+    experts = MixtureOfExperts(config)
+    with torch.no_grad():
+        experts.experts.linear_fc1.bias.normal_()  # type: ignore[union-attr]  # it has one
+        experts.experts.linear_fc2.bias.normal_()  # type: ignore[union-attr]
+    hidden = noise(3, 7, 24)
+    weights, _ = route(experts.router(hidden), config)
+    wanted = sum(weights[..., index, None] * mlp_of(experts, index, config)(hidden) for index in range(5))
+    torch.testing.assert_close(experts(hidden)[0], wanted)
+
+
+def test_an_expert_that_no_token_chose_has_a_gradient_of_zeros() -> None:
+    experts = MixtureOfExperts(configured(num_experts=4, moe_router_topk=1, moe_router_pre_softmax=True))
+    experts(noise(1, 1, 24))[0].sum().backward()
+    gradient = experts.experts.linear_fc1.weight.grad
+    assert gradient is not None
+    assert sorted(gradient.flatten(1).any(1).tolist()) == [False, False, False, True]
 
 
 @pytest.mark.parametrize("is_first", [False, True])

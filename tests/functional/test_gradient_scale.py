@@ -1,0 +1,425 @@
+"""check_gradient_scale measures right factors on right models, leaves them as they were, and names what is wrong."""
+
+import contextlib
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from megatron_fsdp import (
+    AdamW,
+    ConfigError,
+    CPUOffloadPolicy,
+    GradientScale,
+    GradientScaleError,
+    MixedPrecisionPolicy,
+    Placements,
+    StateError,
+    check_gradient_scale,
+    fully_shard,
+    fully_shard_optimizer,
+    no_sync,
+)
+from tests.functional.expert_parallel import rows, shard_experts
+from tests.functional.models import draw_tokens, loss_of, make_mesh, make_model, shard_model, whole_state
+from tests.functional.replica import Block, Stack
+from tests.functional.test_tensor_parallel import Feedforward
+from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
+
+POLICIES = {
+    "fp32": None,
+    "bf16, fp32 sums": MixedPrecisionPolicy(torch.bfloat16, torch.float32, main_params_dtype=torch.float32),
+    "bf16 sums": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, main_params_dtype=torch.float32),
+}
+LAYOUTS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "zero 3": ("optim_grads_params", (3,)),
+    "zero 2": ("optim_grads", (2,)),
+    "zero 1": ("optim", (2,)),
+    "replicas": ("no_shard", (2,)),
+    "one rank": ("optim_grads_params", (1,)),
+    "hsdp": ("hsdp", (2, 2)),
+    "hfsdp": ("hfsdp", (2, 2)),
+}
+QUICK = [("zero 3", "fp32"), ("zero 1", "bf16, fp32 sums"), ("one rank", "fp32"), ("hfsdp", "bf16 sums")]
+
+
+def token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return loss_of(model(tokens), tokens)
+
+
+def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = model(x)
+    return output.square().mean()
+
+
+def measured(layout: str, policy: str) -> tuple[GradientScale, bool]:
+    strategy, shape = LAYOUTS[layout]
+    model = shard_model(make_model(), make_mesh(shape), strategy, POLICIES[policy])
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    tokens = draw_tokens(dist.get_rank())
+    token_loss(model, tokens).backward()
+    optimizer.step()
+    before = whole_state(model)
+    gradients = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
+    report = check_gradient_scale(model, token_loss, draw_tokens(dist.get_rank(), 1))
+    kept = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
+    after = whole_state(model)
+    is_same = gradients.keys() == kept.keys() and all(torch.equal(kept[name], gradients[name]) for name in kept)
+    return report, is_same and all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("layout", "policy"), nightly_but(QUICK, [(layout, policy) for layout in LAYOUTS for policy in POLICIES])
+)
+def test_every_parameter_has_the_factor_of_a_mean_over_ranks(layout: str, policy: str) -> None:
+    num_ranks = math.prod(LAYOUTS[layout][1])
+    limit = 2e-6 if policy != "bf16 sums" else 4e-3
+    for report, is_same in run_ranks(num_ranks, measured, layout, policy):
+        assert is_same
+        assert len(report.parameters) == 16
+        for each in report.parameters:
+            assert each.factor == pytest.approx(1 / num_ranks, rel=limit)
+            assert each.accumulated == pytest.approx(2, rel=limit)
+            assert each.residual <= 2 * limit
+        assert report.norm is not None
+        assert report.norm.found == pytest.approx(report.norm.expected, rel=1e-5)
+        assert report.is_mean
+
+
+def of_experts(num_experts: int, strategy: str) -> GradientScale:
+    model, _ = shard_experts(num_experts, strategy)
+    # Its experts are plain tensors, which no norm of the engine can count on other ranks.
+    return check_gradient_scale(model, squares, rows(dist.get_rank()), norm=lambda: norm_of(model))
+
+
+def norm_of(model: nn.Module) -> float:
+    """Return the norm over all ranks, none of which holds an element that another holds."""
+    total = torch.zeros((), dtype=torch.float64)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        total += parameter.grad.to_local().double().square().sum()  # type: ignore[attr-defined]  # a DTensor
+    dist.all_reduce(total)
+    return float(total.sqrt())
+
+
+@pytest.mark.parametrize(("num_experts", "strategy"), [(2, "optim_grads_params"), (4, "optim_grads"), (2, "optim")])
+def test_experts_on_fewer_ranks_have_the_factor_of_all_ranks(num_experts: int, strategy: str) -> None:
+    for report in run_ranks(4, of_experts, num_experts, strategy):
+        experts = [each for each in report.parameters if "expert" in each.name]
+        assert {each.num_ranks for each in experts} == {4 // num_experts}
+        assert len(experts) == 6 < len(report.parameters)
+        assert all(each.factor == pytest.approx(0.25, rel=1e-6) for each in report.parameters)
+
+
+def local_norm() -> str:
+    model, _ = shard_experts(2)
+    with pytest.raises(GradientScaleError) as error:
+        check_gradient_scale(model, squares, rows(dist.get_rank()))
+    return str(error.value)
+
+
+def test_ranks_that_clip_by_different_norms_are_found() -> None:
+    found = run_ranks(4, local_norm)
+    assert all("on the ranks, which clip differently" in text and "parameter " not in text for text in found)
+
+
+def of_tensor_parallel(strategy: str) -> GradientScale:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = Stack(Feedforward(), Feedforward())
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(layer, mesh["dp"], getattr(Placements, strategy)("dp"))
+    fully_shard(model, mesh["dp"], getattr(Placements, strategy)("dp"))
+    return check_gradient_scale(model, squares, rows(mesh.get_local_rank("dp")))
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+def test_tensor_parallel_weights_have_the_factor_of_the_data_ranks(strategy: str) -> None:
+    first, *others = run_ranks(4, of_tensor_parallel, strategy)
+    assert all(each.factor == pytest.approx(0.5, rel=1e-6) for each in first.parameters)
+    # Each rank measures whole weights, so all say the same.
+    assert all(other == first for other in others)
+
+
+class Noisy(nn.Module):
+    """A linear layer with dropout, running statistics and a weight that only some ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.rare = nn.Linear(5, 5)
+        self.never = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (rows, 5) for (rows, 7)."""
+        hidden = nn.functional.dropout(self.norm(self.linear(x)), 0.5)
+        return self.rare(hidden) if dist.get_rank() else hidden
+
+
+def noisy() -> tuple[GradientScale, bool, list[str]]:
+    torch.manual_seed(0)
+    model = Noisy()
+    fully_shard(model)
+    calls: list[str] = []
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    model.linear.weight.register_post_accumulate_grad_hook(lambda _: calls.append("hook"))
+    torch.manual_seed(5 + dist.get_rank())
+    statistics = {name: value.clone() for name, value in model.named_buffers()}
+    state = torch.get_rng_state()
+    report = check_gradient_scale(model, squares, rows(dist.get_rank()))
+    is_same = torch.equal(state, torch.get_rng_state())
+    is_same &= all(torch.equal(value, statistics[name]) for name, value in model.named_buffers())
+    is_same &= not calls and all(parameter.grad is None for parameter in model.parameters()) and not optimizer.state
+    squares(model, rows(dist.get_rank())).backward()
+    return report, is_same, calls
+
+
+def test_random_numbers_statistics_hooks_and_unused_weights_are_left_as_they_were() -> None:
+    for report, is_same, calls in run_ranks(2, noisy):
+        assert is_same
+        assert calls == ["hook"]
+        factors = {each.name: each.factor for each in report.parameters}
+        assert math.isnan(factors.pop("never.weight"))
+        assert math.isnan(factors.pop("never.bias"))
+        assert all(factor == pytest.approx(0.5, rel=1e-6) for factor in factors.values())
+
+
+def sum_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = model(x)
+    return output.square().sum()
+
+
+def stack() -> Stack:
+    torch.manual_seed(0)
+    model = Stack(Block(), Block(hidden=3))
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def of_sum(divisor: float) -> tuple[str, float | None]:
+    model = stack()
+    for module in (*model.layers, model):
+        module.set_gradient_divide_factor(divisor)  # type: ignore[operator]  # an FsdpModule
+    x = rows(dist.get_rank())
+    report = check_gradient_scale(model, sum_loss, {"x": [x, "text"]}["x"][0], expected=1 / divisor)
+    with pytest.raises(GradientScaleError) as error:
+        check_gradient_scale(model, sum_loss, x)
+    return str(error.value), report.duplicated
+
+
+def test_sums_are_expected_where_one_says_so_and_named_where_not() -> None:
+    for text, duplicated in run_ranks(2, of_sum, 1.0):
+        assert duplicated == pytest.approx(2)
+        assert "parameter 'layers.0.norm.weight' (unit 'layers.0', over axis 0 of 2)" in text
+        assert "is 1 x the sum of all ranks' gradients, expected 0.5: 2 x as large" in text
+
+
+def weighted() -> str:
+    model = stack()
+
+    def hook(gradient: torch.Tensor) -> None:
+        gradient[: len(gradient) // 2] *= 1.5
+
+    model.layers[1].set_all_reduce_hook(hook)  # type: ignore[operator]  # an FsdpModule
+    with pytest.raises(GradientScaleError) as error:
+        check_gradient_scale(model, squares, rows(dist.get_rank()), duplicate=False)
+    return str(error.value)
+
+
+def test_only_parameters_that_are_wrong_are_named() -> None:
+    for text in run_ranks(2, weighted):
+        assert "layers.1" in text
+        assert "layers.0" not in text
+
+
+def refused(which: str) -> str:
+    model = stack()
+    x = rows(dist.get_rank())
+    context: Any = contextlib.nullcontext()
+    if which == "pending":
+        with no_sync(model):
+            squares(model, x).backward()
+    elif which == "no_sync":
+        context = no_sync(model)
+    elif which == "frozen":
+        model.requires_grad_(False)
+    model_or_plain = nn.Linear(7, 7) if which == "plain" else model
+    with context, pytest.raises((StateError, ConfigError)) as error:
+        check_gradient_scale(model_or_plain, squares, x)
+    if which != "pending":
+        return str(error.value)
+    # The sum is still there, and goes on.
+    squares(model, x).backward()
+    gradient = model.layers[0].up.weight.grad.full_tensor()  # type: ignore[union-attr,operator]
+    model.zero_grad()
+    squares(model, x).backward()
+    assert torch.allclose(gradient, 2 * model.layers[0].up.weight.grad.full_tensor(), atol=1e-6)  # type: ignore[union-attr,operator]
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("which", "words"),
+    [
+        ("pending", "is a sum under way"),
+        ("no_sync", "call this outside, between steps"),
+        ("plain", "no module of the model has parameters that fully_shard took"),
+        ("frozen", "no sharded parameter of the model requires a gradient"),
+    ],
+)
+def test_it_refuses_what_it_cannot_measure(which: str, words: str) -> None:
+    assert all(words in text for text in run_ranks(2, refused, which))
+
+
+def turned() -> str:
+    model = nn.Linear(7, 6, bias=False)
+    fully_shard(model)
+
+    def hook(gradient: torch.Tensor) -> None:
+        other = gradient.roll(1)
+        # Nothing of the gradient itself, so that the factor stays what it is.
+        other -= (other @ gradient) / (gradient @ gradient) * gradient
+        gradient += 0.1 * other
+
+    model.set_all_reduce_hook(hook)  # type: ignore[operator]  # an FsdpModule
+    with pytest.raises(GradientScaleError) as error:
+        check_gradient_scale(model, squares, rows(dist.get_rank()))
+    assert isinstance(error.value.report, GradientScale)
+    assert error.value.report.parameters[0].factor == pytest.approx(0.5, rel=1e-6)
+    return str(error.value)
+
+
+def test_gradients_of_the_right_length_that_point_elsewhere_are_found() -> None:
+    assert all("of the reduced gradient, by norm, is no multiple of the sum" in text for text in run_ranks(2, turned))
+
+
+class Broken(torch.autograd.Function):
+    """Passes its input on, and raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("of the user")
+
+
+def raising(is_in_backward: bool) -> tuple[float, str]:
+    model = stack()
+    x = rows(dist.get_rank())
+    squares(model, x).backward()
+    before = model.layers[0].up.weight.grad.full_tensor()  # type: ignore[union-attr,operator]
+
+    def broken(inner: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if is_in_backward:
+            assert isinstance(inner, Stack)
+            hidden = inner.layers[1].register_forward_pre_hook(lambda _, args: Broken.apply(args[0]))  # type: ignore[no-untyped-call]
+            try:
+                return squares(inner, batch)
+            finally:
+                hidden.remove()
+        squares(inner, batch).backward()
+        raise ArithmeticError("of the user")
+
+    with pytest.raises(ArithmeticError, match="of the user"):
+        check_gradient_scale(model, broken, x)
+    after = model.layers[0].up.weight.grad.full_tensor()  # type: ignore[union-attr,operator]
+    return (after - before).abs().max().item(), str(check_gradient_scale(model, squares, x))
+
+
+@pytest.mark.parametrize("is_in_backward", [False, True])
+def test_a_loss_that_raises_leaves_gradients_as_they_were(is_in_backward: bool) -> None:
+    for difference, text in run_ranks(2, raising, is_in_backward):
+        assert difference == 0
+        assert "unit 'layers.0', 6 parameters over axis 0 of 2: factor 0.5" in text
+
+
+@pytest.mark.parametrize(
+    ("which", "words"),
+    [
+        ("nan", "there is NaN or infinity in its gradient"),
+        ("nothing", "no parameter has a gradient to measure"),
+        ("ignored", "reduce their gradients in finish="),
+    ],
+)
+def test_what_shows_nothing_is_no_pass(which: str, words: str) -> None:
+    assert all(words in text for text in run_ranks(2, shows_nothing, which))
+
+
+def shows_nothing(which: str) -> str:
+    x = rows(dist.get_rank())
+    if which == "ignored":
+        torch.manual_seed(0)
+        model = Stack(Block(), Block(hidden=3))
+        fully_shard(model, ignored_params=list(model.layers[1].parameters()))
+    else:
+        model = stack()
+    scale = {"nan": math.nan, "nothing": 0.0}.get(which, 1.0)
+    with pytest.raises(GradientScaleError) as error:
+        check_gradient_scale(model, lambda inner, batch: scale * squares(inner, batch), x)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return str(error.value)
+
+
+def reduced_by_hand() -> GradientScale:
+    torch.manual_seed(0)
+    model = Stack(Block(), Block(hidden=3))
+    ignored = list(model.layers[1].parameters())
+    fully_shard(model, ignored_params=ignored)
+
+    def finish() -> None:
+        for parameter in ignored:
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+    return check_gradient_scale(model, squares, rows(dist.get_rank()), finish=finish)
+
+
+def test_gradients_that_the_loop_reduces_itself_count_in_the_norm() -> None:
+    for report in run_ranks(2, reduced_by_hand):
+        assert len(report.parameters) == 6
+        assert report.norm is not None
+        assert report.norm.highest == report.norm.lowest == pytest.approx(report.norm.expected)
+
+
+POLICIES_OF_GROUPS: dict[str, dict[str, Any]] = {
+    "offload": {"offload_policy": CPUOffloadPolicy()},
+    "pairs": {"reshard_after_forward": 2},
+    "split": {
+        "mp_policy": MixedPrecisionPolicy(
+            torch.bfloat16,
+            torch.bfloat16,
+            main_params_dtype=torch.float32,
+            main_grads_dtype=torch.bfloat16,
+            split_main_params=True,
+            cast_forward_inputs=True,
+        )
+    },
+    "packed": {"mp_policy": MixedPrecisionPolicy(gather_dtype="int8_block")},
+    "fp16": {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float16, cast_forward_inputs=True)},
+}
+
+
+def of_options(name: str) -> GradientScale:
+    torch.manual_seed(0)
+    model = Stack(Block(), Block(hidden=3))
+    for layer in model.layers:
+        fully_shard(layer, **POLICIES_OF_GROUPS[name])
+    fully_shard(model)
+    return check_gradient_scale(model, lambda inner, x: inner(x).float().square().mean(), rows(dist.get_rank()))
+
+
+@pytest.mark.parametrize("name", nightly_but(["split"], list(POLICIES_OF_GROUPS)))
+def test_other_ways_to_keep_weights_and_gradients_are_measured(name: str) -> None:
+    for report in run_ranks(2, of_options, name):
+        assert all(each.factor == pytest.approx(0.5, rel=5e-3) for each in report.parameters)

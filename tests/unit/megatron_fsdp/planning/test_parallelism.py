@@ -1,0 +1,221 @@
+"""Plans of models that are divided over further axes: against formulas written down by hand."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fsdp.__main__ import main
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.planning import catalog
+from megatron_fsdp.planning.parallelism import Parallelism, stages_of
+from megatron_fsdp.planning.transformer import Transformer, Workload
+
+HIDDEN, WIDTH, VOCABULARY = 7168, 2048, 129_280
+# DeepSeek-V3, by its paper: 128 heads of 128 + 64, values of 128, ranks 1536 and 512.
+ATTENTION = HIDDEN * 1536 + 1536 * 128 * 192 + HIDDEN * (512 + 64) + 512 * 128 * 256 + 128 * 128 * HIDDEN
+EXPERT = 3 * HIDDEN * WIDTH
+MOE_MATRICES = ATTENTION + EXPERT + 256 * HIDDEN
+NORMS = 2 * HIDDEN + 1536 + 512
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert isinstance(plain, dict)
+    return plain
+
+
+DEEPSEEK = ("--model", "deepseek-v3", "--world", "2048", "--ep", "64", "--pp", "16", "--recompute", "full")
+
+
+def test_deepseek_v3_on_2048_ranks_gathers_four_experts_of_a_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = plan(capsys, *DEEPSEEK, "--num-microbatches", "32", "--stage", "5")
+    assert plain["mesh"] == [{"axis": "dp", "size": 2048 // 16}]
+    assert plain["parallelism"]["expert_mesh"] == [{"axis": "expert dp", "size": 2048 // (64 * 16)}]
+    units = {
+        name: [unit for unit in plain["report"]["units"] if unit["modules"] == [name]]
+        for name in ("moe_layer", "experts")
+    }
+    assert [sum(unit["count"] for unit in alike) for alike in units.values()] == [4, 4]
+    layers, experts = units["moe_layer"][0], units["experts"][0]
+    assert sum(group["numel"] for group in layers["groups"]) == MOE_MATRICES + NORMS
+    assert [group["numel"] for group in experts["groups"]] == [4 * EXPERT]
+    gathers = [each for group in experts["groups"] for each in group["collectives"] if each["kind"] == "all_gather"]
+    assert {(each["axis"], each["num_ranks"], each["bytes_each"]) for each in gathers} == {
+        ("expert dp", 2, 2 * 4 * EXPERT)
+    }
+    parts = {part["name"]: part["num_bytes"] for part in plain["memory"]["parts"]}
+    shard = 4 * ((MOE_MATRICES + NORMS) / 128 + 4 * EXPERT / 2)
+    for name, itemsize in {"compute weights": 2, "main weights": 4, "gradients": 4, "AdamW moments": 8}.items():
+        assert parts[name] == pytest.approx(itemsize * shard, rel=2e-3), name
+
+
+def test_all_parameters_are_on_some_stage_and_the_layers_in_one_order(capsys: pytest.CaptureFixture[str]) -> None:
+    stages = plan(capsys, *DEEPSEEK)["stages"]
+    assert [stage["num_layers"] for stage in stages] == [3, *[4] * 13, 3, 3]
+    firsts = [stage["first_layer"] for stage in stages]
+    assert firsts == [sum(stage["num_layers"] for stage in stages[:number]) for number in range(16)]
+    whole = catalog.architecture(catalog.load("deepseek-v3"))
+    experts = sum(unit.count * unit.num_parameters for unit in whole.units if unit.name == "experts")
+    # Each rank has one in 64 of the experts, and all else.
+    assert sum(stage["num_parameters"] for stage in stages) == whole.num_parameters - experts + experts // 64
+
+
+@pytest.mark.parametrize("stage", [0, 5, 15])
+def test_a_stage_holds_as_many_microbatches_as_come_before_their_backward(
+    capsys: pytest.CaptureFixture[str], stage: int
+) -> None:
+    plain = plan(capsys, *DEEPSEEK, "--num-microbatches", "8", "--stage", str(stage))
+    (found,) = (part["num_bytes"] for part in plain["memory"]["parts"] if part["name"] == "activations")
+    num_layers, held = (3, 4, 3)[(0, 5, 15).index(stage)], min(16 - stage, 8)
+    transformer = Transformer.of(stages_of(_deepseek(), Parallelism(expert=64, pipeline=16))[stage].architecture)
+    inside = max(layer.activation_bytes(Workload(), 2) for layer in transformer.layers)
+    last = 4096 * (2 * HIDDEN * 2 + VOCABULARY * 10) if stage == 15 else 0
+    assert found == held * num_layers * 4096 * HIDDEN * 2 + inside + last
+
+
+def _deepseek() -> catalog.Architecture:
+    return catalog.architecture(catalog.load("deepseek-v3"))
+
+
+@pytest.mark.parametrize("is_sequence_parallel", [False, True])
+@pytest.mark.parametrize("context", [1, 4])
+def test_the_activations_of_a_gpt_layer_are_those_of_korthikanti_and_others(
+    is_sequence_parallel: bool, context: int
+) -> None:
+    gpt2 = catalog.architecture(catalog.load("gpt2"))
+    (stage,) = stages_of(gpt2, Parallelism(tensor=4, is_sequence_parallel=is_sequence_parallel))
+    (layer,) = Transformer.of(stage.architecture, stream_ranks=4 if is_sequence_parallel else 1).layers
+    work = Workload(micro_batch=2, sequence_length=1024, fused_attention=False, dropout=True, context_ranks=context)
+    hidden, heads, sequence = 768, 12, 1024
+    tokens = 2 * sequence // context
+    linear = 34 / 4 if is_sequence_parallel else 10 + 24 / 4
+    assert layer.activation_bytes(work, 2) == tokens * (linear * hidden + 5 * heads * sequence / 4)
+
+
+def test_tensor_parallel_ranks_have_their_part_of_matrices_and_all_of_the_norms() -> None:
+    llama = catalog.architecture(catalog.load("llama3-8b"))
+    (stage,) = stages_of(llama, Parallelism(tensor=4))
+    (layer,) = (dict(unit.parameters) for unit in stage.architecture.units if unit.name == "layer")
+    assert layer["self_attn.q_proj.weight"] == (4096 // 4, 4096)
+    assert layer["self_attn.k_proj.weight"] == (8 * 128 // 4, 4096)
+    assert layer["self_attn.o_proj.weight"] == (4096, 4096 // 4)
+    assert layer["mlp.up_proj.weight"] == (14_336 // 4, 4096)
+    assert layer["mlp.down_proj.weight"] == (4096, 14_336 // 4)
+    assert layer["input_layernorm.weight"] == (4096,)
+    # Fewer heads of keys and values than ranks: two ranks have the same.
+    (stage,) = stages_of(llama, Parallelism(tensor=16))
+    (layer,) = (dict(unit.parameters) for unit in stage.architecture.units if unit.name == "layer")
+    assert layer["self_attn.k_proj.weight"] == (128, 4096)
+
+
+@pytest.mark.parametrize("name", [name for name in catalog.names() if name != "siglip-so400m"])
+def test_every_catalog_model_is_divided(name: str) -> None:
+    whole = catalog.architecture(catalog.load(name))
+    has_experts = any(unit.name == "experts" for unit in whole.units)
+    parallelism = Parallelism(tensor=2, pipeline=2, expert=4 if has_experts else 1)
+    stages = stages_of(whole, parallelism)
+    total = sum(stage.architecture.num_parameters for stage in stages)
+    experts = sum(unit.count * unit.num_parameters for unit in whole.units if unit.name == "experts")
+    wanted = (whole.num_parameters - experts) / 2 + experts / 8
+    # Norms, routers and biases of what is added up are whole; a tied table is there twice.
+    table = whole.vocab_size * whole.hidden_size / 2 if whole.tied else 0
+    assert wanted + table <= total <= 1.03 * wanted + table
+    operations = sum(
+        Transformer.of(stage.architecture).step_operations(Workload(sequence_length=128)) for stage in stages
+    )
+    assert operations * 2 == pytest.approx(
+        Transformer.of(whole).step_operations(Workload(sequence_length=128)), rel=0.06
+    )
+
+
+def test_what_is_sent_inside_the_model_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model mixtral-8x7b --world 64 --tp 2 --ep 4 --pp 2 --cp 2 --num-microbatches 4 --seq-length 2048"
+    plain = plan(capsys, *words.split(), "--stage", "0")
+    stream, layers = 2048 // 2 * 4096 * 2, 16
+    keys = ("kind", "axis", "num_ranks", "num_bytes", "count")
+    found = {tuple(each[key] for key in keys) for each in plain["parallelism"]["transfers"]}
+    assert found == {
+        ("all_reduce", "tp", 2, stream, 4 * (4 * layers + 1)),
+        ("all_to_all", "ep", 4, 2 * stream, 4 * 4 * layers),
+        ("all_gather", "cp", 2, 2048 * 2 * (8 * 128 // 2) * 2, 4 * 2 * layers),
+        ("reduce_scatter", "cp", 2, 2048 * 2 * (8 * 128 // 2) * 2, 4 * layers),
+        ("send", "pp", 2, stream, 4),
+    }  # fmt: skip
+    # 64 / (2 x 2) dense ranks; 64 / (2 x 4 x 2) of an expert.
+    assert plain["mesh"] == [{"axis": "dp", "size": 16}]
+    assert plain["parallelism"]["expert_mesh"] == [{"axis": "expert dp", "size": 4}]
+    time = plain["time"]
+    busy = time["compute_seconds"] + time["exposed_seconds"] + plain["parallelism"]["model_parallel_seconds"]
+    assert time["total_seconds"] == pytest.approx(
+        busy + time["optimizer_seconds"] + plain["parallelism"]["bubble_seconds"]
+    )
+
+
+def test_links_are_those_of_ranks_that_lie_behind_each_other_in_megatrons_order(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("--model", "mixtral-8x7b", "--world", "64", "--tp", "4", "--ep", "2", "--pp", "2")
+    links = plan(capsys, *words)["time"]["links"]
+    rates = {axis: link["bytes_per_second"] for axis, link in links.items()}
+    # Eight ranks a node: four of tp beside each other, two of dp in a node, the experts' and the stages' one by one.
+    assert rates == {"dp": 100e9, "expert dp": 50e9, "tp": 450e9, "ep": 450e9, "pp": 50e9}
+
+
+def test_stages_wait_for_the_slowest(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "llama3-8b", "--world", "16", "--pp", "4", "--num-microbatches", "6")
+    plans = [plan(capsys, *words, "--stage", str(stage)) for stage in range(4)]
+    ends = [each["time"]["total_seconds"] - each["time"]["optimizer_seconds"] for each in plans]
+    assert max(ends) == pytest.approx(min(ends))
+    busy = max(
+        each["time"]["compute_seconds"]
+        + each["time"]["exposed_seconds"]
+        + each["parallelism"]["model_parallel_seconds"]
+        for each in plans
+    )
+    assert ends[0] == pytest.approx(busy * (1 + 3 / 6))
+
+
+def test_sizes_of_one_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = plan(capsys, "--model", "mixtral-8x7b", "--mesh", "16")
+    assert plan(capsys, "--model", "mixtral-8x7b", "--mesh", "16", "--tp", "1", "--ep", "1", "--pp", "1") == plain
+
+
+def test_every_key_of_a_division_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[4] / "docs" / "planning.md").read_text(encoding="utf-8")
+    plain = plan(capsys, *DEEPSEEK)
+    inside = plain["parallelism"]
+    keys = {*inside, *inside["transfers"][0], *plain["stages"][0], "stages"}
+    assert not [key for key in keys if f"`{key}`" not in text]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model llama3-8b --world 60 --pp 16", "--tp x --pp x --cp is 16, which does not divide --world 60"),
+        ("--model llama3-8b --mesh 8 --ep 2", "--ep 2: llama has no routed experts"),
+        ("--model llama3-8b --mesh 8 --tp 3", "--tp 3 does not divide 32 attention heads"),
+        ("--model llama3-8b --mesh 8 --pp 64", "--pp 64 is more than the model's 32 layers"),
+        ("--model mixtral-8x7b --mesh 8 --ep 16", "--etp x --ep is 16, which does not divide the 8 ranks"),
+        ("--model mixtral-8x7b --mesh 96 --ep 3", "--ep 3 does not divide dimension 0 of experts: gate_up_proj"),
+        ("--model llama3-8b --mesh 8 --pp 2 --stage 2", "--stage 2: there are 2 stages, counted from 0"),
+        ("--model llama3-8b --mesh 8 --world 8", "--world 8 contradicts --mesh 8"),
+        ("--model siglip-so400m --mesh 8 --tp 2", "--tp, --pp and --cp divide language models"),
+        ("--model llama3-8b --fit 80GiB --gpus 8 --tp 2", "--tp is not searched over"),
+    ],
+)
+def test_divisions_that_do_not_fit_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    assert main(["plan", *arguments.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_shapes_that_nothing_is_known_of_are_refused() -> None:
+    whole = catalog.architecture(catalog.load("gpt2"))
+    unknown = catalog.UnitShapes("layer", 1, (("mixer.weight", (4, 4)),))
+    with pytest.raises(ConfigError, match=r"nothing is known of how unit 'layer', parameter 'mixer\.weight'"):
+        stages_of(dataclasses.replace(whole, units=(unknown,)), Parallelism(tensor=2))
