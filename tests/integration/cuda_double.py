@@ -55,6 +55,9 @@ def cuda_double() -> Iterator[None]:
         # The router asks whether this is None, and defines it only next to TransformerEngine.
         router = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         stack.enter_context(mock.patch.object(router, "te_general_gemm", None, create=True))
+        # It hands sizes to all_to_all as numpy's, which it gets from tensors on a GPU alone.
+        dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+        stack.enter_context(mock.patch.object(dispatcher, "maybe_move_tensor_to_cpu", _as_numpy, create=True))
         yield
 
 
@@ -85,6 +88,10 @@ def _patches_of_random_numbers(random: Any) -> Iterator[AbstractContextManager[A
         yield mock.patch.object(owner, "manual_seed", torch.manual_seed)
     yield mock.patch.object(random, "_get_cuda_rng_state", _get_state)
     yield mock.patch.object(random, "_set_cuda_rng_state", _set_state)
+
+
+def _as_numpy(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _get_state(*_: Any, **__: Any) -> torch.Tensor:

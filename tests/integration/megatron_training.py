@@ -33,6 +33,7 @@ with warnings.catch_warnings():
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection as ProcessGroupCollection
     from megatron.core.tensor_parallel import layers as layers
+    from megatron.core.transformer import torch_norm as torch_norm
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 

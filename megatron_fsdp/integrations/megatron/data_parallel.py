@@ -8,22 +8,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
+from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from megatron_fsdp.config.apply import prefetch_elements
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.megatron.alike import make_alike
 from megatron_fsdp.integrations.megatron.checkpoint import check_was_read, with_wrapper, without_wrappers
 from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
+from megatron_fsdp.integrations.megatron.groups import ModelGroups, reduce_over, size_of
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 
 __all__ = [
     "DataParallelMethods",
-    "hybrid_mesh",
+    "forget_main_grads",
     "refusals_of",
     "refuse_arguments",
     "refuse_configs",
@@ -34,9 +33,6 @@ __all__ = [
 
 # Field, what it may be, and what to do where it is something else.
 _MODEL_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("tensor_model_parallel_size", lambda size: size == 1, "this wrapper is data-parallel only: give 1"),
-    ("pipeline_model_parallel_size", lambda size: size == 1, "this wrapper is data-parallel only: give 1"),
-    ("expert_model_parallel_size", lambda size: size == 1, "experts are sharded like other weights: give 1"),
     ("fp16", lambda is_on: not is_on, "there is no loss scaler: use bf16"),
     ("fp8", lambda recipe: not recipe, "weights are stored in the dtypes of PyTorch: leave it off"),
     ("fp4", lambda recipe: not recipe, "weights are stored in the dtypes of PyTorch: leave it off"),
@@ -85,27 +81,6 @@ def refuse_arguments(others: Mapping[str, Any]) -> None:
         raise ConfigError(f"{', '.join(found)}: this wrapper does not know what they ask for; leave them out")
 
 
-def hybrid_mesh(whole: ProcessGroup, outer: ProcessGroup, inner: ProcessGroup, device_type: str) -> DeviceMesh:
-    """Return the mesh (outer, inner) of Megatron's groups for hybrid sharding.
-
-    Args:
-        whole: all data-parallel ranks of this rank, in order: instance by instance.
-        outer: those at the same place of each optimizer instance. inner: those of this rank's instance.
-    Raises:
-        ConfigError: the groups do not make a grid.
-    """
-    ranks = torch.tensor(dist.get_process_group_ranks(whole)).view(dist.get_world_size(outer), -1)
-    row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
-    wanted = ranks[:, column].tolist(), ranks[row].tolist()
-    found = dist.get_process_group_ranks(outer), dist.get_process_group_ranks(inner)
-    if found != wanted:
-        raise ConfigError(
-            f"hybrid sharding over ranks {ranks.tolist()} needs the groups {wanted[0]} of instances and {wanted[1]} "
-            f"inside of one, found {found[0]} and {found[1]}; leave Megatron's order of groups as it is"
-        )
-    return DeviceMesh.from_group([outer, inner], device_type, mesh=ranks, mesh_dim_names=("dp_outer", "dp_shard"))
-
-
 def spell_field(field: str, value: object) -> str:
     """Return how a field of Megatron's configs is written in code: ``fp16=True``."""
     return f"{field}={value!r}"
@@ -131,7 +106,8 @@ def shard_for_megatron(
     module: nn.Module,
     config: Any,
     ddp_config: Any,
-    mesh: DeviceMesh,
+    groups: ModelGroups,
+    device_type: str,
     units: Sequence[type[nn.Module] | str],
 ) -> MegatronFSDP:
     """Shard a model in place as Megatron's configs ask for.
@@ -142,17 +118,22 @@ def shard_for_megatron(
 
     Args:
         config, ddp_config: see ``refuse_configs``.
-        mesh: one axis over the data-parallel ranks, or (outer, inner).
-        units: classes of modules that become units.
+        groups: over which dense weights and experts are sharded. device_type: "cpu" or "cuda".
+        units: classes of modules that become units, besides modules of experts.
     """
     _unfuse(module)
-    make_alike(module, mesh)
+    for parameter in _tied(module, groups):
+        # Both stages must cut it alike, whatever else is in the unit: Megatron sums their gradients shard by shard.
+        parameter.fsdp_own_group = True  # type: ignore[attr-defined]
+    mesh, expert_mesh = groups.dense_mesh(device_type), groups.expert_mesh(device_type)
+    make_alike(module, mesh, expert_mesh)
     model = fully_shard_model(
         module,
         list(units) or None,
         ddp_config.data_parallel_sharding_strategy,
         ddp_config.outer_dp_sharding_strategy,
         device_mesh=mesh,
+        expt_device_mesh=expert_mesh,
         init_model_with_meta_device=getattr(config, "init_model_with_meta_device", False),
         mixed_precision_policy=_policy(ddp_config),
         # finalize_model_grads says when gradients are final, with or without no_sync around the microbatches before.
@@ -164,10 +145,38 @@ def shard_for_megatron(
         nccl_ub=getattr(ddp_config, "nccl_ub", False),
         disable_symmetric_registration=getattr(ddp_config, "disable_symmetric_registration", False),
     )
+    model.model_groups = groups
+    for parameter in _tied(model, groups):
+        _check_cut(parameter, groups)
     num_elements = getattr(ddp_config, "suggested_communication_unit_size", None)
     if num_elements is not None:
         prefetch_elements(model, num_elements)
     return model
+
+
+def _tied(module: nn.Module, groups: ModelGroups) -> list[nn.Parameter]:
+    """Return the embedding that another pipeline stage has, too."""
+    if size_of(groups.embedding) == 1:
+        return []
+    return [parameter for parameter in module.parameters() if getattr(parameter, "shared_embedding", False)]
+
+
+def _check_cut(parameter: nn.Parameter, groups: ModelGroups) -> None:
+    """Look whether all stages that hold a tied embedding hold the same rows of it on ranks of the same place."""
+    assert groups.embedding is not None
+    assert isinstance(parameter, FlatDTensor)
+    chunks = parameter.__create_chunk_list__()
+    found = [*parameter.shape, *(number for chunk in chunks for number in (*chunk.offsets, *chunk.sizes))]
+    # At most one run of rows, which is up to three boxes.
+    cut = torch.tensor([len(chunks), *found, *[0] * 24][:24], device=parameter.to_local().device)
+    extremes = torch.stack([cut, -cut])
+    reduce_over(extremes, groups.embedding, "max")
+    if not torch.equal(extremes[0], -extremes[1]):
+        raise ConfigError(
+            f"the embedding of shape {tuple(parameter.shape)} that the first and last pipeline stage share is cut "
+            f"otherwise there: this rank has {chunks}. Both need the same shape and number of data-parallel ranks; or "
+            "train with --untie-embeddings-and-output-weights"
+        )
 
 
 def _unfuse(module: nn.Module) -> None:
@@ -201,6 +210,12 @@ def _policy(ddp_config: Any) -> MixedPrecisionPolicy:
         # Float16Module casts what goes into the model; positions and masks are nobody's to cast.
         cast_forward_inputs=False,
     )
+
+
+def forget_main_grads(model: nn.Module) -> None:
+    """Take back what ``finish_grad_sync`` showed to ``finalize_model_grads``."""
+    for parameter in model.parameters():
+        vars(parameter).pop("main_grad", None)
 
 
 class DataParallelMethods:
@@ -249,6 +264,10 @@ class DataParallelMethods:
             force_all_reduce: Megatron's; gradients are always reduced over all ranks.
         """
         self.module.finish_grad_sync()
+        for parameter in _tied(self.module, self.module.model_groups):
+            # finalize_model_grads sums this rank's rows over stages in place, and then assigns a plain tensor to what
+            # it took them from, which .grad does not take.
+            parameter.main_grad = parameter.grad  # type: ignore[attr-defined]
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Multiply all gradients, after ``finish_grad_sync``; a 0-d tensor will do."""
@@ -256,6 +275,7 @@ class DataParallelMethods:
 
     def zero_grad_buffer(self) -> None:
         """Drop all gradients, those of microbatches that are not final yet among them."""
+        forget_main_grads(self.module)
         self.module.zero_grad_buffer()
 
     def stop_communication(self) -> None:
@@ -284,6 +304,8 @@ class DataParallelMethods:
         Raises:
             ConfigError: ``sharded_offsets``, which pipeline stages add.
         """
+        if not self.module.model_groups.is_data_parallel_only:
+            raise ConfigError("sharded_state_dict: names are not right yet")
         if sharded_offsets:
             raise ConfigError(
                 f"sharded_state_dict(sharded_offsets={sharded_offsets!r}): wanted (); there are no stages"
