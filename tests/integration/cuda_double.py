@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ def cuda_double() -> Iterator[None]:
         torch.empty(0)
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     with ExitStack() as stack:
-        for patch in (*_patches_of_torch(), *_patches_of_random_numbers(random)):
+        for patch in (*_patches_of_torch(), *_patches_of_gloo(), *_patches_of_random_numbers(random)):
             stack.enter_context(patch)
         # The router asks whether this is None, and defines it only next to TransformerEngine.
         router = importlib.import_module("megatron.core.transformer.moe.moe_utils")
@@ -79,6 +80,35 @@ def _patches_of_torch() -> Iterator[AbstractContextManager[Any]]:
     }
     for name, replacement in replacements.items():
         yield mock.patch.object(torch.cuda, name, replacement)
+
+
+def _patches_of_gloo() -> Iterator[AbstractContextManager[Any]]:
+    """Let tensors of unequal sizes be gathered and scattered, which NCCL does and gloo does not."""
+    yield mock.patch.object(dist, "all_gather", _any_all_gather(dist.all_gather))
+    yield mock.patch.object(dist, "reduce_scatter", _any_reduce_scatter)
+
+
+def _any_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **options: Any) -> Any:
+        sizes = [output.shape[0] if output.ndim else 1 for output in outputs]
+        if len(set(sizes)) == 1:
+            return original(outputs, tensor, group=group, **options)
+        padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+        padded[: tensor.shape[0]] = tensor
+        found = [torch.empty_like(padded) for _ in outputs]
+        original(found, padded, group=group)
+        for output, size, part in zip(outputs, sizes, found, strict=True):
+            output.copy_(part[:size])
+        return None
+
+    return all_gather
+
+
+def _any_reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None, **_: Any) -> None:
+    total = torch.cat(inputs)
+    dist.all_reduce(total, group=group)
+    output.copy_(total.split([part.shape[0] for part in inputs])[dist.get_rank(group)])
 
 
 def _patches_of_random_numbers(random: Any) -> Iterator[AbstractContextManager[Any]]:

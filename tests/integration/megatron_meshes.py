@@ -206,6 +206,8 @@ def make_chunk(task: Task, config: TransformerConfig, stage: int | None) -> nn.M
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
     )
+    if config.context_parallel_size > 1:
+        spec.submodules.self_attention.submodules.core_attention = ContextAttention
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
     with mock.patch.object(torch_norm.WrappedTorchNorm, "__new__", _norm_of_a_sequence):
@@ -234,6 +236,26 @@ def _norm_of_a_sequence(cls: Any, config: TransformerConfig, hidden_size: int, e
     return made
 
 
+class ContextAttention(nn.Module):
+    """Causal attention of a part of a sequence to all of it: Megatron has it in TransformerEngine alone."""
+
+    def __init__(self, *_: Any, pg_collection: Any = None, **__: Any) -> None:
+        super().__init__()
+        self.group = parallel_state.get_context_parallel_group()
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Attend; tensors are (length, batch, heads, size), in the order of the ranks."""
+        length, batch, heads, size = query.shape
+        key, value = (
+            tensor_parallel.gather_from_sequence_parallel_region(part.contiguous(), group=self.group)
+            for part in (key, value)
+        )
+        own = torch.arange(length)[:, None] + self.group.rank() * length
+        scores = torch.einsum("qbhd,kbhd->bhqk", query, key) / size**0.5
+        scores = scores.masked_fill(torch.arange(key.shape[0])[None] > own, -10000.0).softmax(-1)
+        return torch.einsum("bhqk,kbhd->qbhd", scores, value).reshape(length, batch, heads * size)
+
+
 def microbatches(task: Task, data_rank: int, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield (tokens, which of them count) of one data rank."""
     generator = torch.Generator().manual_seed(1000 * data_rank + step)
@@ -247,6 +269,8 @@ def forward_step(data: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any) 
     """Run one microbatch, as pretrain_gpt.py's function of this name does."""
     tokens, counted = next(data)
     positions = torch.arange(LENGTH)[None].expand(BATCH, LENGTH)
+    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    tokens, counted, positions = (whole.chunk(size, 1)[rank] for whole in (tokens, counted, positions))
     mask = torch.ones(1, 1, LENGTH, LENGTH).tril() < 0.5
     output = model(tokens, positions, mask, labels=(tokens + 1) % VOCABULARY)
 
@@ -347,8 +371,7 @@ def run_steps(task: Task, chunks: list[Any], optimizer: Any, steps: range) -> tu
         if not gradients:
             for chunk in chunks:
                 for name, parameter in global_names(chunk.module).items():
-                    gradient = getattr(parameter, "main_grad", None)
-                    gradients[name] = whole_rows(parameter.grad if gradient is None else gradient)
+                    gradients[name] = whole_rows(parameter.main_grad if parameter.grad is None else parameter.grad)
 
     config.finalize_model_grads_func = finalize
     figures = []

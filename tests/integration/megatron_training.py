@@ -83,6 +83,8 @@ def megatron_processes(**options: Any) -> Iterator[None]:
     with cuda_double(), warnings.catch_warnings():
         # It warns of its own defaults, and of packages that are missing.
         warnings.filterwarnings("ignore", module=r"megatron\.")
+        # It calls functions by names that PyTorch has newer ones for.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **options)
         try:
             yield
