@@ -27,7 +27,7 @@ from megatron_fsdp.integrations.megatron.data_parallel import (
     refuse_configs,
     shard_for_megatron,
 )
-from megatron_fsdp.integrations.megatron.groups import ModelGroups
+from megatron_fsdp.integrations.megatron.groups import ModelGroups, size_of
 from megatron_fsdp.integrations.megatron.optimizer import OptimizerMethods, adopt_optimizer, refuse_optimizer
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES
 
@@ -112,6 +112,9 @@ def _groups(ddp_config: Any, pg_collection: Any) -> ModelGroups:
     """Return Megatron's groups: those of ``pg_collection``, and of ``parallel_state`` where it leaves a field unset."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    for field in ("gtp_remat", "expt_gtp_remat"):
+        if size_of(getattr(pg_collection, field, None)) > 1:
+            raise ConfigError(f"pg_collection.{field} has more than one rank: leave it out, weights are sharded anyway")
     is_hybrid = ddp_config.num_distributed_optimizer_instances > 1
     fields = _FIELDS | (_HYBRID_FIELDS if is_hybrid else {})
     found: dict[str, Any] = {ours: getattr(pg_collection, theirs, None) for ours, theirs in fields.items()}
@@ -184,6 +187,13 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *positional
             f"{[type(chunk).__name__ for chunk in model_chunks]}; use megatron.core's own function for other models"
         )
     refuse_optimizer(config)
+    chunks = [chunk.module for chunk in model_chunks]
+    groups = chunks[0].model_groups
+    if config.optimizer in MUON_NAMES and (size_of(groups.tensor) > 1 or len(chunks) > 1):
+        raise ConfigError(
+            f"optimizer={config.optimizer!r} with {size_of(groups.tensor)} tensor-parallel ranks and {len(chunks)} "
+            "chunks of a stage: it needs whole matrices, of one chunk; give 1 of each, or take 'adam'"
+        )
     from megatron.core import optimizer as megatron_optimizers
 
     # Its own Muon takes whole weights; the groups that it makes for Adam are what is needed of it.
@@ -196,8 +206,7 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *positional
     cls: Any = type(made)
     sharded: Any = object.__new__(_optimizer_class(cls))
     vars(sharded).update(vars(made))
-    chunks = [chunk.module for chunk in model_chunks]
-    return adopt_optimizer(sharded, chunks, chunks[0].model_groups, config)
+    return adopt_optimizer(sharded, chunks, groups, config)
 
 
 @functools.cache

@@ -18,10 +18,12 @@ from megatron_fsdp.integrations.megatron.checkpoint import check_was_read, with_
 from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
 from megatron_fsdp.integrations.megatron.groups import ModelGroups, reduce_over, size_of
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
+from megatron_fsdp.integrations.megatron.names import WholeNames
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 
 __all__ = [
     "DataParallelMethods",
+    "combinations_of",
     "forget_main_grads",
     "refusals_of",
     "refuse_arguments",
@@ -33,6 +35,15 @@ __all__ = [
 
 # Field, what it may be, and what to do where it is something else.
 _MODEL_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    *(
+        (field, lambda size: size in (None, 1), "weights are sharded over data-parallel ranks in any case: give 1")
+        for field in (
+            "tensor_parallel_num_weight_shards",
+            "expert_tensor_parallel_num_weight_shards",
+            "gtp_weight_remat_size",
+            "expert_gtp_weight_remat_size",
+        )
+    ),
     ("fp16", lambda is_on: not is_on, "there is no loss scaler: use bf16"),
     ("fp8", lambda recipe: not recipe, "weights are stored in the dtypes of PyTorch: leave it off"),
     ("fp4", lambda recipe: not recipe, "weights are stored in the dtypes of PyTorch: leave it off"),
@@ -60,7 +71,7 @@ def refuse_configs(config: Any, ddp_config: Any) -> None:
     Raises:
         ConfigError: for all settings that this engine does not do under Megatron, with the cure for each.
     """
-    found = refusals_of(config, ddp_config)
+    found = [*refusals_of(config, ddp_config), *combinations_of(config)]
     if config.calculate_per_token_loss and ddp_config.average_in_collective:
         found.append(
             "calculate_per_token_loss=True and average_in_collective=True: gradients are either summed and divided by "
@@ -100,6 +111,17 @@ def refusals_of(config: Any, ddp_config: Any, spell: Callable[[str, object], str
         for field, is_allowed, cure in rules
         if hasattr(owner, field) and not is_allowed(getattr(owner, field))
     ]
+
+
+def combinations_of(config: Any, spell: Callable[[str, object], str] = spell_field) -> list[str]:
+    """Return a line with the cure for settings, or arguments, that cannot be followed together."""
+    stages, predicted = (getattr(config, name, None) for name in ("pipeline_model_parallel_size", "mtp_num_layers"))
+    if (stages or 1) > 1 and predicted:
+        return [
+            f"{spell('mtp_num_layers', predicted)} and {spell('pipeline_model_parallel_size', stages)}: which stage "
+            "has which copy of the embedding is not known here; give one stage, or none of these layers"
+        ]
+    return []
 
 
 def shard_for_megatron(
@@ -146,6 +168,12 @@ def shard_for_megatron(
         disable_symmetric_registration=getattr(ddp_config, "disable_symmetric_registration", False),
     )
     model.model_groups = groups
+    model.whole_names = WholeNames(model, groups, is_gated=bool(getattr(config, "gated_linear_unit", False)))
+    if not groups.is_data_parallel_only:
+        model.checkpoint_refusal = (
+            "save_checkpoint and load_checkpoint know no ranks with other layers, experts or parts of weights: save "
+            "sharded_state_dict() of Megatron's wrapper with torch.distributed.checkpoint, or through Megatron"
+        )
     for parameter in _tied(model, groups):
         _check_cut(parameter, groups)
     num_elements = getattr(ddp_config, "suggested_communication_unit_size", None)
@@ -288,8 +316,13 @@ class DataParallelMethods:
         self.module.broadcast_params()
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Return the model's state dict with DTensors under Megatron-FSDP's names, for torch.distributed.checkpoint."""
-        return with_wrapper(self.module.state_dict(prefix=prefix, keep_vars=keep_vars), prefix)
+        """Return the model's state dict with DTensors under Megatron-FSDP's names, for torch.distributed.checkpoint.
+
+        Layers and experts have their numbers in the whole model. What tensor-parallel ranks have parts of are parts of
+        whole tensors, which are saved and loaded in place.
+        """
+        state = self.module.state_dict(keep_vars=keep_vars)
+        return with_wrapper(self.module.whole_names.outgoing(state), prefix)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -304,8 +337,6 @@ class DataParallelMethods:
         Raises:
             ConfigError: ``sharded_offsets``, which pipeline stages add.
         """
-        if not self.module.model_groups.is_data_parallel_only:
-            raise ConfigError("sharded_state_dict: names are not right yet")
         if sharded_offsets:
             raise ConfigError(
                 f"sharded_state_dict(sharded_offsets={sharded_offsets!r}): wanted (); there are no stages"
@@ -321,6 +352,7 @@ class DataParallelMethods:
             CheckpointError: the checkpoint that was read into it before lacks weights, and ``strict``.
         """
         check_was_read(self.module, strict=strict)
-        found = self.module.load_state_dict(without_wrappers(state_dict, self.module), strict=strict)
+        own = self.module.whole_names.incoming(without_wrappers(state_dict, self.module))
+        found = self.module.load_state_dict(own, strict=strict)
         self.module.install_optimized_model_weights()
         return found

@@ -14,6 +14,7 @@ from dbuffer import Replicate
 from dbuffer.collectives import broadcast
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.integrations.megatron.groups import ModelGroups
+from megatron_fsdp.integrations.megatron.names import WholeNames
 from megatron_fsdp.runtime.backward import Backward
 from megatron_fsdp.runtime.grad_binding import GradState
 from megatron_fsdp.runtime.gradients import GradientBuffer
@@ -30,8 +31,11 @@ class MegatronFSDP(FsdpModule, nn.Module):
     Methods work on all units below it.
     """
 
-    # Set where Megatron's configs made the model: its process groups.
+    # Set where Megatron's configs made the model: its process groups, and its names in the whole model.
     model_groups: ModelGroups
+    whole_names: WholeNames
+    # Why this project's own checkpoints cannot hold the model, with what to do instead; looked for by them.
+    checkpoint_refusal: str
 
     # ------------------------------------------------------------------ microbatches
 

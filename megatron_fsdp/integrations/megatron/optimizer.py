@@ -151,7 +151,7 @@ class OptimizerMethods:
             is_loading: ask for what other software may have saved, too.
         """
         assert self.optimizer is not None
-        return describe_by_name(self._chunks[0], self.optimizer, is_loading=is_loading)
+        return describe_by_name(self._chunks, self.optimizer, is_loading=is_loading)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``sharded_state_dict`` or ``state_dict`` returned.
@@ -163,6 +163,6 @@ class OptimizerMethods:
             isinstance(key, str) and key != "common_step" for key in state_dict["state"]
         ):
             assert self.optimizer is not None
-            load_by_name(self._chunks[0], self.optimizer, state_dict)
+            load_by_name(self._chunks, self.optimizer, state_dict)
         else:
             super().load_state_dict(state_dict)  # type: ignore[misc]  # the class this is mixed into
