@@ -28,6 +28,7 @@ from megatron_fsdp.integrations.megatron.data_parallel import (
     shard_for_megatron,
 )
 from megatron_fsdp.integrations.megatron.groups import ModelGroups, size_of
+from megatron_fsdp.integrations.megatron.norms import weight_norm
 from megatron_fsdp.integrations.megatron.optimizer import OptimizerMethods, adopt_optimizer, refuse_optimizer
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES
 
@@ -220,8 +221,9 @@ def _optimizer_class(cls: Any) -> Any:
 def install() -> list[str]:
     """Make Megatron build and train with this engine wherever it would use Megatron-FSDP, of version 1 or 2.
 
-    Megatron's adapter classes give way to subclasses of them, its ``get_megatron_optimizer`` and its preparation of
-    ``fsdp_dtensor`` checkpoints to functions that hand models of other wrappers on to Megatron's own. All of it is
+    Megatron's adapter classes give way to subclasses of them, its ``get_megatron_optimizer``, its preparation of
+    ``fsdp_dtensor`` checkpoints and its norm of weights to functions that hand models of other wrappers on to
+    Megatron's own. All of it is
     assignment to names of loaded modules: no file is touched, and ``uninstall`` undoes it. A second call does nothing.
 
     Call it after ``megatron`` can be imported and before a model is built; names that a script has imported from
@@ -273,6 +275,10 @@ def _replacements() -> Iterator[tuple[Any, Any]]:
         prepare = getattr(checkpointing, "preprocess_fsdp_dtensor_state_dict", None)
         if prepare is not None:
             yield prepare, _preparing_function(prepare)
+    with contextlib.suppress(ImportError):
+        measure = getattr(importlib.import_module("megatron.training.utils"), "calc_params_l2_norm", None)
+        if measure is not None:
+            yield measure, _measuring_function(measure)
 
 
 def _adapter_classes() -> list[type[Any]]:
@@ -323,6 +329,19 @@ def _preparing_function(original: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(prepare, _ORIGINAL, original)
     return prepare
+
+
+def _measuring_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def measure(model: Any, *positional: Any, **options: Any) -> Any:
+        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+        if not all(isinstance(chunk, DataParallelMethods) for chunk in chunks):
+            return original(model, *positional, **options)
+        own = [chunk.module for chunk in chunks]
+        return weight_norm(own, own[0].model_groups).item()
+
+    setattr(measure, _ORIGINAL, original)
+    return measure
 
 
 def assign_everywhere(found: Any, wanted: Any) -> list[str]:

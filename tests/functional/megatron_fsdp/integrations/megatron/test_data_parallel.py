@@ -137,7 +137,7 @@ def test_other_optimizers_are_refused_by_name(changes: Any) -> None:
 
 
 def test_models_of_another_wrapper_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a list of one ShardedDataParallel, found \['Linear'\]"):
+    with pytest.raises(ConfigError, match=r"a list of ShardedDataParallel, found \['Linear'\]"):
         mcore_adapter.get_megatron_optimizer(optimizer_config(), [nn.Linear(2, 2)])
 
 
