@@ -158,7 +158,7 @@ def train(model: Any, optimizer: Any, steps: Sequence[int]) -> list[tuple[float,
 
 def batches(step: int) -> Iterator[torch.Tensor]:
     """Yield this rank's microbatches of a step: numbers in order, each sequence from another one on."""
-    generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+    generator = torch.Generator().manual_seed(1000 * parallel_state.get_data_parallel_rank() + step)
     for _ in range(NUM_MICROBATCHES):
         first = torch.randint(0, VOCABULARY, (2, 1), generator=generator)
         yield (first + torch.arange(LENGTH)) % VOCABULARY
@@ -171,7 +171,7 @@ def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor
     mask = torch.ones(1, 1, LENGTH, LENGTH).tril() < 0.5
     output = model(tokens, positions, mask, labels=(tokens + 1) % VOCABULARY)
     # Ranks count different numbers of tokens, which matters where losses are normalised by them.
-    counted = (tokens > 5 * dist.get_rank()).float()
+    counted = (tokens > 5 * parallel_state.get_data_parallel_rank()).float()
 
     def loss_function(output: torch.Tensor) -> tuple[Any, ...]:
         total, number = (output.float() * counted).sum(), counted.sum()

@@ -199,7 +199,7 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *positional
 
     # Its own Muon takes whole weights; the groups that it makes for Adam are what is needed of it.
     kind = "adam" if config.optimizer in MUON_NAMES else config.optimizer
-    plain = dataclasses.replace(config, optimizer=kind, bf16=False, use_distributed_optimizer=False)
+    plain = dataclasses.replace(config, optimizer=kind, bf16=False, fp16=False, use_distributed_optimizer=False)
     original = getattr(
         megatron_optimizers.get_megatron_optimizer, _ORIGINAL, megatron_optimizers.get_megatron_optimizer
     )
@@ -207,7 +207,25 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *positional
     cls: Any = type(made)
     sharded: Any = object.__new__(_optimizer_class(cls))
     vars(sharded).update(vars(made))
-    return adopt_optimizer(sharded, chunks, groups, config)
+    return adopt_optimizer(sharded, chunks, groups, config, scaler=_grad_scaler(config))
+
+
+def _grad_scaler(config: Any) -> Any:
+    """Return Megatron's grad scaler for FP16, constant or dynamic; None for other dtypes."""
+    if not config.fp16:
+        return None
+    from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+
+    if config.loss_scale:
+        return ConstantGradScaler(config.loss_scale)
+    return DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
 
 
 @functools.cache

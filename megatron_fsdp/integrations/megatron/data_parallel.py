@@ -44,7 +44,6 @@ _MODEL_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
             "expert_gtp_weight_remat_size",
         )
     ),
-    ("fp16", lambda is_on: not is_on, "there is no loss scaler: use bf16"),
     ("fp8", lambda recipe: not recipe, "weights are stored in the dtypes of PyTorch: leave it off"),
     ("fp4", lambda recipe: not recipe, "weights are stored in the dtypes of PyTorch: leave it off"),
     ("cuda_graph_impl", lambda kind: kind == "none", "graphs do not record the gathers: give 'none'"),
@@ -160,7 +159,8 @@ def shard_for_megatron(
         mixed_precision_policy=_policy(ddp_config),
         # finalize_model_grads says when gradients are final, with or without no_sync around the microbatches before.
         sync_model_each_microbatch=False,
-        report_nan_in_param_grad=ddp_config.check_for_nan_in_grad,
+        # The grad scaler expects what overflows, and leaves the step out.
+        report_nan_in_param_grad=ddp_config.check_for_nan_in_grad and not getattr(config, "fp16", False),
         calculate_per_token_loss=config.calculate_per_token_loss,
         fsdp_double_buffer=getattr(ddp_config, "fsdp_double_buffer", False),
         maxpool_double_buffer=getattr(ddp_config, "megatron_fsdp_max_pool_double_buffer", False),

@@ -13,7 +13,7 @@ from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from megatron_fsdp.runtime.module import units_below
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
-__all__ = ["gradient_norm", "gradient_zeros", "is_any", "weight_norm"]
+__all__ = ["any_nonfinite", "gradient_norm", "gradient_zeros", "weight_norm"]
 
 Choice = Callable[[ParameterGroup], DBuffer | None]
 
@@ -46,9 +46,12 @@ def gradient_zeros(chunks: Sequence[MegatronFSDP], groups: ModelGroups) -> float
     return float(_summed(zeros, groups.scopes()).item())
 
 
-def is_any(flag: torch.Tensor, groups: ModelGroups) -> bool:
-    """Return whether a number is above zero on any rank of the model; all of them call it together."""
-    return bool(_summed(flag, groups.scopes()).item() > 0)
+def any_nonfinite(chunks: Sequence[MegatronFSDP], groups: ModelGroups) -> bool:
+    """Return whether any gradient of any rank is infinite or not a number; all ranks of the model call it together."""
+    found = torch.zeros((), dtype=torch.float32, device=_device(chunks))
+    for rows in _counted(chunks, groups, final_gradients):
+        found += (~rows.isfinite()).any().to(found)
+    return bool(_summed(found, groups.scopes()).item() > 0)
 
 
 def final_gradients(group: ParameterGroup) -> DBuffer | None:

@@ -13,7 +13,12 @@ from megatron_fsdp.integrations.megatron.checkpoint import describe_by_name, loa
 from megatron_fsdp.integrations.megatron.data_parallel import forget_main_grads, spell_field
 from megatron_fsdp.integrations.megatron.groups import ModelGroups
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
-from megatron_fsdp.integrations.megatron.norms import gradient_norm, gradient_zeros, weight_norm
+from megatron_fsdp.integrations.megatron.norms import (
+    any_nonfinite,
+    gradient_norm,
+    gradient_zeros,
+    weight_norm,
+)
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES, megatron_muon
 from megatron_fsdp.optim.nonfinite import clip_factor
 from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
@@ -23,7 +28,6 @@ __all__ = ["OptimizerMethods", "adopt_optimizer", "optimizer_refusals_of", "refu
 
 # Field of OptimizerConfig, what it may be, and what to do where it is something else.
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("fp16", lambda is_on: not is_on, "there is no loss scaler: use bf16"),
     ("optimizer", lambda name: name in ("adam", "sgd", *MUON_NAMES), "wanted 'adam', 'sgd' or 'muon'"),
     (
         "optimizer_cpu_offload",
@@ -63,13 +67,16 @@ def optimizer_refusals_of(config: Any, spell: Callable[[str, object], str] = spe
     ]
 
 
-def adopt_optimizer(made: Any, chunks: Sequence[MegatronFSDP], groups: ModelGroups, asked: Any = None) -> Any:
+def adopt_optimizer(
+    made: Any, chunks: Sequence[MegatronFSDP], groups: ModelGroups, asked: Any = None, *, scaler: Any = None
+) -> Any:
     """Tie a Megatron optimizer to the sharded chunks of a model whose parameters it updates, and return it.
 
     Args:
         asked: the ``OptimizerConfig`` that was asked for, where ``made`` has another: Megatron makes Adam for Muon.
+        scaler: Megatron's grad scaler, for models that compute in FP16.
     """
-    made._chunks, made._groups = tuple(chunks), groups
+    made._chunks, made._groups, made._scaler = tuple(chunks), groups, scaler
     config = made.config if asked is None else asked
     if made.optimizer is not None and config.optimizer in MUON_NAMES:
         made.optimizer = fully_shard_optimizer(megatron_muon(made.optimizer.param_groups, config, chunks[0]))
@@ -98,14 +105,33 @@ class OptimizerMethods:
 
     _chunks: tuple[MegatronFSDP, ...]
     _groups: ModelGroups
+    _scaler: Any
     optimizer: Optimizer | None
     config: Any
 
+    def get_loss_scale(self) -> torch.Tensor:
+        """Return what losses are multiplied by before backward: the grad scaler's scale, or 1."""
+        if self._scaler is not None:
+            scale: torch.Tensor = self._scaler.scale
+            return scale
+        return super().get_loss_scale()  # type: ignore[misc,no-any-return]  # the class this is mixed into
+
     def prepare_grads(self) -> bool:
-        """Make ready for a step; gradients are the parameters' ``.grad`` already. Return whether one is not finite."""
+        """Make ready for a step; gradients are the parameters' ``.grad`` already.
+
+        Returns:
+            Whether the step is to be left out: under a grad scaler, a gradient of some rank is not finite.
+        """
         for chunk in self._chunks:
             forget_main_grads(chunk)
-        return bool(super().prepare_grads())  # type: ignore[misc]  # the class this is mixed into
+        super().prepare_grads()  # type: ignore[misc]  # the class this is mixed into
+        if self._scaler is None:
+            return False
+        for chunk in self._chunks:
+            chunk.scale_gradients(self._scaler.inv_scale)
+        is_overflow = any_nonfinite(self._chunks, self._groups)
+        self._scaler.update(is_overflow)
+        return is_overflow
 
     def get_grad_norm(self) -> float:
         """Return the norm of the whole gradient, each element once."""
@@ -151,7 +177,14 @@ class OptimizerMethods:
             is_loading: ask for what other software may have saved, too.
         """
         assert self.optimizer is not None
-        return describe_by_name(self._chunks, self.optimizer, is_loading=is_loading)
+        return describe_by_name(self._chunks, self.optimizer, is_loading=is_loading) | self._scaler_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank's parts, and of the grad scaler where there is one."""
+        return {**super().state_dict(), **self._scaler_state()}  # type: ignore[misc]  # the class this is mixed into
+
+    def _scaler_state(self) -> dict[str, Any]:
+        return {} if self._scaler is None else {"grad_scaler": self._scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``sharded_state_dict`` or ``state_dict`` returned.
@@ -159,6 +192,9 @@ class OptimizerMethods:
         Raises:
             CheckpointError: nothing was read into a parameter's state, or hyperparameters do not fit the groups.
         """
+        if self._scaler is not None and "grad_scaler" in state_dict:
+            self._scaler.load_state_dict(state_dict["grad_scaler"])
+        state_dict = {key: value for key, value in state_dict.items() if key != "grad_scaler"}
         if "param_to_group_meta" in state_dict or any(
             isinstance(key, str) and key != "common_step" for key in state_dict["state"]
         ):

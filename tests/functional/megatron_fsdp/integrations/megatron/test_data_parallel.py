@@ -48,8 +48,9 @@ def optimizer_config(**changes: Any) -> SimpleNamespace:
 
 def test_settings_that_this_engine_does_are_accepted() -> None:
     refuse_configs(model_config(calculate_per_token_loss=True), ddp_config())
+    refuse_configs(model_config(tensor_model_parallel_size=2, fp16=True), ddp_config())
     refuse_configs(model_config(cuda_graph_impl="none", fp8=None), ddp_config(average_in_collective=True))
-    refuse_optimizer(optimizer_config())
+    refuse_optimizer(optimizer_config(fp16=True))
     refuse_optimizer(optimizer_config(optimizer="sgd"))
     refuse_optimizer(optimizer_config(optimizer="muon"))
 
@@ -63,10 +64,9 @@ def test_settings_that_this_engine_does_are_accepted() -> None:
             {"pipeline_model_parallel_size": 2, "mtp_num_layers": 1},
             r"mtp_num_layers=1 and pipeline_model_parallel_size=2: .* give one stage",
         ),
-        ({"fp16": True}, r"fp16=True: there is no loss scaler"),
         ({"fp8": "hybrid"}, r"fp8='hybrid'"),
         ({"cuda_graph_impl": "local"}, r"cuda_graph_impl='local'"),
-        ({"fp16": True, "fp4": "nvfp4"}, r"fp16=True: .*; fp4='nvfp4'"),
+        ({"fp8": "hybrid", "fp4": "nvfp4"}, r"fp8='hybrid': .*; fp4='nvfp4'"),
     ],
 )
 def test_settings_of_the_model_that_it_does_not_do_are_refused_with_a_cure(changes: Any, message: str) -> None:
@@ -123,7 +123,6 @@ def test_megatrons_groups_become_a_mesh_of_instances_and_others_are_refused() ->
     "changes",
     [
         {"optimizer": "lion"},
-        {"fp16": True},
         {"optimizer_cpu_offload": True},
         {"use_precision_aware_optimizer": True},
         {"overlap_param_gather_with_optimizer_step": True},

@@ -37,7 +37,7 @@ def test_a_script_that_would_train_without_this_engine_is_refused() -> None:
             [*GOOD, "--num-layers-per-virtual-pipeline-stage", "1", "--save", "here"],
             r"--save with virtual pipeline stages: .* train without",
         ),
-        ([*GOOD, "--fp16"], r"^--fp16: there is no loss scaler: use bf16$"),
+        ([*GOOD, "--fp8-format", "e4m3"], r"^--fp8-format e4m3: .* leave it off$"),
         ([*GOOD, "--fp8-format", "hybrid"], r"--fp8-format hybrid: "),
         ([*GOOD, "--fp4-format", "e2m1"], r"--fp4-format e2m1: "),
         ([*GOOD, "--fp8-param-gather"], r"--fp8-param-gather: "),
@@ -57,7 +57,7 @@ def test_a_script_that_would_train_without_this_engine_is_refused() -> None:
             [*GOOD, "--outer-dp-sharding-strategy", "optim", "--data-parallel-sharding-strategy", "optim"],
             r"--outer-dp-sharding-strategy optim needs --data-parallel-sharding-strategy optim_grads_params",
         ),
-        ([*GOOD, "--fp16", "--fp8-format", "e4m3"], r"--fp16: .*; --fp8-format e4m3: "),
+        ([*GOOD, "--delay-wgrad-compute", "--fp8-format", "e4m3"], r"--fp8-format e4m3: .*; --delay-wgrad-compute: "),
     ],
 )
 def test_flags_that_it_cannot_follow_are_refused_with_a_cure(flags: list[str], message: str) -> None:
