@@ -40,7 +40,7 @@ def run(folder: Path, steps: int, flags: list[str], *, is_ours: bool, ranks: int
          "--result", str(result), "--steps", str(steps), *SHAPE, *flags],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": ":".join(paths), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1",
-             "TORCHDYNAMO_DISABLE": "1"},
+             "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8" if is_ours else "1"},
         capture_output=True,
         text=True,
         timeout=500,

@@ -1,5 +1,6 @@
 """Checkpoints of Megatron's meshes: a run goes on as without a break, and other meshes load them, bit for bit."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from megatron_fsdp import save_checkpoint
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.integrations.megatron.checkpoint import innermost, lay_out_for_megatron
 from tests.integration.megatron_meshes import (
     GATED,
     MOE,
@@ -162,3 +164,23 @@ def refuse_own(folder: Path) -> str:
 def test_this_projects_own_format_refuses_ranks_with_parts_of_weights(tmp_path: Path) -> None:
     for message in run_ranks(2, refuse_own, tmp_path / "own"):
         assert "save sharded_state_dict() of Megatron's wrapper" in message
+
+
+def laid_out_names(mesh: Mesh, bits: dict[str, Any]) -> list[str]:
+    """Return the names that Megatron's scripts save weights under: they take its wrappers off before they ask."""
+    with megatron_processes(**mesh.groups()):
+        chunks, _ = build(Task(MOE | bits, data=2 // mesh.pp), mesh)
+        model = innermost(chunks[0])
+        return list(lay_out_for_megatron({"model": model.state_dict()}, model, is_gated=False)["model"])
+
+
+@pytest.mark.parametrize("bits", [{}, {"bf16": True, "params_dtype": torch.bfloat16}], ids=["fp32", "bf16"])
+def test_megatrons_scripts_save_whole_names(bits: dict[str, Any]) -> None:
+    for mesh, pattern in ((Mesh(pp=2), r"layers\.(\d+)"), (Mesh(ep=2), r"local_experts\.(\d+)")):
+        first, second = (
+            {match[1] for name in names if (match := re.search(pattern, name))}
+            for names in run_ranks(2, laid_out_names, mesh, bits)
+        )
+        assert first
+        assert second
+        assert not first & second

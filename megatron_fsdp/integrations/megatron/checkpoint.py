@@ -25,6 +25,7 @@ from megatron_fsdp.integrations.megatron.names import GATED, WholeNames
 __all__ = [
     "check_was_read",
     "describe_by_name",
+    "innermost",
     "lay_out_for_megatron",
     "load_by_name",
     "with_wrapper",
@@ -69,13 +70,17 @@ def lay_out_for_megatron(state: Mapping[str, Any], model: nn.Module, *, is_gated
 
     Args:
         state: with ``model``, and maybe ``optimizer`` as ``describe_by_name`` returned it. is_gated: SwiGLU.
+        model: without Megatron's wrapper, or within it.
     """
     weights = state["model"]
-    weights = weights if common_wrappers(weights) else with_wrapper(weights)
+    if not common_wrappers(weights):
+        # Megatron takes its wrappers off before it asks for the state, so names are still those of this rank's part.
+        whole: WholeNames | None = getattr(innermost(model), "whole_names", None)
+        weights = with_wrapper(weights if whole is None else whole.outgoing(weights))
     laid_out: dict[str, Any] = {}
     for name, value in weights.items():
         laid_out |= _parts(name, value, is_gated=is_gated) if isinstance(value, torch.Tensor) else {name: value}
-    _LAID_OUT[_innermost(model)] = {name: part for name, part in laid_out.items() if isinstance(part, Part)}
+    _LAID_OUT[innermost(model)] = {name: part for name, part in laid_out.items() if isinstance(part, Part)}
     found = {**state, "model": laid_out}
     if is_gated and "state" in state.get("optimizer", {}):
         split: dict[str, dict[str, Any]] = {}
@@ -96,7 +101,7 @@ def check_was_read(model: nn.Module, *, strict: bool) -> None:
     Raises:
         CheckpointError: it did not, and ``strict``.
     """
-    parts = _LAID_OUT.pop(_innermost(model), {})
+    parts = _LAID_OUT.pop(innermost(model), {})
     missing = [name for name, part in parts.items() if not part.was_found]
     if not missing or any(part.was_saved for part in parts.values()):
         return
@@ -122,7 +127,8 @@ def _names(name: str, *, is_gated: bool) -> tuple[str, ...]:
     return tuple(name + half for half in HALVES) if is_gated and GATED.search(name) else (name,)
 
 
-def _innermost(model: nn.Module) -> nn.Module:
+def innermost(model: nn.Module) -> nn.Module:
+    """Return the model in its wrappers."""
     while isinstance(inner := getattr(model, "module", None), nn.Module):
         model = inner
     return model

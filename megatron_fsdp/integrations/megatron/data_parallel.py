@@ -14,7 +14,12 @@ from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from megatron_fsdp.config.apply import prefetch_elements
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.megatron.alike import make_alike
-from megatron_fsdp.integrations.megatron.checkpoint import check_was_read, with_wrapper, without_wrappers
+from megatron_fsdp.integrations.megatron.checkpoint import (
+    check_was_read,
+    innermost,
+    with_wrapper,
+    without_wrappers,
+)
 from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
 from megatron_fsdp.integrations.megatron.groups import ModelGroups, reduce_over, size_of
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
@@ -37,15 +42,15 @@ __all__ = [
 _MODEL_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     *(
         (field, lambda size: size in (None, 1), "weights are sharded over data-parallel ranks in any case: give 1")
-        for field in (
-            "tensor_parallel_num_weight_shards",
-            "expert_tensor_parallel_num_weight_shards",
-            "gtp_weight_remat_size",
-            "expert_gtp_weight_remat_size",
-        )
+        for field in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
     ),
     ("fp8", lambda recipe: not recipe, "weights are stored in the dtypes of PyTorch: leave it off"),
     ("fp4", lambda recipe: not recipe, "weights are stored in the dtypes of PyTorch: leave it off"),
+    (
+        "overlap_moe_expert_parallel_comm",
+        lambda is_on: not is_on,
+        "it calls Megatron's own engine between layers: leave it off",
+    ),
     ("cuda_graph_impl", lambda kind: kind == "none", "graphs do not record the gathers: give 'none'"),
     ("enable_cuda_graph", lambda is_on: not is_on, "graphs do not record the gathers: leave it off"),
 )
@@ -168,7 +173,10 @@ def shard_for_megatron(
         disable_symmetric_registration=getattr(ddp_config, "disable_symmetric_registration", False),
     )
     model.model_groups = groups
-    model.whole_names = WholeNames(model, groups, is_gated=bool(getattr(config, "gated_linear_unit", False)))
+    for part in (model, innermost(model)):
+        # Megatron asks either for its state.
+        is_gated = bool(getattr(config, "gated_linear_unit", False))
+        part.whole_names = WholeNames(part, groups, is_gated=is_gated)  # type: ignore[assignment]
     if not groups.is_data_parallel_only:
         model.checkpoint_refusal = (
             "save_checkpoint and load_checkpoint know no ranks with other layers, experts or parts of weights: save "

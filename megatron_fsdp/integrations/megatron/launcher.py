@@ -166,6 +166,8 @@ _VERSION = "--megatron-fsdp-version"
 
 # Flags of Megatron-LM, besides those around FSDP, whose settings this engine may have to refuse; and their types.
 _OF_THE_MODEL = {
+    "--tensor-model-parallel-size": int,
+    "--expert-tensor-parallel-size": int,
     "--tensor-parallel-num-weight-shards": int,
     "--expert-tensor-parallel-num-weight-shards": int,
     "--pipeline-model-parallel-size": int,
@@ -178,7 +180,7 @@ _OF_THE_MODEL = {
 
 _FORMATS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
 
-_SWITCHES = ("--delay-wgrad-compute", "--enable-cuda-graph")
+_SWITCHES = ("--delay-wgrad-compute", "--enable-cuda-graph", "--overlap-moe-expert-parallel-comm")
 
 # What a flag without effect is said for: others are done in any case, or by Megatron.
 _MISSING = (Effect.LATER, Effect.PACKAGE, Effect.HARDWARE)
@@ -222,16 +224,24 @@ def check_flags(flags: Sequence[str]) -> FsdpConfig:
 
 
 def _refused_together(args: argparse.Namespace) -> list[str]:
-    """Return a line for an interleaved pipeline with checkpoints: Megatron prepares those of one chunk alone."""
-    chunks = args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank
-    if not chunks or not (args.save or args.load):
-        return []
+    """Return a line with the cure for flags of Megatron's that cannot be followed beside each other."""
+    found = []
+    tensor = args.tensor_model_parallel_size or 1
+    for prefix, size in (("", tensor), ("expert_", args.expert_tensor_parallel_size or tensor)):
+        shards = getattr(args, f"{prefix}tensor_parallel_num_weight_shards")
+        if shards not in (None, size):
+            found.append(
+                f"{spell_flag(f'{prefix}tensor_parallel_num_weight_shards', shards)}: weights are cut "
+                f"over {size} ranks for tensor parallelism, and sharded over data-parallel ones: leave it out"
+            )
     flags = [flag for flag, value in (("--save", args.save), ("--load", args.load)) if value]
-    return [
-        f"{' and '.join(flags)} with virtual pipeline stages: Megatron prepares fsdp_dtensor checkpoints of one chunk "
-        "alone; train without --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank, or "
-        "save sharded_state_dict() of each chunk in a loop of your own"
-    ]
+    if flags and (args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank):
+        found.append(
+            f"{' and '.join(flags)} with virtual pipeline stages: Megatron prepares fsdp_dtensor checkpoints of one "
+            "chunk alone; train without --num-layers-per-virtual-pipeline-stage and "
+            "--num-virtual-stages-per-pipeline-rank, or save sharded_state_dict() of each chunk in a loop of your own"
+        )
+    return found
 
 
 def notices_under_megatron(config: FsdpConfig) -> list[str]:

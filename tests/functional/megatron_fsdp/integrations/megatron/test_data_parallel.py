@@ -58,7 +58,6 @@ def test_settings_that_this_engine_does_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tensor_parallel_num_weight_shards": 2}, r"tensor_parallel_num_weight_shards=2: .* give 1"),
         ({"gtp_weight_remat_size": 4}, r"gtp_weight_remat_size=4: .* give 1"),
         (
             {"pipeline_model_parallel_size": 2, "mtp_num_layers": 1},

@@ -27,7 +27,7 @@ def test_a_script_that_would_train_without_this_engine_is_refused() -> None:
         (["--use-megatron-fsdp"], r"--ckpt-format torch_dist: .* fsdp_dtensor only"),
         (
             [*GOOD, "--tensor-parallel-num-weight-shards", "2"],
-            r"--tensor-parallel-num-weight-shards 2: .* give 1",
+            r"--tensor-parallel-num-weight-shards 2: weights are cut over 1 ranks .* leave it out",
         ),
         (
             [*GOOD, "--pipeline-model-parallel-size=4", "--mtp-num-layers", "1"],
@@ -47,6 +47,7 @@ def test_a_script_that_would_train_without_this_engine_is_refused() -> None:
         ([*GOOD, "--cuda-graph-impl", "local"], r"--cuda-graph-impl local: "),
         ([*GOOD, "--optimizer", "muon"], r"--optimizer muon: "),
         ([*GOOD, "--optimizer-cpu-offload"], r"--optimizer-cpu-offload: .* leave it off"),
+        ([*GOOD, "--overlap-moe-expert-parallel-comm"], r"--overlap-moe-expert-parallel-comm: .* leave it off"),
         ([*GOOD, "--use-precision-aware-optimizer"], r"--use-precision-aware-optimizer: "),
         ([*GOOD, "--use-torch-fsdp2"], r"--use-megatron-fsdp contradicts --use-torch-fsdp2"),
         (
