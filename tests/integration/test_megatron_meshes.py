@@ -3,10 +3,23 @@
 import functools
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from tests.integration.megatron_meshes import GATED, MOE, Case, Mesh, Task, references, run_cases
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.integrations.megatron import data_parallel
+from tests.integration.megatron_meshes import (
+    GATED,
+    MOE,
+    Case,
+    Mesh,
+    Task,
+    build,
+    megatron_processes,
+    references,
+    run_cases,
+)
 from tests.integration.ranks import run_ranks
 
 SEQUENCE = {"sequence_parallel": True}
@@ -120,3 +133,20 @@ def test_the_page_lists_just_these_meshes() -> None:
     table = text.split("<!-- meshes -->")[1]
     listed = re.findall(r"^\| `([^`]+)` \| (\d) \|", table, re.MULTILINE)
     assert [(int(ranks), name) for name, ranks in listed] == NAMES
+
+
+def wrap_with_others() -> str:
+    """Wrap stages whose tied embedding shares its group with whatever else the stage has; return what is said."""
+    mesh = Mesh(pp=2)
+    with megatron_processes(**mesh.groups()), mock.patch.object(data_parallel, "_separate"):
+        with pytest.raises(ConfigError) as caught:
+            build(Task(is_tied=True, data=2), mesh)
+        return str(caught.value)
+
+
+def test_a_tied_embedding_that_stages_cut_differently_is_refused() -> None:
+    for message in run_ranks(4, wrap_with_others):
+        assert (
+            "the embedding of shape (32, 16) that the first and last pipeline stage share is cut otherwise" in message
+        )
+        assert "--untie-embeddings-and-output-weights" in message

@@ -148,9 +148,7 @@ def shard_for_megatron(
         units: classes of modules that become units, besides modules of experts.
     """
     _unfuse(module)
-    for parameter in _tied(module, groups):
-        # Both stages must cut it alike, whatever else is in the unit: Megatron sums their gradients shard by shard.
-        parameter.fsdp_own_group = True  # type: ignore[attr-defined]
+    _separate(_tied(module, groups))
     mesh, expert_mesh = groups.dense_mesh(device_type), groups.expert_mesh(device_type)
     make_alike(module, mesh, expert_mesh)
     model = fully_shard_model(
@@ -195,6 +193,13 @@ def _tied(module: nn.Module, groups: ModelGroups) -> list[nn.Parameter]:
     if size_of(groups.embedding) == 1:
         return []
     return [parameter for parameter in module.parameters() if getattr(parameter, "shared_embedding", False)]
+
+
+def _separate(parameters: Sequence[nn.Parameter]) -> None:
+    """Make each a group of its own: then nothing but its own shape decides where it is cut, on both stages."""
+    for parameter in parameters:
+        # Megatron sums their gradients shard by shard.
+        parameter.fsdp_own_group = True  # type: ignore[attr-defined]
 
 
 def _check_cut(parameter: nn.Parameter, groups: ModelGroups) -> None:
