@@ -25,7 +25,8 @@ class GroupKey(NamedTuple):
 
     Attributes:
         dtype: the parameters' own. split: how they are sharded over axes that are not data-parallel.
-        alone: the identity of a parameter that brings an all-gather of its own, and so is a group.
+        alone: the identity of a parameter that is a group by itself: it brings an all-gather of its own, or its
+            attribute ``fsdp_own_group`` is set, so that nothing but its own shape decides where it is cut.
     """
 
     dtype: torch.dtype
@@ -51,7 +52,8 @@ def group_parameters(owned: Iterable[OwnedParameter]) -> list[list[OwnedParamete
 
 def _key(owned: OwnedParameter) -> GroupKey:
     parameter, split = owned.parameter, None if owned.split is None else owned.split.key
-    alone = None if owned.extension is None else id(owned)
+    is_alone = owned.extension is not None or getattr(parameter, "fsdp_own_group", False)
+    alone = id(owned) if is_alone else None
     return GroupKey(parameter.dtype, parameter.requires_grad, owned.is_replicated, parameter.is_meta, split, alone)
 
 

@@ -74,9 +74,13 @@ def view_model(model: nn.Module) -> ModelView:
     Split main weights take another 4 bytes per element for as long as the view lives.
 
     Raises:
-        CheckpointError: its state dict has an entry that is neither a tensor nor a module's extra state.
+        CheckpointError: its state dict has an entry that is neither a tensor nor a module's extra state; or ranks hold
+            different parts of it under one name (Megatron's model parallelism).
         StateError: something else is registered in the place of a parameter.
     """
+    for module in model.modules():
+        if isinstance(refusal := vars(module).get("checkpoint_refusal"), str):
+            raise CheckpointError(refusal)
     for unit in units_below(_unwrapped(model)):
         unit.settle_strangers()
     tensors: dict[str, torch.Tensor] = {}

@@ -1,7 +1,12 @@
-"""RowPart: some rows of a tensor as an item of a checkpoint of their own, for layouts that store a weight in halves."""
+"""Parts of tensors as items of checkpoints: rows that have a name of their own, and a rank's part of a cut tensor.
+
+``torch.distributed.checkpoint`` saves and loads them in place. They have a shape and a dtype and no values: those are
+another tensor's, of which this rank may hold a part. Nothing can be computed with them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,38 +14,31 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-__all__ = ["RowPart"]
+__all__ = ["CutPart", "Part", "RowPart"]
 
 
-class RowPart(torch.Tensor):
-    """Rows ``start`` to ``stop`` of a tensor, which ``torch.distributed.checkpoint`` saves and loads in place.
-
-    It has a shape and a dtype and no values: those are the whole's, of which this rank may hold a part. Nothing can be
-    computed with it.
+class Part(torch.Tensor):
+    """Pieces of ``source``, with their places in a tensor of another shape.
 
     Attributes:
+        source: whose values they are.
         was_saved: whether a save has planned to write it. was_found: whether a load has found it in a checkpoint.
     """
 
+    source: torch.Tensor
     was_saved: bool
     was_found: bool
     _pieces: list[tuple[ChunkStorageMetadata, torch.Tensor]]
 
-    @staticmethod
-    def __new__(cls, whole: torch.Tensor, start: int, stop: int) -> RowPart:
-        shape = (stop - start, *whole.shape[1:])
-        made: RowPart = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=whole.dtype, device=whole.device)
+    @classmethod
+    def _of(cls, source: torch.Tensor, shape: tuple[int, ...]) -> Any:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=source.dtype, device=source.device)
+        made.source, made.was_saved, made.was_found, made._pieces = source, False, False, []
         return made
 
-    def __init__(self, whole: torch.Tensor, start: int, stop: int) -> None:
-        self.was_saved = self.was_found = False
-        self._pieces = []
-        for offsets, local in _pieces_of(whole.detach()):
-            first, last = max(offsets[0], start), min(offsets[0] + local.shape[0], stop)
-            if first < last and local.numel():
-                rows = local.narrow(0, first - offsets[0], last - first)
-                chunk = ChunkStorageMetadata(torch.Size((first - start, *offsets[1:])), rows.shape)
-                self._pieces.append((chunk, rows))
+    def _add(self, offsets: tuple[int, ...], values: torch.Tensor) -> None:
+        if values.numel():
+            self._pieces.append((ChunkStorageMetadata(torch.Size(offsets), values.shape), values))
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """Return what this rank saves."""
@@ -55,7 +53,7 @@ class RowPart(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return where what this rank holds lies among these rows."""
+        """Return where what this rank holds lies."""
         self.was_found = True
         return [chunk for chunk, _ in self._pieces]
 
@@ -68,14 +66,64 @@ class RowPart(torch.Tensor):
         """Refuse to compute, but for ``detach``."""
         if func is torch.ops.aten.detach.default:
             return args[0]
-        raise NotImplementedError(f"{func}: a RowPart is an item of a checkpoint; compute with the whole tensor")
+        raise NotImplementedError(f"{func}: a {cls.__name__} is an item of a checkpoint; compute with the whole tensor")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
         """Name the kind and the shape."""
-        return f"RowPart(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class RowPart(Part):
+    """Rows ``start`` to ``stop`` of a tensor, for layouts that store a weight in halves."""
+
+    @staticmethod
+    def __new__(cls, whole: torch.Tensor, start: int, stop: int) -> RowPart:
+        made: RowPart = cls._of(whole, (stop - start, *whole.shape[1:]))
+        for offsets, local in _pieces_of(whole):
+            first, last = max(offsets[0], start), min(offsets[0] + local.shape[0], stop)
+            if first < last:
+                made._add((first - start, *offsets[1:]), local.narrow(0, first - offsets[0], last - first))
+        return made
+
+
+class CutPart(Part):
+    """What one rank of several holds of a tensor that is cut along a dimension.
+
+    Args:
+        own: this rank's part, which may be sharded further. dim: along which it is cut.
+        rank, size: this rank's place among those that it is cut over.
+        stride: into how many equal blocks the whole is divided first, of each of which every rank has its part: 2 for
+            a gate and an up-projection in one weight.
+    """
+
+    @staticmethod
+    def __new__(cls, own: torch.Tensor, dim: int, rank: int, size: int, stride: int = 1) -> CutPart:
+        shape = list(own.shape)
+        block = shape[dim] // stride
+        shape[dim] *= size
+        made: CutPart = cls._of(own, tuple(shape))
+        for offsets, local in _pieces_of(own):
+            for begin, first, count in _by_blocks(offsets[dim], local.shape[dim], block):
+                moved = list(offsets)
+                moved[dim] = (begin * size + rank) * block + first
+                made._add(tuple(moved), local.narrow(dim, begin * block + first - offsets[dim], count))
+        return made
+
+
+def _by_blocks(start: int, length: int, block: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (number of the block, first position in it, positions) for a run of positions."""
+    stop = start + length
+    while start < stop:
+        number, first = divmod(start, block)
+        count = min(block - first, stop - start)
+        yield number, first, count
+        start += count
 
 
 def _pieces_of(whole: torch.Tensor) -> list[tuple[torch.Size, torch.Tensor]]:
+    if isinstance(whole, Part):
+        return [(chunk.offsets, values) for chunk, values in whole._pieces]
+    whole = whole.detach()
     if not isinstance(whole, DTensor):
         return [(torch.Size([0] * whole.ndim), whole)]
     return [

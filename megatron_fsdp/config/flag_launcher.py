@@ -11,8 +11,9 @@ _TEXT = """\
 engine reads. The tables hold there too, but for these:
 
 - `--ckpt-format fsdp_dtensor` has to be given.
-- `--fp16`, `--optimizer-cpu-offload`, `--use-precision-aware-optimizer`, `--check-for-large-grads`,
-  `--fp8-param-gather`, a `--cuda-graph-impl` other than `none` and optimizers besides adam and sgd are refused.
+- `--optimizer-cpu-offload`, `--use-precision-aware-optimizer`, `--check-for-large-grads`, `--fp8-param-gather`, a
+  `--cuda-graph-impl` other than `none` and optimizers besides adam and sgd are refused.
+- `--fp16` trains with Megatron's grad scaler.
 - `--no-gradient-accumulation-fusion` changes nothing: the fusion of Megatron's layers is off in any case.
 - `--data-parallel-random-init`, Megatron's own: ranks that drew different weights get the first rank's.
 - Checkpoints and their strictness, the limit of `--clip-grad`, `--async-save`, `--dump-param-to-param-group-map`

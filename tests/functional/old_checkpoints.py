@@ -97,7 +97,7 @@ def write(folder: Path) -> None:
 def save(kind: str, model: Any, optimizer: Any, path: Path) -> None:
     """Save a model and its optimizer as a kind is saved; with weights alone besides, for one."""
     if kind == "megatron":
-        state = {"model": model.state_dict(), "optimizer": describe_by_name(model, optimizer, is_loading=False)}
+        state = {"model": model.state_dict(), "optimizer": describe_by_name([model], optimizer, is_loading=False)}
         dcp.save(lay_out_for_megatron(state, model, is_gated=False), checkpoint_id=path)
         return
     save_checkpoint(model, optimizer, path, extra={"sample": 3, "kind": kind})

@@ -133,18 +133,18 @@ def moments_of(model: nn.Module, optimizer: Any) -> State:
 
 
 def save_as_megatron(model: Any, optimizer: Any, path: str, is_gated: bool) -> None:
-    state = {"model": model.state_dict(), "optimizer": describe_by_name(model, optimizer, is_loading=False)}
+    state = {"model": model.state_dict(), "optimizer": describe_by_name([model], optimizer, is_loading=False)}
     dcp.save(lay_out_for_megatron(state, model, is_gated=is_gated), checkpoint_id=path)
 
 
 def load_as_megatron(model: Any, optimizer: Any, path: str, is_gated: bool, strict: bool = True) -> None:
     """Load as megatron/training/checkpointing.py does: what is not in the checkpoint is passed over."""
-    state = {"model": model.state_dict(), "optimizer": describe_by_name(model, optimizer, is_loading=True)}
+    state = {"model": model.state_dict(), "optimizer": describe_by_name([model], optimizer, is_loading=True)}
     laid_out = lay_out_for_megatron(state, model, is_gated=is_gated)
     dcp.load(laid_out, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
     check_was_read(model, strict=strict)
     model.load_state_dict(state["model"])
-    load_by_name(model, optimizer, state["optimizer"])
+    load_by_name([model], optimizer, state["optimizer"])
     model.install_optimized_model_weights()
 
 
@@ -215,8 +215,8 @@ def test_weights_that_megatrons_loader_passes_over_are_an_error_with_their_names
 
 def load_other_names(path: str) -> str:
     model, optimizer = build(0)
-    state = describe_by_name(model, optimizer, is_loading=True)
-    return message_of(CheckpointError, lambda: load_by_name(model, optimizer, state))
+    state = describe_by_name([model], optimizer, is_loading=True)
+    return message_of(CheckpointError, lambda: load_by_name([model], optimizer, state))
 
 
 def test_optimizer_state_that_nothing_was_read_into_is_an_error(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -50,11 +51,14 @@ def cuda_double() -> Iterator[None]:
         torch.empty(0)
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     with ExitStack() as stack:
-        for patch in (*_patches_of_torch(), *_patches_of_random_numbers(random)):
+        for patch in (*_patches_of_torch(), *_patches_of_gloo(), *_patches_of_random_numbers(random)):
             stack.enter_context(patch)
         # The router asks whether this is None, and defines it only next to TransformerEngine.
         router = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         stack.enter_context(mock.patch.object(router, "te_general_gemm", None, create=True))
+        # It hands sizes to all_to_all as numpy's, which it gets from tensors on a GPU alone.
+        dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+        stack.enter_context(mock.patch.object(dispatcher, "maybe_move_tensor_to_cpu", _as_numpy, create=True))
         yield
 
 
@@ -78,6 +82,35 @@ def _patches_of_torch() -> Iterator[AbstractContextManager[Any]]:
         yield mock.patch.object(torch.cuda, name, replacement)
 
 
+def _patches_of_gloo() -> Iterator[AbstractContextManager[Any]]:
+    """Let tensors of unequal sizes be gathered and scattered, which NCCL does and gloo does not."""
+    yield mock.patch.object(dist, "all_gather", _any_all_gather(dist.all_gather))
+    yield mock.patch.object(dist, "reduce_scatter", _any_reduce_scatter)
+
+
+def _any_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **options: Any) -> Any:
+        sizes = [output.shape[0] if output.ndim else 1 for output in outputs]
+        if len(set(sizes)) == 1:
+            return original(outputs, tensor, group=group, **options)
+        padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+        padded[: tensor.shape[0]] = tensor
+        found = [torch.empty_like(padded) for _ in outputs]
+        original(found, padded, group=group)
+        for output, size, part in zip(outputs, sizes, found, strict=True):
+            output.copy_(part[:size])
+        return None
+
+    return all_gather
+
+
+def _any_reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None, **_: Any) -> None:
+    total = torch.cat(inputs)
+    dist.all_reduce(total, group=group)
+    output.copy_(total.split([part.shape[0] for part in inputs])[dist.get_rank(group)])
+
+
 def _patches_of_random_numbers(random: Any) -> Iterator[AbstractContextManager[Any]]:
     for owner in (torch.cuda, torch.cuda.random):
         yield mock.patch.object(owner, "get_rng_state", _get_state)
@@ -85,6 +118,10 @@ def _patches_of_random_numbers(random: Any) -> Iterator[AbstractContextManager[A
         yield mock.patch.object(owner, "manual_seed", torch.manual_seed)
     yield mock.patch.object(random, "_get_cuda_rng_state", _get_state)
     yield mock.patch.object(random, "_set_cuda_rng_state", _set_state)
+
+
+def _as_numpy(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _get_state(*_: Any, **__: Any) -> torch.Tensor:

@@ -43,7 +43,9 @@ def add_own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def model_provider(*, pre_process: bool = True, post_process: bool = True, **_: Any) -> GPTModel:
+def model_provider(
+    *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, **_: Any
+) -> GPTModel:
     """Return the model that the flags describe."""
     args = get_args()
     config = core_transformer_config_from_args(args)
@@ -57,6 +59,7 @@ def model_provider(*, pre_process: bool = True, post_process: bool = True, **_: 
         pre_process=pre_process,
         post_process=post_process,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        vp_stage=vp_stage,
     )
 
 
@@ -76,17 +79,21 @@ def run() -> dict[str, Any]:
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if isinstance(model[0], megatron_FSDP) and args.overlap_grad_reduce:
-        config.no_sync_func = model[0].no_sync
-        config.param_sync_func = model[0].start_param_sync
-    data, first = RerunDataIterator(endless(args.iteration)), args.iteration
+        is_one = len(model) == 1
+        config.no_sync_func = model[0].no_sync if is_one else [chunk.no_sync for chunk in model]
+        config.param_sync_func = model[0].start_param_sync if is_one else [chunk.start_param_sync for chunk in model]
+    iterators = [RerunDataIterator(endless(args.iteration)) for _ in model]
+    data, first = iterators if len(model) > 1 else iterators[0], args.iteration
     figures = []
     for iteration in range(first, first + args.steps):
         losses, _, _, _, _, norm, zeros, *_ = train_step(
             forward_step, data, model, optimizer, scheduler, config, get_forward_backward_func(), iteration=iteration
         )
-        loss = losses["loss"].detach().clone().float()
-        dist.all_reduce(loss)
-        figures.append((loss.item() / dist.get_world_size(), norm, zeros))
+        # Other pipeline stages have none.
+        found = [losses["loss"].item(), 1.0] if losses else [0.0, 0.0]
+        total = torch.tensor(found, dtype=torch.float64)
+        dist.all_reduce(total)
+        figures.append(((total[0] / total[1]).item(), norm, zeros))
     if args.save:
         save_checkpoint(first + args.steps, model, optimizer, scheduler, 0)
     return {

@@ -33,6 +33,7 @@ with warnings.catch_warnings():
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection as ProcessGroupCollection
     from megatron.core.tensor_parallel import layers as layers
+    from megatron.core.transformer import torch_norm as torch_norm
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -82,6 +83,8 @@ def megatron_processes(**options: Any) -> Iterator[None]:
     with cuda_double(), warnings.catch_warnings():
         # It warns of its own defaults, and of packages that are missing.
         warnings.filterwarnings("ignore", module=r"megatron\.")
+        # It calls functions by names that PyTorch has newer ones for.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **options)
         try:
             yield
@@ -155,7 +158,7 @@ def train(model: Any, optimizer: Any, steps: Sequence[int]) -> list[tuple[float,
 
 def batches(step: int) -> Iterator[torch.Tensor]:
     """Yield this rank's microbatches of a step: numbers in order, each sequence from another one on."""
-    generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+    generator = torch.Generator().manual_seed(1000 * parallel_state.get_data_parallel_rank() + step)
     for _ in range(NUM_MICROBATCHES):
         first = torch.randint(0, VOCABULARY, (2, 1), generator=generator)
         yield (first + torch.arange(LENGTH)) % VOCABULARY
@@ -168,7 +171,7 @@ def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor
     mask = torch.ones(1, 1, LENGTH, LENGTH).tril() < 0.5
     output = model(tokens, positions, mask, labels=(tokens + 1) % VOCABULARY)
     # Ranks count different numbers of tokens, which matters where losses are normalised by them.
-    counted = (tokens > 5 * dist.get_rank()).float()
+    counted = (tokens > 5 * parallel_state.get_data_parallel_rank()).float()
 
     def loss_function(output: torch.Tensor) -> tuple[Any, ...]:
         total, number = (output.float() * counted).sum(), counted.sum()

@@ -29,18 +29,18 @@ OURS = ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--overlap-grad-
 EXPERTS = ["--bf16", "--num-experts", "4", "--moe-router-topk", "2"]
 
 
-def run(folder: Path, steps: int, flags: list[str], *, is_ours: bool) -> dict[str, Any]:
-    """Run the script on two ranks, through the launcher or plain, and return what it found."""
+def run(folder: Path, steps: int, flags: list[str], *, is_ours: bool, ranks: int = 2) -> dict[str, Any]:
+    """Run the script on some ranks, through the launcher or plain, and return what it found."""
     result = folder / "result.json"
     checkout = os.environ["MEGATRON_LM_PATH"]
     program = ["-m", "megatron_fsdp.megatron", str(SCRIPT), *OURS] if is_ours else [str(SCRIPT), "--ckpt-format=torch"]
     paths = [str(ROOT), str(ROOT / "kernels"), *([] if is_ours else [checkout]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program,
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program,
          "--result", str(result), "--steps", str(steps), *SHAPE, *flags],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": ":".join(paths), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1",
-             "TORCHDYNAMO_DISABLE": "1"},
+             "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8" if is_ours else "1"},
         capture_output=True,
         text=True,
         timeout=500,
@@ -68,5 +68,34 @@ def test_losses_norms_and_weights_are_those_of_its_ddp_and_a_resumed_run_goes_on
     first = run(tmp_path, 2, [*flags, "--save", "saved", "--load", "saved"], is_ours=True)
     second = run(tmp_path, 2, [*flags, "--load", "saved"], is_ours=True)
     assert (first["first"], second["first"]) == (0, 2)
+    assert [*first["figures"], *second["figures"]] == found["figures"]
+    assert second["weights"] == found["weights"]
+
+
+EXPERTS_FP32 = ["--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall"]
+# Experts with tensor parallelism need sequence parallelism, whose norms are Apex's or TransformerEngine's.
+# Of one data rank, whose steps have as many microbatches as the script's data has for each.
+ONE = ["--global-batch-size", "4"]
+MESHES = {
+    "tp2": (2, ["--tensor-model-parallel-size", "2", *ONE]),
+    "pp2": (2, ["--pipeline-model-parallel-size", "2", *ONE]),
+    "ep2": (2, ["--expert-model-parallel-size", "2", *EXPERTS_FP32]),
+    "fp16": (2, ["--fp16", "--initial-loss-scale", "1024"]),
+    "tp2 pp2": (4, ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", *ONE]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_mesh_by_flags_is_that_of_its_ddp_and_resumes(mesh: str, tmp_path: Path) -> None:
+    ranks, flags = MESHES[mesh]
+    digits = 1e-2 if "--fp16" in flags else 1e-5
+    wanted = run(tmp_path, 4, flags, is_ours=False, ranks=ranks)
+    found = run(tmp_path, 4, flags, is_ours=True, ranks=ranks)
+    for (loss, norm, _), (wanted_loss, wanted_norm, _) in zip(found["figures"], wanted["figures"], strict=True):
+        assert loss == pytest.approx(wanted_loss, rel=digits)
+        assert norm == pytest.approx(wanted_norm, rel=digits)
+    assert found["weights"] == pytest.approx(wanted["weights"], rel=digits)
+    first = run(tmp_path, 2, [*flags, "--save", "saved"], is_ours=True, ranks=ranks)
+    second = run(tmp_path, 2, [*flags, "--load", "saved"], is_ours=True, ranks=ranks)
     assert [*first["figures"], *second["figures"]] == found["figures"]
     assert second["weights"] == found["weights"]

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.megatron.checkpoint import lay_out_for_megatron
 from megatron_fsdp.integrations.megatron.data_parallel import (
     DataParallelMethods,
-    hybrid_mesh,
     refuse_arguments,
     refuse_configs,
     shard_for_megatron,
 )
+from megatron_fsdp.integrations.megatron.groups import ModelGroups, size_of
+from megatron_fsdp.integrations.megatron.norms import weight_norm
 from megatron_fsdp.integrations.megatron.optimizer import OptimizerMethods, adopt_optimizer, refuse_optimizer
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES
 
@@ -73,10 +73,10 @@ def _data_parallel_class(megatrons: Any = None) -> type[Any]:
         refuse_configs(config, ddp_config)
         refuse_arguments(others)
         # Before the module is registered here: sharding it changes its class in place.
-        mesh = _data_parallel_mesh(ddp_config, _device_type(module, device), pg_collection)
+        groups = _groups(ddp_config, pg_collection)
         units = _own_units(module) if fsdp_unit_modules is None else fsdp_unit_modules
         with _megatrons_initialisers(module):
-            sharded = shard_for_megatron(module, config, ddp_config, mesh, units)
+            sharded = shard_for_megatron(module, config, ddp_config, groups, _device_type(module, device), units)
         # Past the constructor of Megatron's adapter, which starts its engine.
         _BaseDataParallel.__init__(self, config=config, module=sharded)
         # get_megatron_optimizer gives parameters and experts to one optimizer under this switch.
@@ -95,26 +95,38 @@ def _device_type(module: nn.Module, device: torch.device | None) -> str:
     return found or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _data_parallel_mesh(ddp_config: Any, device_type: str, pg_collection: Any) -> DeviceMesh:
-    """Return the mesh over Megatron's data-parallel ranks, context-parallel ones among them.
+# Fields of ModelGroups, and those of Megatron's ProcessGroupCollection.
+_FIELDS = {
+    "data": "dp_cp",
+    "expert_data": "expt_dp",
+    "tensor": "tp",
+    "expert_tensor": "expt_tp",
+    "expert": "ep",
+    "pipeline": "pp",
+    "model": "mp",
+    "embedding": "embd",
+}
+_HYBRID_FIELDS = {"data_inner": "intra_dp_cp", "expert_data_inner": "intra_expt_dp", "outer": "inter_dist_opt"}
 
-    It has one axis, or (outer, inner) where ``num_distributed_optimizer_instances`` asks for hybrid sharding.
-    """
-    from megatron.core import parallel_state
 
-    def group_of(field: str, otherwise: Callable[[], Any]) -> Any:
-        found = getattr(pg_collection, field, None)
-        return otherwise() if found is None else found
+def _groups(ddp_config: Any, pg_collection: Any) -> ModelGroups:
+    """Return Megatron's groups: those of ``pg_collection``, and of ``parallel_state`` where it leaves a field unset."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
-    whole = group_of("dp_cp", lambda: parallel_state.get_data_parallel_group(with_context_parallel=True))
-    if ddp_config.num_distributed_optimizer_instances == 1:
-        return DeviceMesh.from_group(whole, device_type)
-    inner = group_of(
-        "intra_dp_cp",
-        lambda: parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True),
-    )
-    outer = group_of("inter_dist_opt", parallel_state.get_inter_distributed_optimizer_instance_group)
-    return hybrid_mesh(whole, outer, inner, device_type)
+    for field in ("gtp_remat", "expt_gtp_remat"):
+        if size_of(getattr(pg_collection, field, None)) > 1:
+            raise ConfigError(f"pg_collection.{field} has more than one rank: leave it out, weights are sharded anyway")
+    is_hybrid = ddp_config.num_distributed_optimizer_instances > 1
+    fields = _FIELDS | (_HYBRID_FIELDS if is_hybrid else {})
+    found: dict[str, Any] = {ours: getattr(pg_collection, theirs, None) for ours, theirs in fields.items()}
+    for ours, theirs in fields.items():
+        if found[ours] is None:
+            # Where parallel_state was not set up, the groups of a collection are all there is.
+            with contextlib.suppress(AssertionError):
+                found[ours] = getattr(ProcessGroupCollection.use_mpu_process_groups([theirs]), theirs, None)
+    if found["data"] is None:
+        raise ConfigError("found no data-parallel group: set pg_collection.dp_cp, or initialize_model_parallel() first")
+    return ModelGroups(**found)
 
 
 def _own_units(module: nn.Module) -> list[type[nn.Module]]:
@@ -163,24 +175,31 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *positional
 
     Args:
         config: ``megatron.core.optimizer.OptimizerConfig``: adam, sgd or muon.
-        model_chunks: a list of one ``ShardedDataParallel``.
+        model_chunks: a list of ``ShardedDataParallel``: one, or the chunks of an interleaved pipeline's stage.
         positional, options: the other arguments of ``megatron.core.optimizer.get_megatron_optimizer``.
     Returns:
         A ``megatron.core.optimizer.FP32Optimizer``.
     Raises:
         ConfigError: another kind of optimizer, or of model.
     """
-    if len(model_chunks) != 1 or not isinstance(model_chunks[0], DataParallelMethods):
+    if not model_chunks or not all(isinstance(chunk, DataParallelMethods) for chunk in model_chunks):
         raise ConfigError(
-            f"get_megatron_optimizer takes a list of one ShardedDataParallel, found "
+            f"get_megatron_optimizer takes a list of ShardedDataParallel, found "
             f"{[type(chunk).__name__ for chunk in model_chunks]}; use megatron.core's own function for other models"
         )
     refuse_optimizer(config)
+    chunks = [chunk.module for chunk in model_chunks]
+    groups = chunks[0].model_groups
+    if config.optimizer in MUON_NAMES and (size_of(groups.tensor) > 1 or len(chunks) > 1):
+        raise ConfigError(
+            f"optimizer={config.optimizer!r} with {size_of(groups.tensor)} tensor-parallel ranks and {len(chunks)} "
+            "chunks of a stage: it needs whole matrices, of one chunk; give 1 of each, or take 'adam'"
+        )
     from megatron.core import optimizer as megatron_optimizers
 
     # Its own Muon takes whole weights; the groups that it makes for Adam are what is needed of it.
     kind = "adam" if config.optimizer in MUON_NAMES else config.optimizer
-    plain = dataclasses.replace(config, optimizer=kind, bf16=False, use_distributed_optimizer=False)
+    plain = dataclasses.replace(config, optimizer=kind, bf16=False, fp16=False, use_distributed_optimizer=False)
     original = getattr(
         megatron_optimizers.get_megatron_optimizer, _ORIGINAL, megatron_optimizers.get_megatron_optimizer
     )
@@ -188,7 +207,25 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *positional
     cls: Any = type(made)
     sharded: Any = object.__new__(_optimizer_class(cls))
     vars(sharded).update(vars(made))
-    return adopt_optimizer(sharded, model_chunks[0].module, config)
+    return adopt_optimizer(sharded, chunks, groups, config, scaler=_grad_scaler(config))
+
+
+def _grad_scaler(config: Any) -> Any:
+    """Return Megatron's grad scaler for FP16, constant or dynamic; None for other dtypes."""
+    if not config.fp16:
+        return None
+    from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+
+    if config.loss_scale:
+        return ConstantGradScaler(config.loss_scale)
+    return DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
 
 
 @functools.cache
@@ -202,8 +239,9 @@ def _optimizer_class(cls: Any) -> Any:
 def install() -> list[str]:
     """Make Megatron build and train with this engine wherever it would use Megatron-FSDP, of version 1 or 2.
 
-    Megatron's adapter classes give way to subclasses of them, its ``get_megatron_optimizer`` and its preparation of
-    ``fsdp_dtensor`` checkpoints to functions that hand models of other wrappers on to Megatron's own. All of it is
+    Megatron's adapter classes give way to subclasses of them, its ``get_megatron_optimizer``, its preparation of
+    ``fsdp_dtensor`` checkpoints and its norm of weights to functions that hand models of other wrappers on to
+    Megatron's own. All of it is
     assignment to names of loaded modules: no file is touched, and ``uninstall`` undoes it. A second call does nothing.
 
     Call it after ``megatron`` can be imported and before a model is built; names that a script has imported from
@@ -255,6 +293,10 @@ def _replacements() -> Iterator[tuple[Any, Any]]:
         prepare = getattr(checkpointing, "preprocess_fsdp_dtensor_state_dict", None)
         if prepare is not None:
             yield prepare, _preparing_function(prepare)
+    with contextlib.suppress(ImportError):
+        measure = getattr(importlib.import_module("megatron.training.utils"), "calc_params_l2_norm", None)
+        if measure is not None:
+            yield measure, _measuring_function(measure)
 
 
 def _adapter_classes() -> list[type[Any]]:
@@ -305,6 +347,19 @@ def _preparing_function(original: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(prepare, _ORIGINAL, original)
     return prepare
+
+
+def _measuring_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def measure(model: Any, *positional: Any, **options: Any) -> Any:
+        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+        if not all(isinstance(chunk, DataParallelMethods) for chunk in chunks):
+            return original(model, *positional, **options)
+        own = [chunk.module for chunk in chunks]
+        return weight_norm(own, own[0].model_groups).item()
+
+    setattr(measure, _ORIGINAL, original)
+    return measure
 
 
 def assign_everywhere(found: Any, wanted: Any) -> list[str]:

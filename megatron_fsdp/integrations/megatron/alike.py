@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,23 +12,34 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer.collectives import all_reduce, broadcast
 from dbuffer.mesh import mesh_axes
+from megatron_fsdp.integrations.megatron.groups import is_expert
 from megatron_fsdp.policy.mesh import buffer_device
 
 __all__ = ["make_alike"]
 
 
 @torch.no_grad()
-def make_alike(model: nn.Module, mesh: DeviceMesh) -> list[str]:
+def make_alike(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None) -> list[str]:
     """Give every rank of a mesh the first rank's parameters, in place, where they differ; return the names of these.
+
+    Experts have a mesh of their own (None: the same): other ranks hold other experts.
 
     A rank's shard comes from its own copy of the model, so what ``--data-parallel-random-init`` draws would be mixed;
     Megatron's DDP broadcasts the first rank's. Where all are alike it takes one sum per parameter and one reduction.
     Parameters on the meta device get their values later, alike on all ranks.
     """
-    device, axes = buffer_device(mesh), mesh_axes(mesh)
     found = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.is_meta]
+    if expert_mesh is None:
+        return _make_alike(found, mesh)
+    experts = [(name, parameter) for name, parameter in found if is_expert(parameter)]
+    dense = [(name, parameter) for name, parameter in found if not is_expert(parameter)]
+    return _make_alike(dense, mesh) + _make_alike(experts, expert_mesh)
+
+
+def _make_alike(found: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> list[str]:
     if not found:
         return []
+    device, axes = buffer_device(mesh), mesh_axes(mesh)
     # Bits, not numbers: NaN compares with itself. The complement of x is largest where x is smallest.
     bits = torch.stack([_sum(parameter).to(device) for _, parameter in found]).view(torch.int64)
     extremes = torch.stack([bits, ~bits])

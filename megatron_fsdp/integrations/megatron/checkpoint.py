@@ -8,9 +8,9 @@ each rank, as Megatron leaves out parameters of which a rank holds nothing. Gate
 from __future__ import annotations
 
 import logging
-import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +18,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megatron_fsdp.checkpoint.foreign import HALVES, common_wrappers
-from megatron_fsdp.checkpoint.parts import RowPart
+from megatron_fsdp.checkpoint.parts import Part, RowPart
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.integrations.megatron.names import GATED, WholeNames
 
 __all__ = [
     "check_was_read",
     "describe_by_name",
+    "innermost",
     "lay_out_for_megatron",
     "load_by_name",
     "with_wrapper",
@@ -33,12 +35,13 @@ __all__ = [
 _log = logging.getLogger(__name__)
 _WRAPPER = "module."
 _EXTRA_STATE = "_extra_state"
-_GATED = re.compile(r"\.mlp\.((experts|shared_experts|experts\.local_experts\.\d+)\.)?linear_fc1\.(weight|bias)\d*$")
 # What is to be read into a hyperparameter that the checkpoint may lack.
 _UNKNOWN_STEP = -1
 # By innermost module: what the last state dict that was laid out for Megatron hands to torch.distributed.checkpoint.
-_LAID_OUT: weakref.WeakKeyDictionary[nn.Module, dict[str, RowPart]] = weakref.WeakKeyDictionary()
+_LAID_OUT: weakref.WeakKeyDictionary[nn.Module, dict[str, Part]] = weakref.WeakKeyDictionary()
 _MAX_LISTED = 20
+# Steps are loaded into each parameter's state, and who is an expert depends on the mesh.
+_NOT_LOADED = ("step", "is_expert_parallel")
 
 
 # ---------------------------------------------------------------------- the model
@@ -67,13 +70,17 @@ def lay_out_for_megatron(state: Mapping[str, Any], model: nn.Module, *, is_gated
 
     Args:
         state: with ``model``, and maybe ``optimizer`` as ``describe_by_name`` returned it. is_gated: SwiGLU.
+        model: without Megatron's wrapper, or within it.
     """
     weights = state["model"]
-    weights = weights if common_wrappers(weights) else with_wrapper(weights)
+    if not common_wrappers(weights):
+        # Megatron takes its wrappers off before it asks for the state, so names are still those of this rank's part.
+        whole: WholeNames | None = getattr(innermost(model), "whole_names", None)
+        weights = with_wrapper(weights if whole is None else whole.outgoing(weights))
     laid_out: dict[str, Any] = {}
     for name, value in weights.items():
         laid_out |= _parts(name, value, is_gated=is_gated) if isinstance(value, torch.Tensor) else {name: value}
-    _LAID_OUT[_innermost(model)] = {name: part for name, part in laid_out.items() if isinstance(part, RowPart)}
+    _LAID_OUT[innermost(model)] = {name: part for name, part in laid_out.items() if isinstance(part, Part)}
     found = {**state, "model": laid_out}
     if is_gated and "state" in state.get("optimizer", {}):
         split: dict[str, dict[str, Any]] = {}
@@ -94,7 +101,7 @@ def check_was_read(model: nn.Module, *, strict: bool) -> None:
     Raises:
         CheckpointError: it did not, and ``strict``.
     """
-    parts = _LAID_OUT.pop(_innermost(model), {})
+    parts = _LAID_OUT.pop(innermost(model), {})
     missing = [name for name, part in parts.items() if not part.was_found]
     if not missing or any(part.was_saved for part in parts.values()):
         return
@@ -117,10 +124,11 @@ def _parts(name: str, tensor: torch.Tensor, *, is_gated: bool) -> dict[str, torc
 
 
 def _names(name: str, *, is_gated: bool) -> tuple[str, ...]:
-    return tuple(name + half for half in HALVES) if is_gated and _GATED.search(name) else (name,)
+    return tuple(name + half for half in HALVES) if is_gated and GATED.search(name) else (name,)
 
 
-def _innermost(model: nn.Module) -> nn.Module:
+def innermost(model: nn.Module) -> nn.Module:
+    """Return the model in its wrappers."""
     while isinstance(inner := getattr(model, "module", None), nn.Module):
         model = inner
     return model
@@ -129,14 +137,18 @@ def _innermost(model: nn.Module) -> nn.Module:
 # ---------------------------------------------------------------------- the optimizer
 
 
-def describe_by_name(model: nn.Module, optimizer: Optimizer, *, is_loading: bool) -> dict[str, Any]:
+def describe_by_name(chunks: Sequence[nn.Module], optimizer: Optimizer, *, is_loading: bool) -> dict[str, Any]:
     """Return state and hyperparameters of an optimizer under the parameters' names, on live tensors.
 
     Args:
-        model: what Megatron's wrapper holds. is_loading: ask for what other software may have saved, too.
+        chunks: what Megatron's wrappers hold. is_loading: ask for what other software may have saved, too.
     """
-    document, names = optimizer.state_dict(), _names_by_index(model, optimizer)
-    state = {names[index]: dict(values) for index, values in document["state"].items()}
+    document, owners = optimizer.state_dict(), _owners(chunks, optimizer)
+    names = {index: owner.name for index, owner in owners.items()}
+    state = {
+        names[index]: {key: owners[index].part(value) for key, value in values.items()}
+        for index, values in document["state"].items()
+    }
     meta: dict[str, dict[str, Any]] = {}
     for group in document["param_groups"]:
         values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -150,13 +162,13 @@ def describe_by_name(model: nn.Module, optimizer: Optimizer, *, is_loading: bool
     return {"state": state, "param_to_group_meta": meta}
 
 
-def load_by_name(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+def load_by_name(chunks: Sequence[nn.Module], optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Load what ``describe_by_name`` returned after a checkpoint was read into it, or was loaded elsewhere.
 
     Raises:
         CheckpointError: parameters are missing, or parameters of one group have different hyperparameters.
     """
-    names = _names_by_index(model, optimizer)
+    names = {index: owner.name for index, owner in _owners(chunks, optimizer).items()}
     saved_state = _by_names_here(state_dict["state"], names.values())
     saved_meta = _by_names_here(_meta_of(state_dict), names.values())
     groups: list[dict[str, Any]] = []
@@ -180,7 +192,7 @@ def _hyperparameters(names: list[str], saved: Mapping[str, Any]) -> dict[str, An
     for name in names:
         if name not in saved:
             raise CheckpointError(f"the checkpoint has no hyperparameters of {name}")
-        found.append({key: value for key, value in saved[name].items() if key != "step"})
+        found.append({key: value for key, value in saved[name].items() if key not in _NOT_LOADED})
         differing = [key for key in found[0] if repr(found[0][key]) != repr(found[-1].get(key))]
         if differing:
             raise CheckpointError(
@@ -193,7 +205,7 @@ def _hyperparameters(names: list[str], saved: Mapping[str, Any]) -> dict[str, An
 def _with_step(values: Mapping[str, Any], step: Any) -> dict[str, Any]:
     if isinstance(values.get("step"), torch.Tensor) and step != _UNKNOWN_STEP:
         values["step"].fill_(step)
-    return dict(values)
+    return {key: value.source if isinstance(value, Part) else value for key, value in values.items()}
 
 
 def _check_state(optimizer: Optimizer, names: Mapping[int, str], loaded: Mapping[int, Any]) -> None:
@@ -237,9 +249,26 @@ def _bare(name: str) -> str:
     return name
 
 
-def _names_by_index(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """A parameter of an optimizer: its name in a checkpoint, and how its values become parts of whole ones."""
+
+    name: str
+    own_name: str
+    names: WholeNames | None
+
+    def part(self, value: Any) -> Any:
+        return value if self.names is None else self.names.part(self.own_name, value)
+
+
+def _owners(chunks: Sequence[nn.Module], optimizer: Optimizer) -> dict[int, _Owner]:
     # Two wrappers in Megatron-FSDP: its adapter in Megatron, and the engine's. Here there is one.
-    by_parameter = {id(parameter): f"{_WRAPPER}{_WRAPPER}{name}" for name, parameter in model.named_parameters()}
+    by_parameter: dict[int, _Owner] = {}
+    for chunk in chunks:
+        names: WholeNames | None = getattr(chunk, "whole_names", None)
+        for name, parameter in chunk.named_parameters():
+            whole = name if names is None else names.whole_name(name)
+            by_parameter[id(parameter)] = _Owner(f"{_WRAPPER}{_WRAPPER}{whole}", name, names)
     # As Optimizer.state_dict counts them; calling it would show state anew.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {index: by_parameter[id(parameter)] for index, parameter in enumerate(parameters)}

@@ -8,22 +8,28 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
+from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from megatron_fsdp.config.apply import prefetch_elements
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.megatron.alike import make_alike
-from megatron_fsdp.integrations.megatron.checkpoint import check_was_read, with_wrapper, without_wrappers
+from megatron_fsdp.integrations.megatron.checkpoint import (
+    check_was_read,
+    innermost,
+    with_wrapper,
+    without_wrappers,
+)
 from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
+from megatron_fsdp.integrations.megatron.groups import ModelGroups, reduce_over, size_of
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
+from megatron_fsdp.integrations.megatron.names import WholeNames
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 
 __all__ = [
     "DataParallelMethods",
-    "hybrid_mesh",
+    "combinations_of",
+    "forget_main_grads",
     "refusals_of",
     "refuse_arguments",
     "refuse_configs",
@@ -34,12 +40,17 @@ __all__ = [
 
 # Field, what it may be, and what to do where it is something else.
 _MODEL_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("tensor_model_parallel_size", lambda size: size == 1, "this wrapper is data-parallel only: give 1"),
-    ("pipeline_model_parallel_size", lambda size: size == 1, "this wrapper is data-parallel only: give 1"),
-    ("expert_model_parallel_size", lambda size: size == 1, "experts are sharded like other weights: give 1"),
-    ("fp16", lambda is_on: not is_on, "there is no loss scaler: use bf16"),
+    *(
+        (field, lambda size: size in (None, 1), "weights are sharded over data-parallel ranks in any case: give 1")
+        for field in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+    ),
     ("fp8", lambda recipe: not recipe, "weights are stored in the dtypes of PyTorch: leave it off"),
     ("fp4", lambda recipe: not recipe, "weights are stored in the dtypes of PyTorch: leave it off"),
+    (
+        "overlap_moe_expert_parallel_comm",
+        lambda is_on: not is_on,
+        "it calls Megatron's own engine between layers: leave it off",
+    ),
     ("cuda_graph_impl", lambda kind: kind == "none", "graphs do not record the gathers: give 'none'"),
     ("enable_cuda_graph", lambda is_on: not is_on, "graphs do not record the gathers: leave it off"),
 )
@@ -64,7 +75,7 @@ def refuse_configs(config: Any, ddp_config: Any) -> None:
     Raises:
         ConfigError: for all settings that this engine does not do under Megatron, with the cure for each.
     """
-    found = refusals_of(config, ddp_config)
+    found = [*refusals_of(config, ddp_config), *combinations_of(config)]
     if config.calculate_per_token_loss and ddp_config.average_in_collective:
         found.append(
             "calculate_per_token_loss=True and average_in_collective=True: gradients are either summed and divided by "
@@ -83,27 +94,6 @@ def refuse_arguments(others: Mapping[str, Any]) -> None:
     found = [f"{name}={value!r}" for name, value in others.items() if value not in (None, False)]
     if found:
         raise ConfigError(f"{', '.join(found)}: this wrapper does not know what they ask for; leave them out")
-
-
-def hybrid_mesh(whole: ProcessGroup, outer: ProcessGroup, inner: ProcessGroup, device_type: str) -> DeviceMesh:
-    """Return the mesh (outer, inner) of Megatron's groups for hybrid sharding.
-
-    Args:
-        whole: all data-parallel ranks of this rank, in order: instance by instance.
-        outer: those at the same place of each optimizer instance. inner: those of this rank's instance.
-    Raises:
-        ConfigError: the groups do not make a grid.
-    """
-    ranks = torch.tensor(dist.get_process_group_ranks(whole)).view(dist.get_world_size(outer), -1)
-    row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
-    wanted = ranks[:, column].tolist(), ranks[row].tolist()
-    found = dist.get_process_group_ranks(outer), dist.get_process_group_ranks(inner)
-    if found != wanted:
-        raise ConfigError(
-            f"hybrid sharding over ranks {ranks.tolist()} needs the groups {wanted[0]} of instances and {wanted[1]} "
-            f"inside of one, found {found[0]} and {found[1]}; leave Megatron's order of groups as it is"
-        )
-    return DeviceMesh.from_group([outer, inner], device_type, mesh=ranks, mesh_dim_names=("dp_outer", "dp_shard"))
 
 
 def spell_field(field: str, value: object) -> str:
@@ -127,11 +117,23 @@ def refusals_of(config: Any, ddp_config: Any, spell: Callable[[str, object], str
     ]
 
 
+def combinations_of(config: Any, spell: Callable[[str, object], str] = spell_field) -> list[str]:
+    """Return a line with the cure for settings, or arguments, that cannot be followed together."""
+    stages, predicted = (getattr(config, name, None) for name in ("pipeline_model_parallel_size", "mtp_num_layers"))
+    if (stages or 1) > 1 and predicted:
+        return [
+            f"{spell('mtp_num_layers', predicted)} and {spell('pipeline_model_parallel_size', stages)}: which stage "
+            "has which copy of the embedding is not known here; give one stage, or none of these layers"
+        ]
+    return []
+
+
 def shard_for_megatron(
     module: nn.Module,
     config: Any,
     ddp_config: Any,
-    mesh: DeviceMesh,
+    groups: ModelGroups,
+    device_type: str,
     units: Sequence[type[nn.Module] | str],
 ) -> MegatronFSDP:
     """Shard a model in place as Megatron's configs ask for.
@@ -142,32 +144,80 @@ def shard_for_megatron(
 
     Args:
         config, ddp_config: see ``refuse_configs``.
-        mesh: one axis over the data-parallel ranks, or (outer, inner).
-        units: classes of modules that become units.
+        groups: over which dense weights and experts are sharded. device_type: "cpu" or "cuda".
+        units: classes of modules that become units, besides modules of experts.
     """
     _unfuse(module)
-    make_alike(module, mesh)
+    _separate(_tied(module, groups))
+    mesh, expert_mesh = groups.dense_mesh(device_type), groups.expert_mesh(device_type)
+    make_alike(module, mesh, expert_mesh)
     model = fully_shard_model(
         module,
         list(units) or None,
         ddp_config.data_parallel_sharding_strategy,
         ddp_config.outer_dp_sharding_strategy,
         device_mesh=mesh,
+        expt_device_mesh=expert_mesh,
         init_model_with_meta_device=getattr(config, "init_model_with_meta_device", False),
         mixed_precision_policy=_policy(ddp_config),
         # finalize_model_grads says when gradients are final, with or without no_sync around the microbatches before.
         sync_model_each_microbatch=False,
-        report_nan_in_param_grad=ddp_config.check_for_nan_in_grad,
+        # The grad scaler expects what overflows, and leaves the step out.
+        report_nan_in_param_grad=ddp_config.check_for_nan_in_grad and not getattr(config, "fp16", False),
         calculate_per_token_loss=config.calculate_per_token_loss,
         fsdp_double_buffer=getattr(ddp_config, "fsdp_double_buffer", False),
         maxpool_double_buffer=getattr(ddp_config, "megatron_fsdp_max_pool_double_buffer", False),
         nccl_ub=getattr(ddp_config, "nccl_ub", False),
         disable_symmetric_registration=getattr(ddp_config, "disable_symmetric_registration", False),
     )
+    model.model_groups = groups
+    for part in (model, innermost(model)):
+        # Megatron asks either for its state.
+        is_gated = bool(getattr(config, "gated_linear_unit", False))
+        part.whole_names = WholeNames(part, groups, is_gated=is_gated)  # type: ignore[assignment]
+    if not groups.is_data_parallel_only:
+        model.checkpoint_refusal = (
+            "save_checkpoint and load_checkpoint know no ranks with other layers, experts or parts of weights: save "
+            "sharded_state_dict() of Megatron's wrapper with torch.distributed.checkpoint, or through Megatron"
+        )
+    for parameter in _tied(model, groups):
+        _check_cut(parameter, groups)
     num_elements = getattr(ddp_config, "suggested_communication_unit_size", None)
     if num_elements is not None:
         prefetch_elements(model, num_elements)
     return model
+
+
+def _tied(module: nn.Module, groups: ModelGroups) -> list[nn.Parameter]:
+    """Return the embedding that another pipeline stage has, too."""
+    if size_of(groups.embedding) == 1:
+        return []
+    return [parameter for parameter in module.parameters() if getattr(parameter, "shared_embedding", False)]
+
+
+def _separate(parameters: Sequence[nn.Parameter]) -> None:
+    """Make each a group of its own: then nothing but its own shape decides where it is cut, on both stages."""
+    for parameter in parameters:
+        # Megatron sums their gradients shard by shard.
+        parameter.fsdp_own_group = True  # type: ignore[attr-defined]
+
+
+def _check_cut(parameter: nn.Parameter, groups: ModelGroups) -> None:
+    """Look whether all stages that hold a tied embedding hold the same rows of it on ranks of the same place."""
+    assert groups.embedding is not None
+    assert isinstance(parameter, FlatDTensor)
+    chunks = parameter.__create_chunk_list__()
+    found = [*parameter.shape, *(number for chunk in chunks for number in (*chunk.offsets, *chunk.sizes))]
+    # At most one run of rows, which is up to three boxes.
+    cut = torch.tensor([len(chunks), *found, *[0] * 24][:24], device=parameter.to_local().device)
+    extremes = torch.stack([cut, -cut])
+    reduce_over(extremes, groups.embedding, "max")
+    if not torch.equal(extremes[0], -extremes[1]):
+        raise ConfigError(
+            f"the embedding of shape {tuple(parameter.shape)} that the first and last pipeline stage share is cut "
+            f"otherwise there: this rank has {chunks}. Both need the same shape and number of data-parallel ranks; or "
+            "train with --untie-embeddings-and-output-weights"
+        )
 
 
 def _unfuse(module: nn.Module) -> None:
@@ -201,6 +251,12 @@ def _policy(ddp_config: Any) -> MixedPrecisionPolicy:
         # Float16Module casts what goes into the model; positions and masks are nobody's to cast.
         cast_forward_inputs=False,
     )
+
+
+def forget_main_grads(model: nn.Module) -> None:
+    """Take back what ``finish_grad_sync`` showed to ``finalize_model_grads``."""
+    for parameter in model.parameters():
+        vars(parameter).pop("main_grad", None)
 
 
 class DataParallelMethods:
@@ -249,6 +305,10 @@ class DataParallelMethods:
             force_all_reduce: Megatron's; gradients are always reduced over all ranks.
         """
         self.module.finish_grad_sync()
+        for parameter in _tied(self.module, self.module.model_groups):
+            # finalize_model_grads sums this rank's rows over stages in place, and then assigns a plain tensor to what
+            # it took them from, which .grad does not take.
+            parameter.main_grad = parameter.grad  # type: ignore[attr-defined]
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Multiply all gradients, after ``finish_grad_sync``; a 0-d tensor will do."""
@@ -256,6 +316,7 @@ class DataParallelMethods:
 
     def zero_grad_buffer(self) -> None:
         """Drop all gradients, those of microbatches that are not final yet among them."""
+        forget_main_grads(self.module)
         self.module.zero_grad_buffer()
 
     def stop_communication(self) -> None:
@@ -268,8 +329,13 @@ class DataParallelMethods:
         self.module.broadcast_params()
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Return the model's state dict with DTensors under Megatron-FSDP's names, for torch.distributed.checkpoint."""
-        return with_wrapper(self.module.state_dict(prefix=prefix, keep_vars=keep_vars), prefix)
+        """Return the model's state dict with DTensors under Megatron-FSDP's names, for torch.distributed.checkpoint.
+
+        Layers and experts have their numbers in the whole model. What tensor-parallel ranks have parts of are parts of
+        whole tensors, which are saved and loaded in place.
+        """
+        state = self.module.state_dict(keep_vars=keep_vars)
+        return with_wrapper(self.module.whole_names.outgoing(state), prefix)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -299,6 +365,7 @@ class DataParallelMethods:
             CheckpointError: the checkpoint that was read into it before lacks weights, and ``strict``.
         """
         check_was_read(self.module, strict=strict)
-        found = self.module.load_state_dict(without_wrappers(state_dict, self.module), strict=strict)
+        own = self.module.whole_names.incoming(without_wrappers(state_dict, self.module))
+        found = self.module.load_state_dict(own, strict=strict)
         self.module.install_optimized_model_weights()
         return found

@@ -23,7 +23,7 @@ from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy, as_policy
 from megatron_fsdp.runtime.materialize import materialize
-from megatron_fsdp.runtime.module import FsdpModule, units_below
+from megatron_fsdp.runtime.module import FsdpModule, unit_of, units_below
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
 __all__ = ["fully_shard_model", "fully_shard_model_and_optimizer"]
@@ -230,9 +230,14 @@ def _make_units(
     options: dict[str, Any],
 ) -> None:
     experts = set() if expert_mesh is None else {id(expert) for expert in _experts(model)}
+    if expert_mesh is not None:
+        _check_experts(model, experts)
     for unit in _units_wanted(model, wanted, experts):
         if expert_mesh is not None and experts and _is_expert(unit):
-            fully_shard(unit, expert_mesh, grad_divisor=mesh.size() / expert_mesh.size(), **options)
+            fully_shard(unit, expert_mesh, **options)
+            # Exactly, whatever the sizes: a quotient times the expert mesh's size may be off by a rounding.
+            for group in unit_of(unit).groups:
+                group.set_divisor(float(mesh.size()))
         else:
             fully_shard(unit, mesh, **options)
     if not isinstance(model, FsdpModule):
@@ -282,6 +287,20 @@ def _is_expert(module: nn.Module) -> bool:
     """Whether all parameters of a module are marked as Megatron marks those of experts."""
     parameters = list(module.parameters())
     return bool(parameters) and all(getattr(parameter, "allreduce", True) is False for parameter in parameters)
+
+
+def _check_experts(model: nn.Module, experts: Container[int]) -> None:
+    """Refuse a module that holds a weight of an expert beside one that is none: it is gathered over one mesh."""
+    taken = {id(below) for module in model.modules() if id(module) in experts for below in module.modules()}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(module) not in taken and getattr(parameter, "allreduce", True) is False:
+                full = f"{path}.{name}".lstrip(".")
+                raise ConfigError(
+                    f"parameter {full!r} of a {type(module).__name__} is marked as one of experts (allreduce = False) "
+                    "and the module's others are not; put experts into a module of their own, which is sharded "
+                    "over expt_device_mesh"
+                )
 
 
 def _policy(given: Any) -> MixedPrecisionPolicy:

@@ -14,7 +14,7 @@ from megatron_fsdp.config.fsdp_config import FsdpConfig
 from megatron_fsdp.config.parser import FLAGS, Effect, add_megatron_fsdp_args
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.megatron.adapter import install, uninstall
-from megatron_fsdp.integrations.megatron.data_parallel import refusals_of, spell_flag
+from megatron_fsdp.integrations.megatron.data_parallel import combinations_of, refusals_of, spell_flag
 from megatron_fsdp.integrations.megatron.optimizer import optimizer_refusals_of
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES
 
@@ -167,13 +167,20 @@ _VERSION = "--megatron-fsdp-version"
 # Flags of Megatron-LM, besides those around FSDP, whose settings this engine may have to refuse; and their types.
 _OF_THE_MODEL = {
     "--tensor-model-parallel-size": int,
+    "--expert-tensor-parallel-size": int,
+    "--tensor-parallel-num-weight-shards": int,
+    "--expert-tensor-parallel-num-weight-shards": int,
     "--pipeline-model-parallel-size": int,
-    "--expert-model-parallel-size": int,
+    "--num-layers-per-virtual-pipeline-stage": int,
+    "--num-virtual-stages-per-pipeline-rank": int,
+    "--mtp-num-layers": int,
+    "--save": str,
+    "--load": str,
 }
 
 _FORMATS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
 
-_SWITCHES = ("--delay-wgrad-compute", "--enable-cuda-graph")
+_SWITCHES = ("--delay-wgrad-compute", "--enable-cuda-graph", "--overlap-moe-expert-parallel-comm")
 
 # What a flag without effect is said for: others are done in any case, or by Megatron.
 _MISSING = (Effect.LATER, Effect.PACKAGE, Effect.HARDWARE)
@@ -204,7 +211,8 @@ def check_flags(flags: Sequence[str]) -> FsdpConfig:
         config = FsdpConfig.from_args(args)
     except ConfigError as error:
         found.append(str(error))
-    found += [*refusals_of(args, args, spell_flag), *optimizer_refusals_of(args, spell_flag)]
+    found += [*refusals_of(args, args, spell_flag), *combinations_of(args, spell_flag)]
+    found += [*_refused_together(args), *optimizer_refusals_of(args, spell_flag)]
     if args.optimizer in MUON_NAMES:
         found.append(
             f"--optimizer {args.optimizer}: Megatron's scripts refuse it beside --use-megatron-fsdp; take "
@@ -213,6 +221,27 @@ def check_flags(flags: Sequence[str]) -> FsdpConfig:
     if found:
         raise ConfigError("; ".join(dict.fromkeys(found)))
     return config
+
+
+def _refused_together(args: argparse.Namespace) -> list[str]:
+    """Return a line with the cure for flags of Megatron's that cannot be followed beside each other."""
+    found = []
+    tensor = args.tensor_model_parallel_size or 1
+    for prefix, size in (("", tensor), ("expert_", args.expert_tensor_parallel_size or tensor)):
+        shards = getattr(args, f"{prefix}tensor_parallel_num_weight_shards")
+        if shards not in (None, size):
+            found.append(
+                f"{spell_flag(f'{prefix}tensor_parallel_num_weight_shards', shards)}: weights are cut "
+                f"over {size} ranks for tensor parallelism, and sharded over data-parallel ones: leave it out"
+            )
+    flags = [flag for flag, value in (("--save", args.save), ("--load", args.load)) if value]
+    if flags and (args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank):
+        found.append(
+            f"{' and '.join(flags)} with virtual pipeline stages: Megatron prepares fsdp_dtensor checkpoints of one "
+            "chunk alone; train without --num-layers-per-virtual-pipeline-stage and "
+            "--num-virtual-stages-per-pipeline-rank, or save sharded_state_dict() of each chunk in a loop of your own"
+        )
+    return found
 
 
 def notices_under_megatron(config: FsdpConfig) -> list[str]:
@@ -239,7 +268,7 @@ def _flag_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="the script's flags", add_help=False, allow_abbrev=False)
     add_megatron_fsdp_args(parser)
     for name, kind in _OF_THE_MODEL.items():
-        parser.add_argument(name, type=kind, default=1)
+        parser.add_argument(name, type=kind, default=None)
     for name, attribute in _FORMATS.items():
         parser.add_argument(name, dest=attribute)
     for name in _SWITCHES:

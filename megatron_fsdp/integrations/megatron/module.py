@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from dbuffer import Replicate
 from dbuffer.collectives import broadcast
 from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.integrations.megatron.groups import ModelGroups
+from megatron_fsdp.integrations.megatron.names import WholeNames
 from megatron_fsdp.runtime.backward import Backward
 from megatron_fsdp.runtime.grad_binding import GradState
 from megatron_fsdp.runtime.gradients import GradientBuffer
@@ -27,6 +30,12 @@ class MegatronFSDP(FsdpModule, nn.Module):
     The module stays itself: there is no wrapper, so its parameters keep their names, and there is no ``.module``.
     Methods work on all units below it.
     """
+
+    # Set where Megatron's configs made the model: its process groups, and its names in the whole model.
+    model_groups: ModelGroups
+    whole_names: WholeNames
+    # Why this project's own checkpoints cannot hold the model, with what to do instead; looked for by them.
+    checkpoint_refusal: str
 
     # ------------------------------------------------------------------ microbatches
 
@@ -86,7 +95,7 @@ class MegatronFSDP(FsdpModule, nn.Module):
     def attach_grad_to_optimizer_state(self) -> None:
         """Do nothing: final gradients are the parameters' ``.grad``, which any optimizer reads."""
 
-    def scale_gradients(self, scaling_factor: float) -> None:
+    def scale_gradients(self, scaling_factor: torch.Tensor | float) -> None:
         """Multiply all gradients, say by 1 / (number of tokens) after ``calculate_per_token_loss``.
 
         Raises:

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from dbuffer.collectives import all_reduce
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.megatron.checkpoint import describe_by_name, load_by_name
-from megatron_fsdp.integrations.megatron.data_parallel import spell_field
+from megatron_fsdp.integrations.megatron.data_parallel import forget_main_grads, spell_field
+from megatron_fsdp.integrations.megatron.groups import ModelGroups
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
-from megatron_fsdp.optim.grad_norm import clip_grad_norm_
+from megatron_fsdp.integrations.megatron.norms import (
+    any_nonfinite,
+    gradient_norm,
+    gradient_zeros,
+    weight_norm,
+)
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES, megatron_muon
+from megatron_fsdp.optim.nonfinite import clip_factor
 from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
-from megatron_fsdp.runtime.module import units_below
 
 __all__ = ["OptimizerMethods", "adopt_optimizer", "optimizer_refusals_of", "refuse_optimizer"]
 
 
 # Field of OptimizerConfig, what it may be, and what to do where it is something else.
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("fp16", lambda is_on: not is_on, "there is no loss scaler: use bf16"),
     ("optimizer", lambda name: name in ("adam", "sgd", *MUON_NAMES), "wanted 'adam', 'sgd' or 'muon'"),
     (
         "optimizer_cpu_offload",
@@ -63,16 +67,19 @@ def optimizer_refusals_of(config: Any, spell: Callable[[str, object], str] = spe
     ]
 
 
-def adopt_optimizer(made: Any, model: MegatronFSDP, asked: Any = None) -> Any:
-    """Tie a Megatron optimizer to the sharded model whose parameters it updates, and return it.
+def adopt_optimizer(
+    made: Any, chunks: Sequence[MegatronFSDP], groups: ModelGroups, asked: Any = None, *, scaler: Any = None
+) -> Any:
+    """Tie a Megatron optimizer to the sharded chunks of a model whose parameters it updates, and return it.
 
     Args:
         asked: the ``OptimizerConfig`` that was asked for, where ``made`` has another: Megatron makes Adam for Muon.
+        scaler: Megatron's grad scaler, for models that compute in FP16.
     """
-    made._sharded_model = model
+    made._chunks, made._groups, made._scaler = tuple(chunks), groups, scaler
     config = made.config if asked is None else asked
     if made.optimizer is not None and config.optimizer in MUON_NAMES:
-        made.optimizer = fully_shard_optimizer(megatron_muon(made.optimizer.param_groups, config, model))
+        made.optimizer = fully_shard_optimizer(megatron_muon(made.optimizer.param_groups, config, chunks[0]))
     elif made.optimizer is not None:
         made.optimizer = fully_shard_optimizer(_torch_optimizer(made.optimizer, config))
     return made
@@ -92,42 +99,68 @@ def _torch_optimizer(found: Optimizer, config: Any) -> Optimizer:
 class OptimizerMethods:
     """Mixed into the class of the optimizer that ``get_megatron_optimizer`` returned.
 
-    Megatron's own sums over ranks would count gradients that rest whole (no_shard) once for each of them.
+    Megatron's own sums over ranks would count gradients that rest whole (no_shard) once for each of them, and know no
+    experts beside dense weights in one optimizer.
     """
 
-    _sharded_model: MegatronFSDP
+    _chunks: tuple[MegatronFSDP, ...]
+    _groups: ModelGroups
+    _scaler: Any
     optimizer: Optimizer | None
     config: Any
 
+    def get_loss_scale(self) -> torch.Tensor:
+        """Return what losses are multiplied by before backward: the grad scaler's scale, or 1."""
+        if self._scaler is not None:
+            scale: torch.Tensor = self._scaler.scale
+            return scale
+        return super().get_loss_scale()  # type: ignore[misc,no-any-return]  # the class this is mixed into
+
+    def prepare_grads(self) -> bool:
+        """Make ready for a step; gradients are the parameters' ``.grad`` already.
+
+        Returns:
+            Whether the step is to be left out: under a grad scaler, a gradient of some rank is not finite.
+        """
+        for chunk in self._chunks:
+            forget_main_grads(chunk)
+        super().prepare_grads()  # type: ignore[misc]  # the class this is mixed into
+        if self._scaler is None:
+            return False
+        for chunk in self._chunks:
+            chunk.scale_gradients(self._scaler.inv_scale)
+        is_overflow = any_nonfinite(self._chunks, self._groups)
+        self._scaler.update(is_overflow)
+        return is_overflow
+
     def get_grad_norm(self) -> float:
-        """Return the norm of the whole gradient."""
-        return self.clip_grad_norm(float("inf"))
+        """Return the norm of the whole gradient, each element once."""
+        return gradient_norm(self._chunks, self._groups).item()
+
+    def get_weight_norm(self) -> float:
+        """Return the norm of all main weights, each element once: what ``--log-params-norm`` logs."""
+        return weight_norm(self._chunks, self._groups).item()
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Scale gradients so that their norm is at most ``clip_grad``; return the norm before."""
-        return clip_grad_norm_(self._sharded_model, clip_grad).item()
+        """Scale gradients so that their norm is at most ``clip_grad``; return the norm before.
+
+        Gradients whose norm is not finite stay as they are.
+        """
+        norm = gradient_norm(self._chunks, self._groups)
+        factor = clip_factor(norm, clip_grad)
+        for chunk in self._chunks:
+            chunk.scale_gradients(factor)
+        return norm.item()
 
     @torch.no_grad()
     def count_zeros(self) -> float:
         """Return how many elements of the whole gradient are zero."""
-        total = 0.0
-        for unit in units_below(self._sharded_model):
-            for group in unit.groups:
-                found = group.gradients.binding.settled() if group.gradients is not None else None
-                if found is None:
-                    continue
-                zeros = torch.zeros((), dtype=torch.float64, device=found.device)
-                for index in range(len(group.parameters)):
-                    rows = found.get_local_tensor(index)
-                    zeros += rows.numel() - torch.count_nonzero(rows)
-                for axis in group.spread_over(found.placements):
-                    all_reduce(zeros, axis, "sum")
-                total += zeros.item()
-        return total
+        return gradient_zeros(self._chunks, self._groups)
 
     def reload_model_params(self, state_dict: Any = None) -> None:
         """Bring compute weights up to date after main weights were loaded."""
-        self._sharded_model.install_optimized_model_weights()
+        for chunk in self._chunks:
+            chunk.install_optimized_model_weights()
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any = None, is_loading: bool = False, metadata: dict[str, Any] | None = None
@@ -144,7 +177,14 @@ class OptimizerMethods:
             is_loading: ask for what other software may have saved, too.
         """
         assert self.optimizer is not None
-        return describe_by_name(self._sharded_model, self.optimizer, is_loading=is_loading)
+        return describe_by_name(self._chunks, self.optimizer, is_loading=is_loading) | self._scaler_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank's parts, and of the grad scaler where there is one."""
+        return {**super().state_dict(), **self._scaler_state()}  # type: ignore[misc]  # the class this is mixed into
+
+    def _scaler_state(self) -> dict[str, Any]:
+        return {} if self._scaler is None else {"grad_scaler": self._scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``sharded_state_dict`` or ``state_dict`` returned.
@@ -152,10 +192,13 @@ class OptimizerMethods:
         Raises:
             CheckpointError: nothing was read into a parameter's state, or hyperparameters do not fit the groups.
         """
+        if self._scaler is not None and "grad_scaler" in state_dict:
+            self._scaler.load_state_dict(state_dict["grad_scaler"])
+        state_dict = {key: value for key, value in state_dict.items() if key != "grad_scaler"}
         if "param_to_group_meta" in state_dict or any(
             isinstance(key, str) and key != "common_step" for key in state_dict["state"]
         ):
             assert self.optimizer is not None
-            load_by_name(self._sharded_model, self.optimizer, state_dict)
+            load_by_name(self._chunks, self.optimizer, state_dict)
         else:
             super().load_state_dict(state_dict)  # type: ignore[misc]  # the class this is mixed into

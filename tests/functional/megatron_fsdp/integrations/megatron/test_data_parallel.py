@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.megatron import adapter as mcore_adapter
 from megatron_fsdp.integrations.megatron.data_parallel import (
-    hybrid_mesh,
     refuse_arguments,
     refuse_configs,
     shard_for_megatron,
 )
 from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
+from megatron_fsdp.integrations.megatron.groups import ModelGroups, hybrid_mesh
 from megatron_fsdp.integrations.megatron.optimizer import adopt_optimizer, refuse_optimizer
 from megatron_fsdp.runtime.module import unit_of
 from tests.harness import run_ranks
@@ -48,8 +48,9 @@ def optimizer_config(**changes: Any) -> SimpleNamespace:
 
 def test_settings_that_this_engine_does_are_accepted() -> None:
     refuse_configs(model_config(calculate_per_token_loss=True), ddp_config())
+    refuse_configs(model_config(tensor_model_parallel_size=2, fp16=True), ddp_config())
     refuse_configs(model_config(cuda_graph_impl="none", fp8=None), ddp_config(average_in_collective=True))
-    refuse_optimizer(optimizer_config())
+    refuse_optimizer(optimizer_config(fp16=True))
     refuse_optimizer(optimizer_config(optimizer="sgd"))
     refuse_optimizer(optimizer_config(optimizer="muon"))
 
@@ -57,13 +58,14 @@ def test_settings_that_this_engine_does_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tensor_model_parallel_size": 2}, r"tensor_model_parallel_size=2: .* give 1"),
-        ({"pipeline_model_parallel_size": 4}, r"pipeline_model_parallel_size=4: .* give 1"),
-        ({"expert_model_parallel_size": 2}, r"expert_model_parallel_size=2: .* give 1"),
-        ({"fp16": True}, r"fp16=True: there is no loss scaler"),
+        ({"gtp_weight_remat_size": 4}, r"gtp_weight_remat_size=4: .* give 1"),
+        (
+            {"pipeline_model_parallel_size": 2, "mtp_num_layers": 1},
+            r"mtp_num_layers=1 and pipeline_model_parallel_size=2: .* give one stage",
+        ),
         ({"fp8": "hybrid"}, r"fp8='hybrid'"),
         ({"cuda_graph_impl": "local"}, r"cuda_graph_impl='local'"),
-        ({"fp16": True, "fp4": "nvfp4"}, r"fp16=True: .*; fp4='nvfp4'"),
+        ({"fp8": "hybrid", "fp4": "nvfp4"}, r"fp8='hybrid': .*; fp4='nvfp4'"),
     ],
 )
 def test_settings_of_the_model_that_it_does_not_do_are_refused_with_a_cure(changes: Any, message: str) -> None:
@@ -120,7 +122,6 @@ def test_megatrons_groups_become_a_mesh_of_instances_and_others_are_refused() ->
     "changes",
     [
         {"optimizer": "lion"},
-        {"fp16": True},
         {"optimizer_cpu_offload": True},
         {"use_precision_aware_optimizer": True},
         {"overlap_param_gather_with_optimizer_step": True},
@@ -134,7 +135,7 @@ def test_other_optimizers_are_refused_by_name(changes: Any) -> None:
 
 
 def test_models_of_another_wrapper_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a list of one ShardedDataParallel, found \['Linear'\]"):
+    with pytest.raises(ConfigError, match=r"a list of ShardedDataParallel, found \['Linear'\]"):
         mcore_adapter.get_megatron_optimizer(optimizer_config(), [nn.Linear(2, 2)])
 
 
@@ -150,7 +151,8 @@ def adopt(changes: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     model = fully_shard_model(nn.Linear(2, 2), [nn.Linear])
     groups = [{"params": [model.weight], "wd_mult": 1.0}, {"params": [model.bias], "wd_mult": 0.0, "lr": 0.3}]
     made = SimpleNamespace(optimizer=FusedAdam(groups), config=optimizer_config(**changes))
-    assert adopt_optimizer(made, model)._sharded_model is model
+    assert dist.group.WORLD is not None
+    assert adopt_optimizer(made, [model], ModelGroups(dist.group.WORLD))._chunks == (model,)
     fields = [
         {name: group[name] for name in ("lr", "wd_mult", "weight_decay")} for group in made.optimizer.param_groups
     ]
@@ -197,7 +199,10 @@ def adopt_muon() -> tuple[list[dict[str, Any]], bool]:
     fields = {"momentum": 0.9, "split_qkv": True, "use_nesterov": True, "scale_mode": "spectral",
               "num_ns_steps": 4, "extra_scale_factor": 0.2}  # fmt: skip
     config = optimizer_config(optimizer="muon", **{f"muon_{name}": value for name, value in fields.items()})
-    made = adopt_optimizer(SimpleNamespace(optimizer=FusedAdam(groups), config=optimizer_config()), model, config)
+    assert dist.group.WORLD is not None
+    ranks = ModelGroups(dist.group.WORLD)
+    made = SimpleNamespace(optimizer=FusedAdam(groups), config=optimizer_config())
+    made = adopt_optimizer(made, [model], ranks, config)
     before = {name: parameter.full_tensor().clone() for name, parameter in named.items()}
     model(torch.arange(5)[None]).square().sum().backward()
     made.optimizer.step()
@@ -254,7 +259,11 @@ def shard_what_ranks_drew(given: dict[str, Any], shape: tuple[int, ...], strateg
     drawn = {name: value.detach().clone() for name, value in model.state_dict().items()}
     settings = {"data_parallel_sharding_strategy": strategy, "outer_dp_sharding_strategy": "no_shard"}
     config = ddp_config(**settings, check_for_nan_in_grad=False, grad_reduce_in_fp32=True, **given)
-    sharded = shard_for_megatron(model, model_config(), config, mesh, [nn.Linear])
+    assert dist.group.WORLD is not None
+    hybrid = {"outer": mesh.get_group(0), "data_inner": mesh.get_group(1)} if len(shape) > 1 else {}
+    sharded = shard_for_megatron(
+        model, model_config(), config, ModelGroups(dist.group.WORLD, **hybrid), "cpu", [nn.Linear]
+    )
     ahead = [len(unit_of(layer).forward_prefetch or ()) for layer in layers]
     slots = [unit_of(layer).slots for layer in layers]
     state = sharded.state_dict().items()

@@ -25,9 +25,19 @@ def test_a_script_that_would_train_without_this_engine_is_refused() -> None:
     ("flags", "message"),
     [
         (["--use-megatron-fsdp"], r"--ckpt-format torch_dist: .* fsdp_dtensor only"),
-        ([*GOOD, "--tensor-model-parallel-size", "2"], r"--tensor-model-parallel-size 2: .* give 1"),
-        ([*GOOD, "--pipeline-model-parallel-size=4"], r"--pipeline-model-parallel-size 4: .* give 1"),
-        ([*GOOD, "--fp16"], r"^--fp16: there is no loss scaler: use bf16$"),
+        (
+            [*GOOD, "--tensor-parallel-num-weight-shards", "2"],
+            r"--tensor-parallel-num-weight-shards 2: weights are cut over 1 ranks .* leave it out",
+        ),
+        (
+            [*GOOD, "--pipeline-model-parallel-size=4", "--mtp-num-layers", "1"],
+            r"--mtp-num-layers 1 and --pipeline-model-parallel-size 4: .* give one stage",
+        ),
+        (
+            [*GOOD, "--num-layers-per-virtual-pipeline-stage", "1", "--save", "here"],
+            r"--save with virtual pipeline stages: .* train without",
+        ),
+        ([*GOOD, "--fp8-format", "e4m3"], r"^--fp8-format e4m3: .* leave it off$"),
         ([*GOOD, "--fp8-format", "hybrid"], r"--fp8-format hybrid: "),
         ([*GOOD, "--fp4-format", "e2m1"], r"--fp4-format e2m1: "),
         ([*GOOD, "--fp8-param-gather"], r"--fp8-param-gather: "),
@@ -37,6 +47,7 @@ def test_a_script_that_would_train_without_this_engine_is_refused() -> None:
         ([*GOOD, "--cuda-graph-impl", "local"], r"--cuda-graph-impl local: "),
         ([*GOOD, "--optimizer", "muon"], r"--optimizer muon: "),
         ([*GOOD, "--optimizer-cpu-offload"], r"--optimizer-cpu-offload: .* leave it off"),
+        ([*GOOD, "--overlap-moe-expert-parallel-comm"], r"--overlap-moe-expert-parallel-comm: .* leave it off"),
         ([*GOOD, "--use-precision-aware-optimizer"], r"--use-precision-aware-optimizer: "),
         ([*GOOD, "--use-torch-fsdp2"], r"--use-megatron-fsdp contradicts --use-torch-fsdp2"),
         (
@@ -47,7 +58,7 @@ def test_a_script_that_would_train_without_this_engine_is_refused() -> None:
             [*GOOD, "--outer-dp-sharding-strategy", "optim", "--data-parallel-sharding-strategy", "optim"],
             r"--outer-dp-sharding-strategy optim needs --data-parallel-sharding-strategy optim_grads_params",
         ),
-        ([*GOOD, "--fp16", "--tensor-model-parallel-size", "2"], r"--tensor-model-parallel-size 2: .*; --fp16: "),
+        ([*GOOD, "--delay-wgrad-compute", "--fp8-format", "e4m3"], r"--fp8-format e4m3: .*; --delay-wgrad-compute: "),
     ],
 )
 def test_flags_that_it_cannot_follow_are_refused_with_a_cure(flags: list[str], message: str) -> None:
@@ -55,7 +66,7 @@ def test_flags_that_it_cannot_follow_are_refused_with_a_cure(flags: list[str], m
         check_flags(flags)
 
 
-@pytest.mark.parametrize("flags", [["--megatron-fsdp-version", "3"], ["--tensor-model-parallel-size", "two"]])
+@pytest.mark.parametrize("flags", [["--megatron-fsdp-version", "3"], ["--pipeline-model-parallel-size", "two"]])
 def test_values_of_the_wrong_kind_end_the_process_as_megatrons_parser_would(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,93 @@
+"""FP16 with Megatron's grad scaler: the steps that it leaves out, its scales, losses and norms are those of its DDP."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from tests.integration.megatron_meshes import BATCH as BATCH
+from tests.integration.megatron_meshes import (
+    LENGTH,
+    Mesh,
+    Task,
+    build,
+    finalize_model_grads,
+    forward_step,
+    get_forward_backward_func,
+    megatron_processes,
+    microbatches,
+    parallel_state,
+)
+from tests.integration.ranks import run_ranks
+
+HALF = {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
+# Far too large at first, so that steps are left out; two good ones in a row let it grow.
+SCALER = {"fp16": True, "initial_loss_scale": 2.0**24, "hysteresis": 1, "loss_scale_window": 2, "min_loss_scale": 1.0}
+Steps = list[tuple[bool, float, float | None, float]]
+
+
+def train(task: Task, chunks: list[Any], optimizer: Any, steps: range) -> Steps:
+    """Return whether each step was made, the scale after it, and its norm and loss."""
+    model, config = chunks[0], chunks[0].config
+    config.no_sync_func, config.finalize_model_grads_func = model.no_sync, finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    found = []
+    for step in steps:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=microbatches(task, parallel_state.get_data_parallel_rank(), step),
+            model=model,
+            num_microbatches=task.num_microbatches,
+            seq_length=LENGTH,
+            micro_batch_size=BATCH,
+            forward_only=False,
+        )
+        is_done, norm, _ = optimizer.step()
+        loss = torch.tensor([sum(((entry["loss"][0] / entry["loss"][1]).item() for entry in reports), 0.0)])
+        dist.all_reduce(loss)
+        found.append((is_done, optimizer.get_loss_scale().item(), norm if is_done else None, loss.item()))
+    return found
+
+
+def compare(task: Task, mesh: Mesh) -> tuple[Steps, Steps]:
+    with megatron_processes(**mesh.groups()):
+        wanted = train(task, *build(task, replace(mesh, strategy=None)), range(16))
+        return wanted, train(task, *build(task, mesh), range(16))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(strategy="no_shard"), Mesh(tp=2), Mesh(pp=2)], ids=str)
+def test_steps_scales_and_figures_are_those_of_megatrons_ddp(mesh: Mesh) -> None:
+    task = Task(HALF, data=2 // (mesh.tp * mesh.pp), optimizer=SCALER)
+    for wanted, found in run_ranks(2, compare, task, replace(mesh, model=HALF)):
+        assert {is_done for is_done, *_ in wanted} == {False, True}
+        assert [step[:2] for step in found] == [step[:2] for step in wanted]
+        for (*_, norm, loss), (*_, wanted_norm, wanted_loss) in zip(found, wanted, strict=True):
+            assert norm == (wanted_norm if wanted_norm is None else pytest.approx(wanted_norm, rel=2e-2))
+            assert loss == pytest.approx(wanted_loss, rel=5e-3)
+
+
+def resume(task: Task, mesh: Mesh, folder: Path) -> tuple[Steps, Steps]:
+    with megatron_processes(**mesh.groups()):
+        chunks, optimizer = build(task, mesh)
+        train(task, chunks, optimizer, range(12))
+        dcp.save(
+            {"model": chunks[0].sharded_state_dict(), "optimizer": optimizer.sharded_state_dict()}, checkpoint_id=folder
+        )
+        wanted = train(task, chunks, optimizer, range(12, 15))
+        chunks, optimizer = build(task, mesh)
+        state = {"model": chunks[0].sharded_state_dict(), "optimizer": optimizer.sharded_state_dict(is_loading=True)}
+        dcp.load(state, checkpoint_id=folder)
+        chunks[0].load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        return wanted, train(task, chunks, optimizer, range(12, 15))
+
+
+def test_a_run_goes_on_with_the_scale_that_it_had(tmp_path: Path) -> None:
+    for wanted, found in run_ranks(2, resume, Task(HALF, data=2, optimizer=SCALER), Mesh(), tmp_path / "step12"):
+        assert found == wanted
