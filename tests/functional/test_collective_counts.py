@@ -11,8 +11,9 @@ from torch import nn
 
 from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import FsdpModule, fully_shard, fully_shard_optimizer, microbatch, no_sync
-from tests.functional.replica import WIDTH, Block, Stack, inputs, shard_each
 from tests.harness import run_ranks
+from tests.harness.models import WIDTH, Block, Stack, inputs
+from tests.harness.oracle import shard_each
 
 NUM_UNITS = 4
 

@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
-from tests.functional.replica import Block, Stack, inputs, whole
 from tests.harness import run_ranks
 from tests.harness.grids import covering, nightly_but
+from tests.harness.models import Block, Stack, inputs
+from tests.harness.oracle import whole
 
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),

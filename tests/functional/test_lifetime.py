@@ -10,8 +10,9 @@ from torch import nn
 
 from dbuffer import memory_meter
 from megatron_fsdp import FsdpModule, fully_shard_optimizer
-from tests.functional.replica import Block, Case, Comparison, Stack, compare, inputs, shard_each
 from tests.harness import run_ranks
+from tests.harness.models import Block, Stack, inputs
+from tests.harness.oracle import Case, Comparison, compare, shard_each
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dbuffer import guard_released_storage, memory_meter
 from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, ParameterGroup, fully_shard, fully_shard_optimizer
-from tests.functional.replica import WIDTH, Block, Stack, inputs, shard_each
 from tests.harness import run_ranks
+from tests.harness.models import WIDTH, Block, Stack, inputs
+from tests.harness.oracle import shard_each
 
 HIDDEN_SIZES = (97, 13, 131, 101, 127, 111)
 

@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import fully_shard
-from tests.functional.replica import Block, Case, Comparison, compare, inputs
 from tests.harness import run_ranks
+from tests.harness.models import Block, inputs
+from tests.harness.oracle import Case, Comparison, compare
 
 KINDS = {"reentrant": True, "non-reentrant": False}
 

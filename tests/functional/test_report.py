@@ -29,9 +29,9 @@ from megatron_fsdp import (
     fully_shard_optimizer,
     microbatch,
 )
-from tests.functional.models import draw_tokens, loss_of, make_mesh
 from tests.harness import run_ranks
 from tests.harness.grids import covering, nightly_but
+from tests.harness.models import draw_tokens, loss_of, make_mesh
 
 VOCABULARY = 23
 WIDTH = 7

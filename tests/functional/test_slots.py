@@ -29,8 +29,8 @@ from megatron_fsdp import (
     no_sync,
 )
 from megatron_fsdp.runtime.memory_slots import SlotChoice
-from tests.functional.replica import Block, Stack, inputs
 from tests.harness import run_ranks
+from tests.harness.models import Block, Stack, inputs
 
 HIDDEN_SIZES = (97, 13, 131, 101, 131, 111)
 STEPS = 3

@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import Placements, StateError, clip_grad_norm_, fully_shard, microbatch, no_sync
-from tests.functional.replica import WIDTH, Block, inputs, whole
 from tests.harness import run_ranks
 from tests.harness.grids import nightly_but
+from tests.harness.models import WIDTH, Block, inputs
+from tests.harness.oracle import whole
 
 
 class Net(nn.Module):

@@ -22,9 +22,9 @@ from megatron_fsdp import (
     fully_shard,
     no_sync,
 )
-from tests.functional.models import make_mesh
-from tests.functional.replica import WIDTH, Block, Stack, inputs, whole
 from tests.harness import run_ranks
+from tests.harness.models import WIDTH, Block, Stack, inputs, make_mesh
+from tests.harness.oracle import whole
 
 STRATEGIES: dict[str, tuple[Placements, tuple[int, ...]]] = {
     "no_shard": (Placements.no_shard(), (2,)),

@@ -1,15 +1,13 @@
-"""Small models with ugly shapes, data that differs on every rank, and the ways in which the tests shard them."""
+"""Small models with ugly shapes, and data that differs on every rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
-
-from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard
 
 VOCABULARY = 23
 WIDTH = 7
@@ -18,7 +16,73 @@ BATCH = 3
 NUM_BLOCKS = 2
 
 
+class Net(nn.Module):
+    """Named parts, and a function of them and of the inputs, as ``Net(lambda net, x: net.up(x), up=nn.Linear(7, 3))``.
+
+    Attributes:
+        run: called with the net and what forward is called with.
+    """
+
+    def __init__(self, run: Callable[..., Any] | None = None, **parts: Any) -> None:
+        """Register modules and parameters by their names, in their order; other parts are attributes."""
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Return what ``run`` returns."""
+        assert self.run is not None, "this net has parameters and nothing to compute"
+        return self.run(self, *args, **options)
+
+
 class Block(nn.Module):
+    """A residual block whose sizes divide nothing."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = 13) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., width) for (..., width)."""
+        result: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return result
+
+
+class Stack(nn.Module):
+    """Layers of one width, one after the other; without parameters of its own."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the last layer returns."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def three_blocks() -> nn.Module:
+    """Build three blocks of different sizes."""
+    return Stack(Block(), Block(hidden=1), Block(hidden=17))
+
+
+def inputs(rank: int, step: int, *shape: int) -> torch.Tensor:
+    """Return the data of one rank and step; shape (3, WIDTH) unless given."""
+    generator = torch.Generator().manual_seed(1 + 1000 * step + rank)
+    return torch.randn(shape or (3, WIDTH), generator=generator)
+
+
+def squared(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Return the mean square of the model's output on one rank's data."""
+    output: torch.Tensor = model(inputs(rank, step))
+    return output.square().mean()
+
+
+class ExpertBlock(nn.Module):
     """A residual block: a norm, three small experts in one 3-D weight, a projection, a gain of one element."""
 
     def __init__(self) -> None:
@@ -42,7 +106,7 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.register_buffer("positions", torch.randn(LENGTH, WIDTH))
         self.shift = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(ExpertBlock() for _ in range(num_blocks))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
@@ -80,49 +144,3 @@ def make_mesh(shape: tuple[int, ...]) -> DeviceMesh:
 def world_mesh() -> DeviceMesh:
     """Make the mesh of one axis over all ranks."""
     return make_mesh((dist.get_world_size(),))
-
-
-def shard_model(
-    model: Model, mesh: DeviceMesh, strategy: str = "optim_grads_params", policy: MixedPrecisionPolicy | None = None
-) -> Model:
-    """Make every block a unit, and a unit of the rest; ``strategy`` names a classmethod of ``Placements``."""
-    placements = getattr(Placements, strategy)(*range(mesh.ndim))
-    for block in model.blocks:
-        fully_shard(block, mesh, placements, mp_policy=policy)
-    return fully_shard(model, mesh, placements, mp_policy=policy)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, ranks: Sequence[int]) -> None:
-    """Take one optimizer step per entry of ``steps`` on the mean loss over the data of ``ranks``.
-
-    Args:
-        ranks: this rank alone for a sharded model, all of them for the whole model beside it.
-    """
-    for step in steps:
-        for rank in ranks:
-            tokens = draw_tokens(rank, step)
-            (loss_of(model(tokens), tokens) / len(ranks)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of all entries of the state dict as whole tensors; on a sharded model, every rank calls it."""
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in model.state_dict().items()
-    }
-
-
-def differing(
-    found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float = 0.0
-) -> list[str]:
-    """Return the names that only one side has, and those whose values are further apart than ``tolerance``."""
-    return [
-        name
-        for name in found.keys() | wanted.keys()
-        if name not in found
-        or name not in wanted
-        or found[name].shape != wanted[name].shape
-        or not (found[name] - wanted[name]).abs().max() <= tolerance
-    ]
