@@ -1,8 +1,5 @@
 """Small models with ugly shapes, and data that differs on every rank."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,26 +11,6 @@ WIDTH = 7
 LENGTH = 5
 BATCH = 3
 NUM_BLOCKS = 2
-
-
-class Net(nn.Module):
-    """Named parts, and a function of them and of the inputs, as ``Net(lambda net, x: net.up(x), up=nn.Linear(7, 3))``.
-
-    Attributes:
-        run: called with the net and what forward is called with.
-    """
-
-    def __init__(self, run: Callable[..., Any] | None = None, **parts: Any) -> None:
-        """Register modules and parameters by their names, in their order; other parts are attributes."""
-        super().__init__()
-        self.run = run
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        """Return what ``run`` returns."""
-        assert self.run is not None, "this net has parameters and nothing to compute"
-        return self.run(self, *args, **options)
 
 
 class Block(nn.Module):
