@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from itertools import product
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
+from dbuffer_kernels.reference import AdamWBuffers
+from megatron_fsdp import AdamW, FsdpModule, MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
+from megatron_fsdp.optim import adamw_update
 from tests.harness import run_ranks
 from tests.harness.grids import covering, nightly_but
 from tests.harness.models import Block, Stack, inputs
@@ -283,3 +285,33 @@ def test_a_gathered_weight_may_be_assigned_its_own_memory_and_nothing_else() -> 
         assert error < 1e-6
     for refusal in run_ranks(2, train_moved, 0.5):
         assert "parameter 'weight' was changed in place while it was gathered (.data = ...)" in str(refusal)
+
+
+# ---------------------------------------------------------------- steps that autograd does not see
+
+
+def step_unseen(policy_name: str) -> list[torch.Tensor]:
+    """Take a step by a kernel that counts no version, like Triton's; return the whole compute weights after it."""
+    model = sharded(POLICIES[policy_name], "optim")
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    train_once(model, optimizer)
+    output_of(model, 0).square().mean().backward()
+    kernel = adamw_update.adamw
+
+    def unseen(buffers: AdamWBuffers, *args: Any, **options: Any) -> None:
+        tensors = [buffers.weight, *([] if buffers.model_weight is None else [buffers.model_weight])]
+        with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+            kernel(buffers, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adamw_update, "adamw", unseen)
+        optimizer.step()
+    units = [module for module in model.modules() if isinstance(module, FsdpModule)]
+    return [group.model_weight.local_buffer.clone() for unit in units for group in unit.parameter_groups]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_weights_that_rest_whole_are_alike_on_all_ranks_after_a_step_by_a_kernel(policy: str) -> None:
+    first, second = run_ranks(2, step_unseen, policy)
+    assert len(first) == 2
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
