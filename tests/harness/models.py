@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 23
 WIDTH = 7
@@ -39,6 +40,29 @@ class Stack(nn.Module):
         """Return what the last layer returns."""
         for layer in self.layers:
             x = layer(x)
+        return x
+
+
+class CheckpointedStack(Stack):
+    """Keeps the inputs of its layers only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the last layer returns."""
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+class ShuffledStack(Stack):
+    """Starts with another layer each time, so that what followed last time may have been used already."""
+
+    num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the last layer returns."""
+        self.num_calls += 1
+        for index in range(len(self.layers)):
+            x = self.layers[self.num_calls * (index + 1) % 7 - 1](x)
         return x
 
 
