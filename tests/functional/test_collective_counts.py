@@ -12,25 +12,10 @@ from torch import nn
 from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import FsdpModule, fully_shard, fully_shard_optimizer, microbatch, no_sync
 from tests.harness import run_ranks
-from tests.harness.models import WIDTH, Block, Stack, inputs
+from tests.harness.models import Block, Headed, Stack, inputs
 from tests.harness.oracle import shard_each
 
 NUM_UNITS = 4
-
-
-class Rooted(nn.Module):
-    """Blocks, and a projection that the root owns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Block(hidden=5), Block(hidden=9)])
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        result: torch.Tensor = self.out(x)
-        return result
 
 
 def four_units() -> nn.Module:
@@ -40,7 +25,7 @@ def four_units() -> nn.Module:
 
 
 def with_root_parameters() -> nn.Module:
-    model = Rooted()
+    model = Headed(Block(hidden=5), Block(hidden=9))
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)

@@ -43,6 +43,20 @@ class Stack(nn.Module):
         return x
 
 
+class Headed(Stack):
+    """Layers of one width, and a projection that the root owns: the weights that stay gathered until backward."""
+
+    def __init__(self, *layers: nn.Module, outputs: int = WIDTH) -> None:
+        """Put a projection to ``outputs`` numbers behind the layers."""
+        super().__init__(*layers)
+        self.head = nn.Linear(WIDTH, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., outputs) for (..., WIDTH)."""
+        result: torch.Tensor = self.head(super().forward(x))
+        return result
+
+
 class CheckpointedStack(Stack):
     """Keeps the inputs of its layers only."""
 
