@@ -11,7 +11,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer_kernels.reference import AdamWBuffers
-from megatron_fsdp import AdamW, FsdpModule, MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
+from megatron_fsdp import (
+    AdamW,
+    FsdpModule,
+    MixedPrecisionPolicy,
+    Placements,
+    StateError,
+    fully_shard,
+    fully_shard_optimizer,
+)
 from megatron_fsdp.optim import adamw_update
 from tests.harness import run_ranks
 from tests.harness.grids import covering, nightly_but
@@ -285,6 +293,42 @@ def test_a_gathered_weight_may_be_assigned_its_own_memory_and_nothing_else() -> 
         assert error < 1e-6
     for refusal in run_ranks(2, train_moved, 0.5):
         assert "parameter 'weight' was changed in place while it was gathered (.data = ...)" in str(refusal)
+
+
+def said_by(call: Callable[[], object]) -> str:
+    """Return whose message a call raised, if any."""
+    try:
+        call()
+    except StateError as error:
+        return "the change" if "parameter 'weight' was changed in place" in str(error) else str(error)
+    except RuntimeError:
+        return "the user's error"
+    return "nothing"
+
+
+def reshard_after_a_change() -> list[list[str]]:
+    """Change gathered weights unseen; return what reshard and the forward after it say, alone and in a handler."""
+    layer = fully_shard(nn.Linear(7, 5))
+
+    def reshard_and_raise() -> None:
+        try:
+            raise RuntimeError("of the user")
+        except RuntimeError:
+            layer.reshard()
+            raise
+
+    found = []
+    with torch.no_grad():
+        for reshard in (layer.reshard, reshard_and_raise):
+            layer.unshard()
+            layer.weight.data.mul_(0.5)
+            found.append([said_by(reshard), said_by(lambda: layer(inputs(0, 0)))])
+    return found
+
+
+def test_reshard_finds_a_change_of_gathered_weights_and_hides_no_error_that_is_being_handled() -> None:
+    for found in run_ranks(2, reshard_after_a_change):
+        assert found == [["the change", "nothing"], ["the user's error", "the change"]]
 
 
 # ---------------------------------------------------------------- steps that autograd does not see
