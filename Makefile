@@ -17,15 +17,15 @@ TRAIN_ARGS ?= --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_
 	--micro-batch-size 8 --global-batch-size 16 --train-iters 600 \
 	--lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 40 --weight-decay 0.1 --adam-beta2 0.95 \
 	--seed 1234 --log-interval 50 --eval-iters 10 --save runs/gpt --save-interval 300
-# What `make test` runs, in how many processes (each with ranks of its own), and flags for pytest.
+# What `make test` runs, in how many processes (each with ranks of its own, which often wait), and flags for pytest.
 TESTS ?= tests/unit tests/functional
-TEST_JOBS ?= 2
+TEST_JOBS ?= 3
 TEST_ARGS ?=
 # A rank is a process here, and a thread pool in each would only fight over the cores.
 export OMP_NUM_THREADS ?= 1
 
-# A file's tests share fixtures and runs, so they stay in one process.
-PARALLEL := $(if $(filter-out 0 1,$(TEST_JOBS)),--numprocesses $(TEST_JOBS) --dist loadfile)
+# A file's tests share fixtures and runs, so they stay in one process; tests/conftest.py says which files begin.
+PARALLEL := $(if $(filter-out 0 1,$(TEST_JOBS)),--numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder)
 
 BIN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed

@@ -24,7 +24,7 @@ DEVELOPMENT = [
     "hypothesis>=6.100",
     "mypy>=1.18",
     "pytest>=8.2",
-    "pytest-xdist>=3.6",
+    "pytest-xdist>=3.7",
     "ruff>=0.14",
     "setuptools>=77.0.3",
 ]

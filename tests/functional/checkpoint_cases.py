@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from dbuffer import Block, Whole
 from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard
-from tests.functional.models import Model, make_mesh, make_model, train
+from tests.harness.models import Model, make_mesh, make_model
+from tests.harness.oracle import train
 
 State = dict[str, torch.Tensor]
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.functional.replica import inputs, three_blocks, whole
+from tests.harness.models import inputs, three_blocks
+from tests.harness.oracle import whole
 
 __all__ = [
     "SCENARIOS",

@@ -22,7 +22,7 @@ from tests.functional.compatibility import (
     shows_dtensors,
     train,
 )
-from tests.functional.replica import inputs
+from tests.harness.models import inputs
 
 __all__: list[str] = []
 BF16 = 1e-2

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.functional.compatibility import Outcome, layers, outcome, raises, scenario, shard, train
-from tests.functional.replica import inputs
+from tests.harness.models import inputs
 
 __all__: list[str] = []
 

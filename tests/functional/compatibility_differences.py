@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.functional.compatibility import blocks, engine, layers, shard, train
-from tests.functional.replica import inputs, whole
+from tests.harness.models import inputs
+from tests.harness.oracle import whole
 
 __all__ = ["DIFFERENCES", "Difference", "see_both"]
 

@@ -18,7 +18,8 @@ from tests.functional.compatibility import (
     shows_dtensors,
     train,
 )
-from tests.functional.replica import inputs, whole
+from tests.harness.models import inputs
+from tests.harness.oracle import whole
 
 __all__: list[str] = []
 

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils.checkpoint import checkpoint
 
 from tests.functional.compatibility import Outcome, blocks, layers, outcome, scenario, shard, shows_dtensors, train
-from tests.functional.replica import Block, inputs, whole
+from tests.harness.models import Block, inputs
+from tests.harness.oracle import whole
 
 __all__: list[str] = []
 

@@ -9,7 +9,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp import DataParallelMeshDims, Placements, fully_shard
-from tests.functional.replica import WIDTH, Block, Stack
+from tests.harness.models import WIDTH, Block, Stack
 
 __all__ = ["ROWS", "ExpertLayer", "build", "rows", "shard_experts"]
 

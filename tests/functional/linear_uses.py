@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard
 from megatron_fsdp.runtime import gradients
 from megatron_fsdp.runtime.fused_linear import add_product
-from tests.functional.replica import WIDTH, Block, Case, Stack, inputs, squared, three_blocks
+from tests.harness.models import WIDTH, Block, Stack, inputs, squared, three_blocks
+from tests.harness.oracle import Case
 
 
 @contextmanager

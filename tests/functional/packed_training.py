@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer import Row, memory_meter, observe_collectives
 from megatron_fsdp import AdamW, FsdpModule, MixedPrecisionPolicy, Placements, explain, fully_shard
-from tests.functional.replica import whole
+from tests.harness.oracle import whole
 
 
 class Net(nn.Module):

@@ -34,7 +34,8 @@ from megatron_fsdp.optim.newton_schulz import Iteration
 from megatron_fsdp.runtime import reduction
 from megatron_fsdp.runtime.reduction import Reduction
 from tests.functional.expert_parallel import rows, shard_experts
-from tests.functional.replica import WIDTH, Block, Stack, whole
+from tests.harness.models import WIDTH, Block, Stack
+from tests.harness.oracle import whole
 
 __all__ = ["GRADIENT_FAULTS", "STEP_FAULTS", "gradient_complaint", "step_differences"]
 

@@ -9,8 +9,8 @@ from torch import nn
 from dbuffer_kernels import split_weight
 from megatron_fsdp import AdamW, MixedPrecisionPolicy, microbatch
 from tests.functional.adamw_comparison import groups_of
-from tests.functional.models import draw_tokens, loss_of, world_mesh
-from tests.functional.replica import Block, Stack, shard_layers
+from tests.harness.models import Block, Stack, draw_tokens, loss_of, world_mesh
+from tests.harness.oracle import shard_layers
 
 __all__ = [
     "BF16",

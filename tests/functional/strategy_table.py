@@ -23,8 +23,8 @@ from megatron_fsdp import (
     fully_shard_optimizer,
     microbatch,
 )
-from tests.functional.models import Model, draw_tokens, loss_of, make_mesh, make_model, whole_state
-from tests.functional.training import MAX_NORM, History, Tolerance
+from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
+from tests.harness.oracle import MAX_NORM, History, Tolerance, whole_state
 
 NUM_STEPS = 2
 

@@ -11,21 +11,21 @@ from torch import nn
 from megatron_fsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, fully_shard_optimizer
 from megatron_fsdp.optim.adamw import AdamW
 from tests.functional.adamw_comparison import differing_state, groups_of, torch_adamw, two_groups
-from tests.functional.models import (
+from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
+from tests.harness.models import (
+    WIDTH,
+    Block,
     Model,
-    differing,
+    Stack,
     draw_tokens,
+    inputs,
     loss_of,
     make_mesh,
     make_model,
-    shard_model,
-    train,
-    whole_state,
     world_mesh,
 )
-from tests.functional.replica import WIDTH, Block, Stack, inputs, whole
-from tests.harness import run_ranks
-from tests.harness.grids import nightly_but
+from tests.harness.oracle import differing, shard_model, train, whole, whole_state
 
 BF16, FP32 = torch.bfloat16, torch.float32
 State: TypeAlias = dict[str, Any]

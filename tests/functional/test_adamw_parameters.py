@@ -10,18 +10,9 @@ from torch import nn
 
 from megatron_fsdp.optim.adamw import AdamW
 from tests.functional.adamw_comparison import differing_state, torch_adamw, two_groups
-from tests.functional.models import (
-    Model,
-    differing,
-    draw_tokens,
-    loss_of,
-    make_model,
-    shard_model,
-    whole_state,
-    world_mesh,
-)
-from tests.functional.replica import whole
 from tests.harness import run_ranks
+from tests.harness.models import Model, draw_tokens, loss_of, make_model, world_mesh
+from tests.harness.oracle import differing, shard_model, whole, whole_state
 
 State: TypeAlias = dict[str, Any]
 Make: TypeAlias = Callable[..., torch.optim.Optimizer]

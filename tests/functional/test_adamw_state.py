@@ -21,9 +21,10 @@ from torch.distributed.tensor import distribute_tensor
 
 from megatron_fsdp import ConfigError, fully_shard_optimizer
 from megatron_fsdp.optim.adamw import AdamW
-from tests.functional.models import Model, differing, make_mesh, make_model, shard_model, train, whole_state
 from tests.harness import run_ranks
 from tests.harness.grids import covering, nightly_but
+from tests.harness.models import Model, make_mesh, make_model
+from tests.harness.oracle import differing, shard_model, train, whole_state
 
 State: TypeAlias = dict[str, Any]
 Make: TypeAlias = Callable[..., torch.optim.Optimizer]

@@ -15,9 +15,9 @@ from dbuffer.arena_pool import ArenaPool
 from dbuffer.slot_pool import can_exchange_memory
 from megatron_fsdp import FsdpModule, explain, fully_shard, fully_shard_optimizer, microbatch, no_sync
 from tests.functional import test_slots
-from tests.functional.replica import Block, Stack, inputs
 from tests.functional.test_slots import HIDDEN_SIZES, Setting, ShuffledStack, build
 from tests.harness import run_ranks
+from tests.harness.models import Block, Stack, inputs
 
 STEPS = 4
 pytestmark = pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")

@@ -14,8 +14,9 @@ from torch.nn import functional
 from megatron_fsdp import Audit, ConfigError, MixedPrecisionPolicy, StateError, Watch, fully_shard_optimizer, microbatch
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
-from tests.functional.models import Model, draw_tokens, loss_of, make_mesh, make_model, shard_model, whole_state
 from tests.harness import run_ranks
+from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
+from tests.harness.oracle import shard_model, whole_state
 
 LAYOUTS = {
     "zero 3": ("optim_grads_params", (3,)),

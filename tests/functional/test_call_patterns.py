@@ -10,8 +10,9 @@ from torch import nn
 
 from dbuffer import guard_released_storage, observe_collectives
 from megatron_fsdp import StateError, fully_shard
-from tests.functional.replica import WIDTH, Block, Case, Comparison, Stack, compare, inputs, shard_each
 from tests.harness import run_ranks
+from tests.harness.models import WIDTH, Block, Stack, inputs
+from tests.harness.oracle import Case, Comparison, compare, shard_each
 
 
 def three_blocks() -> nn.Module:

@@ -19,9 +19,9 @@ from megatron_fsdp.certify.certificate import Certificate, Certification, certif
 from megatron_fsdp.certify.host_order import order_findings
 from megatron_fsdp.certify.matrix import Run, idle_places, run_matrix, run_on_rank
 from megatron_fsdp.certify.mutants import EQUIVALENT, MODULES, OPEN, Mutant, applied, mutants, survey
-from tests.functional.models import world_mesh
-from tests.functional.replica import inputs, shard_each, three_blocks
 from tests.harness import run_ranks
+from tests.harness.models import inputs, three_blocks, world_mesh
+from tests.harness.oracle import shard_each
 
 
 def on_shared_ranks(num_ranks: int, function: Callable[..., object], *args: object) -> list[object]:

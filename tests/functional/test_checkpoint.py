@@ -12,21 +12,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from megatron_fsdp import CheckpointError, MixedPrecisionPolicy, load_checkpoint, save_checkpoint
-from tests.functional.models import (
-    VOCABULARY,
-    WIDTH,
-    Model,
-    differing,
-    draw_tokens,
-    loss_of,
-    make_mesh,
-    make_model,
-    shard_model,
-    train,
-    whole_state,
-    world_mesh,
-)
 from tests.harness import run_ranks
+from tests.harness.models import VOCABULARY, WIDTH, Model, draw_tokens, loss_of, make_mesh, make_model, world_mesh
+from tests.harness.oracle import differing, shard_model, train, whole_state
 
 State = dict[str, torch.Tensor]
 EXTRA = {"iteration": 2, "rates": [0.1, 0.2], "data": {"position": 17, "order": torch.arange(5)}, "note": "half way"}

@@ -15,8 +15,9 @@ from tests.functional.checkpoint_cases import (
     make_two_groups,
     train_alone,
 )
-from tests.functional.models import differing, make_model, whole_state
 from tests.harness import run_ranks
+from tests.harness.models import make_model
+from tests.harness.oracle import differing, whole_state
 
 KINDS = {"flat": AdamW, "torch": torch.optim.AdamW}
 

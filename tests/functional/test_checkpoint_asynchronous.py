@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megatron_fsdp import CheckpointError, load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint import writer as checkpoint_writer
 from tests.functional.checkpoint_cases import LAYOUTS, Layout, State, full_optimizer_state, message_of, train_alone
-from tests.functional.models import differing, whole_state
 from tests.harness import run_ranks
+from tests.harness.oracle import differing, whole_state
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from megatron_fsdp.checkpoint import writer as checkpoint_writer
 from megatron_fsdp.checkpoint.dcp_metadata import METADATA, read_metadata, tensors_by_file
 from megatron_fsdp.checkpoint.manifest import MANIFEST, DamagedCheckpointError
 from tests.functional.checkpoint_cases import Layout, State, full_optimizer_state, message_of, train_alone
-from tests.functional.models import differing, whole_state
 from tests.harness import RankError, run_ranks
+from tests.harness.oracle import differing, whole_state
 
 LAYOUT = Layout((2,))
 

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_fsdp import load_checkpoint, save_checkpoint
 from tests.functional.checkpoint_cases import LAYOUTS, Layout, State, full_optimizer_state, train_alone
-from tests.functional.models import differing, train, whole_state
 from tests.harness import run_ranks
 from tests.harness.grids import nightly_but
+from tests.harness.oracle import differing, train, whole_state
 
 
 def save_after_two_steps(layout: Layout, path: str) -> tuple[State, State]:

@@ -9,8 +9,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron_fsdp import fully_shard, load_checkpoint, save_checkpoint
-from tests.functional.models import world_mesh
 from tests.harness import run_ranks
+from tests.harness.models import world_mesh
 
 State = dict[str, torch.Tensor]
 

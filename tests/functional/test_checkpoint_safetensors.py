@@ -14,8 +14,9 @@ from megatron_fsdp.checkpoint import safetensors_folder
 from megatron_fsdp.checkpoint.model_state import full_state_dict, local_part
 from megatron_fsdp.checkpoint.safetensors_model import export_safetensors, import_safetensors
 from tests.functional.checkpoint_cases import LAYOUTS, Layout, State, message_of
-from tests.functional.models import differing, draw_tokens, loss_of, make_model, whole_state
 from tests.harness import run_ranks
+from tests.harness.models import draw_tokens, loss_of, make_model
+from tests.harness.oracle import differing, whole_state
 
 NAME_MAP = {"blocks.*.norm.weight": "model.layers.*.input_layernorm.weight", "head.weight": "lm_head.weight"}
 SHARDED = [name for name in LAYOUTS if name != "one process"]

@@ -15,9 +15,10 @@ from megatron_fsdp import (
     save_checkpoint,
 )
 from tests.functional.checkpoint_cases import Layout, State, full_optimizer_state
-from tests.functional.models import Model, differing, draw_tokens, loss_of, make_model
 from tests.functional.split_weights import FP32, PLAIN, SPLIT, full_weights, make_adamw, rounding_ties_away
 from tests.harness import run_ranks
+from tests.harness.models import Model, draw_tokens, loss_of, make_model
+from tests.harness.oracle import differing
 
 LAYOUTS = {
     "3 ranks": Layout(policy=SPLIT),

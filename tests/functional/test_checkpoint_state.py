@@ -12,9 +12,10 @@ from torch import nn
 from megatron_fsdp import CheckpointError, fully_shard, load_checkpoint, save_checkpoint
 from tests.functional.checkpoint_cases import Layout, State, full_optimizer_state, make_two_groups, message_of
 from tests.functional.checkpoint_cases import train_alone as train
-from tests.functional.models import differing, make_model, shard_model, whole_state, world_mesh
-from tests.functional.models import train as train_on_all
 from tests.harness import run_ranks
+from tests.harness.models import make_model, world_mesh
+from tests.harness.oracle import differing, shard_model, whole_state
+from tests.harness.oracle import train as train_on_all
 
 # ---------------------------------------------------------------------- schedules and groups
 

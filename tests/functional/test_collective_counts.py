@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from dbuffer import CollectiveCall, Region, observe_collectives
 from megatron_fsdp import FsdpModule, Placements, fully_shard, fully_shard_optimizer, microbatch, no_sync
 from megatron_fsdp.build.grouping import unit_regions
-from tests.functional.replica import WIDTH, Block, Stack, inputs, shard_each
 from tests.harness import run_ranks
+from tests.harness.models import WIDTH, Block, Stack, inputs
+from tests.harness.oracle import shard_each
 
 NUM_UNITS = 4
 

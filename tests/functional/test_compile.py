@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dbuffer import observe_collectives
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from tests.functional.replica import Block, Case, Comparison, Stack, compare, inputs, squared
 from tests.harness import run_ranks
 from tests.harness.grids import nightly_but
+from tests.harness.models import Block, Stack, inputs, squared
+from tests.harness.oracle import Case, Comparison, compare
 
 BACKEND = "aot_eager"
 # The compiler itself looks at .grad of what a module is given.

@@ -11,18 +11,10 @@ from torch import nn
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 from torch.distributed.tensor import DTensor
 
-from tests.functional.models import (
-    differing,
-    draw_tokens,
-    loss_of,
-    make_mesh,
-    make_model,
-    shard_model,
-    whole_state,
-    world_mesh,
-)
 from tests.harness import run_ranks
 from tests.harness.grids import nightly_but
+from tests.harness.models import draw_tokens, loss_of, make_mesh, make_model, world_mesh
+from tests.harness.oracle import differing, shard_model, whole_state
 
 State = dict[str, torch.Tensor]
 BACKEND = "aot_eager"

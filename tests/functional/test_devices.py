@@ -23,8 +23,8 @@ from megatron_fsdp import (
     load_checkpoint,
     save_checkpoint,
 )
-from tests.functional.replica import Block, Stack
 from tests.harness import run_ranks
+from tests.harness.models import Block, Stack
 
 WIDTH = 64
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)

@@ -17,8 +17,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dbuffer import Element, Flat, Partial, Replicate, Whole
 from megatron_fsdp import ConfigError, MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
-from tests.functional.replica import Block, Stack, inputs, shard_each
 from tests.harness import FailureKind, RankError, run_ranks
+from tests.harness.models import Block, Stack, inputs
+from tests.harness.oracle import shard_each
 
 
 class Scaled(nn.Module):

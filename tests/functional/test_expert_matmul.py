@@ -7,8 +7,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import MixedPrecisionPolicy, expert_matmul, fully_shard
 from tests.functional.linear_uses import counted_products
-from tests.functional.replica import WIDTH, Case, Comparison, Stack, compare, inputs, squared
 from tests.harness import run_ranks
+from tests.harness.models import WIDTH, Stack, inputs, squared
+from tests.harness.oracle import Case, Comparison, compare
 
 NUM_EXPERTS, HIDDEN = 3, 5
 

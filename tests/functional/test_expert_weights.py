@@ -28,8 +28,9 @@ from megatron_fsdp import (
     materialize,
     save_checkpoint,
 )
-from tests.functional.replica import WIDTH, Block, Case, Comparison, Stack, compare, inputs, squared, whole
 from tests.harness import run_ranks
+from tests.harness.models import WIDTH, Block, Stack, inputs, squared
+from tests.harness.oracle import Case, Comparison, compare, whole
 
 NUM_EXPERTS = 2
 

@@ -26,12 +26,12 @@ from megatron_fsdp import (
 from megatron_fsdp.optim.flat_parameters import FlatParameter
 from tests.functional.adamw_comparison import differing_state, two_groups
 from tests.functional.checkpoint_cases import message_of
-from tests.functional.models import Model, differing, make_mesh, make_model, shard_model, train, whole_state
-from tests.functional.replica import inputs
 from tests.functional.split_weights import SPLIT
 from tests.functional.test_adamw import POLICIES
 from tests.harness import run_ranks
 from tests.harness.grids import nightly_but
+from tests.harness.models import Model, inputs, make_mesh, make_model
+from tests.harness.oracle import differing, shard_model, train, whole_state
 
 
 class Lion(Optimizer):

@@ -9,8 +9,9 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from megatron_fsdp import fully_shard
-from tests.functional.replica import inputs, three_blocks, whole
 from tests.harness import run_ranks
+from tests.harness.models import inputs, three_blocks
+from tests.harness.oracle import whole
 
 # PyTorch's own rules for forward mode are scripted when they are first needed.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from itertools import product
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -10,10 +10,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
-from tests.functional.replica import Block, Stack, inputs, whole
+from dbuffer_kernels.reference import AdamWBuffers
+from megatron_fsdp import (
+    AdamW,
+    FsdpModule,
+    MixedPrecisionPolicy,
+    Placements,
+    StateError,
+    fully_shard,
+    fully_shard_optimizer,
+)
+from megatron_fsdp.optim import adamw_update
 from tests.harness import run_ranks
 from tests.harness.grids import covering, nightly_but
+from tests.harness.models import Block, Stack, inputs
+from tests.harness.oracle import whole
 
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
@@ -282,3 +293,69 @@ def test_a_gathered_weight_may_be_assigned_its_own_memory_and_nothing_else() -> 
         assert error < 1e-6
     for refusal in run_ranks(2, train_moved, 0.5):
         assert "parameter 'weight' was changed in place while it was gathered (.data = ...)" in str(refusal)
+
+
+def said_by(call: Callable[[], object]) -> str:
+    """Return whose message a call raised, if any."""
+    try:
+        call()
+    except StateError as error:
+        return "the change" if "parameter 'weight' was changed in place" in str(error) else str(error)
+    except RuntimeError:
+        return "the user's error"
+    return "nothing"
+
+
+def reshard_after_a_change() -> list[list[str]]:
+    """Change gathered weights unseen; return what reshard and the forward after it say, alone and in a handler."""
+    layer = fully_shard(nn.Linear(7, 5))
+
+    def reshard_and_raise() -> None:
+        try:
+            raise RuntimeError("of the user")
+        except RuntimeError:
+            layer.reshard()
+            raise
+
+    found = []
+    with torch.no_grad():
+        for reshard in (layer.reshard, reshard_and_raise):
+            layer.unshard()
+            layer.weight.data.mul_(0.5)
+            found.append([said_by(reshard), said_by(lambda: layer(inputs(0, 0)))])
+    return found
+
+
+def test_reshard_finds_a_change_of_gathered_weights_and_hides_no_error_that_is_being_handled() -> None:
+    for found in run_ranks(2, reshard_after_a_change):
+        assert found == [["the change", "nothing"], ["the user's error", "the change"]]
+
+
+# ---------------------------------------------------------------- steps that autograd does not see
+
+
+def step_unseen(policy_name: str) -> list[torch.Tensor]:
+    """Take a step by a kernel that counts no version, like Triton's; return the whole compute weights after it."""
+    model = sharded(POLICIES[policy_name], "optim")
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    train_once(model, optimizer)
+    output_of(model, 0).square().mean().backward()
+    kernel = adamw_update.adamw
+
+    def unseen(buffers: AdamWBuffers, *args: Any, **options: Any) -> None:
+        tensors = [buffers.weight, *([] if buffers.model_weight is None else [buffers.model_weight])]
+        with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+            kernel(buffers, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adamw_update, "adamw", unseen)
+        optimizer.step()
+    units = [module for module in model.modules() if isinstance(module, FsdpModule)]
+    return [group.model_weight.local_buffer.clone() for unit in units for group in unit.parameter_groups]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_weights_that_rest_whole_are_alike_on_all_ranks_after_a_step_by_a_kernel(policy: str) -> None:
+    first, second = run_ranks(2, step_unseen, policy)
+    assert len(first) == 2
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.runtime.pytree import iterate_tensors
 from tests.functional.linear_uses import USES, counted_products, dropping_a_layer, shard_as
-from tests.functional.replica import Case, Comparison, Stack, compare, shard_layers, squared, three_blocks
 from tests.harness import run_ranks
+from tests.harness.models import Stack, squared, three_blocks
+from tests.harness.oracle import Case, Comparison, compare, shard_layers
 
 NUM_STEPS = 3
 

@@ -11,8 +11,9 @@ from torch import nn
 from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, fully_shard
 from tests.functional.linear_uses import Layer, counted_products, shard_as, stack_of
-from tests.functional.replica import WIDTH, Case, Comparison, Stack, compare, inputs, squared, three_blocks
 from tests.harness import run_ranks
+from tests.harness.models import WIDTH, Stack, inputs, squared, three_blocks
+from tests.harness.oracle import Case, Comparison, compare
 
 
 def ask_for_inputs_only(backward: bool) -> tuple[float, int, int, int]:

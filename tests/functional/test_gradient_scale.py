@@ -26,11 +26,11 @@ from megatron_fsdp import (
     no_sync,
 )
 from tests.functional.expert_parallel import rows, shard_experts
-from tests.functional.models import draw_tokens, loss_of, make_mesh, make_model, shard_model, whole_state
-from tests.functional.replica import Block, Stack
 from tests.functional.test_tensor_parallel import Feedforward
 from tests.harness import run_ranks
 from tests.harness.grids import nightly_but
+from tests.harness.models import Block, Stack, draw_tokens, loss_of, make_mesh, make_model
+from tests.harness.oracle import shard_model, whole_state
 
 POLICIES = {
     "fp32": None,

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from megatron_fsdp import fully_shard
-from tests.functional.replica import WIDTH, Block, Case, Comparison, Stack, compare, inputs
 from tests.harness import run_ranks
+from tests.harness.models import WIDTH, Block, Stack, inputs
+from tests.harness.oracle import Case, Comparison, compare
 
 
 def squared(model: nn.Module, rank: int, step: int) -> torch.Tensor:

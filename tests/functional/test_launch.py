@@ -38,6 +38,8 @@ def numbered_by(launcher: str, rank: int) -> dict[str, str]:
 def run_script(launcher: str, port: int) -> tuple[int, float, float]:
     """Run the page's script as one of two processes; return its world's size, loss and the norm of its weights."""
     rank = dist.get_rank()
+    # The harness's own group is whole on both before either ends it.
+    dist.barrier()
     dist.destroy_process_group()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
@@ -66,6 +68,8 @@ def test_the_processes_of_a_launcher_train_one_model_together(launcher: str) -> 
 
 def run_without_a_meeting_point(launcher: str) -> str:
     rank = dist.get_rank()
+    # The harness's own group is whole on both before either ends it.
+    dist.barrier()
     dist.destroy_process_group()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)

@@ -1,7 +1,8 @@
 """A model gives everything back when it is deleted, and goes on after an exception."""
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch import nn
 
 from dbuffer import memory_meter
 from megatron_fsdp import FsdpModule, fully_shard_optimizer
-from tests.functional.replica import Block, Case, Comparison, Stack, compare, inputs, shard_each
 from tests.harness import run_ranks
+from tests.harness.models import Block, Stack, inputs
+from tests.harness.oracle import Case, Comparison, compare, shard_each
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
@@ -50,20 +52,21 @@ def failing_stack() -> Stack:
     return Stack(Block(), Block(), Failing(), Block(), Block())
 
 
+@contextlib.contextmanager
+def failing(model: nn.Module, mode: str) -> Iterator[None]:
+    """Make forward raise, or have it make a graph whose backward does."""
+    failing = [module for module in model.modules() if isinstance(module, Failing)]
+    for module in failing:
+        module.mode = mode
+    yield
+    for module in failing:
+        module.mode = ""
+
+
 def run_to_failure(model: nn.Module, mode: str, step: int = 0) -> None:
     """Run a step that ends in an exception in forward or backward."""
-    for module in model.modules():
-        if isinstance(module, Failing):
-            module.mode = mode
-    message = "nothing was raised"
-    try:
+    with failing(model, mode), pytest.raises(RuntimeError, match="out of memory, say"):
         loss_of(model, step).backward()
-    except RuntimeError as error:
-        message = str(error)
-    assert "out of memory, say" in message
-    for module in model.modules():
-        if isinstance(module, Failing):
-            module.mode = ""
 
 
 def train_a_step(model: nn.Module, step: int = 0) -> None:
@@ -198,6 +201,28 @@ RECOVERIES = {
 def mean_square(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     output: torch.Tensor = model(inputs(rank, step))
     return output.square().mean()
+
+
+def after_a_failure_of_an_earlier_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Return a loss whose forward ran before the backward of another one raised."""
+    if isinstance(model, FsdpModule):
+        with failing(model, "backward"):
+            earlier = loss_of(model, step + 50)
+    loss = mean_square(model, rank, step)
+    if isinstance(model, FsdpModule):
+        with pytest.raises(RuntimeError, match="out of memory, say"):
+            earlier.backward()
+        model.zero_grad()
+    return loss
+
+
+def train_after_a_failure_of_an_earlier_loss() -> Comparison:
+    return compare(Case(failing_stack, after_a_failure_of_an_earlier_loss))
+
+
+def test_a_forward_that_ran_before_the_exception_is_as_good_as_one_after_it() -> None:
+    results = run_ranks(2, train_after_a_failure_of_an_earlier_loss, timeout=20)
+    assert all(result.is_exact for result in results), results
 
 
 def train_through(recovery: str) -> Comparison:

@@ -9,19 +9,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fsdp import fully_shard_optimizer
-from tests.functional.models import (
-    Model,
-    differing,
-    draw_tokens,
-    loss_of,
-    make_mesh,
-    make_model,
-    shard_model,
-    train,
-    whole_state,
-)
 from tests.harness import run_ranks
 from tests.harness.grids import nightly_but
+from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
+from tests.harness.oracle import differing, shard_model, train, whole_state
 
 NUM_STEPS = 3
 LAYOUTS = {"three ranks": ("optim_grads_params", (3,)), "hybrid": ("hfsdp", (2, 2))}

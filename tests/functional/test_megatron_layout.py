@@ -24,8 +24,8 @@ from megatron_fsdp.integrations.megatron.checkpoint import (
     load_by_name,
 )
 from tests.functional.checkpoint_cases import message_of
-from tests.functional.models import differing
 from tests.harness import run_ranks
+from tests.harness.oracle import differing
 
 State = dict[str, torch.Tensor]
 WIDTH, HIDDEN = 5, 6

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from dbuffer import guard_released_storage, memory_meter
 from megatron_fsdp import (
@@ -21,8 +20,9 @@ from megatron_fsdp import (
     fully_shard,
     fully_shard_optimizer,
 )
-from tests.functional.replica import WIDTH, Block, Stack, inputs, shard_each
 from tests.harness import run_ranks
+from tests.harness.models import WIDTH, Block, CheckpointedStack, ShuffledStack, Stack, inputs
+from tests.harness.oracle import shard_each
 
 HIDDEN_SIZES = (97, 13, 131, 101, 127, 111)
 
@@ -55,27 +55,6 @@ class StepMemory:
     backward: float
     rest_bytes: int
     num_allocations: int
-
-
-class CheckpointedStack(Stack):
-    """Keeps the inputs of its layers only."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x
-
-
-class ShuffledStack(Stack):
-    """Starts with another layer each time, so that what followed last time may have been used already."""
-
-    num_calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.num_calls += 1
-        for index in range(len(self.layers)):
-            x = self.layers[self.num_calls * (index + 1) % 7 - 1](x)
-        return x
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from megatron_fsdp import (
     fully_shard_optimizer,
     materialize,
 )
-from tests.functional.replica import Block, units_of, whole
 from tests.harness import run_ranks
+from tests.harness.models import Block
+from tests.harness.oracle import units_of, whole
 
 STRATEGIES = {
     (1,): ("optim_grads_params",),

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import FsdpModule, Placements, fully_shard, microbatch, no_sync
 from tests.functional.random_meddling import whole
-from tests.functional.replica import WIDTH
 from tests.harness import run_ranks
 from tests.harness.grids import nightly_but
+from tests.harness.models import WIDTH
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp", "hfsdp")
 NUM_BRANCHES = 3

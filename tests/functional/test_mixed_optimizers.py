@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.tensor.experimental import implicit_replication
 
 from dbuffer.errors import PlacementError
-from tests.functional.models import differing, draw_tokens, loss_of, make_model, shard_model, whole_state, world_mesh
 from tests.harness import run_ranks
+from tests.harness.models import draw_tokens, loss_of, make_model, world_mesh
+from tests.harness.oracle import differing, shard_model, whole_state
 
 State = dict[str, torch.Tensor]
 Kind = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

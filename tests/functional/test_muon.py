@@ -22,7 +22,6 @@ from megatron_fsdp import (
 )
 from megatron_fsdp.optim import Muon, MuonOptions
 from megatron_fsdp.optim.newton_schulz import Iteration
-from tests.functional.models import differing, make_mesh, whole_state
 from tests.functional.muon_model import (
     DIVISOR,
     NUM_MICROBATCHES,
@@ -37,6 +36,8 @@ from tests.functional.muon_model import (
     train_sharded,
 )
 from tests.harness import run_ranks
+from tests.harness.models import make_mesh
+from tests.harness.oracle import differing, whole_state
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 _REPLICATED, _SUMS, _CUT = (Replicate(), Replicate()), (Partial(), Partial()), (Flat(), Flat())

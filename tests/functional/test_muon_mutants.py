@@ -14,7 +14,6 @@ from megatron_fsdp.optim import Muon, muon
 from megatron_fsdp.optim.exchange import Exchange
 from megatron_fsdp.optim.matrix_group import MatrixGroup
 from megatron_fsdp.optim.newton_schulz import Iteration, scale_factor
-from tests.functional.models import differing, make_mesh, whole_state
 from tests.functional.muon_model import (
     NUM_MICROBATCHES,
     Matrices,
@@ -26,6 +25,8 @@ from tests.functional.muon_model import (
     train_sharded,
 )
 from tests.harness import run_ranks
+from tests.harness.models import make_mesh
+from tests.harness.oracle import differing, whole_state
 
 # They try the tests, not the library.
 pytestmark = pytest.mark.slow

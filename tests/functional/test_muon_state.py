@@ -23,7 +23,6 @@ from megatron_fsdp import (
     save_checkpoint,
 )
 from megatron_fsdp.optim import MatrixView, Muon, muon_param_groups
-from tests.functional.models import differing, make_mesh, make_model, shard_model, train, whole_state, world_mesh
 from tests.functional.muon_model import (
     Matrices,
     Whole,
@@ -33,6 +32,8 @@ from tests.functional.muon_model import (
     train_sharded,
 )
 from tests.harness import run_ranks
+from tests.harness.models import make_mesh, make_model, world_mesh
+from tests.harness.oracle import differing, shard_model, train, whole_state
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 # Checkpoints resume on other numbers of ranks, so all of these train on the numbers of ranks 0 and 1.

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.functional.faults import FAULTS, CallCounter
-from tests.functional.training import History, Recipe, disagreements, train_replicated, train_sharded
 from tests.harness import run_ranks
+from tests.harness.oracle import History, Recipe, disagreements, train_replicated, train_sharded
 
 # They try the tests, not the library.
 pytestmark = pytest.mark.slow

@@ -10,8 +10,9 @@ from torch import nn
 
 from dbuffer.collectives import CollectiveCall, observe_collectives
 from megatron_fsdp import AdamW, ConfigError, NonfiniteGradientError, check_gradients, clip_grad_norm_
-from tests.functional.models import Model, draw_tokens, loss_of, make_mesh, make_model, shard_model, whole_state
 from tests.harness import run_ranks
+from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
+from tests.harness.oracle import shard_model, whole_state
 
 LAYOUTS = {"zero 3": ("optim_grads_params", (3,)), "zero 1": ("optim", (2,)), "hfsdp": ("hfsdp", (2, 2))}
 

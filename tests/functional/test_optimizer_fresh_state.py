@@ -14,8 +14,9 @@ from torch import nn
 from megatron_fsdp import AdamW, CheckpointError, fully_shard_optimizer, load_checkpoint, save_checkpoint
 from megatron_fsdp.optim.flat_optimizer import FlatOptimizer
 from tests.functional.checkpoint_cases import full_optimizer_state, message_of
-from tests.functional.models import Model, differing, make_model, shard_model, train, whole_state, world_mesh
 from tests.harness import run_ranks
+from tests.harness.models import Model, make_model, world_mesh
+from tests.harness.oracle import differing, shard_model, train, whole_state
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True),

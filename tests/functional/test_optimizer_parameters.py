@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from megatron_fsdp import StateError, fully_shard
-from tests.functional.replica import Block, Stack
 from tests.harness import run_ranks
+from tests.harness.models import Block, Stack
 
 
 def built_before_sharding() -> None:

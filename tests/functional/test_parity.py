@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from megatron_fsdp import MixedPrecisionPolicy
-from tests.functional.training import (
+from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
+from tests.harness.oracle import (
     Accumulation,
     Clip,
     History,
@@ -18,8 +20,6 @@ from tests.functional.training import (
     train_replicated,
     train_sharded,
 )
-from tests.harness import run_ranks
-from tests.harness.grids import nightly_but
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 WAYS = (Accumulation.UNANNOUNCED, Accumulation.NO_SYNC)

@@ -12,8 +12,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from dbuffer import observe_collectives
 from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, microbatch
-from tests.functional.replica import WIDTH, Block, Stack, inputs, whole
 from tests.harness import run_ranks
+from tests.harness.models import WIDTH, Block, Stack, inputs
+from tests.harness.oracle import whole
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

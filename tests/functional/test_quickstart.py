@@ -16,19 +16,9 @@ from megatron_fsdp import MixedPrecisionPolicy as Policy
 from megatron_fsdp.integrations.megatron.accepted import ACCEPTED
 from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model, fully_shard_model_and_optimizer
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
-from tests.functional.replica import (
-    Block,
-    Case,
-    Comparison,
-    Stack,
-    compare,
-    inputs,
-    squared,
-    three_blocks,
-    units_of,
-    whole,
-)
 from tests.harness import run_ranks
+from tests.harness.models import Block, Stack, inputs, squared, three_blocks
+from tests.harness.oracle import Case, Comparison, compare, units_of, whole
 
 BASE = Case(three_blocks, squared)
 
@@ -109,7 +99,7 @@ def unit_names(entries: Any) -> list[str]:
 
 @pytest.mark.parametrize(
     "entries",
-    [[Block], ["Block"], ["tests.functional.replica.Block"], "Block", Block],
+    [[Block], ["Block"], ["tests.harness.models.Block"], "Block", Block],
     ids=["class", "name", "import path", "one name", "one class"],
 )
 def test_units_are_named_by_class_or_path(entries: Any) -> None:

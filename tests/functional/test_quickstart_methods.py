@@ -15,8 +15,9 @@ from dbuffer import observe_collectives
 from megatron_fsdp import StateError
 from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
-from tests.functional.replica import Block, inputs, squared, three_blocks, units_of, whole
 from tests.harness import run_ranks
+from tests.harness.models import Block, inputs, squared, three_blocks
+from tests.harness.oracle import units_of, whole
 
 NUM_MICROBATCHES = 3
 STRATEGIES = {"zero0": (0, 0, 1), "zero1": (1, 0, 1), "zero2": (2, 0, 1), "zero3": (3, 0, 1), "hsdp": (3, 0, 2),

@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import fully_shard
-from tests.functional.replica import Block, Case, Comparison, compare, inputs
 from tests.harness import run_ranks
+from tests.harness.models import Block, Headed, inputs
+from tests.harness.oracle import Case, Comparison, compare
 
 KINDS = {"reentrant": True, "non-reentrant": False}
 
@@ -75,21 +76,6 @@ class Whole(nn.Module):
         return result
 
 
-class Plain(nn.Module):
-    """Blocks and a projection that the root owns."""
-
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-        self.out = nn.Linear(7, 7)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        result: torch.Tensor = self.out(x)
-        return result
-
-
 class Sometimes(Block):
     """Leaves its middle out for some ranks' data."""
 
@@ -118,11 +104,11 @@ def one_region(use_reentrant: bool) -> nn.Module:
 
 def region_inside_units(use_reentrant: bool) -> nn.Module:
     kind = CheckpointInsideReentrantly if use_reentrant else CheckpointInside
-    return Plain(*(kind(hidden=5 + index) for index in range(3)))
+    return Headed(*(kind(hidden=5 + index) for index in range(3)))
 
 
 def region_around_the_root(use_reentrant: bool) -> nn.Module:
-    return Whole(use_reentrant, Plain(*unequal_blocks(3)))
+    return Whole(use_reentrant, Headed(*unequal_blocks(3)))
 
 
 def frozen_parts(use_reentrant: bool) -> nn.Module:

@@ -23,8 +23,9 @@ from megatron_fsdp import (
     fully_shard_optimizer,
     save_checkpoint,
 )
-from tests.functional.replica import WIDTH, Block, Stack, inputs, shard_layers, whole
 from tests.harness import run_ranks
+from tests.harness.models import WIDTH, Block, Stack, inputs
+from tests.harness.oracle import shard_layers, whole
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 

@@ -17,11 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dbuffer import CollectiveCall, Flat, Partial, Replicate, memory_meter, observe_collectives
+from dbuffer import CollectiveCall, memory_meter, observe_collectives
 from megatron_fsdp import (
     FsdpModule,
     MixedPrecisionPolicy,
-    Placements,
     Report,
     explain,
     fsdp_no_shard,
@@ -29,9 +28,10 @@ from megatron_fsdp import (
     fully_shard_optimizer,
     microbatch,
 )
-from tests.functional.models import draw_tokens, loss_of, make_mesh
+from tests.functional.strategy_table import STRATEGIES
 from tests.harness import run_ranks
 from tests.harness.grids import covering, nightly_but
+from tests.harness.models import draw_tokens, loss_of, make_mesh
 
 VOCABULARY = 23
 WIDTH = 7
@@ -224,19 +224,6 @@ POLICIES = {
 }
 
 
-TWO_AXES = (Replicate(), Replicate()), (Partial(), Partial()), (Flat(), Flat())
-PLACEMENTS = {
-    "no_shard": Placements.no_shard(0),
-    "optim": Placements.optim(0),
-    "optim_grads": Placements.optim_grads(0),
-    "optim_grads_params": Placements.optim_grads_params(0),
-    "hsdp": Placements.hsdp(0, 1),
-    "hfsdp": Placements.hfsdp(0, 1),
-    "no_shard on two axes": Placements((0, 1), TWO_AXES[0], TWO_AXES[1], TWO_AXES[0]),
-    "optim_grads_params on two axes": Placements((0, 1), TWO_AXES[2], TWO_AXES[2], TWO_AXES[2]),
-}
-
-
 @dataclass(frozen=True)
 class Setting:
     """One run to predict."""
@@ -258,8 +245,8 @@ def settings(choose: Callable[[Iterable[tuple[Any, ...]]], Iterable[tuple[Any, .
     Args:
         choose: leaves out some of a grid.
     """
-    one_axis = [name for name, placements in PLACEMENTS.items() if placements.num_axes == 1]
-    two_axes = [name for name, placements in PLACEMENTS.items() if placements.num_axes == 2]
+    one_axis = [name for name, placements in STRATEGIES.items() if placements.num_axes == 1]
+    two_axes = [name for name, placements in STRATEGIES.items() if placements.num_axes == 2]
     strategies = product(((1,), (2,), (3,)), one_axis, ("fp32", "bf16"), (1, 2))
     chosen = [Setting("every_part_a_unit", *entry) for entry in choose(strategies)]
     chosen += [Setting(*entry) for entry in product(MODELS, ((2,),), ("optim_grads",), ("fp32",), (2,))]
@@ -298,7 +285,7 @@ def run(setting: Setting, mesh: DeviceMesh) -> Step:
     before = meter.current_bytes
     mesh, policy = make_mesh(setting.mesh), POLICIES[setting.policy]
     model = {**MODELS, **MODELS_OF_FOUR_RANKS}[setting.model](
-        partial(fully_shard, mesh=mesh, placements=PLACEMENTS[setting.strategy], mp_policy=policy)
+        partial(fully_shard, mesh=mesh, placements=STRATEGIES[setting.strategy], mp_policy=policy)
     )
     seen = Step(explain(model, setting.num_microbatches), meter.current_bytes - before)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

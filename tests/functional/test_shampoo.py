@@ -9,7 +9,6 @@ from torch import nn
 
 from megatron_fsdp import ConfigError, Placements, load_checkpoint, save_checkpoint
 from megatron_fsdp.optim import Muon, MuonOptions, Shampoo
-from tests.functional.models import differing, make_mesh, whole_state
 from tests.functional.muon_model import (
     DIVISOR,
     NUM_MICROBATCHES,
@@ -23,6 +22,8 @@ from tests.functional.muon_model import (
     train_sharded,
 )
 from tests.harness import run_ranks
+from tests.harness.models import make_mesh
+from tests.harness.oracle import differing, whole_state
 
 OPTIONS: dict[str, Any] = {"lr": 0.03, "weight_decay": 0.1, "beta2": 0.9, "frequency": 2}
 Weights = dict[str, torch.Tensor]

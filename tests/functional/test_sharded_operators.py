@@ -11,19 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import FlatDTensor
 from megatron_fsdp import AdamW, FSDPModule, MixedPrecisionPolicy, fully_shard
-from tests.functional.models import (
-    Model,
-    differing,
-    draw_tokens,
-    loss_of,
-    make_mesh,
-    make_model,
-    shard_model,
-    train,
-    whole_state,
-)
 from tests.harness import run_ranks
 from tests.harness.grids import nightly_but
+from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
+from tests.harness.oracle import differing, shard_model, train, whole_state
 
 State = dict[str, torch.Tensor]
 LAYOUTS = {

@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from tests.functional.replica import WIDTH, Block, Case, Comparison, Stack, compare, inputs, three_blocks
 from tests.harness import run_ranks
+from tests.harness.models import WIDTH, Block, Stack, inputs, three_blocks
+from tests.harness.oracle import Case, Comparison, compare
 
 Reshard = bool | int | None
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 from dbuffer import Flat, Partial, Replicate, memory_meter
 from dbuffer.slot_pool import can_exchange_memory
@@ -29,8 +28,8 @@ from megatron_fsdp import (
     no_sync,
 )
 from megatron_fsdp.runtime.memory_slots import SlotChoice
-from tests.functional.replica import Block, Stack, inputs
 from tests.harness import run_ranks
+from tests.harness.models import Block, CheckpointedStack, ShuffledStack, Stack, inputs
 
 HIDDEN_SIZES = (97, 13, 131, 101, 131, 111)
 STEPS = 3
@@ -38,25 +37,11 @@ STEPS = 3
 pytestmark = pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")
 
 
-class CheckpointedStack(Stack):
-    """Keeps the inputs of its layers only."""
+class Repeating(ShuffledStack):
+    """Runs one of its layers twice."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x
-
-
-class ShuffledStack(Stack):
-    """Runs its layers in another order each time, and one of them twice."""
-
-    num_calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.num_calls += 1
-        for index in range(len(self.layers)):
-            x = self.layers[self.num_calls * (index + 1) % 7 - 1](x)
-        return self.layers[2](x)  # type: ignore[no-any-return]  # modules return Any
+        return self.layers[2](super().forward(x))  # type: ignore[no-any-return]  # modules return Any
 
 
 class Nested(nn.Module):
@@ -99,7 +84,7 @@ SETTINGS = {
     "microbatches": Setting(microbatches=3),
     "bf16 reduced in fp32": Setting(policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "checkpointing": Setting(CheckpointedStack),
-    "another order each time": Setting(ShuffledStack, slots=None, is_predicted=False),
+    "another order each time": Setting(Repeating, slots=None, is_predicted=False),
     "nested units": Setting(lambda *_: Nested(), slots=None),
     "sharded gradients": Setting(options=gradients_sharded, slots=(0, 1)),
     "replicas of shards": Setting(options=outer_replicas, ranks=4),

@@ -6,8 +6,6 @@ import torch.distributed as dist
 
 from megatron_fsdp import ConfigError, MixedPrecisionPolicy, fully_shard_optimizer
 from tests.functional.adamw_comparison import groups_of
-from tests.functional.models import differing, make_model, shard_model, world_mesh
-from tests.functional.replica import inputs
 from tests.functional.split_weights import (
     BF16,
     FP32,
@@ -19,6 +17,8 @@ from tests.functional.split_weights import (
     train_on_two_microbatches,
 )
 from tests.harness import run_ranks
+from tests.harness.models import inputs, make_model, world_mesh
+from tests.harness.oracle import differing, shard_model
 
 
 def stepped_by(wrap: bool) -> str:

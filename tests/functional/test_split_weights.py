@@ -21,17 +21,6 @@ from megatron_fsdp import (
     materialize,
 )
 from tests.functional.adamw_comparison import groups_of
-from tests.functional.models import (
-    Model,
-    differing,
-    draw_tokens,
-    loss_of,
-    make_mesh,
-    make_model,
-    shard_model,
-    world_mesh,
-)
-from tests.functional.replica import Block, Stack, inputs, shard_layers
 from tests.functional.split_weights import (
     BF16,
     FP32,
@@ -45,6 +34,8 @@ from tests.functional.split_weights import (
 )
 from tests.harness import run_ranks
 from tests.harness.grids import nightly_but
+from tests.harness.models import Block, Model, Stack, draw_tokens, inputs, loss_of, make_mesh, make_model, world_mesh
+from tests.harness.oracle import differing, shard_layers, shard_model
 
 EVERY_LAYOUT = [
     *(("optim_grads_params", (size,)) for size in (1, 3, 4)),

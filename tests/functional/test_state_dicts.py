@@ -20,17 +20,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.runtime.module import unit_of
-from tests.functional.models import (
-    Model,
-    differing,
-    make_mesh,
-    make_model,
-    shard_model,
-    train,
-    whole_state,
-    world_mesh,
-)
 from tests.harness import run_ranks
+from tests.harness.models import Model, make_mesh, make_model, world_mesh
+from tests.harness.oracle import differing, shard_model, train, whole_state
 
 # What a state dict holds, as torch's own types spell it, is too wide to be of use here.
 State = dict[str, Any]

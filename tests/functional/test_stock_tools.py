@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.functional.models import differing, draw_tokens, loss_of, make_mesh, make_model, shard_model
-from tests.functional.training import History, Recipe, disagreements, train_replicated, train_sharded
 from tests.harness import run_ranks
+from tests.harness.models import draw_tokens, loss_of, make_mesh, make_model
+from tests.harness.oracle import History, Recipe, differing, disagreements, shard_model, train_replicated, train_sharded
 
 State = dict[str, torch.Tensor]
 NUM_RANKS = 3

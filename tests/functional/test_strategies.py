@@ -17,9 +17,9 @@ from tests.functional.strategy_table import (
     replicated,
     run_all,
 )
-from tests.functional.training import disagreements
 from tests.harness import run_ranks
 from tests.harness.grids import covering, nightly_but
+from tests.harness.oracle import disagreements
 
 # Two ranks in bf16 under every strategy of one axis, so that these can be compared with each other.
 QUICK = {

@@ -25,8 +25,9 @@ from megatron_fsdp import (
 from megatron_fsdp.certify.checker import Checker
 from megatron_fsdp.certify.clocks import CaptureError, Queue, VirtualStreams
 from megatron_fsdp.runtime.lanes import drive_with, latest_submission
-from tests.functional.replica import WIDTH, Block, Stack, inputs, shard_each
 from tests.harness import run_ranks
+from tests.harness.models import WIDTH, Block, Stack, inputs
+from tests.harness.oracle import shard_each
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, main_params_dtype=torch.float32)
 

@@ -22,9 +22,10 @@ from megatron_fsdp import (
     microbatch,
     save_checkpoint,
 )
-from tests.functional.replica import WIDTH, inputs, whole
 from tests.harness import run_ranks
 from tests.harness.grids import nightly_but
+from tests.harness.models import WIDTH, inputs
+from tests.harness.oracle import whole
 
 MESHES = {
     "dp2 tp2": ((2, 2), ("dp", "tp")),

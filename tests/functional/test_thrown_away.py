@@ -12,25 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import Placements, StateError, clip_grad_norm_, fully_shard, microbatch, no_sync
-from tests.functional.replica import WIDTH, Block, inputs, whole
 from tests.harness import run_ranks
 from tests.harness.grids import nightly_but
-
-
-class Net(nn.Module):
-    """Three blocks, and a head that the root owns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block(hidden=1), Block()])
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., 3) for (..., WIDTH)."""
-        for block in self.blocks:
-            x = block(x)
-        result: torch.Tensor = self.head(x)
-        return result
+from tests.harness.models import Block, Headed, inputs
+from tests.harness.oracle import whole
 
 
 class Side:
@@ -71,7 +56,7 @@ class Side:
         def in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
             output.register_hook(raise_it)
 
-        handle = self.model.blocks[1].register_forward_hook(raise_it if where == "forward" else in_backward)
+        handle = self.model.layers[1].register_forward_hook(raise_it if where == "forward" else in_backward)
         with pytest.raises(type(error)):
             self.train(step)
         handle.remove()
@@ -124,8 +109,8 @@ def zeroed_and_not_used_again(side: Side) -> None:
 
 def dropped_for_some_parameters(side: Side) -> None:
     side.accumulate(0)
-    side.model.blocks[0].norm.weight.grad = None
-    side.model.blocks[1].up.weight.grad.zero_()
+    side.model.layers[0].norm.weight.grad = None
+    side.model.layers[1].up.weight.grad.zero_()
     side.model.head.bias.grad = None
     side.accumulate(1)
     side.train(2)
@@ -141,14 +126,14 @@ def dropped_onto_final_gradients(side: Side) -> None:
 def accumulated_onto_final_gradients(side: Side) -> None:
     side.train(0)
     side.accumulate(1)
-    side.model.blocks[2].up.weight.grad = None
+    side.model.layers[2].up.weight.grad = None
     side.accumulate(2)
     side.train(3)
 
 
 def replaced_while_under_way(side: Side) -> None:
     side.accumulate(0)
-    for parameter in side.model.blocks[1].parameters():
+    for parameter in side.model.layers[1].parameters():
         parameter.grad = torch.ones_like(parameter)
     side.train(1)
 
@@ -157,7 +142,7 @@ def dropped_with_a_penalty(side: Side) -> None:
     for step, is_last in ((0, False), (1, False), (2, True)):
         with nullcontext() if is_last else side.accumulating():
             # Its gradient reaches the sharded parameter itself.
-            (0.1 * side.model.blocks[0].up.weight.square().sum()).backward()
+            (0.1 * side.model.layers[0].up.weight.square().sum()).backward()
             side.train(step)
         if step == 0:
             side.optimizer.zero_grad()
@@ -259,27 +244,27 @@ def error_in_an_accumulating_backward_and_another_through_the_graph(side: Side) 
 
 def frozen_between_forward_and_backward(side: Side) -> None:
     losses = side.losses(0)
-    side.set_trained(False, "blocks.0", "blocks.1.up", "head")
+    side.set_trained(False, "layers.0", "layers.1.up", "head")
     for loss in losses:
         loss.backward()
-    assert all(parameter.grad is None for parameter in side.model.blocks[0].parameters())
-    side.set_trained(True, "blocks.0", "blocks.1.up", "head")
+    assert all(parameter.grad is None for parameter in side.model.layers[0].parameters())
+    side.set_trained(True, "layers.0", "layers.1.up", "head")
     side.optimizer.step()
     side.optimizer.zero_grad()
     side.train(1)
-    side.set_trained(False, "blocks.2")
+    side.set_trained(False, "layers.2")
 
 
 def frozen_after_a_microbatch(side: Side) -> None:
     side.accumulate(0)
-    side.set_trained(False, "blocks.0", "blocks.1.up")
+    side.set_trained(False, "layers.0", "layers.1.up")
     side.train(1)
     side.optimizer.step()
 
 
 def frozen_after_final_gradients(side: Side) -> None:
     side.train(0)
-    side.set_trained(False, "blocks.0", "blocks.1.up")
+    side.set_trained(False, "layers.0", "layers.1.up")
     side.accumulate(1)
     side.train(2)
 
@@ -301,11 +286,11 @@ STRATEGIES = ("optim_grads_params", "optim_grads", "optim", "no_shard", "hsdp", 
 def sharded(strategy: str, **options: Any) -> nn.Module:
     """Make a model of one strategy; the outer axis of two-axis strategies is the one with two ranks."""
     torch.manual_seed(0)
-    model = Net()
+    model = Headed(Block(), Block(hidden=1), Block(), outputs=3)
     axes = (0, 1) if strategy in ("hsdp", "hfsdp") else (0,)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner")) if len(axes) == 2 else None
     placements = getattr(Placements, strategy)(*axes)
-    for part in (*model.blocks, model):
+    for part in (*model.layers, model):
         fully_shard(part, mesh, placements, **options)
     return model
 
@@ -323,7 +308,7 @@ def compare(strategy: str, script: Callable[[Side], None], names: Sequence[str])
         accumulate = ACCUMULATIONS[name]
         model, rank = sharded(strategy), dist.get_rank()
         torch.manual_seed(0)
-        plain = Net()
+        plain = Headed(Block(), Block(hidden=1), Block(), outputs=3)
         script(Side(model, range(rank, rank + 1), lambda model=model, accumulate=accumulate: accumulate(model)))
         script(Side(plain, range(dist.get_world_size()), nullcontext))
         for (path, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -418,7 +403,7 @@ def refusals_after_a_backward_that_raised(strategy: str) -> tuple[list[str], boo
 def test_training_on_the_gradients_of_a_backward_that_raised_is_refused_until_they_are_dropped(strategy: str) -> None:
     # The units behind the one that raised have gradients, and the root in the strategies that keep it from the start.
     incomplete = (
-        r"unit '(blocks\.2|Net)': the gradient of parameter '.*' is incomplete, because the last backward raised"
+        r"unit '(layers\.2|Headed)': the gradient of parameter '.*' is incomplete, because the last backward raised"
     )
     for messages, goes_on in run_ranks(2, refusals_after_a_backward_that_raised, strategy):
         for message in messages:

@@ -17,10 +17,11 @@ from dbuffer.events import listeners
 from megatron_fsdp import Audit, ConfigError, StateError, Watch, fully_shard, fully_shard_optimizer
 from megatron_fsdp.observability.timeline import Timeline
 from megatron_fsdp.observability.timeline_record import COMPUTE, GATHER, LANES, REDUCE, TimelineRecord, UnitTimes
-from tests.functional.models import Model, draw_tokens, loss_of, make_mesh, make_model, shard_model, train, whole_state
 from tests.functional.test_uneven_use import Dropped, Skipped, shard_blocks
 from tests.functional.test_uneven_use import loss as skipping_loss
 from tests.harness import run_ranks
+from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
+from tests.harness.oracle import shard_model, train, whole_state
 
 UNITS = ("Model", "blocks.0", "blocks.1")
 LAYOUTS = {

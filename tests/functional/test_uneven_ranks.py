@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dbuffer import MeshError
 from megatron_fsdp import Placements, Watch, fully_shard
-from tests.functional.replica import Stack, inputs, shard_layers, squared, three_blocks, whole
 from tests.harness import run_ranks
+from tests.harness.models import Stack, inputs, squared, three_blocks
+from tests.harness.oracle import shard_layers, whole
 
 
 def distance_to_plain_model(mesh: DeviceMesh, shard: Callable[[nn.Module], None], steps: int = 2) -> float:

@@ -10,8 +10,9 @@ from torch import nn
 
 from dbuffer import memory_meter
 from megatron_fsdp import clip_grad_norm_, fully_shard
-from tests.functional.replica import Block, Case, Comparison, compare, inputs
 from tests.harness import run_ranks
+from tests.harness.models import Block, inputs
+from tests.harness.oracle import Case, Comparison, compare
 
 
 class Dropped(nn.Module):

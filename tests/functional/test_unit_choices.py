@@ -22,21 +22,9 @@ from megatron_fsdp import (
     fsdp_no_shard,
     fully_shard,
 )
-from tests.functional.replica import (
-    Block,
-    Case,
-    Comparison,
-    Stack,
-    compare,
-    inputs,
-    shard_each,
-    shard_layers,
-    squared,
-    three_blocks,
-    units_of,
-    whole,
-)
 from tests.harness import run_ranks
+from tests.harness.models import Block, Stack, inputs, squared, three_blocks
+from tests.harness.oracle import Case, Comparison, compare, shard_each, shard_layers, units_of, whole
 
 BASE = Case(three_blocks, squared)
 

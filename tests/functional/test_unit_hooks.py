@@ -19,21 +19,9 @@ from megatron_fsdp import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from tests.functional.replica import (
-    Block,
-    Case,
-    Comparison,
-    Stack,
-    compare,
-    inputs,
-    shard_each,
-    shard_layers,
-    squared,
-    three_blocks,
-    units_of,
-    whole,
-)
 from tests.harness import run_ranks
+from tests.harness.models import Block, Stack, inputs, squared, three_blocks
+from tests.harness.oracle import Case, Comparison, compare, shard_each, shard_layers, units_of, whole
 
 BASE = Case(three_blocks, squared)
 

@@ -22,9 +22,9 @@ from megatron_fsdp import (
     fully_shard,
     no_sync,
 )
-from tests.functional.models import make_mesh
-from tests.functional.replica import WIDTH, Block, Stack, inputs, whole
 from tests.harness import run_ranks
+from tests.harness.models import WIDTH, Block, Headed, Stack, inputs, make_mesh
+from tests.harness.oracle import whole
 
 STRATEGIES: dict[str, tuple[Placements, tuple[int, ...]]] = {
     "no_shard": (Placements.no_shard(), (2,)),
@@ -302,37 +302,24 @@ def test_gradients_of_sharded_parameters_that_are_asked_for_are_the_means_over_r
     assert run_ranks(num_ranks(strategy), ask, strategy) == [[]] * num_ranks(strategy)
 
 
-class Rooted(nn.Module):
-    """A block, and a layer that the root owns, whose weights stay gathered between forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.last = Block(), nn.Linear(WIDTH, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., 3) for (..., WIDTH)."""
-        result: torch.Tensor = self.last(self.block(x))
-        return result
-
-
 def rooted() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    oracle = Rooted()
+    oracle = Headed(Block(), outputs=3)
     model = copy.deepcopy(oracle)
-    fully_shard(model.block)
+    fully_shard(model.layers[0])
     return fully_shard(model), oracle
 
 
 def ask_for_gathered() -> list[float]:
     """Ask by a gathered weight, in vain; return by how much the gradients of a backward afterwards are off."""
     model, oracle = rooted()
-    sharded = model.last.weight
+    sharded = model.head.weight
     loss = loss_of(model, dist.get_rank())
-    assert not isinstance(model.last.weight, DTensor)
-    with pytest.raises(StateError, match=r"parameter 'last\.weight' by its gathered weight.*Ask for the sharded param"):
-        torch.autograd.grad(loss, [model.last.bias.new_zeros(1).requires_grad_(), model.last.weight], allow_unused=True)
+    assert not isinstance(model.head.weight, DTensor)
+    with pytest.raises(StateError, match=r"parameter 'head\.weight' by its gathered weight.*Ask for the sharded param"):
+        torch.autograd.grad(loss, [model.head.bias.new_zeros(1).requires_grad_(), model.head.weight], allow_unused=True)
     (found,) = torch.autograd.grad(loss_of(model, dist.get_rank()), [sharded])
-    (wanted,) = torch.autograd.grad(mean_loss(oracle), [oracle.last.weight])
+    (wanted,) = torch.autograd.grad(mean_loss(oracle), [oracle.head.weight])
     # For inputs alone nothing is refused.
     x = inputs(dist.get_rank(), 0).requires_grad_()
     torch.autograd.grad(model(x).sum(), [x])
@@ -357,7 +344,7 @@ def hook_gathered() -> tuple[list[bool], float]:
 
     loss = loss_of(model, dist.get_rank())
     for one in (model, oracle):
-        one.last.weight.register_post_accumulate_grad_hook(square)
+        one.head.weight.register_post_accumulate_grad_hook(square)
     loss.backward()
     mean_loss(oracle).backward()
     return seen, off(model, oracle)

@@ -15,17 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp import AgreementError, ConfigError, Watch
 from tests.functional import test_uneven_use
-from tests.functional.models import (
-    Model,
-    draw_tokens,
-    loss_of,
-    make_mesh,
-    make_model,
-    shard_model,
-    train,
-    whole_state,
-)
 from tests.harness import run_ranks
+from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
+from tests.harness.oracle import shard_model, train, whole_state
 
 # Long enough for ranks that share a busy processor with others to answer meanwhile.
 TIMEOUT = datetime.timedelta(seconds=2)

@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import CollectiveCall, Flat, memory_meter, observe_collectives
 from megatron_fsdp import ConfigError, FsdpModule, MixedPrecisionPolicy, Placements, explain, fully_shard
-from tests.functional.models import make_mesh
 from tests.harness import run_ranks
+from tests.harness.models import make_mesh
 
 NARROW = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 WIDE = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16, accumulate_dtype=torch.float32)

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from dbuffer import Element
 from megatron_fsdp import CPUOffloadPolicy, Placements, fully_shard
 from megatron_fsdp.runtime import meeting
-from tests.functional.replica import Block, Stack, squared
 from tests.harness import run_ranks
+from tests.harness.models import Block, Stack, squared
 
 # ---------------------------------------------------------------- one rank raises
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import fully_shard, microbatch, no_sync, record_transcript
-from tests.functional.replica import WIDTH, Block, inputs
 from tests.harness import run_ranks
+from tests.harness.models import WIDTH, Block, inputs
 
 __all__ = ["SCENARIOS", "golden_path", "record", "write_all"]
 

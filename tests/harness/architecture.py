@@ -4,6 +4,7 @@ Each rule takes sources and returns one line per violation: where it is, what wa
 """
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -302,8 +303,10 @@ def missing_docstrings(sources: Iterable[Source]) -> list[str]:
     ]
 
 
-def imports(source: Source) -> Iterator[Import]:
-    """Yield every name that a file imports, wherever in the file, relative ones resolved."""
+@functools.cache
+def imports(source: Source) -> tuple[Import, ...]:
+    """Return every name that a file imports, wherever in the file, relative ones resolved."""
+    found = []
     lazy = {id(inner) for _, function in functions(source.tree) for inner in ast.walk(function)}
     guards = (node for node in ast.walk(source.tree) if isinstance(node, ast.If))
     typing = {
@@ -322,7 +325,8 @@ def imports(source: Source) -> Iterator[Import]:
         else:
             continue
         for target in targets:
-            yield Import(target, source.at(node), id(node) in lazy, id(node) in typing)
+            found.append(Import(target, source.at(node), id(node) in lazy, id(node) in typing))
+    return tuple(found)
 
 
 def spelled_names(source: Source) -> Iterator[tuple[str, str]]:
@@ -341,6 +345,8 @@ def spelled_names(source: Source) -> Iterator[tuple[str, str]]:
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
     """Yield every function with its qualified name, methods and inner functions included."""
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.expr):
+            continue  # An expression holds no definition.
         if isinstance(node, Function):
             yield prefix + node.name, node
         inner = f"{prefix}{node.name}." if isinstance(node, Function | ast.ClassDef) else prefix

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from megatron_fsdp import fully_shard
-from tests.functional.replica import whole
+from tests.harness.oracle import whole
 from tests.integration.ranks import run_ranks
 
 KINDS = {"AdamW8bit": {"block_size": 64}, "AdamW4bit": {"block_size": 64}, "AdamWFp8": {"block_size": 64}}

@@ -11,7 +11,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training, preco
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
 
 from megatron_fsdp import AdamW, fully_shard
-from tests.functional.replica import whole
+from tests.harness.oracle import whole
 from tests.integration.ranks import run_ranks
 
 pytestmark = [

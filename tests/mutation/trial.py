@@ -73,6 +73,7 @@ class Trials:
             for place in row["ran"]:
                 self.tests.setdefault(place, []).append((row["seconds"] * len(row["ran"]), row["test"]))
         self.durations = {row["test"]: float(row["seconds"]) for row in rows}
+        self.followers = followers(rows)
 
     def run(self, mutants: Sequence[Mutant]) -> None:
         """Try all that have no result yet."""
@@ -122,11 +123,27 @@ class Trials:
             places = [place for place in self.tests if place.startswith(f"{mutant.path}:")]
         chosen: dict[str, None] = {}
         left = self.seconds
-        for _, test in sorted({found for place in places for found in self.tests[place]}):
-            if self.durations[test] <= left and test not in chosen:
-                left -= self.durations[test]
-                chosen[test] = None
+        for _, leader in sorted({found for place in places for found in self.tests[place]}):
+            for test in (leader, *self.followers.get(leader, ())):
+                if self.durations[test] <= left and test not in chosen:
+                    left -= self.durations[test]
+                    chosen[test] = None
         return list(chosen)
+
+
+def followers(rows: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """Return the tests that ran nothing themselves, by the last one before them in their file that did.
+
+    They look at what a fixture made, which ran for the first of them.
+    """
+    found: dict[str, list[str]] = {}
+    leader = ""
+    for row in rows:
+        if row["ran"]:
+            leader = row["test"]
+        elif row["test"].partition("::")[0] == leader.partition("::")[0]:
+            found.setdefault(leader, []).append(row["test"])
+    return found
 
 
 def _copy_with(mutant: Mutant) -> Path:

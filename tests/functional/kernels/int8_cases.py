@@ -6,7 +6,6 @@ written down here in numpy, element by element.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,14 +24,12 @@ from dbuffer_kernels import (
     adamw,
     adamw_row,
     int8_adamw,
-    use_backend,
 )
 from dbuffer_kernels import int8_reference as int8_reference_module
 from dbuffer_kernels.reference import rounding_keys
+from tests.functional.kernels.on_triton import DEVICE, only_kernels
 from tests.unit.kernels.int8_oracle import decoded, encoded
 
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETS else "cuda"
 NUMEL = 9001
 # Whole programs of 4096, parts of them, a last partial block, plain moments in between, a gap.
 SEGMENTS = (
@@ -44,11 +41,7 @@ SEGMENTS = (
 
 @pytest.fixture(autouse=True)
 def _only_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def fail(*_: Any, **__: Any) -> None:
-        raise AssertionError("the reference ran where the Triton kernel was wanted")
-
-    monkeypatch.setattr(int8_reference_module, "int8_adamw", fail)
-    with use_backend("triton"):
+    with only_kernels(monkeypatch, int8_reference_module, ["int8_adamw"]):
         yield
 
 

@@ -5,9 +5,7 @@ On the CPU under TRITON_INTERPRET=1, else on CUDA; never against the reference, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +19,11 @@ from dbuffer_kernels import (
     adamw_row,
     cast_stochastic,
     join_weight,
-    launch,
     reference,
     split_weight,
     sum_of_squares,
-    use_backend,
 )
+from tests.functional.kernels.on_triton import DEVICE, INTERPRETS, SIZES, count_launches, guarded, only_kernels, random
 from tests.unit.kernels.oracle import DTYPES, exact
 from tests.unit.kernels.step_oracle import (
     Hyperparameters,
@@ -38,9 +35,6 @@ from tests.unit.kernels.step_oracle import (
     stochastic_bits,
 )
 
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETS else "cuda"
-SIZES = (0, 1, 3, 7, 1023, 4096, 4097, 9001)
 OPS = ("cast_stochastic", "sum_of_squares", "split_weight", "join_weight", "adamw")
 HOW = (Hyperparameters(), Hyperparameters(step=1, lr=0.5, betas=(0.3, 0.9), weight_decay=0.0, maximize=True))
 
@@ -50,24 +44,8 @@ with_infinities = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def _only_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def fail(*_: Any, **__: Any) -> None:
-        raise AssertionError("the reference ran where the Triton kernel was wanted")
-
-    for name in OPS:
-        monkeypatch.setattr(reference, name, fail)
-    with use_backend("triton"):
+    with only_kernels(monkeypatch, reference, OPS):
         yield
-
-
-def random(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return values.to(dtype).to(DEVICE)
-
-
-def guarded(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a buffer filled with fives, and the view of ``numel`` elements that starts 3 elements into it."""
-    buffer = torch.full((numel + 8,), 5, dtype=dtype, device=DEVICE)
-    return buffer, buffer[3 : 3 + numel]
 
 
 def assert_guards(buffer: torch.Tensor, numel: int) -> None:
@@ -128,18 +106,7 @@ def test_every_infinity_and_nan_is_counted_wherever_it_stands(dtype: torch.dtype
 
 
 def test_the_sum_of_squares_takes_two_launches_and_the_same_order_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[int] = []
-    jit = launch.jit
-
-    class Counter:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: tuple[int]) -> Any:
-            started.append(grid[0])
-            return jit(self.kernel)[grid]
-
-    monkeypatch.setattr(launch, "jit", Counter)
+    started = count_launches(monkeypatch)
     source = random(30_000, torch.float32, seed=6)
     first, second = sum_of_squares(source), sum_of_squares(source.clone())
     assert torch.equal(first, second)
@@ -255,18 +222,7 @@ def test_adamw_on_a_bf16_weight_with_remainder_equals_adamw_on_the_fp32_weight(m
 
 
 def test_adamw_starts_one_kernel_for_all_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[int] = []
-    jit = launch.jit
-
-    class Counter:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: tuple[int]) -> Any:
-            started.append(grid[0])
-            return jit(self.kernel)[grid]
-
-    monkeypatch.setattr(launch, "jit", Counter)
+    started = count_launches(monkeypatch)
     buffers = make_buffers(6000, DTYPE_SETS[0])
     segments = Segments([Segment(0, 2048, 0), Segment(2048, 2050, 1), Segment(4000, 6000, 0)], 6000)
     adamw(buffers, segments, rows_of(*HOW))

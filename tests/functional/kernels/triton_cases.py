@@ -6,19 +6,15 @@ never the reference: its ops are made to fail here, so that a case cannot pass w
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from dbuffer_kernels import accumulate, cast_copy, launch, pack, reference, use_backend
+from dbuffer_kernels import accumulate, cast_copy, pack, reference
+from tests.functional.kernels.on_triton import DEVICE, INTERPRETS, SIZES, count_launches, guarded, only_kernels, random
 from tests.unit.kernels.oracle import DTYPES, allowed_cast, allowed_sum, exact
 
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETS else "cuda"
-SIZES = (0, 1, 3, 7, 1023, 4096, 4097, 9001)
 SCALES = (1.0, 1 / 3, -2.0)
 NAN = float("nan")
 
@@ -29,25 +25,9 @@ by_scale = pytest.mark.parametrize("scale", SCALES)
 
 @pytest.fixture(autouse=True)
 def _only_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def fail(*_: Any, **__: Any) -> None:
-        raise AssertionError("the reference ran where the Triton kernel was wanted")
-
-    if "reference_allowed" not in request.keywords:
-        for name in ("cast_copy", "accumulate", "pack"):
-            monkeypatch.setattr(reference, name, fail)
-    with use_backend("triton"):
+    ops = () if "reference_allowed" in request.keywords else ("cast_copy", "accumulate", "pack")
+    with only_kernels(monkeypatch, reference, ops):
         yield
-
-
-def random(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return values.to(dtype).to(DEVICE)
-
-
-def guarded(numel: int, dtype: torch.dtype, fill: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a buffer filled with one value, and the view of ``numel`` elements that starts 3 elements into it."""
-    buffer = torch.full((numel + 8,), fill, dtype=dtype, device=DEVICE)
-    return buffer, buffer[3 : 3 + numel]
 
 
 @by_source
@@ -119,18 +99,7 @@ def test_pack_fills_its_ranges_and_leaves_the_gaps(
 
 
 def test_pack_starts_one_kernel_for_each_dtype_among_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[int] = []
-    jit = launch.jit
-
-    class Counter:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: tuple[int]) -> Any:
-            started.append(grid[0])
-            return jit(self.kernel)[grid]
-
-    monkeypatch.setattr(launch, "jit", Counter)
+    started = count_launches(monkeypatch)
     out = torch.zeros(20_000, device=DEVICE)
     pack([random(5000, torch.float32, 1), random(1, torch.float32, 2), random(0, torch.float32, 3)], out, [0, 5000, 9])
     assert started == [3]

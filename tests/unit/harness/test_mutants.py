@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutation.mutants import draw, mutants_of
+from tests.mutation.trial import followers
 
 ROOT = Path(__file__).parents[3]
 
@@ -56,3 +57,9 @@ def test_every_mutant_of_the_library_is_another_program_and_the_draw_repeats_its
     for mutant in drawn:
         source = (ROOT / mutant.path).read_bytes()
         assert ast.dump(ast.parse(mutant.applied_to(source))) != ast.dump(ast.parse(source))
+
+
+def test_a_test_that_looks_at_what_a_fixture_made_goes_with_the_test_for_which_the_fixture_ran() -> None:
+    rows = [{"test": f"f.py::{name}", "ran": ran} for name, ran in (("a", ["x"]), ("b", []), ("c", ["y"]), ("d", []))]
+    rows.append({"test": "g.py::e", "ran": []})
+    assert followers(rows) == {"f.py::a": ["f.py::b"], "f.py::c": ["f.py::d"]}

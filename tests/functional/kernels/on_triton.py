@@ -1,0 +1,60 @@
+"""What the cases of Triton kernels share: where they run, what they run on, and that no reference runs instead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from dbuffer_kernels import launch, use_backend
+
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETS else "cuda"
+SIZES = (0, 1, 3, 7, 1023, 4096, 4097, 9001)
+
+
+@contextmanager
+def only_kernels(monkeypatch: pytest.MonkeyPatch, reference: ModuleType, ops: Iterable[str]) -> Iterator[None]:
+    """Run Triton's kernels; the named functions of a reference raise."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("the reference ran where the Triton kernel was wanted")
+
+    for name in ops:
+        monkeypatch.setattr(reference, name, fail)
+    with use_backend("triton"):
+        yield
+
+
+def random(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Return normal numbers, rounded once to a dtype, on the device."""
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.to(dtype).to(DEVICE)
+
+
+def guarded(numel: int, dtype: torch.dtype, fill: float = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a buffer filled with one value, and the view of ``numel`` elements that starts 3 elements into it."""
+    buffer = torch.full((numel + 8,), fill, dtype=dtype, device=DEVICE)
+    return buffer, buffer[3 : 3 + numel]
+
+
+def count_launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows by the number of programs with each launch of a kernel."""
+    started: list[int] = []
+    jit = launch.jit
+
+    class Counter:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            started.append(grid[0])
+            return jit(self.kernel)[grid]
+
+    monkeypatch.setattr(launch, "jit", Counter)
+    return started

@@ -1,0 +1,12 @@
+"""The order in which a run's files begin."""
+
+from pathlib import Path
+
+from tests.conftest import LONG_FILES
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_every_file_that_begins_early_is_there_once() -> None:
+    assert [name for name in LONG_FILES if not (ROOT / name).is_file()] == []
+    assert len(set(LONG_FILES)) == len(LONG_FILES)
