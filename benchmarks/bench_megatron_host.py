@@ -120,9 +120,7 @@ def _model(num_layers: int) -> tuple[Any, Any]:
         attention_dropout=0.0,
         hidden_dropout=0.0,
     )
-    model = GPTModel(
-        config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, share_embeddings_and_output_weights=False
-    )
+    model = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, share_embeddings_and_output_weights=False)
     return config, model
 
 

@@ -47,6 +47,24 @@ def written_by_threads() -> Iterator[None]:
         yield
 
 
+_set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+
+def _set_but_step(optimizer: Any, parameter: Any, tensors: dict[str, torch.Tensor]) -> None:
+    own = optimizer._get_main_param_and_optimizer_states(parameter)
+    # It has given all parameters the same tensor, which a step would count up once for each.
+    state = optimizer.optimizer.state[own["param"]]
+    state["step"] = own["step"].clone()
+    _set_states(optimizer, parameter, {"step": own["step"], **tensors})
+
+
+@contextmanager
+def read_without_steps() -> Iterator[None]:
+    """Let Megatron load its own files with PyTorch's Adam, whose state has a step that those have by group alone."""
+    with mock.patch.object(DistributedOptimizer, _set_states.__name__, _set_but_step):
+        yield
+
+
 def ddp(distributed: bool = True, **sizes: Any) -> Mesh:
     """Return a mesh under Megatron's own DDP."""
     return Mesh(strategy=None, ddp=DISTRIBUTED if distributed else {}, **sizes)
@@ -81,7 +99,8 @@ def load(chunks: list[Any], optimizer: Any, mesh: Mesh, folder: Path) -> int:
         warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
         loaded = dist_checkpointing.load(megatrons_state(chunks, optimizer, is_loading=True), str(folder))
     innermost(chunks[0]).load_state_dict(loaded["model"])
-    optimizer.load_state_dict(loaded["optimizer"])
+    with read_without_steps():
+        optimizer.load_state_dict(loaded["optimizer"])
     return loaded["iteration"]
 
 
@@ -90,56 +109,70 @@ def optimizers_in(optimizer: Any) -> list[Any]:
 
 
 def all_held(chunks: list[Any], optimizer: Any, mesh: Mesh) -> Held:
-    """Return this rank's weights and moments, whole along data-parallel ranks."""
+    """Return this rank's weights, FP32 main weights and moments, whole along data-parallel ranks."""
+    parameters = global_names(chunks[0].module).values()
     if mesh.strategy is not None:
-        return held(chunks, optimizer)
-    states = dict(entry for inner in optimizers_in(optimizer) for entry in states_of(inner))
-
-    class Shown:
-        class optimizer:
-            state = {parameter: states[id(parameter)] for parameter in global_names(chunks[0].module).values()}
-
-    return held(chunks, Shown)
+        shown = {parameter: {**optimizer.optimizer.state[parameter], "main": parameter} for parameter in parameters}
+    else:
+        states = dict(entry for inner in optimizers_in(optimizer) for entry in states_of(inner))
+        shown = {parameter: states[id(parameter)] for parameter in parameters}
+    return held(chunks, SimpleNamespace(optimizer=SimpleNamespace(state=shown)))
 
 
 def states_of(optimizer: Any) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
     if not isinstance(optimizer, DistributedOptimizer):
-        yield from ((id(parameter), state) for parameter, state in optimizer.optimizer.state.items())
+        for parameter, state in optimizer.optimizer.state.items():
+            yield id(parameter), {**state, "main": parameter}
         return
     step = optimizer.state_dict()["optimizer"]["param_groups"][0]["step"]
     gathered = optimizer.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
     for index, buffer in enumerate(optimizer.buffers):
         (tensors,) = gathered[index].values()
         for parameter, (start, end, _) in buffer.param_index_map.items():
-            values = {key: tensors[key][start:end].view(parameter.shape) for key in ("exp_avg", "exp_avg_sq")}
-            assert torch.equal(tensors["param"][start:end].view(parameter.shape), parameter.detach())
+            names = {"main": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+            values = {name: tensors[key][start:end].view(parameter.shape) for name, key in names.items()}
             yield id(parameter), {**values, "step": torch.tensor(float(step))}
+
+
+def groups_in(optimizer: Any) -> list[dict[str, Any]]:
+    return [group for inner in optimizers_in(optimizer) for group in inner.optimizer.param_groups]
 
 
 def exchange(task: Task, first: Mesh, second: Mesh, folder: Path) -> tuple[Held, Held, Any, Any]:
     """Train and save under one engine, load under the other; return what both hold, and their next steps."""
     is_distributed = bool((first if first.strategy is None else second).ddp)
+    steps: list[tuple[int, list[tuple[float, float]]]] = []
     with megatron_processes(**first.groups()):
         chunks, optimizer = build(task_of(task, first), first)
         run_steps(task, chunks, optimizer, range(2))
+        for group in groups_in(optimizer):
+            group["lr"] = 3e-3
         with written_by_threads():
             save(chunks, optimizer, first, folder, is_distributed)
         wanted = all_held(chunks, optimizer, first)
-        after, _ = run_steps(task, chunks, optimizer, range(2, 3))
+        steps.append(
+            (parallel_state.get_data_parallel_world_size(), run_steps(task, chunks, optimizer, range(2, 4))[0])
+        )
     with megatron_processes(**second.groups()):
         chunks, optimizer = build(task_of(task, second), second)
         if second.strategy is None:
             # PyTorch's Adam, which Megatron takes without TransformerEngine's, has no state to load into before.
             run_steps(task, chunks, optimizer, range(7, 8))
         assert load(chunks, optimizer, second, folder) == 2
+        assert {group["lr"] for group in groups_in(optimizer)} == {3e-3}
         found = all_held(chunks, optimizer, second)
-        again, _ = run_steps(task, chunks, optimizer, range(2, 3))
-    return wanted, found, after, again
+        steps.append(
+            (parallel_state.get_data_parallel_world_size(), run_steps(task, chunks, optimizer, range(2, 4))[0])
+        )
+    return wanted, found, *steps
 
 
+LOW = {"bf16": True, "params_dtype": torch.bfloat16}
 PAIRS = {
     "ddp dp2 to dp2": (2, Task(GATED, data=2), ddp(), Mesh()),
     "dp2 to ddp dp2": (2, Task(GATED, data=2), Mesh(), ddp()),
+    "ddp dp2 to dp2, bf16": (2, Task(GATED | LOW, data=2), ddp(), Mesh()),
+    "dp2 to ddp dp2, bf16": (2, Task(GATED | LOW, data=2), Mesh(), ddp()),
     "ddp tp2 to dp2, gated": (2, Task(GATED), ddp(tp=2), Mesh()),
     "dp2 to ddp tp2, gated": (2, Task(GATED, data=2), Mesh(), ddp(tp=2)),
     "ddp of whole tensors to tp2": (2, Task(GATED), ddp(distributed=False), Mesh(tp=2)),
@@ -147,7 +180,9 @@ PAIRS = {
     "ddp pp2 to dp2, tied": (2, Task(is_tied=True), ddp(pp=2), Mesh()),
     "pp2 to ddp dp2, tied": (2, Task(is_tied=True), Mesh(pp=2), ddp()),
     "ddp ep2 to dp2": (2, Task(MOE, data=2), ddp(ep=2), Mesh()),
-    "ep2 to ddp dp2": (2, Task(MOE, data=2), Mesh(ep=2), ddp()),
+    "ddp dp2 to ep2": (2, Task(MOE, data=2), ddp(), Mesh(ep=2)),
+    "ep2 to ddp ep2": (2, Task(MOE, data=2), Mesh(ep=2), ddp(ep=2)),
+    "ep4 to ddp ep2": (4, Task(MOE, data=4), Mesh(ep=4), ddp(ep=2)),
     "ddp tp2 dp2 to pp2 dp2": (4, Task(GATED), ddp(tp=2), Mesh(pp=2, strategy="optim")),
     "hsdp to ddp tp2 pp2": (4, Task(GATED, data=4), Mesh(instances=2), ddp(tp=2, pp=2)),
 }
@@ -158,7 +193,49 @@ def test_the_other_engine_loads_the_same_weights_and_moments(name: str, tmp_path
     ranks, task, first, second = PAIRS[name]
     results = run_ranks(ranks, exchange, task, first, second, tmp_path / "saved")
     wanted, found = (assembled([result[side] for result in results]) for side in (0, 1))
-    assert any("exp_avg_sq" in entry for entry in wanted)
+    assert {entry.split()[-1] for entry in wanted} == {"weight", "main", "exp_avg", "exp_avg_sq", "step"}
     assert found.keys() == wanted.keys()
     for entry, value in wanted.items():
-        assert torch.equal(found[entry], value), entry
+        # Megatron's weights are what main weights are rounded to.
+        kind = task.model.get("params_dtype", value.dtype) if entry.endswith(" weight") else value.dtype
+        assert torch.equal(found[entry].to(kind), value.to(kind)), entry
+    for _, _, (num_data, figures), (num_data_after, again) in results:
+        if num_data == num_data_after:
+            for before, after in zip(figures, again, strict=True):
+                assert after == pytest.approx(before, rel=1e-2 if task.model.get("bf16") else 1e-5)
+
+
+def refuse(folder: Path) -> tuple[str, str, str]:
+    """Try what cannot be loaded: state by buckets, another model, and an optimizer's state where there is none."""
+    messages = []
+    with megatron_processes():
+        chunks, optimizer = build(task_of(Task(), ddp()), ddp())
+        run_steps(Task(), chunks, optimizer, range(1))
+        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        weights = innermost(chunks[0]).sharded_state_dict(metadata=metadata)
+        by_bucket = {**metadata, "distrib_optim_sharding_type": "dp_reshardable"}
+        state = optimizer.sharded_state_dict(weights, metadata=by_bucket)
+        for kind, document in (("buckets", {"model": weights, "optimizer": state}), ("weights", {"model": weights})):
+            (folder / kind).mkdir(exist_ok=True)
+            with written_by_threads():
+                dist_checkpointing.save(document, str(folder / kind))
+        sharded, its_optimizer = build(Task(), Mesh())
+        other, _ = build(Task(layers=4), Mesh())
+        cases = ((sharded, its_optimizer, "buckets"), (other, None, "weights"), (sharded, its_optimizer, "weights"))
+        for chunks_, optimizer_, kind in cases:
+            with pytest.raises(CheckpointError) as caught:
+                load_torch_dist(chunks_, optimizer_, folder / kind)
+            messages.append(str(caught.value))
+        load_torch_dist(sharded, None, folder / "weights")
+        wanted = {name: value.detach() for name, value in global_names(chunks[0].module).items()}
+        for name, value in global_names(sharded[0].module).items():
+            assert torch.equal(value.full_tensor(), wanted[name]), name
+    by_bucket_, other_, without = messages
+    return by_bucket_, other_, without
+
+
+def test_what_cannot_be_loaded_is_refused_and_weights_load_alone(tmp_path: Path) -> None:
+    for by_bucket, other, without in run_ranks(2, refuse, tmp_path):
+        assert "save it with --dist-ckpt-optim-fully-reshardable" in by_bucket
+        assert "another model" in other
+        assert "give optimizer=None to load weights alone" in without

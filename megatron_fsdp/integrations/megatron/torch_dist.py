@@ -32,6 +32,8 @@ _BY_BUCKET = re.compile(r"optimizer\.distributed\.")
 # What tells one group of Megatron's optimizers from another.
 _GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 _MAX_LISTED = 5
+# Megatron's ShardedTensors without values, by (name of the optimizer's state, or nothing; weight).
+_Found = Mapping[tuple[str, str], Any]
 
 
 @dataclass
@@ -123,16 +125,12 @@ def load_torch_dist(chunks: Sequence[Any], optimizer: Any, folder: str | Path) -
     """
     from megatron.core import dist_checkpointing
 
-    found = _names_in(str(folder))
-    layout = _layout_as_saved(chunks, found, str(folder))
     described = None if optimizer is None else optimizer.sharded_state_dict(is_loading=True)
-    wanted: list[tuple[Any, torch.Tensor]] = []
-    for parameter, state in _states(optimizer, described) if optimizer else _stateless(chunks):
-        main = next((name for name in _MAIN_NAMES if _has(found, layout, parameter, name)), None)
-        wanted += _targets(layout, parameter, parameter, found, main)
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.ndim:
-                wanted += _targets(layout, parameter, value, found, name)
+    with _raised_by_all():
+        found = _names_in(str(folder))
+        layout = _layout_as_saved(chunks, found, str(folder))
+        parameters = list(_stateless(chunks) if described is None else _states(optimizer, described))
+        wanted = [target for parameter, state in parameters for target in _wanted(layout, parameter, state, found)]
     buffers = {name: entry for name, entry in layout.others.items() if isinstance(entry.data, torch.Tensor)}
     numbered = {str(number): entry for number, (entry, _) in enumerate(wanted)}
     loaded = dist_checkpointing.load(
@@ -149,16 +147,9 @@ def _finish(chunks: Sequence[Any], optimizer: Any, described: Any, loaded: Mappi
     """Hand what was read to the optimizer and to compute weights."""
     if optimizer is not None:
         groups = list(_groups_in(loaded["optimizer"]))
-        by_key = {_key_of(group): (group, step) for group, step in groups}
         for name, values in described["param_to_group_meta"].items():
-            key = _key_of(values)
-            if key not in by_key:
-                raise CheckpointError(
-                    f"{name}: the checkpoint has no group of parameters with {dict(zip(_GROUP_KEYS, key, strict=True))}"
-                    f"; it has {sorted(by_key, key=repr)}. Group weights as they were"
-                )
-            group, step = by_key[key]
-            values.update({name: group[name] for name in values if name in group})
+            group, step = _group_of(name, values, groups)
+            values.update({name: group[name] for name in values if name in group and name not in _GROUP_KEYS})
             if step is not None:
                 values["step"] = int(step)
         optimizer.load_state_dict(described)
@@ -181,7 +172,7 @@ def _metadata(chunks: Sequence[Any], saved: Mapping[str, Any] | None = None) -> 
     return {**_FORMAT, **(saved or {}), "dp_cp_group": chunks[0].module.model_groups.data}
 
 
-def _layout_as_saved(chunks: Sequence[Any], found: Mapping[tuple[str, str], str], folder: str) -> _Layout:
+def _layout_as_saved(chunks: Sequence[Any], found: _Found, folder: str) -> _Layout:
     """Return the layout whose names the checkpoint has: layers stacked or each under its number, gates in one or two."""
     from megatron.core import dist_checkpointing
 
@@ -191,7 +182,9 @@ def _layout_as_saved(chunks: Sequence[Any], found: Mapping[tuple[str, str], str]
         if known:
             return _layout(chunks, _metadata(chunks, known))
     layouts = [
-        _layout(chunks, _metadata(chunks, {"non_homogeneous_layers": is_by_number, "singleton_local_shards": is_single}))
+        _layout(
+            chunks, _metadata(chunks, {"non_homogeneous_layers": is_by_number, "singleton_local_shards": is_single})
+        )
         for is_by_number, is_single in ((False, False), (True, False), (True, True))
     ]
     missing = [sorted(key for key in layout.keys if ("", key) not in found) for layout in layouts]
@@ -331,40 +324,65 @@ def _choose_writers(entries: Sequence[Any]) -> None:
         earlier.add(box)
 
 
-def _targets(
-    layout: _Layout, parameter: nn.Parameter, value: torch.Tensor, found: Mapping[tuple[str, str], str], name: str | None
-) -> list[tuple[Any, torch.Tensor]]:
-    """Return what to read, and where to put it."""
-    made = []
-    for entry, place, view in _boxes(layout, parameter, value):
-        key = found.get((name or "", entry.key))
-        if key is None:
-            raise CheckpointError(
-                f"the checkpoint has no {f'{name} of ' if name else ''}{entry.key}: it is of another model or optimizer"
-                + ("; give optimizer=None to load weights alone" if name else "")
-            )
-        made.append((_entry(key, entry, place, torch.empty_like(view), 0), view.detach()))
-    return made
+def _wanted(
+    layout: _Layout, parameter: nn.Parameter, state: Mapping[str, Any], found: _Found
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield what to read of a parameter and its state, and where to put it."""
+    keys = [region.entry.key for region in layout.regions[id(parameter)]]
+    main = next((name for name in _MAIN_NAMES if all((name, key) in found for key in keys)), "")
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and value.ndim}
+    for name, value in {main: parameter, **tensors}.items():
+        for region in layout.regions[id(parameter)]:
+            _check(name, region.entry, found)
+        for entry, place, view in _boxes(layout, parameter, value):
+            read = _entry(found[name, entry.key].key, entry, place, torch.empty_like(view), 0)
+            yield read, view.detach()
 
 
-def _names_in(folder: str) -> dict[tuple[str, str], str]:
+def _check(name: str, entry: Any, found: _Found) -> None:
+    """Look whether the checkpoint has a tensor, in the whole model's shape."""
+    saved = found.get((name, entry.key))
+    if saved is None:
+        raise CheckpointError(
+            f"the checkpoint has no {f'{name} of ' if name else ''}{entry.key}: it is of another model or optimizer"
+            + ("; give optimizer=None to load weights alone" if name else "")
+        )
+    if tuple(saved.global_shape) != tuple(entry.global_shape) and not entry.allow_shape_mismatch:
+        raise CheckpointError(
+            f"{entry.key} has shape {tuple(saved.global_shape)} in the checkpoint and {tuple(entry.global_shape)} in "
+            "this model: it is of another model"
+        )
+
+
+@contextlib.contextmanager
+def _raised_by_all() -> Iterator[None]:
+    """Raise on all ranks what one of them raises: the others would wait for it."""
+    message = ""
+    try:
+        yield
+    except CheckpointError as error:
+        message = str(error)
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, message)
+    for rank, found in enumerate(by_rank):
+        if found:
+            raise CheckpointError(f"rank {rank}: {found}")
+
+
+def _names_in(folder: str) -> _Found:
     """Return the checkpoint's tensors by (name of the optimizer's state, or nothing for weights; weight)."""
     from megatron.core import dist_checkpointing
 
     found = {}
-    for key in dist_checkpointing.load_tensors_metadata(folder):
+    for key, tensor in dist_checkpointing.load_tensors_metadata(folder).items():
         if _BY_BUCKET.search(key):
             raise CheckpointError(
                 f"{folder} has optimizer state by the buckets of one run ({key}), which no other engine knows: save it "
                 "with --dist-ckpt-optim-fully-reshardable (distrib_optim_sharding_type 'fully_reshardable')"
             )
         match = _STATE.match(key)
-        found[(match[1], match[2]) if match else ("", key)] = key
+        found[(match[1], match[2]) if match else ("", key)] = tensor
     return found
-
-
-def _has(found: Mapping[tuple[str, str], str], layout: _Layout, parameter: nn.Parameter, name: str) -> bool:
-    return all((name, region.entry.key) in found for region in layout.regions[id(parameter)])
 
 
 # ---------------------------------------------------------------------- the optimizer
@@ -413,6 +431,25 @@ def _groups_in(document: Any, step: Any = None) -> Iterator[tuple[Mapping[str, A
     for key, value in document.items():
         if isinstance(key, int) or key == "optimizer":
             yield from _groups_in(value, step)
+
+
+def _group_of(
+    name: str, values: Mapping[str, Any], groups: Sequence[tuple[Mapping[str, Any], Any]]
+) -> tuple[Mapping[str, Any], Any]:
+    """Return what a parameter's group was saved as; experts on one rank are among dense weights there, or here."""
+    wanted, keys = _key_of(values), [_key_of(group) for group, _ in groups]
+    for is_alike in (lambda key: key == wanted, lambda key: _but_kind(key) == _but_kind(wanted)):
+        for (group, step), key in zip(groups, keys, strict=True):
+            if is_alike(key):
+                return group, step
+    raise CheckpointError(
+        f"{name}: the checkpoint has no group of parameters with {dict(zip(_GROUP_KEYS, wanted, strict=True))}, it has "
+        f"{keys}; group weights as they were"
+    )
+
+
+def _but_kind(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(value for name, value in zip(_GROUP_KEYS, key, strict=True) if name != "is_expert_parallel")
 
 
 def _key_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
