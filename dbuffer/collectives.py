@@ -287,7 +287,7 @@ def _is_wide(part: Part) -> bool:
 
 def _travel_together(parts: Sequence[Part], group: dist.ProcessGroup) -> bool:
     first = parts[0]
-    if len(parts) == 1 or first.axis.size == 1 or _is_traced(first.shard):
+    if len(parts) == 1 or first.axis.size == 1 or _is_traced(first.shard) or is_off("together"):
         return False
     if _is_wide(first):
         return True

@@ -14,6 +14,7 @@ SWITCHES = {
     "triton": "kernels run as their references in PyTorch",
     "separate-reduce": "reductions run on the communicator that gathers",
     "in-place": "collectives get copies of their inputs instead of slices of their outputs",
+    "together": "each group of a unit is gathered and reduced by a collective of its own",
     "priority": "lanes are streams of normal priority",
     "fused-gradients": "linear layers hand weight gradients to autograd",
     "slots": "gathered weights and packed gradients come from the allocator, whatever was asked for",

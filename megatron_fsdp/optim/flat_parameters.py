@@ -130,7 +130,6 @@ class FlatParameter(nn.Parameter):
         made._group = weakref.ref(group)
         made._main = weakref.ref(main)
         made._range = slice(start, stop)
-        made._final = None
         made._own = []
         made._lent = None
         return made
@@ -138,9 +137,8 @@ class FlatParameter(nn.Parameter):
     _group: weakref.ref[ParameterGroup]
     _main: weakref.ref[DBuffer]
     _range: slice
-    # This rank's part of the final gradients, and the identities of the objects on the parameters that were found to
-    # lie in it: the group keeps these, and sees by references whether anybody else does.
-    _final: torch.Tensor | None
+    # The identities of the objects on the parameters that were found to lie in the group's buffer: it keeps these, and
+    # sees by references whether anybody else does.
     _own: list[int]
     _lent: tuple[torch.Tensor | None] | None
 
@@ -192,7 +190,8 @@ class FlatParameter(nn.Parameter):
         is_final = gradients is not None and gradients.binding.state is GradState.FINAL
         # The objects that lay in the group's buffer once still do: nothing has to be looked at again.
         if is_final and self._own and list(map(id, shown)) == self._own:
-            return self._final
+            assert gradients is not None
+            return gradients.binding.slice(self._range.start, self._range.stop)
         return self._look(group, shown)
 
     def _look(self, group: ParameterGroup | None, shown: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -210,18 +209,11 @@ class FlatParameter(nn.Parameter):
             return self._packed(shown)
         final = gradients.binding.settled()
         assert final is not None
-        self._final = gradients.binding.slice(self._range.start, self._range.stop)
+        place = gradients.binding.slice(self._range.start, self._range.stop)
         with torch._C.DisableTorchFunctionSubclass():
-            lies_inside = all(self._lies_inside(member) for member in self.members)
+            lies_inside = all(_lies_inside(member, place) for member in self.members)
         self._own = list(map(id, shown)) if lies_inside else []
-        return self._final
-
-    def _lies_inside(self, member: Member) -> bool:
-        gradient, place = member.parameter.grad, self._final
-        assert place is not None
-        if not isinstance(gradient, DTensor) or gradient.dtype is not place.dtype:
-            return False
-        return member.start == member.stop or gradient._local_tensor.data_ptr() == place[member.start :].data_ptr()
+        return place
 
     def _packed(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         flat = torch.zeros_like(self).detach()
@@ -260,3 +252,10 @@ class FlatParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError("a flat parameter is memory of a sharded model and cannot be pickled; save the model's state")
+
+
+def _lies_inside(member: Member, place: torch.Tensor) -> bool:
+    gradient = member.parameter.grad
+    if not isinstance(gradient, DTensor) or gradient.dtype is not place.dtype:
+        return False
+    return member.start == member.stop or gradient._local_tensor.data_ptr() == place[member.start :].data_ptr()

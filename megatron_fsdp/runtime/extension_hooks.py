@@ -1,6 +1,6 @@
 """ExtensionWeights and ExtensionFaces: parameters whose class says what is gathered, by FSDP2's two hooks.
 
-Every such parameter is a group of its own: one gather of the bytes that ``fsdp_pre_all_gather`` returns, whatever their
+Every such parameter is a group of its own, of the bytes that ``fsdp_pre_all_gather`` returns, whatever their
 sizes and dtypes (docs/design/low_precision.md).
 """
 

@@ -86,6 +86,7 @@ class GradBinding:
         self._gradients: list[DTensor] = []
         # Which of the parameters had a gradient when somebody asked last.
         self._probe = 0
+        # What ``_count_references`` returns while nobody has any.
         self._references: tuple[int, ...] = ()
         self._slices: dict[tuple[int, int], torch.Tensor] = {}
         self.gaps: Sequence[torch.Tensor] = ()
@@ -119,7 +120,8 @@ class GradBinding:
         storage.reallocate()
         for gap in self.gaps:
             gap.zero_()
-        self._references = self._count_references()
+        if not self._references:
+            self._references = self._count_references()
         return True
 
     def keep(self, keeps: bool) -> None:
@@ -138,7 +140,7 @@ class GradBinding:
         storage = self.main_grad.storage
         if self.keeps or not storage.is_allocated or not storage.nbytes:
             return
-        self.is_taken = bool(self._references) and self._references != self._count_references()
+        self.is_taken = self._references not in ((), self._count_references())
         if not self.is_taken:
             self.become(GradState.EMPTY)
             storage.release()
@@ -160,7 +162,7 @@ class GradBinding:
         if key not in self._slices:
             self._slices[key] = self.final.local_buffer[start:stop]
             if self._references:
-                self._references = (self._references[0] + 1, *self._references[1:])
+                self._references = (self._references[0] + 1, *self._references[1:], _IDLE)
         return self._slices[key]
 
     def _count_references(self) -> tuple[int, ...]:
@@ -169,6 +171,8 @@ class GradBinding:
         counts = [torch._C._storage_Use_Count(storage._cdata)]
         for gradient in self._gradients:
             counts += (sys.getrefcount(gradient), sys.getrefcount(gradient._local_tensor))
+        for part in self._slices.values():
+            counts.append(sys.getrefcount(part))
         return tuple(counts)
 
     def watch(self) -> None:
@@ -454,6 +458,16 @@ class _Dropped:
 
     def __reduce__(self) -> Any:
         return _nothing, ()
+
+
+def _idle_references() -> int:
+    """Return what ``sys.getrefcount`` says of a value that a dictionary alone refers to, in a loop over it."""
+    for value in {0: object()}.values():
+        return sys.getrefcount(value)
+    raise AssertionError
+
+
+_IDLE = _idle_references()
 
 
 def _nothing() -> None:

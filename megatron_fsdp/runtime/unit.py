@@ -222,7 +222,10 @@ class Unit(StateNames):
 
     def has_state(self, state: WeightState) -> bool:
         """Whether any of its groups is in ``state``."""
-        return any(group.weight_state is state for group in self.groups)
+        for group in self.groups:  # noqa: SIM110  # asked several times for every unit in every step
+            if group.weight_state is state:
+                return True
+        return False
 
     @property
     def reference(self) -> weakref.ref[Unit]:
@@ -240,7 +243,10 @@ class Unit(StateNames):
     @property
     def is_sharded(self) -> bool:
         """Whether nothing of it is gathered or being gathered."""
-        return all(group.weight_state is WeightState.SHARDED for group in self.groups)
+        for group in self.groups:  # noqa: SIM110  # as above
+            if group.weight_state is not WeightState.SHARDED:
+                return False
+        return True
 
     @property
     def num_arrived(self) -> int:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dbuffer.collectives import all_reduce
+from dbuffer.collectives import Part, all_reduce
 from megatron_fsdp import (
     GradientScaleError,
     Muon,
@@ -68,13 +68,14 @@ def double_in_groups_of_one() -> Iterator[None]:
     """Reduce into the input itself and accumulate on top where a group has one rank."""
     original = Reduction._operation
 
-    def operation(self: Reduction) -> Callable[[Any], None]:
+    def operation(self: Reduction) -> Callable[[Any], list[Part]]:
         run, packed = original(self), self._packed
 
-        def twice(works: Any) -> None:
-            run(works)
+        def twice(works: Any) -> list[Part]:
+            parts = run(works)
             if packed.mesh.size() == 1:
                 packed.local_buffer.mul_(2)
+            return parts
 
         return twice
 

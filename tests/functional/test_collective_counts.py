@@ -255,6 +255,19 @@ def test_a_unit_of_many_groups_is_gathered_and_reduced_by_one_collective_each(
         assert worst < 1e-5
 
 
+def count_apart() -> list[dict[str, int]]:
+    with mock.patch("dbuffer.collectives.is_off", "together".__eq__):
+        counts, _, worst = count_mixed("optim_grads_params", (2,), 2)
+    assert worst < 1e-5
+    return counts[1:]
+
+
+def test_groups_travel_apart_where_that_is_switched_off() -> None:
+    # One of the five groups is frozen.
+    for counts in run_ranks(2, count_apart):
+        assert counts == [{"all_gather": 6 * 5, "reduce_scatter": 4 * 4}] * 2
+
+
 def test_without_sync_only_the_last_microbatch_reduces() -> None:
     for counts in run_ranks(2, count, "four units", 3, False):
         assert counts == [Counts(4, 3, 0), Counts(4, 3, 0), Counts(4, 3, 4)] * 3

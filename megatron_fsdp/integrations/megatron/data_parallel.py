@@ -258,6 +258,7 @@ def _policy(ddp_config: Any) -> MixedPrecisionPolicy:
         reduce_dtype=getattr(ddp_config, "megatron_fsdp_grad_comm_dtype", None) or main_grads,
         main_params_dtype=getattr(ddp_config, "megatron_fsdp_main_params_dtype", preserved),
         main_grads_dtype=main_grads,
+        accumulate_dtype=torch.float32 if getattr(ddp_config, "reduce_scatter_with_fp32_accumulation", False) else None,
         # Float16Module casts what goes into the model; positions and masks are nobody's to cast.
         cast_forward_inputs=False,
     )

@@ -55,9 +55,9 @@ def devices_when_sharded(flags: str) -> tuple[set[str], set[str]]:
     """Return the devices of the weights when the model is about to be sharded, and when it is ready."""
     shard, before = parallel.shard, set()
 
-    def note(model: nn.Module, *rest: Any) -> nn.Module:
+    def note(model: nn.Module, *rest: Any, **options: Any) -> nn.Module:
         before.update(parameter.device.type for parameter in model.parameters())
-        return shard(model, *rest)  # type: ignore[arg-type]
+        return shard(model, *rest, **options)  # type: ignore[arg-type]
 
     with mock.patch.object(parallel, "shard", note):
         job = make_job(flags)

@@ -176,6 +176,22 @@ def test_400b_parameters_on_16384_ranks_are_planned_within_two_seconds(run: Run)
 
 
 @pytest.mark.parametrize("name", catalog.names())
+@pytest.mark.parametrize("mesh", ["8", "64", "1024", "2048x8"])
+def test_units_are_gathered_and_reduced_once_each_in_worlds_of_any_size(run: Run, name: str, mesh: str) -> None:
+    plain = plan_of(run, "plan", "--model", name, "--mesh", mesh)
+    units = sum(unit["count"] for unit in plain["report"]["units"] if unit["groups"])
+    counts = {(total["phase"], total["kind"]): total["count"] for total in plain["report"]["collectives"]}
+    if mesh == "2048x8":
+        assert counts.pop(("backward", "all_reduce")) == units
+    # The last unit of forward waits for its backward with its weights.
+    assert counts == {
+        ("forward", "all_gather"): units,
+        ("backward", "all_gather"): units - 1,
+        ("backward", "reduce_scatter"): units,
+    }
+
+
+@pytest.mark.parametrize("name", catalog.names())
 def test_every_model_of_the_catalog_can_be_planned(run: Run, name: str) -> None:
     page = run("plan", "--model", name, "--mesh", "8")
     assert page.startswith(f"{name}: ")
