@@ -1,4 +1,4 @@
-"""Exchange of torch_dist checkpoints with Megatron's DDP and its optimizers: both directions, other sizes, bit for bit."""
+"""Exchange of torch_dist checkpoints with Megatron's DDP and its optimizers: both ways, other sizes, bit for bit."""
 
 import queue
 import threading
@@ -74,9 +74,9 @@ def task_of(task: Task, mesh: Mesh) -> Task:
     return Task(**{**vars(task), "optimizer": {**task.optimizer, **(DISTRIBUTED if mesh.ddp else {})}})
 
 
-def megatrons_state(chunks: list[Any], optimizer: Any, is_loading: bool) -> dict[str, Any]:
+def megatrons_state(chunks: list[Any], optimizer: Any, is_loading: bool, **more: Any) -> dict[str, Any]:
     """Return what Megatron's save_checkpoint makes of a model and an optimizer."""
-    metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    metadata = {**METADATA, **more, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     weights = innermost(chunks[0]).sharded_state_dict(metadata=metadata)
     state = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
     return {"model": weights, "optimizer": state}
@@ -110,7 +110,7 @@ def optimizers_in(optimizer: Any) -> list[Any]:
 
 def all_held(chunks: list[Any], optimizer: Any, mesh: Mesh) -> Held:
     """Return this rank's weights, FP32 main weights and moments, whole along data-parallel ranks."""
-    parameters = global_names(chunks[0].module).values()
+    parameters = [parameter for chunk in chunks for parameter in global_names(chunk.module).values()]
     if mesh.strategy is not None:
         shown = {parameter: {**optimizer.optimizer.state[parameter], "main": parameter} for parameter in parameters}
     else:
@@ -136,6 +136,11 @@ def states_of(optimizer: Any) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
 
 def groups_in(optimizer: Any) -> list[dict[str, Any]]:
     return [group for inner in optimizers_in(optimizer) for group in inner.optimizer.param_groups]
+
+
+def next_steps(task: Task, chunks: list[Any], optimizer: Any) -> tuple[int, list[tuple[float, float]]]:
+    figures, _ = run_steps(task, chunks, optimizer, range(2, 4))
+    return parallel_state.get_data_parallel_world_size(), figures
 
 
 def exchange(task: Task, first: Mesh, second: Mesh, folder: Path) -> tuple[Held, Held, Any, Any]:
@@ -167,6 +172,7 @@ def exchange(task: Task, first: Mesh, second: Mesh, folder: Path) -> tuple[Held,
     return wanted, found, *steps
 
 
+INTERLEAVED = Mesh(pp=2, chunks=2, model={"batch_p2p_comm": False})
 LOW = {"bf16": True, "params_dtype": torch.bfloat16}
 PAIRS = {
     "ddp dp2 to dp2": (2, Task(GATED, data=2), ddp(), Mesh()),
@@ -179,6 +185,8 @@ PAIRS = {
     "tp2 to ddp of whole tensors": (2, Task(GATED), Mesh(tp=2), ddp(distributed=False)),
     "ddp pp2 to dp2, tied": (2, Task(is_tied=True), ddp(pp=2), Mesh()),
     "pp2 to ddp dp2, tied": (2, Task(is_tied=True), Mesh(pp=2), ddp()),
+    "ddp dp2 to pp2 interleaved": (2, Task(layers=4, num_microbatches=4), ddp(), INTERLEAVED),
+    "pp2 interleaved to ddp dp2": (2, Task(layers=4, num_microbatches=4), INTERLEAVED, ddp()),
     "ddp ep2 to dp2": (2, Task(MOE, data=2), ddp(ep=2), Mesh()),
     "ddp dp2 to ep2": (2, Task(MOE, data=2), ddp(), Mesh(ep=2)),
     "ep2 to ddp ep2": (2, Task(MOE, data=2), Mesh(ep=2), ddp(ep=2)),
@@ -239,3 +247,25 @@ def test_what_cannot_be_loaded_is_refused_and_weights_load_alone(tmp_path: Path)
         assert "save it with --dist-ckpt-optim-fully-reshardable" in by_bucket
         assert "another model" in other
         assert "give optimizer=None to load weights alone" in without
+
+
+def load_by_number(folder: Path, name: str) -> None:
+    """Load what Megatron saved with each layer under its number, gates and up-projections apart or not."""
+    task = Task(GATED)
+    with megatron_processes():
+        chunks, optimizer = build(task_of(task, ddp()), ddp())
+        run_steps(task, chunks, optimizer, range(1))
+        (folder / name).mkdir(exist_ok=True)
+        with written_by_threads():
+            dist_checkpointing.save(megatrons_state(chunks, optimizer, False, **{name: True}), str(folder / name))
+        sharded, its_optimizer = build(task, Mesh())
+        load_torch_dist(sharded, its_optimizer, folder / name)
+        wanted, found = all_held(chunks, optimizer, ddp()), all_held(sharded, its_optimizer, Mesh())
+        assert wanted.keys() == found.keys()
+        for entry, parts in wanted.items():
+            assert torch.equal(found[entry][0][-1], parts[0][-1]), entry
+
+
+@pytest.mark.parametrize("name", ["non_homogeneous_layers", "singleton_local_shards"])
+def test_layers_by_number_are_found(name: str, tmp_path: Path) -> None:
+    run_ranks(2, load_by_number, tmp_path, name)

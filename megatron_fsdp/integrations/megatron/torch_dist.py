@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.checkpoint.parts import Part, pieces_of
+from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
 from megatron_fsdp.errors import CheckpointError, ConfigError
 from megatron_fsdp.integrations.megatron.checkpoint import innermost, owners_of
 
@@ -32,6 +33,8 @@ _BY_BUCKET = re.compile(r"optimizer\.distributed\.")
 # What tells one group of Megatron's optimizers from another.
 _GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 _MAX_LISTED = 5
+# What Megatron's modules are told of how to name layers and gates.
+_LAYOUT_KEYS = ("non_homogeneous_layers", "singleton_local_shards")
 # Megatron's ShardedTensors without values, by (name of the optimizer's state, or nothing; weight).
 _Found = Mapping[tuple[str, str], Any]
 
@@ -79,8 +82,8 @@ def save_torch_dist(
         chunks: this rank's ``ShardedDataParallel``, in a list. optimizer: from ``get_megatron_optimizer``; Adam or SGD.
         folder: an empty one on a file system that all ranks share; it is made if it is not there.
         common: what stands in the checkpoint beside them, such as ``{"iteration": 100}``.
-        is_distributed: for ``use_distributed_optimizer`` (its fully reshardable format), or for Megatron's optimizers of
-            whole tensors, whose files differ.
+        is_distributed: for ``use_distributed_optimizer`` (its fully reshardable format); False: for Megatron's
+            optimizers of whole tensors, whose files differ.
     Raises:
         ConfigError: Megatron lays out a parameter as a tensor that is no box of it.
     """
@@ -88,10 +91,10 @@ def save_torch_dist(
 
     layout = _layout(chunks, _metadata(chunks))
     described = optimizer.sharded_state_dict()
+    low: torch.dtype = chunks[0].config.params_dtype
     tensors: list[Any] = []
     main = _MAIN_NAMES[0 if is_distributed else 1]
     for parameter, state in _states(optimizer, described):
-        low = innermost(chunks[0]).config.params_dtype
         tensors += _entries(layout, parameter, parameter, "", dtype=low)
         if is_distributed or low != parameter.dtype:
             tensors += _entries(layout, parameter, parameter, f"optimizer.state.{main}.")
@@ -126,11 +129,17 @@ def load_torch_dist(chunks: Sequence[Any], optimizer: Any, folder: str | Path) -
     from megatron.core import dist_checkpointing
 
     described = None if optimizer is None else optimizer.sharded_state_dict(is_loading=True)
-    with _raised_by_all():
+    layout, wanted = _Layout(), []
+
+    def plan() -> None:
+        nonlocal layout, wanted
         found = _names_in(str(folder))
         layout = _layout_as_saved(chunks, found, str(folder))
         parameters = list(_stateless(chunks) if described is None else _states(optimizer, described))
         wanted = [target for parameter, state in parameters for target in _wanted(layout, parameter, state, found)]
+
+    # What one rank misses is raised by all: the others would wait for it.
+    checkpoint_ranks().check(f"loading {folder}", plan)
     buffers = {name: entry for name, entry in layout.others.items() if isinstance(entry.data, torch.Tensor)}
     numbered = {str(number): entry for number, (entry, _) in enumerate(wanted)}
     loaded = dist_checkpointing.load(
@@ -173,20 +182,15 @@ def _metadata(chunks: Sequence[Any], saved: Mapping[str, Any] | None = None) -> 
 
 
 def _layout_as_saved(chunks: Sequence[Any], found: _Found, folder: str) -> _Layout:
-    """Return the layout whose names the checkpoint has: layers stacked or each under its number, gates in one or two."""
+    """Return the layout whose names the checkpoint has: layers stacked or each by its number, gates in one or two."""
     from megatron.core import dist_checkpointing
 
-    with contextlib.suppress(AttributeError):
-        saved = dist_checkpointing.load_content_metadata(folder)
-        known = {key: value for key, value in (saved or {}).items() if not isinstance(value, dist.ProcessGroup)}
-        if known:
-            return _layout(chunks, _metadata(chunks, known))
-    layouts = [
-        _layout(
-            chunks, _metadata(chunks, {"non_homogeneous_layers": is_by_number, "singleton_local_shards": is_single})
-        )
-        for is_by_number, is_single in ((False, False), (True, False), (True, True))
-    ]
+    # Versions before 0.15 keep none.
+    read_metadata = getattr(dist_checkpointing, "load_content_metadata", lambda folder: None)
+    saved = read_metadata(folder)
+    kinds = [{name: value for name, value in saved.items() if name in _LAYOUT_KEYS}] if saved else []
+    kinds += [dict(zip(_LAYOUT_KEYS, kind, strict=True)) for kind in ((False, False), (True, False), (True, True))]
+    layouts = [_layout(chunks, _metadata(chunks, kind)) for kind in kinds]
     missing = [sorted(key for key in layout.keys if ("", key) not in found) for layout in layouts]
     for layout, names in zip(layouts, missing, strict=True):
         if not names:
@@ -252,7 +256,7 @@ def _shapes_alone(model: nn.Module) -> Iterator[dict[int, tuple[nn.Parameter, to
 
 def _start(name: str, box: torch.Tensor, whole: torch.Tensor) -> tuple[int, ...]:
     """Return where a view of a contiguous tensor begins, if it is a box of it."""
-    start, left = [], box.storage_offset()
+    start, left = [], int(box.storage_offset())
     for stride in whole.stride():
         position, left = divmod(left, stride)
         start.append(position)
@@ -316,8 +320,7 @@ def _entries(
 def _choose_writers(entries: Sequence[Any]) -> None:
     """Let the first of the ranks that hold a box write it."""
     held = [(entry.key, entry.global_offset, entry.local_shape) for entry in entries]
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, held)
+    by_rank = checkpoint_ranks().agree("saving", lambda: held, lambda found: found)
     earlier = set(itertools.chain.from_iterable(by_rank[: dist.get_rank()]))
     for entry, box in zip(entries, held, strict=True):
         entry.replica_id = int(box in earlier)
@@ -352,21 +355,6 @@ def _check(name: str, entry: Any, found: _Found) -> None:
             f"{entry.key} has shape {tuple(saved.global_shape)} in the checkpoint and {tuple(entry.global_shape)} in "
             "this model: it is of another model"
         )
-
-
-@contextlib.contextmanager
-def _raised_by_all() -> Iterator[None]:
-    """Raise on all ranks what one of them raises: the others would wait for it."""
-    message = ""
-    try:
-        yield
-    except CheckpointError as error:
-        message = str(error)
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, message)
-    for rank, found in enumerate(by_rank):
-        if found:
-            raise CheckpointError(f"rank {rank}: {found}")
 
 
 def _names_in(folder: str) -> _Found:
