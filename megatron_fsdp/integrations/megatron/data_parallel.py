@@ -264,9 +264,9 @@ def _policy(ddp_config: Any) -> MixedPrecisionPolicy:
     )
 
 
-def forget_main_grads(model: nn.Module) -> None:
+def forget_main_grads(model: MegatronFSDP) -> None:
     """Take back what ``finish_grad_sync`` showed to ``finalize_model_grads``."""
-    for parameter in model.parameters():
+    for parameter in _tied(model, model.model_groups):
         vars(parameter).pop("main_grad", None)
 
 
