@@ -189,6 +189,7 @@ PAIRS = {
     "pp2 interleaved to ddp dp2": (2, Task(layers=4, num_microbatches=4), INTERLEAVED, ddp()),
     "ddp ep2 to dp2": (2, Task(MOE, data=2), ddp(ep=2), Mesh()),
     "ddp dp2 to ep2": (2, Task(MOE, data=2), ddp(), Mesh(ep=2)),
+    "dp2 to ddp dp2, experts": (2, Task(MOE, data=2), Mesh(), ddp()),
     "ep2 to ddp ep2": (2, Task(MOE, data=2), Mesh(ep=2), ddp(ep=2)),
     "ep4 to ddp ep2": (4, Task(MOE, data=4), Mesh(ep=4), ddp(ep=2)),
     "ddp tp2 dp2 to pp2 dp2": (4, Task(GATED), ddp(tp=2), Mesh(pp=2, strategy="optim")),
