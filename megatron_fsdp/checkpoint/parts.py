@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-__all__ = ["CutPart", "Part", "RowPart"]
+__all__ = ["CutPart", "Part", "RowPart", "pieces_of"]
 
 
 class Part(torch.Tensor):
@@ -79,7 +79,7 @@ class RowPart(Part):
     @staticmethod
     def __new__(cls, whole: torch.Tensor, start: int, stop: int) -> RowPart:
         made: RowPart = cls._of(whole, (stop - start, *whole.shape[1:]))
-        for offsets, local in _pieces_of(whole):
+        for offsets, local in pieces_of(whole):
             first, last = max(offsets[0], start), min(offsets[0] + local.shape[0], stop)
             if first < last:
                 made._add((first - start, *offsets[1:]), local.narrow(0, first - offsets[0], last - first))
@@ -102,7 +102,7 @@ class CutPart(Part):
         block = shape[dim] // stride
         shape[dim] *= size
         made: CutPart = cls._of(own, tuple(shape))
-        for offsets, local in _pieces_of(own):
+        for offsets, local in pieces_of(own):
             for begin, first, count in _by_blocks(offsets[dim], local.shape[dim], block):
                 moved = list(offsets)
                 moved[dim] = (begin * size + rank) * block + first
@@ -120,7 +120,8 @@ def _by_blocks(start: int, length: int, block: int) -> Iterator[tuple[int, int, 
         start += count
 
 
-def _pieces_of(whole: torch.Tensor) -> list[tuple[torch.Size, torch.Tensor]]:
+def pieces_of(whole: torch.Tensor) -> list[tuple[torch.Size, torch.Tensor]]:
+    """Return (offsets, view) of the boxes that this rank holds of a tensor: all of it, or its shards of a DTensor."""
     if isinstance(whole, Part):
         return [(chunk.offsets, values) for chunk, values in whole._pieces]
     whole = whole.detach()

@@ -19,6 +19,7 @@ __all__ = [
     "iterate_tensors",
     "map_tensors",
     "members_of",
+    "treat_as_plain",
 ]
 
 
@@ -32,9 +33,15 @@ def caster(dtype: torch.dtype) -> Callable[[Any], Any]:
     return functools.partial(map_tensors, cast)
 
 
-PLAIN_VALUES = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size))
+PLAIN_VALUES = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 
 """Types whose values hold no tensors."""
+
+
+def treat_as_plain(*kinds: type) -> None:
+    """Look for no tensors in values of these very types, such as configs that every layer of a framework keeps."""
+    PLAIN_VALUES.update(kinds)
+
 
 # Classes and code, and modules, whose tensors are somebody else's.
 _OPAQUE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, nn.Module)

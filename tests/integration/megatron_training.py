@@ -19,6 +19,7 @@ from tests.integration.cuda_double import cuda_double
 # It says at import which faster packages are missing.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from megatron.core import dist_checkpointing as dist_checkpointing
     from megatron.core import distributed, parallel_state, tensor_parallel
     from megatron.core import optimizer as optimizers
     from megatron.core.distributed import (
@@ -30,6 +31,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as DistributedOptimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection as ProcessGroupCollection
     from megatron.core.tensor_parallel import layers as layers

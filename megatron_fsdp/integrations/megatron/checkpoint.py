@@ -28,6 +28,7 @@ __all__ = [
     "innermost",
     "lay_out_for_megatron",
     "load_by_name",
+    "owners_of",
     "with_wrapper",
     "without_wrappers",
 ]
@@ -143,7 +144,7 @@ def describe_by_name(chunks: Sequence[nn.Module], optimizer: Optimizer, *, is_lo
     Args:
         chunks: what Megatron's wrappers hold. is_loading: ask for what other software may have saved, too.
     """
-    document, owners = optimizer.state_dict(), _owners(chunks, optimizer)
+    document, owners = optimizer.state_dict(), owners_of(chunks, optimizer)
     names = {index: owner.name for index, owner in owners.items()}
     state = {
         names[index]: {key: owners[index].part(value) for key, value in values.items()}
@@ -168,7 +169,7 @@ def load_by_name(chunks: Sequence[nn.Module], optimizer: Optimizer, state_dict: 
     Raises:
         CheckpointError: parameters are missing, or parameters of one group have different hyperparameters.
     """
-    names = {index: owner.name for index, owner in _owners(chunks, optimizer).items()}
+    names = {index: owner.name for index, owner in owners_of(chunks, optimizer).items()}
     saved_state = _by_names_here(state_dict["state"], names.values())
     saved_meta = _by_names_here(_meta_of(state_dict), names.values())
     groups: list[dict[str, Any]] = []
@@ -261,7 +262,8 @@ class _Owner:
         return value if self.names is None else self.names.part(self.own_name, value)
 
 
-def _owners(chunks: Sequence[nn.Module], optimizer: Optimizer) -> dict[int, _Owner]:
+def owners_of(chunks: Sequence[nn.Module], optimizer: Optimizer) -> dict[int, _Owner]:
+    """Return what each of an optimizer's parameters is called in a checkpoint, by its place among them."""
     # Two wrappers in Megatron-FSDP: its adapter in Megatron, and the engine's. Here there is one.
     by_parameter: dict[int, _Owner] = {}
     for chunk in chunks:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from megatron_fsdp.config.apply import prefetch_elements
@@ -25,6 +26,7 @@ from megatron_fsdp.integrations.megatron.groups import ModelGroups, reduce_over,
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from megatron_fsdp.integrations.megatron.names import WholeNames
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+from megatron_fsdp.runtime.pytree import treat_as_plain
 
 __all__ = [
     "DataParallelMethods",
@@ -148,6 +150,8 @@ def shard_for_megatron(
         units: classes of modules that become units, besides modules of experts.
     """
     _unfuse(module)
+    # Every layer keeps them; they are looked through for tensors otherwise, some hundred fields each time.
+    treat_as_plain(type(config), type(ddp_config), *_kinds_of_groups(module))
     _separate(_tied(module, groups))
     mesh, expert_mesh = groups.dense_mesh(device_type), groups.expert_mesh(device_type)
     make_alike(module, mesh, expert_mesh)
@@ -186,6 +190,12 @@ def shard_for_megatron(
     if num_elements is not None:
         prefetch_elements(model, num_elements)
     return model
+
+
+def _kinds_of_groups(module: nn.Module) -> set[type]:
+    kept = [value for part in module.modules() for value in vars(part).values()]
+    collections = [vars(part)["pg_collection"] for part in module.modules() if "pg_collection" in vars(part)]
+    return {type(value) for value in kept if isinstance(value, ProcessGroup)} | set(map(type, collections))
 
 
 def _tied(module: nn.Module, groups: ModelGroups) -> list[nn.Parameter]:
@@ -254,9 +264,9 @@ def _policy(ddp_config: Any) -> MixedPrecisionPolicy:
     )
 
 
-def forget_main_grads(model: nn.Module) -> None:
+def forget_main_grads(model: MegatronFSDP) -> None:
     """Take back what ``finish_grad_sync`` showed to ``finalize_model_grads``."""
-    for parameter in model.parameters():
+    for parameter in _tied(model, model.model_groups):
         vars(parameter).pop("main_grad", None)
 
 

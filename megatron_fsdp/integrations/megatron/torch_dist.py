@@ -1,0 +1,445 @@
+"""Checkpoints in Megatron's ``torch_dist`` format, for exchange with its DDP and its distributed optimizer.
+
+Megatron's modules say themselves where their weights lie in the whole model: ``sharded_state_dict`` of the model is
+asked with weights of its own shapes in place of the sharded ones, and what a rank holds of each is cut out of the
+answer, box by box. megatron.core is imported when something here is first used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp.checkpoint.parts import Part, pieces_of
+from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
+from megatron_fsdp.errors import CheckpointError, ConfigError
+from megatron_fsdp.integrations.megatron.checkpoint import innermost, owners_of
+
+__all__ = ["load_torch_dist", "save_torch_dist"]
+
+# Main weights, as the distributed optimizer and the one of whole tensors call them.
+_MAIN_NAMES = ("param", "fp32_param")
+_STATE = re.compile(r"^(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)$")
+_BY_BUCKET = re.compile(r"optimizer\.distributed\.")
+# What tells one group of Megatron's optimizers from another.
+_GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+_MAX_LISTED = 5
+# What Megatron's modules are told of how to name layers and gates.
+_LAYOUT_KEYS = ("non_homogeneous_layers", "singleton_local_shards")
+# Megatron's ShardedTensors without values, by (name of the optimizer's state, or nothing; weight).
+_Found = Mapping[tuple[str, str], Any]
+
+
+@dataclass
+class _Region:
+    """Where a box of a parameter lies in the checkpoint.
+
+    Attributes:
+        entry: Megatron's ShardedTensor. start: of the box in this tensor-parallel rank's whole parameter.
+    """
+
+    entry: Any
+    start: tuple[int, ...]
+
+
+@dataclass
+class _Layout:
+    """What Megatron's modules say of the chunks of this rank.
+
+    Attributes:
+        regions: by parameter's id. others: buffers and objects, by Megatron's names of them.
+    """
+
+    regions: dict[int, list[_Region]] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> set[str]:
+        """Return the names under which the parameters stand in the checkpoint."""
+        return {region.entry.key for regions in self.regions.values() for region in regions}
+
+
+def save_torch_dist(
+    chunks: Sequence[Any],
+    optimizer: Any,
+    folder: str | Path,
+    common: Mapping[str, Any] | None = None,
+    *,
+    is_distributed: bool = True,
+) -> None:
+    """Save weights and optimizer state as Megatron's DDP loads them. Every rank calls it.
+
+    Args:
+        chunks: this rank's ``ShardedDataParallel``, in a list. optimizer: from ``get_megatron_optimizer``; Adam or SGD.
+        folder: an empty one on a file system that all ranks share; it is made if it is not there.
+        common: what stands in the checkpoint beside them, such as ``{"iteration": 100}``.
+        is_distributed: for ``use_distributed_optimizer`` (its fully reshardable format); False: for Megatron's
+            optimizers of whole tensors, whose files differ.
+    Raises:
+        ConfigError: Megatron lays out a parameter as a tensor that is no box of it.
+    """
+    from megatron.core import dist_checkpointing
+
+    layout = _layout(chunks, _metadata(chunks))
+    described = optimizer.sharded_state_dict()
+    low: torch.dtype = chunks[0].config.params_dtype
+    tensors: list[Any] = []
+    main = _MAIN_NAMES[0 if is_distributed else 1]
+    for parameter, state in _states(optimizer, described):
+        tensors += _entries(layout, parameter, parameter, "", dtype=low)
+        if is_distributed or low != parameter.dtype:
+            tensors += _entries(layout, parameter, parameter, f"optimizer.state.{main}.")
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                tensors += _entries(layout, parameter, value, f"optimizer.state.{name}.")
+    _choose_writers(tensors)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    document = {
+        **(common or {}),
+        "optimizer": _common_of(optimizer, described, is_distributed=is_distributed),
+        "weights": {str(number): entry for number, entry in enumerate(tensors)},
+        "others": layout.others,
+    }
+    dist_checkpointing.save(document, str(folder), content_metadata=_FORMAT)
+
+
+def load_torch_dist(chunks: Sequence[Any], optimizer: Any, folder: str | Path) -> dict[str, Any]:
+    """Load what Megatron's DDP or ``save_torch_dist`` saved, on any number of ranks. Every rank calls it.
+
+    FP32 main weights are read where the checkpoint has them, and else the model's weights.
+
+    Args:
+        chunks: this rank's ``ShardedDataParallel``, in a list. optimizer: of ``get_megatron_optimizer``; None leaves
+            its state as it is.
+        folder: a ``torch_dist`` checkpoint, such as ``iter_0000100``.
+    Returns:
+        What stands in the checkpoint beside weights and optimizer state, such as ``iteration`` and ``args``.
+    Raises:
+        CheckpointError: it lacks weights or state of this model, or the state is laid out by the buckets of one run.
+    """
+    from megatron.core import dist_checkpointing
+
+    described = None if optimizer is None else optimizer.sharded_state_dict(is_loading=True)
+    layout, wanted = _Layout(), []
+
+    def plan() -> None:
+        nonlocal layout, wanted
+        found = _names_in(str(folder))
+        layout = _layout_as_saved(chunks, found, str(folder))
+        parameters = list(_stateless(chunks) if described is None else _states(optimizer, described))
+        wanted = [target for parameter, state in parameters for target in _wanted(layout, parameter, state, found)]
+
+    # What one rank misses is raised by all: the others would wait for it.
+    checkpoint_ranks().check(f"loading {folder}", plan)
+    buffers = {name: entry for name, entry in layout.others.items() if isinstance(entry.data, torch.Tensor)}
+    numbered = {str(number): entry for number, (entry, _) in enumerate(wanted)}
+    loaded = dist_checkpointing.load(
+        {"weights": numbered, "others": buffers}, str(folder), validate_access_integrity=False
+    )
+    with torch.no_grad():
+        for number, (_, target) in enumerate(wanted):
+            target.copy_(loaded["weights"][str(number)].view(target.shape))
+    _finish(chunks, optimizer, described, loaded)
+    return {key: value for key, value in loaded.items() if key not in ("weights", "others", "optimizer")}
+
+
+def _finish(chunks: Sequence[Any], optimizer: Any, described: Any, loaded: Mapping[str, Any]) -> None:
+    """Hand what was read to the optimizer and to compute weights."""
+    if optimizer is not None:
+        groups = list(_groups_in(loaded["optimizer"]))
+        for name, values in described["param_to_group_meta"].items():
+            group, step = _group_of(name, values, groups)
+            values.update({name: group[name] for name in values if name in group and name not in _GROUP_KEYS})
+            if step is not None:
+                values["step"] = int(step)
+        optimizer.load_state_dict(described)
+        optimizer.reload_model_params()
+    for chunk in chunks:
+        chunk.module.install_optimized_model_weights()
+
+
+# ---------------------------------------------------------------------- what Megatron's modules say
+
+_FORMAT: dict[str, Any] = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+
+
+def _metadata(chunks: Sequence[Any], saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what ``sharded_state_dict`` of Megatron's modules is asked with."""
+    return {**_FORMAT, **(saved or {}), "dp_cp_group": chunks[0].module.model_groups.data}
+
+
+def _layout_as_saved(chunks: Sequence[Any], found: _Found, folder: str) -> _Layout:
+    """Return the layout whose names the checkpoint has: layers stacked or each by its number, gates in one or two."""
+    from megatron.core import dist_checkpointing
+
+    # Versions before 0.15 keep none.
+    read_metadata = getattr(dist_checkpointing, "load_content_metadata", lambda folder: None)
+    saved = read_metadata(folder)
+    kinds = [{name: value for name, value in saved.items() if name in _LAYOUT_KEYS}] if saved else []
+    kinds += [dict(zip(_LAYOUT_KEYS, kind, strict=True)) for kind in ((False, False), (True, False), (True, True))]
+    layouts = [_layout(chunks, _metadata(chunks, kind)) for kind in kinds]
+    missing = [sorted(key for key in layout.keys if ("", key) not in found) for layout in layouts]
+    for layout, names in zip(layouts, missing, strict=True):
+        if not names:
+            return layout
+    raise CheckpointError(
+        f"{folder} has no {', '.join(min(missing, key=len)[:_MAX_LISTED])}: it is of another model than this one"
+    )
+
+
+def _layout(chunks: Sequence[Any], metadata: dict[str, Any]) -> _Layout:
+    """Ask Megatron's modules where their parameters lie."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+
+    layout = _Layout()
+    for number, chunk in enumerate(chunks):
+        model: Any = innermost(chunk)
+        with _shapes_alone(model) as parameters:
+            entries = model.sharded_state_dict(metadata=metadata)
+        for name, entry in entries.items():
+            built = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
+            for part in [built] if not isinstance(built, dict | list) else _leaves(built):
+                data = part.data
+                is_own = isinstance(data, torch.Tensor) and data.is_meta and not isinstance(part, ShardedObject)
+                if not is_own:
+                    layout.others[f"{number}.{name}"] = part
+                    continue
+                parameter, shape = parameters[data.untyped_storage()._cdata]
+                layout.regions.setdefault(id(parameter), []).append(_Region(part, _start(name, data, shape)))
+    return layout
+
+
+def _leaves(built: Any) -> Iterator[Any]:
+    for value in built.values() if isinstance(built, dict) else built:
+        yield from _leaves(value) if isinstance(value, dict | list) else (value,)
+
+
+@contextlib.contextmanager
+def _shapes_alone(model: nn.Module) -> Iterator[dict[int, tuple[nn.Parameter, torch.Tensor]]]:
+    """Put weights without values in place of a model's; yield both, by the identity of the former's storage."""
+    # Its hooks bring sharded parameters back; do that before they are replaced.
+    model.state_dict()
+    places = [
+        (part, name, parameter)
+        for part in model.modules()
+        for name, parameter in part._parameters.items()
+        if parameter is not None
+    ]
+    made: dict[int, nn.Parameter] = {}
+    found: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
+    try:
+        for part, name, parameter in places:
+            if id(parameter) not in made:
+                shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                made[id(parameter)] = nn.Parameter(shape, requires_grad=parameter.requires_grad)
+                vars(made[id(parameter)]).update(vars(parameter))
+                found[made[id(parameter)].untyped_storage()._cdata] = (parameter, made[id(parameter)])
+            part._parameters[name] = made[id(parameter)]
+        yield found
+    finally:
+        for part, name, parameter in places:
+            part._parameters[name] = parameter
+
+
+def _start(name: str, box: torch.Tensor, whole: torch.Tensor) -> tuple[int, ...]:
+    """Return where a view of a contiguous tensor begins, if it is a box of it."""
+    start, left = [], int(box.storage_offset())
+    for stride in whole.stride():
+        position, left = divmod(left, stride)
+        start.append(position)
+    is_box = box.ndim == whole.ndim and all(
+        ours == theirs or size == 1 for ours, theirs, size in zip(box.stride(), whole.stride(), box.shape, strict=True)
+    )
+    if not is_box:
+        raise ConfigError(
+            f"{name}: Megatron saves it as a tensor of shape {tuple(box.shape)} that is no box of the parameter's "
+            f"{tuple(whole.shape)}; save this model with torch.distributed.checkpoint (fsdp_dtensor) instead"
+        )
+    return tuple(start)
+
+
+# ---------------------------------------------------------------------- boxes
+
+
+def _boxes(layout: _Layout, parameter: nn.Parameter, value: torch.Tensor) -> Iterator[tuple[Any, tuple[int, ...], Any]]:
+    """Yield (Megatron's entry, offsets in its whole tensor, view) for all that this rank holds of a value."""
+    source = value.source if isinstance(value, Part) else value
+    for region in layout.regions[id(parameter)]:
+        entry = region.entry
+        axes = len(entry.global_shape) - len(entry.local_shape)
+        for offsets, local in pieces_of(source):
+            view, place = local, list(entry.global_offset)
+            for dim, (first, begin) in enumerate(zip(offsets, region.start, strict=True)):
+                low = max(first, begin)
+                high = min(first + local.shape[dim], begin + entry.local_shape[dim])
+                view = view.narrow(dim, low - first if high > low else 0, max(high - low, 0))
+                place[axes + dim] += low - begin
+            if view.numel():
+                yield entry, tuple(place), view.view((1,) * axes + tuple(view.shape))
+
+
+def _entry(key: str, entry: Any, place: tuple[int, ...], data: torch.Tensor, replica: Any) -> Any:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    return ShardedTensor(
+        key,
+        data,
+        data.dtype,
+        tuple(data.shape),
+        tuple(entry.global_shape),
+        place,
+        # No grid: boxes of a flat buffer's rows have unequal sizes.
+        None,
+        replica_id=replica,
+        allow_shape_mismatch=entry.allow_shape_mismatch,
+    )
+
+
+def _entries(
+    layout: _Layout, parameter: nn.Parameter, value: torch.Tensor, prefix: str, dtype: torch.dtype | None = None
+) -> list[Any]:
+    return [
+        _entry(f"{prefix}{entry.key}", entry, place, view.detach().to(dtype or view.dtype), 0)
+        for entry, place, view in _boxes(layout, parameter, value)
+    ]
+
+
+def _choose_writers(entries: Sequence[Any]) -> None:
+    """Let the first of the ranks that hold a box write it."""
+    held = [(entry.key, entry.global_offset, entry.local_shape) for entry in entries]
+    by_rank = checkpoint_ranks().agree("saving", lambda: held, lambda found: found)
+    earlier = set(itertools.chain.from_iterable(by_rank[: dist.get_rank()]))
+    for entry, box in zip(entries, held, strict=True):
+        entry.replica_id = int(box in earlier)
+        earlier.add(box)
+
+
+def _wanted(
+    layout: _Layout, parameter: nn.Parameter, state: Mapping[str, Any], found: _Found
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield what to read of a parameter and its state, and where to put it."""
+    keys = [region.entry.key for region in layout.regions[id(parameter)]]
+    main = next((name for name in _MAIN_NAMES if all((name, key) in found for key in keys)), "")
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and value.ndim}
+    for name, value in {main: parameter, **tensors}.items():
+        for region in layout.regions[id(parameter)]:
+            _check(name, region.entry, found)
+        for entry, place, view in _boxes(layout, parameter, value):
+            read = _entry(found[name, entry.key].key, entry, place, torch.empty_like(view), 0)
+            yield read, view.detach()
+
+
+def _check(name: str, entry: Any, found: _Found) -> None:
+    """Look whether the checkpoint has a tensor, in the whole model's shape."""
+    saved = found.get((name, entry.key))
+    if saved is None:
+        raise CheckpointError(
+            f"the checkpoint has no {f'{name} of ' if name else ''}{entry.key}: it is of another model or optimizer"
+            + ("; give optimizer=None to load weights alone" if name else "")
+        )
+    if tuple(saved.global_shape) != tuple(entry.global_shape) and not entry.allow_shape_mismatch:
+        raise CheckpointError(
+            f"{entry.key} has shape {tuple(saved.global_shape)} in the checkpoint and {tuple(entry.global_shape)} in "
+            "this model: it is of another model"
+        )
+
+
+def _names_in(folder: str) -> _Found:
+    """Return the checkpoint's tensors by (name of the optimizer's state, or nothing for weights; weight)."""
+    from megatron.core import dist_checkpointing
+
+    found = {}
+    for key, tensor in dist_checkpointing.load_tensors_metadata(folder).items():
+        if _BY_BUCKET.search(key):
+            raise CheckpointError(
+                f"{folder} has optimizer state by the buckets of one run ({key}), which no other engine knows: save it "
+                "with --dist-ckpt-optim-fully-reshardable (distrib_optim_sharding_type 'fully_reshardable')"
+            )
+        match = _STATE.match(key)
+        found[(match[1], match[2]) if match else ("", key)] = tensor
+    return found
+
+
+# ---------------------------------------------------------------------- the optimizer
+
+
+def _states(optimizer: Any, described: Mapping[str, Any]) -> Iterator[tuple[nn.Parameter, Mapping[str, Any]]]:
+    """Yield each parameter with its state."""
+    inner = optimizer.optimizer
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    for index, owner in owners_of(optimizer._chunks, inner).items():
+        yield parameters[index], described["state"].get(owner.name, {})
+
+
+def _stateless(chunks: Sequence[Any]) -> Iterator[tuple[nn.Parameter, Mapping[str, Any]]]:
+    for chunk in chunks:
+        for parameter in chunk.module.parameters():
+            yield parameter, {}
+
+
+def _common_of(optimizer: Any, described: Mapping[str, Any], *, is_distributed: bool) -> dict[Any, Any]:
+    """Return hyperparameters as Megatron's optimizers look for them: one of dense weights, maybe one of experts."""
+    kinds: dict[bool, dict[Any, dict[str, Any]]] = {}
+    for meta in described["param_to_group_meta"].values():
+        group = {"step": 0, **meta}
+        kinds.setdefault(bool(meta.get("is_expert_parallel")), {}).setdefault(_key_of(meta), group)
+    made: list[dict[Any, Any]] = []
+    for _, groups in sorted(kinds.items()):
+        found = list(groups.values())
+        if is_distributed:
+            made.append({"optimizer": {"param_groups": found}, "param_state_sharding_type": "fully_reshardable"})
+        else:
+            whole = [{key: value for key, value in group.items() if key != "step"} for group in found]
+            made.append({"param_groups": whole, "state": {"common_step": torch.tensor(float(found[0]["step"]))}})
+        if "grad_scaler" in described:
+            made[-1]["grad_scaler"] = described["grad_scaler"]
+    return made[0] if len(made) == 1 else dict(enumerate(made))
+
+
+def _groups_in(document: Any, step: Any = None) -> Iterator[tuple[Mapping[str, Any], Any]]:
+    """Yield (group, step) of all of a checkpoint's optimizers, however they are nested."""
+    if not isinstance(document, Mapping):
+        return
+    step = document.get("state", {}).get("common_step", step) if isinstance(document.get("state"), Mapping) else step
+    for group in document.get("param_groups", ()):
+        yield group, group.get("step", step)
+    for key, value in document.items():
+        if isinstance(key, int) or key == "optimizer":
+            yield from _groups_in(value, step)
+
+
+def _group_of(
+    name: str, values: Mapping[str, Any], groups: Sequence[tuple[Mapping[str, Any], Any]]
+) -> tuple[Mapping[str, Any], Any]:
+    """Return what a parameter's group was saved as; experts on one rank are among dense weights there, or here."""
+    wanted, keys = _key_of(values), [_key_of(group) for group, _ in groups]
+    for is_alike in (lambda key: key == wanted, lambda key: _but_kind(key) == _but_kind(wanted)):
+        for (group, step), key in zip(groups, keys, strict=True):
+            if is_alike(key):
+                return group, step
+    raise CheckpointError(
+        f"{name}: the checkpoint has no group of parameters with {dict(zip(_GROUP_KEYS, wanted, strict=True))}, it has "
+        f"{keys}; group weights as they were"
+    )
+
+
+def _but_kind(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(value for name, value in zip(_GROUP_KEYS, key, strict=True) if name != "is_expert_parallel")
+
+
+def _key_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    # NeMo calls the first two pre_wd_mult and pre_lr_mult.
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _GROUP_KEYS)
