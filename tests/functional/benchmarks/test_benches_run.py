@@ -16,7 +16,7 @@ TINY = {
     "redistribute": "--widths 8 --rounds 2",
     "muon": "--layers 1 --width 16 --ranks 2 --rounds 1",
     "arena": "--models gpt2 --strategies optim_grads optim_grads_params",
-    "resident": "--layers 1 --width 16 --batch 1 --length 8 --steps 4 --every 2",
+    "resident": "--engines ours FSDP2 --ranks 1 --layers 1 --width 16 --batch 1 --length 8 --steps 4 --every 2",
     "checkpoint": "--layers 1 --width 32 --vocabulary 64 --rounds 1",
 }
 
