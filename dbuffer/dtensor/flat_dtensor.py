@@ -228,11 +228,16 @@ class FlatDTensor(PlacedTensor):
         memo[id(self)] = made
         made.requires_grad_(requires_grad)
         for name, value in vars(self).items():
-            if name not in ("window", "is_unshared"):
+            if name not in ("window", "is_unshared", "on_grad_dropped"):
                 setattr(made, name, copy.deepcopy(value, memo))
         if gradient is not None:
             made.grad = copy.deepcopy(gradient, memo)
         return made
+
+    def __getstate__(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return attributes and slots to pickle, but whoever hears of ``.grad``, who belongs to this object."""
+        own = {name: value for name, value in vars(self).items() if name != "on_grad_dropped"}
+        return own, {name: getattr(self, name) for name in DTensor.__slots__}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the local part alone; of a view of other rows, what it shows."""

@@ -443,7 +443,7 @@ class GradBinding:
 
 
 class _Dropped:
-    """Tells a binding that a ``.grad`` was set to None; a parameter that is copied or pickled leaves it behind."""
+    """Tells a binding that a ``.grad`` was set to None."""
 
     __slots__ = ("_binding",)
 
@@ -456,9 +456,6 @@ class _Dropped:
         if binding is not None and _get(binding._parameters[binding._probe]) is None:
             binding.dropped()
 
-    def __reduce__(self) -> Any:
-        return _nothing, ()
-
 
 def _idle_references() -> int:
     """Return what ``sys.getrefcount`` says of a value that a dictionary alone refers to, in a loop over it."""
@@ -468,10 +465,6 @@ def _idle_references() -> int:
 
 
 _IDLE = _idle_references()
-
-
-def _nothing() -> None:
-    """Return what stands for a ``_Dropped`` in a copy."""
 
 
 def _either(ones: Iterable[int], others: Iterable[int]) -> bytearray:

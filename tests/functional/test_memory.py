@@ -1,5 +1,7 @@
 """What the engine holds while it trains, by its own accounting, and that it gives everything back."""
 
+import copy
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -239,6 +241,31 @@ def kept_flat_gradients() -> list[bool]:
 
 def test_flat_gradients_that_are_kept_have_their_values_and_others_go() -> None:
     assert run_ranks(2, kept_flat_gradients) == [[True] * 5] * 2
+
+
+def what_is_saved() -> tuple[bool, bool, bool]:
+    """Save a gradient and a parameter that has one; return whether the first is small, and both load safely, alike."""
+    model = sharded_stack()
+    loss_of(model, 0).backward()
+    parameter = min(model.parameters(), key=torch.Tensor.numel)
+    group = max(groups_of(model), key=lambda group: group.main_weight.nbytes)
+    gradient = parameter.grad
+    assert gradient is not None
+    sizes, alike = [], []
+    for tensor in (gradient, parameter):
+        file = io.BytesIO()
+        torch.save(tensor, file)
+        sizes.append(file.tell())
+        file.seek(0)
+        alike.append(torch.equal(torch.load(file, weights_only=True).to_local(), tensor.to_local()))  # type: ignore[attr-defined]
+    copied = copy.deepcopy(parameter)
+    copied.grad = None
+    assert parameter.grad is gradient
+    return sizes[0] < group.main_weight.nbytes, *alike
+
+
+def test_gradients_are_saved_without_the_buffer_and_parameters_load_safely() -> None:
+    assert run_ranks(2, what_is_saved) == [(True, True, True)] * 2
 
 
 def bytes_of_a_third() -> tuple[int, int]:
