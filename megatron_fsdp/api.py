@@ -18,6 +18,7 @@ from megatron_fsdp.build.grouping import group_parameters
 from megatron_fsdp.build.no_shard import is_no_shard
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, mark_owned
 from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.optim.flat_step import attend_optimizers
 from megatron_fsdp.policy.megatron_call import refuse_megatron_call
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target
 from megatron_fsdp.policy.offload import offload_of
@@ -136,6 +137,7 @@ def fully_shard(
         mark_replaced(parameter.parameter, parameter.name)
     for group in groups:
         group.forget_originals()
+    attend_optimizers()
     watch_readers(owned, unit)
     _adopt_units(modules, unit)
     return module

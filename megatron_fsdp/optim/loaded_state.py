@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dbuffer import FlatDTensor
 from megatron_fsdp.errors import ConfigError
@@ -130,7 +129,3 @@ def refuse_split_weights(optimizer: Optimizer, *_: Any) -> None:
                 "megatron_fsdp.AdamW, or shard that unit with split_main_params=False."
             )
     _WHOLE[optimizer] = sizes
-
-
-register_optimizer_step_pre_hook(lay_out_loaded_state)
-register_optimizer_step_pre_hook(refuse_split_weights)

@@ -1,0 +1,529 @@
+"""Steps of ``torch.optim``'s own element-wise optimizers over sharded parameters, taken on flat memory.
+
+The optimizer stays the user's: its param groups, state, hooks and state dicts are over the sharded parameters. Only for
+the length of a step a stand-in of the same class runs in its place, over 1-D plain tensors: neighbours in a unit's
+buffer that have gradients side by side, too, are one of them (docs/design/facade.md, "Steps on flat memory").
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, repeat
+from typing import Any, cast
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dbuffer import FlatDTensor
+from dbuffer.dtensor.flat_dtensor import rebind
+from megatron_fsdp.optim.adamw_state import local_range
+from megatron_fsdp.optim.loaded_state import lay_out_loaded_state, refuse_split_weights
+from megatron_fsdp.runtime.grad_binding import grads_of
+from megatron_fsdp.runtime.lanes import is_capturing
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter, is_laid_out_like
+
+__all__ = ["attend_optimizers"]
+
+ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
+    {Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD}
+)
+"""Classes that treat every element alike; a subclass of one may not."""
+
+_local_of = operator.attrgetter("_local_tensor")
+_spec_of = operator.attrgetter("_spec")
+_window_of = operator.attrgetter("window")
+_address_of = torch.Tensor.data_ptr
+_STAND_INS: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+
+
+def step_flat(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Have a step run on flat memory, where its values are those of the step over the parameters, to the bit.
+
+    A hook before the steps of all optimizers. Steps of other classes, of closures, with ``differentiable=True`` and
+    those that are being compiled run as they are.
+
+    Args:
+        optimizer: any. args, kwargs: of its ``step``, the optimizer itself first.
+    Returns:
+        The arguments with a stand-in for the optimizer; None for those that there are.
+    """
+    if torch.compiler.is_compiling() or type(optimizer) not in ELEMENT_WISE or args[0] is not optimizer:
+        return None
+    if any(argument is not None for argument in (*args[1:], *kwargs.values())):
+        return None
+    groups = optimizer.param_groups
+    if any(group.get("differentiable") for group in groups):
+        return None
+    if not any(type(parameter) is FlatDTensor for group in groups for parameter in group["params"]):
+        return None
+    stand_in = _STAND_INS.get(optimizer)
+    if stand_in is None:
+        stand_in = _STAND_INS[optimizer] = _stand_in(optimizer)
+    return (stand_in,), kwargs
+
+
+@functools.cache
+def _stand_in_class(kind: type[Optimizer]) -> type[Optimizer]:
+    return type(kind.__name__, (_StandIn, kind), {})
+
+
+def _stand_in(optimizer: Optimizer) -> Optimizer:
+    made = object.__new__(_stand_in_class(type(optimizer)))
+    made.__dict__.update(_owner=weakref.ref(optimizer), _plan=None)
+    return made
+
+
+class _StandIn(Optimizer):
+    """An optimizer over flat tensors for the length of another one's step; of anything else it knows what that does."""
+
+    _owner: weakref.ref[Optimizer]
+    _plan: _Plan | None
+
+    def __getattr__(self, name: str) -> Any:
+        # Such as the scale and the finding that a gradient scaler leaves with a fused optimizer.
+        return getattr(self._owner(), name)
+
+    def _accelerator_graph_capture_health_check(self) -> None:
+        owner = self._owner()
+        assert owner is not None
+        owner._accelerator_graph_capture_health_check()
+
+    @property
+    def param_groups(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]  # a step goes through them once
+        """The groups of the flat tensors, from the gradients that there are now; the last one ends the step."""
+        owner = self._owner()
+        assert owner is not None
+        parameters = list(chain.from_iterable(group["params"] for group in owner.param_groups))
+        gradients = grads_of(parameters)
+        plan = self._plan
+        if plan is None or not plan.fits(owner, parameters, gradients):
+            plan = self._plan = _Plan(owner, parameters, gradients)
+        plan.lend(gradients)
+        for group, tensors in zip(owner.param_groups, plan.tensors, strict=True):
+            yield {**group, "params": tensors}
+        if not plan.settle(owner):
+            self._plan = None
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Any]:  # type: ignore[override]
+        """The state of the flat tensors; that of others is the optimizer's own."""
+        assert self._plan is not None
+        return self._plan.state
+
+
+class _State(dict[torch.Tensor, Any]):
+    """State of flat tensors, and of the optimizer's own parameters where it is asked for that of these."""
+
+    def __init__(self, owner: Mapping[torch.Tensor, Any]) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def __missing__(self, parameter: torch.Tensor) -> Any:
+        return self.owner[parameter]
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A sharded parameter that can be stepped as a part of flat memory.
+
+    Attributes:
+        position: among the optimizer's parameters. group, index: which one of a parameter group it is.
+        start, stop: of its elements in this rank's part of the main weights.
+        likeness: neighbours are stepped together where it is equal: their param group, and keys and numbers of state.
+    """
+
+    position: int
+    parameter: FlatDTensor
+    group: ParameterGroup
+    index: int
+    start: int
+    stop: int
+    likeness: Hashable = None
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Neighbours that are stepped as one tensor.
+
+    Attributes:
+        weight: their elements, 1-D. leader: the first member with elements, else the first one.
+        state: of the step. shown: its values that the members' state shows.
+    """
+
+    members: list[_Member]
+    leader: _Member
+    weight: torch.Tensor
+    state: dict[str, Any] = field(default_factory=dict)
+    shown: tuple[Any, ...] = ()
+
+    def over(self, locals_: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return the members' parts as one 1-D tensor on their memory, None where they do not lie as the weights do."""
+        first = locals_[self.members.index(self.leader)]
+        for member, local in zip(self.members, locals_, strict=True):
+            if member.numel and not _is_ahead(first, local, member.start - self.leader.start):
+                return None
+        return first.as_strided((self.weight.numel(),), (1,))
+
+    def join(self, values: Sequence[FlatDTensor]) -> torch.Tensor:
+        """Bring values of all members into memory that lies as the weights do, and return that."""
+        flat = torch.zeros_like(self.weight, dtype=values[0].dtype)
+        for member, value in zip(self.members, values, strict=True):
+            part = self.part(flat, member)
+            part._local_tensor.copy_(value._local_tensor)
+            rebind(value, part)
+        return flat
+
+    def part(self, flat: torch.Tensor, member: _Member) -> FlatDTensor:
+        """Return a member's part of a tensor that lies as the weights do."""
+        begin = member.start - self.leader.start if member.numel else 0
+        local = flat[begin : begin + member.numel].view(member.parameter._local_tensor.shape)
+        return member.parameter.with_local(local)
+
+    def publish(self, state: Mapping[torch.Tensor, Any]) -> bool:
+        """Show each member's part of the state in its own; return whether anything of it was new."""
+        if len(self.state) == len(self.shown) and _same(self.state.values(), self.shown):
+            return False
+        for member in self.members:
+            for key, value in self.state.items():
+                if isinstance(value, torch.Tensor):
+                    value = self.part(value, member) if value.shape == self.weight.shape else value.clone()
+                state[member.parameter][key] = value
+        return True
+
+
+class _Numbers:
+    """State of one number, such as a count of steps: every parameter has its own, and those of a run are equal.
+
+    They lie side by side, so that one operator gives all of them what the step made of each leader's.
+    """
+
+    def __init__(self, slots: Sequence[tuple[dict[str, Any], str]], leaders: Sequence[int]) -> None:
+        self._all = torch.stack([values[key] for values, key in slots])
+        self._leaders = torch.tensor(leaders, device=self._all.device)
+        for (values, key), number in zip(slots, self._all.unbind(), strict=True):
+            values[key] = number
+        self._version = self._all._version
+
+    def is_unchanged(self) -> bool:
+        """Whether nobody but the step wrote to one."""
+        return self._all._version == self._version
+
+    def follow(self) -> None:
+        """Give the numbers of each run's leader to all of the run."""
+        self._all.copy_(self._all[self._leaders])
+        self._version = self._all._version
+
+
+class _Plan:
+    """Which flat tensors stand for an optimizer's parameters, while these, their state and their gradients lie so.
+
+    Attributes:
+        tensors: for each param group, those to step. state: theirs.
+    """
+
+    def __init__(
+        self, owner: Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        self._parameters = parameters
+        self._sizes = _sizes(owner)
+        self._absent = list(map(operator.is_, gradients, repeat(None)))
+        self._gradient_ids = list(map(id, gradients))
+        members = _members(owner, parameters, gradients)
+        self._runs = list(map(_run, _chains(members, gradients)))
+        self._numbers = _lay_out_state(owner, self._runs)
+        self.state = _State(owner.state)
+        for run in self._runs:
+            self.state[run.weight] = run.state
+            run.shown = tuple(run.state.values())
+        self.tensors = self._tensors(gradients)
+        self._remember(owner)
+        # Gradients that break runs may be others the next time.
+        self._is_whole = len(self._runs) == len(list(_chains(members))) and len(members) == sum(
+            type(p) is FlatDTensor and g is not None for p, g in zip(parameters, gradients, strict=True)
+        )
+
+    def _tensors(self, gradients: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor]]:
+        """Return the runs of each param group, then its other parameters that have gradients."""
+        group_of = [number for number, size in enumerate(self._sizes) for _ in range(size)]
+        found: list[list[torch.Tensor]] = [[] for _ in self._sizes]
+        for run in self._runs:
+            found[group_of[run.leader.position]].append(run.weight)
+        flat = {member.position for run in self._runs for member in run.members}
+        for position, parameter in enumerate(self._parameters):
+            # A flat parameter (``flat_parameters``) knows itself whether it has a gradient.
+            is_given = gradients[position] is not None or not isinstance(parameter, FlatDTensor)
+            if position not in flat and is_given:
+                found[group_of[position]].append(parameter)
+        return found
+
+    def _remember(self, owner: Optimizer) -> None:
+        """Note what ``fits`` compares, as lists: it looks at every parameter in every step."""
+        members = [member for run in self._runs for member in run.members]
+        self._positions = [member.position for member in members]
+        self._members = [member.parameter for member in members]
+        self._locals = list(map(_local_of, self._members))
+        self._specs = list(map(_spec_of, self._members))
+        self._leaders, self._distances, first = [], [], 0
+        for run in self._runs:
+            leader = first + run.members.index(run.leader)
+            for number, member in enumerate(run.members, first):
+                # Those without elements lie nowhere.
+                self._leaders.append(leader if member.numel else number)
+                distance = (member.start - run.leader.start) if member.numel else 0
+                self._distances.append(distance * member.parameter.dtype.itemsize)
+            first += len(run.members)
+        self._records = list(map(owner.state.get, self._members))
+        self._values = list(chain.from_iterable(record.values() for record in self._records if record is not None))
+
+    def fits(
+        self, owner: Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> bool:
+        """Whether nothing has changed but values."""
+        return (
+            _sizes(owner) == self._sizes
+            and _same(parameters, self._parameters)
+            and list(map(operator.is_, gradients, repeat(None))) == self._absent
+            and (self._is_whole or list(map(id, gradients)) == self._gradient_ids)
+            and _same(map(_local_of, self._members), self._locals)
+            and self._fits_state(owner)
+            and self._fits_gradients([gradients[position] for position in self._positions])
+        )
+
+    def _fits_state(self, owner: Optimizer) -> bool:
+        records = list(map(owner.state.get, self._members))
+        if owner.state is not self.state.owner or not _same(records, self._records):
+            return False
+        values = list(chain.from_iterable(record.values() for record in records if record is not None))
+        is_same = len(values) == len(self._values) and _same(values, self._values)
+        return is_same and all(numbers.is_unchanged() for numbers in self._numbers)
+
+    def _fits_gradients(self, gradients: Sequence[Any]) -> bool:
+        if not _same(map(type, gradients), repeat(FlatDTensor)) or not _same(map(_spec_of, gradients), self._specs):
+            return False
+        if any(map(_window_of, gradients)):
+            return False
+        rows = list(map(_local_of, gradients))
+        if not _same(map(type, rows), repeat(torch.Tensor)):
+            return False
+        addresses = list(map(_address_of, rows))
+        if list(map(operator.sub, addresses, map(addresses.__getitem__, self._leaders))) != self._distances:
+            return False
+        return all(_reaches(gradient, run.weight.numel()) for run, gradient in self._led(rows))
+
+    def _led(self, of_members: Sequence[Any]) -> Iterator[tuple[_Run, Any]]:
+        """Yield each run with what is its leader's."""
+        first = 0
+        for run in self._runs:
+            yield run, of_members[first + run.members.index(run.leader)]
+            first += len(run.members)
+
+    def lend(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Give the flat tensors their gradients."""
+        rows = [cast(FlatDTensor, gradients[position])._local_tensor for position in self._positions]
+        for run, gradient in self._led(rows):
+            run.weight.grad = gradient.as_strided((run.weight.numel(),), (1,))
+
+    def settle(self, owner: Optimizer) -> bool:
+        """Take the gradients back and show what the step did to the state; return whether the plan goes on."""
+        goes_on = True
+        for run in self._runs:
+            run.weight.grad = None
+            goes_on = not run.publish(owner.state) and goes_on
+        for numbers in self._numbers:
+            numbers.follow()
+        return goes_on
+
+
+def _same(these: Iterable[Any], those: Iterable[Any]) -> bool:
+    """Whether two lists of one length have the same objects."""
+    return all(map(operator.is_, these, those))
+
+
+def _sizes(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def _reaches(local: torch.Tensor, numel: int) -> bool:
+    """Whether the storage goes on for so many elements from where a tensor begins."""
+    return local.untyped_storage().nbytes() >= (local.storage_offset() + numel) * local.itemsize
+
+
+def _is_ahead(first: torch.Tensor, local: torch.Tensor, distance: int) -> bool:
+    """Whether a tensor lies in the storage of another, so many elements behind its beginning."""
+    is_there = local.data_ptr() - first.data_ptr() == distance * first.itemsize
+    return is_there and _reaches(first, distance + local.numel())
+
+
+# ---------------------------------------------------------------- which parameters can be stepped so
+
+
+def _members(
+    owner: Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> list[_Member]:
+    """Return the parameters that can be stepped on flat memory, with what they must share to be stepped together."""
+    if is_capturing(parameters[0].device):
+        # The numbers in their state cannot be read now; a plan that was made before goes on.
+        return []
+    found: list[_Member] = []
+    numbers: list[torch.Tensor] = []
+    indices: dict[int, dict[int, int]] = {}
+    group_of = chain.from_iterable(repeat(group, len(group["params"])) for group in owner.param_groups)
+    for position, (parameter, gradient, group) in enumerate(zip(parameters, gradients, group_of, strict=True)):
+        member = _member(position, parameter, gradient, indices)
+        if member is None or not _is_exact(owner, group, parameter):
+            continue
+        record = owner.state.get(parameter) or {}
+        mine = [value for value in record.values() if _is_number(value)]
+        others = [value for value in record.values() if not _is_number(value)]
+        if all(value is None or _has_rows_of(parameter, value) for value in others):
+            kinds = [(key, value is None) for key, value in record.items()]
+            member.likeness = (id(group), *kinds, len(numbers), len(mine))
+            numbers += mine
+            found.append(member)
+    values = _read(numbers)
+    for member in found:
+        *kinds, first, count = cast(tuple[Any, ...], member.likeness)
+        member.likeness = (*kinds, *values[first : first + count])
+    return found
+
+
+def _member(position: int, parameter: Any, gradient: Any, indices: dict[int, dict[int, int]]) -> _Member | None:
+    """Return a parameter as a part of its group's memory, None where it or its gradient is anything else."""
+    if type(parameter) is not FlatDTensor or type(gradient) is not FlatDTensor or gradient.window is not None:
+        return None
+    group, local, rows = group_of_parameter(parameter), parameter._local_tensor, gradient._local_tensor
+    if group is None or gradient._spec is not parameter._spec or group.weights.remainder is not None:
+        return None
+    if id(group) not in indices:
+        indices[id(group)] = {id(face): index for index, face in enumerate(group.parameters.values())}
+    index = indices[id(group)].get(id(parameter))
+    if index is None or any(type(each) is not torch.Tensor or not each.is_contiguous() for each in (local, rows)):
+        return None
+    main = group.main_weight
+    start, stop = local_range(main, index)
+    is_there = stop == start or local.data_ptr() == main.local_buffer[start:].data_ptr()
+    if not is_there or not local.numel() == rows.numel() == stop - start:
+        return None
+    return _Member(position, parameter, group, index, start, stop)
+
+
+def _is_exact(owner: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> bool:
+    """Whether an element's new value is the same wherever it lies in a tensor.
+
+    Loops of the CPU go over whole vectors and do the elements at the end of a tensor one by one. In narrow dtypes the
+    two round at different places, and so they do in the fused SGD.
+    """
+    if parameter.device.type != "cpu":
+        return True
+    is_fused_sgd = type(owner) is SGD and bool(group.get("fused"))
+    return parameter.dtype in (torch.float32, torch.float64) and not is_fused_sgd
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is torch.Tensor and not value.ndim
+
+
+def _has_rows_of(parameter: FlatDTensor, value: Any) -> bool:
+    if type(value) is not FlatDTensor or value.window is not None or value.dtype is not parameter.dtype:
+        return False
+    local = value._local_tensor
+    is_alike = value._spec is parameter._spec or (value.shape == parameter.shape and is_laid_out_like(value, parameter))
+    return is_alike and type(local) is torch.Tensor and local.is_contiguous() and local.device == parameter.device
+
+
+def _read(numbers: Sequence[torch.Tensor]) -> list[Hashable]:
+    """Return the values of tensors of one number, each with its dtype and device; one transfer for all of a kind."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+    for position, number in enumerate(numbers):
+        kinds[number.dtype, number.device].append(position)
+    values: list[Hashable] = [None] * len(numbers)
+    for kind, positions in kinds.items():
+        for position, value in zip(positions, torch.stack([numbers[p] for p in positions]).tolist(), strict=True):
+            values[position] = (value, *kind)
+    return values
+
+
+# ---------------------------------------------------------------- how they lie
+
+
+def _chains(members: Sequence[_Member], gradients: Sequence[Any] = ()) -> Iterator[list[_Member]]:
+    """Yield neighbours in the groups' plans that are alike; given gradients, those whose gradients lie so, too."""
+    by_group: dict[int, list[_Member]] = defaultdict(list)
+    for member in members:
+        by_group[id(member.group)].append(member)
+    for found in by_group.values():
+        offsets = found[0].group.plan.offsets
+        ranks = {index: rank for rank, index in enumerate(sorted(range(len(offsets)), key=offsets.__getitem__))}
+        found.sort(key=lambda member: ranks[member.index])
+        links = [found[0]]
+        for member in found[1:]:
+            is_next = ranks[member.index] == ranks[links[-1].index] + 1 and member.likeness == links[-1].likeness
+            if not is_next or (gradients and not _goes_on(links, member, gradients)):
+                yield links
+                links = []
+            links.append(member)
+        yield links
+
+
+def _goes_on(links: Sequence[_Member], member: _Member, gradients: Sequence[Any]) -> bool:
+    leader = _leader(links)
+    if not leader.numel or not member.numel:
+        return True
+    first, rows = (gradients[each.position]._local_tensor for each in (leader, member))
+    return _is_ahead(first, rows, member.start - leader.start)
+
+
+def _leader(members: Sequence[_Member]) -> _Member:
+    return next((member for member in members if member.numel), members[0])
+
+
+def _run(members: list[_Member]) -> _Run:
+    leader = _leader(members)
+    stop = max(member.stop for member in members) if leader.numel else leader.start
+    return _Run(members, leader, leader.group.main_weight.local_buffer[leader.start : stop])
+
+
+def _lay_out_state(owner: Optimizer, runs: Iterable[_Run]) -> list[_Numbers]:
+    """Bring the state that members have into flat memory, and give it to the runs."""
+    slots: dict[Hashable, list[tuple[dict[str, Any], str]]] = defaultdict(list)
+    leaders: dict[Hashable, list[int]] = defaultdict(list)
+    shared: list[tuple[_Run, str]] = []
+    for run in runs:
+        records = [owner.state.get(member.parameter) or {} for member in run.members]
+        for key, value in records[0].items():
+            run.state[key] = value
+            if isinstance(value, FlatDTensor):
+                values = [record[key] for record in records]
+                flat = run.over(list(map(_local_of, values)))
+                run.state[key] = run.join(values) if flat is None else flat
+            elif value is not None and len(records) > 1:
+                kind = (value.dtype, value.device)
+                leaders[kind] += repeat(len(slots[kind]), len(records))
+                slots[kind] += ((record, key) for record in records)
+                shared.append((run, key))
+    numbers = [_Numbers(slots[kind], leaders[kind]) for kind in slots]
+    for run, key in shared:
+        run.state[key] = owner.state[run.members[0].parameter][key]
+    return numbers
+
+
+@functools.cache
+def attend_optimizers() -> None:
+    """From now on look at sharded parameters before any optimizer steps them, and step them on flat memory."""
+    # A compiled step calls these as they are; the last one is traced, and finds that it is.
+    register_optimizer_step_pre_hook(_disable_dynamo(lay_out_loaded_state))
+    register_optimizer_step_pre_hook(_disable_dynamo(refuse_split_weights))
+    register_optimizer_step_pre_hook(step_flat)
