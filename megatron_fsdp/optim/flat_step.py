@@ -13,7 +13,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 from typing import Any, cast
 
 import torch
@@ -36,9 +36,14 @@ ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
 )
 """Classes that treat every element alike; a subclass of one may not."""
 
+# Loops of the CPU take whole vectors and, at the end of a tensor, single elements. In narrow dtypes the two round at
+# different places, so an element's value depends on where it lies. So it does in fused optimizers, of any dtype, which
+# are stepped together where vectors end at the end of each parameter.
+_WIDE = (torch.float32, torch.float64)
+_VECTOR_BYTES = 64
+
 _local_of = operator.attrgetter("_local_tensor")
 _spec_of = operator.attrgetter("_spec")
-_window_of = operator.attrgetter("window")
 _address_of = torch.Tensor.data_ptr
 _STAND_INS: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
@@ -72,12 +77,13 @@ def step_flat(
 
 
 @functools.cache
-def _stand_in_class(kind: type[Optimizer]) -> type[Optimizer]:
+def _stand_in_class(kind: Any) -> type[Optimizer]:
     return type(kind.__name__, (_StandIn, kind), {})
 
 
 def _stand_in(optimizer: Optimizer) -> Optimizer:
-    made = object.__new__(_stand_in_class(type(optimizer)))
+    kind: Any = type(optimizer)
+    made = object.__new__(_stand_in_class(kind))
     made.__dict__.update(_owner=weakref.ref(optimizer), _plan=None)
     return made
 
@@ -138,6 +144,7 @@ class _Member:
     Attributes:
         position: among the optimizer's parameters. group, index: which one of a parameter group it is.
         start, stop: of its elements in this rank's part of the main weights.
+        alignment: how many elements the boundaries between it and others must be multiples of.
         likeness: neighbours are stepped together where it is equal: their param group, and keys and numbers of state.
     """
 
@@ -147,6 +154,7 @@ class _Member:
     index: int
     start: int
     stop: int
+    alignment: int = 1
     likeness: Hashable = None
 
     @property
@@ -276,15 +284,19 @@ class _Plan:
         self._members = [member.parameter for member in members]
         self._locals = list(map(_local_of, self._members))
         self._specs = list(map(_spec_of, self._members))
-        self._leaders, self._distances, first = [], [], 0
-        for run in self._runs:
-            leader = first + run.members.index(run.leader)
+        self._leaders, self._distances = [], []
+        self._numels = [run.weight.numel() for run in self._runs]
+        sizes = [len(run.members) for run in self._runs]
+        beginnings = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        self._firsts = [
+            first + run.members.index(run.leader) for first, run in zip(beginnings, self._runs, strict=True)
+        ]
+        for first, leader, run in zip(beginnings, self._firsts, self._runs, strict=True):
             for number, member in enumerate(run.members, first):
                 # Those without elements lie nowhere.
                 self._leaders.append(leader if member.numel else number)
                 distance = (member.start - run.leader.start) if member.numel else 0
                 self._distances.append(distance * member.parameter.dtype.itemsize)
-            first += len(run.members)
         self._records = list(map(owner.state.get, self._members))
         self._values = list(chain.from_iterable(record.values() for record in self._records if record is not None))
 
@@ -311,9 +323,8 @@ class _Plan:
         return is_same and all(numbers.is_unchanged() for numbers in self._numbers)
 
     def _fits_gradients(self, gradients: Sequence[Any]) -> bool:
+        # What is seen through a window has a layout of its own, so it has not the parameter's.
         if not _same(map(type, gradients), repeat(FlatDTensor)) or not _same(map(_spec_of, gradients), self._specs):
-            return False
-        if any(map(_window_of, gradients)):
             return False
         rows = list(map(_local_of, gradients))
         if not _same(map(type, rows), repeat(torch.Tensor)):
@@ -321,20 +332,13 @@ class _Plan:
         addresses = list(map(_address_of, rows))
         if list(map(operator.sub, addresses, map(addresses.__getitem__, self._leaders))) != self._distances:
             return False
-        return all(_reaches(gradient, run.weight.numel()) for run, gradient in self._led(rows))
-
-    def _led(self, of_members: Sequence[Any]) -> Iterator[tuple[_Run, Any]]:
-        """Yield each run with what is its leader's."""
-        first = 0
-        for run in self._runs:
-            yield run, of_members[first + run.members.index(run.leader)]
-            first += len(run.members)
+        return all(map(_reaches, map(rows.__getitem__, self._firsts), self._numels))
 
     def lend(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Give the flat tensors their gradients."""
-        rows = [cast(FlatDTensor, gradients[position])._local_tensor for position in self._positions]
-        for run, gradient in self._led(rows):
-            run.weight.grad = gradient.as_strided((run.weight.numel(),), (1,))
+        for run, numel in zip(self._runs, self._numels, strict=True):
+            rows = cast(FlatDTensor, gradients[run.leader.position])._local_tensor
+            run.weight.grad = rows.as_strided((numel,), (1,))
 
     def settle(self, owner: Optimizer) -> bool:
         """Take the gradients back and show what the step did to the state; return whether the plan goes on."""
@@ -377,18 +381,21 @@ def _members(
     if is_capturing(parameters[0].device):
         # The numbers in their state cannot be read now; a plan that was made before goes on.
         return []
+    on_cpu = parameters[0].device.type == "cpu"
     found: list[_Member] = []
     numbers: list[torch.Tensor] = []
     indices: dict[int, dict[int, int]] = {}
     group_of = chain.from_iterable(repeat(group, len(group["params"])) for group in owner.param_groups)
     for position, (parameter, gradient, group) in enumerate(zip(parameters, gradients, group_of, strict=True)):
         member = _member(position, parameter, gradient, indices)
-        if member is None or not _is_exact(owner, group, parameter):
+        if member is None or (on_cpu and parameter.dtype not in _WIDE):
             continue
+        if on_cpu and group.get("fused"):
+            member.alignment = _VECTOR_BYTES // parameter.dtype.itemsize
         record = owner.state.get(parameter) or {}
         mine = [value for value in record.values() if _is_number(value)]
         others = [value for value in record.values() if not _is_number(value)]
-        if all(value is None or _has_rows_of(parameter, value) for value in others):
+        if all(value is None or _has_rows_of(member.parameter, value) for value in others):
             kinds = [(key, value is None) for key, value in record.items()]
             member.likeness = (id(group), *kinds, len(numbers), len(mine))
             numbers += mine
@@ -402,7 +409,7 @@ def _members(
 
 def _member(position: int, parameter: Any, gradient: Any, indices: dict[int, dict[int, int]]) -> _Member | None:
     """Return a parameter as a part of its group's memory, None where it or its gradient is anything else."""
-    if type(parameter) is not FlatDTensor or type(gradient) is not FlatDTensor or gradient.window is not None:
+    if type(parameter) is not FlatDTensor or type(gradient) is not FlatDTensor:
         return None
     group, local, rows = group_of_parameter(parameter), parameter._local_tensor, gradient._local_tensor
     if group is None or gradient._spec is not parameter._spec or group.weights.remainder is not None:
@@ -418,18 +425,6 @@ def _member(position: int, parameter: Any, gradient: Any, indices: dict[int, dic
     if not is_there or not local.numel() == rows.numel() == stop - start:
         return None
     return _Member(position, parameter, group, index, start, stop)
-
-
-def _is_exact(owner: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> bool:
-    """Whether an element's new value is the same wherever it lies in a tensor.
-
-    Loops of the CPU go over whole vectors and do the elements at the end of a tensor one by one. In narrow dtypes the
-    two round at different places, and so they do in the fused SGD.
-    """
-    if parameter.device.type != "cpu":
-        return True
-    is_fused_sgd = type(owner) is SGD and bool(group.get("fused"))
-    return parameter.dtype in (torch.float32, torch.float64) and not is_fused_sgd
 
 
 def _is_number(value: Any) -> bool:
@@ -470,15 +465,24 @@ def _chains(members: Sequence[_Member], gradients: Sequence[Any] = ()) -> Iterat
         found.sort(key=lambda member: ranks[member.index])
         links = [found[0]]
         for member in found[1:]:
-            is_next = ranks[member.index] == ranks[links[-1].index] + 1 and member.likeness == links[-1].likeness
-            if not is_next or (gradients and not _goes_on(links, member, gradients)):
+            is_next = ranks[member.index] == ranks[links[-1].index] + 1 and _goes_on(links, member)
+            if not is_next or (gradients and not _gradient_goes_on(links, member, gradients)):
                 yield links
                 links = []
             links.append(member)
         yield links
 
 
-def _goes_on(links: Sequence[_Member], member: _Member, gradients: Sequence[Any]) -> bool:
+def _goes_on(links: Sequence[_Member], member: _Member) -> bool:
+    """Whether a neighbour can be stepped together with what lies before it."""
+    before = [link for link in links if link.numel]
+    if member.likeness != links[-1].likeness:
+        return False
+    boundaries = (before[-1].stop, member.start) if before and member.numel else ()
+    return all((boundary - before[0].start) % member.alignment == 0 for boundary in boundaries)
+
+
+def _gradient_goes_on(links: Sequence[_Member], member: _Member, gradients: Sequence[Any]) -> bool:
     leader = _leader(links)
     if not leader.numel or not member.numel:
         return True

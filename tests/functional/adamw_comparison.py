@@ -29,13 +29,23 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
 def differing_state(mine: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> list[str]:
     """Compare two optimizers' state dicts entry by entry: keys, types, rows and bits."""
     found, wanted = mine.state_dict(), theirs.state_dict()
-    assert found["state"].keys() == wanted["state"].keys()
+    wrong = differing_values(found["state"], wanted["state"])
+    for group, other in zip(wanted["param_groups"], found["param_groups"], strict=True):
+        wrong += [] if group | {"foreach": None} == other else [f"{group} {other}"]
+    return wrong
+
+
+def differing_values(found: dict[Any, dict[str, Any]], wanted: dict[Any, dict[str, Any]]) -> list[str]:
+    """Compare the state of two optimizers: keys, types, rows and bits."""
+    assert found.keys() == wanted.keys()
     wrong = []
-    for key, values in wanted["state"].items():
-        assert list(found["state"][key]) == list(values)
+    for key, values in wanted.items():
+        assert list(found[key]) == list(values)
         for name, value in values.items():
-            other = found["state"][key][name]
+            other = found[key][name]
             assert type(other) is type(value)
+            if value is None:
+                continue
             assert other.dtype is value.dtype
             if isinstance(value, DTensor):
                 assert list(map(repr, other.placements)) == list(map(repr, value.placements))
@@ -43,8 +53,6 @@ def differing_state(mine: torch.optim.Optimizer, theirs: torch.optim.Optimizer) 
             else:
                 same = torch.equal(other, value) and other.device == value.device
             wrong += [] if same else [f"{key}: {name}"]
-    for group, other in zip(wanted["param_groups"], found["param_groups"], strict=True):
-        wrong += [] if group | {"foreach": None} == other else [f"{group} {other}"]
     return wrong
 
 
