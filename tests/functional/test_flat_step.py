@@ -161,10 +161,254 @@ def state_replaced(model: Net, optimizer: Optimizer, step: int) -> None:
 
 
 def all_steps(kind: str) -> list[str]:
-    return [f"{each.__name__}: {wrong}" for each in (nothing, everything, state_replaced) for wrong in compare(kind, each)]
+    return [
+        f"{each.__name__}: {wrong}" for each in (nothing, everything, state_replaced) for wrong in compare(kind, each)
+    ]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("kind", nightly_but(OFTEN, KINDS))
 def test_weights_and_state_are_those_of_a_step_over_each_parameter_to_the_bit(kind: str, num_ranks: int) -> None:
     assert run_ranks(num_ranks, all_steps, kind) == [[]] * num_ranks
+
+
+# ---------------------------------------------------------------------- what a step goes through
+
+
+def sizes_of_steps() -> dict[str, list[int]]:
+    """Return the sizes of what steps of several optimizers, models and gradients go through."""
+    found: dict[str, list[int]] = {}
+
+    def record(name: str, make: Callable[[Net], Optimizer], policy: MixedPrecisionPolicy | None = None) -> None:
+        model = sharded(policy)
+        optimizer = make(model)
+        for step in range(3):
+            backward(model, step)
+            found[name] = parameter_sizes(optimizer)
+            optimizer.zero_grad()
+
+    def adamw(model: Net) -> Optimizer:
+        return OPTIM.AdamW(model.parameters(), foreach=True)
+
+    def with_a_gap(model: Net) -> Optimizer:
+        return OPTIM.AdamW([p for name, p in model.named_parameters() if name != "blocks.0.one.weight"], foreach=True)
+
+    record("foreach", adamw)
+    record("wrapped", lambda model: fully_shard_optimizer(adamw(model)))
+    record("fused", lambda model: OPTIM.AdamW(model.parameters(), fused=True))
+    record("gap", with_a_gap)
+    record("unknown", lambda model: not_flat(OPTIM.AdamW)(model.parameters(), foreach=True))  # type: ignore[call-arg]  # as AdamW
+    record("default", lambda model: OPTIM.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    record("narrow", adamw, MixedPrecisionPolicy(main_params_dtype=torch.bfloat16, main_grads_dtype=torch.bfloat16))
+    return found
+
+
+def test_a_step_goes_through_few_tensors_only_where_that_is_exact() -> None:
+    num_parameters = len(list(Net().parameters()))
+    (found,) = run_ranks(1, sizes_of_steps)
+    counts = {name: len(sizes) for name, sizes in found.items()}
+    assert counts["foreach"] == counts["wrapped"] == counts["default"] == 3
+    # One that another optimizer steps divides a unit in two, and is no part of either.
+    assert counts["gap"] == 4
+    assert sum(found["gap"]) <= sum(found["foreach"]) - 16 * 3
+    # Vectors of fused steps end with each parameter: those of 3, 48 and 1 elements do not fill theirs.
+    assert 3 < counts["fused"] < num_parameters
+    assert counts["unknown"] == counts["narrow"] == num_parameters
+
+
+# ---------------------------------------------------------------------- what users have beside a step
+
+
+def watched(factor: float) -> tuple[Net, list[float]]:
+    """Train with gradients of ``factor``, which a hook doubles; return what hooks after the steps counted of these."""
+    model = sharded()
+    optimizer = OPTIM.AdamW(model.parameters(), foreach=True, eps=0.1)
+    counts: list[float] = []
+
+    def double(optimizer: Optimizer, *_: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad.mul_(2)
+
+    def count(optimizer: Optimizer, *_: Any) -> None:
+        values = [optimizer.state[parameter] for parameter in optimizer.param_groups[0]["params"]]
+        assert all(type(value["exp_avg"]) is FlatDTensor for value in values)
+        counts.append(sum(float(value["step"]) for value in values) / len(values))
+
+    if factor == 0.5:
+        optimizer.register_step_pre_hook(double)
+    optimizer.register_step_post_hook(count)
+    for step in range(3):
+        backward(model, step)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(factor)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, counts
+
+
+def hooked_and_not() -> tuple[list[str], list[float]]:
+    (halved, counts), (whole, _) = watched(0.5), watched(1.0)
+    return differing(whole_state(halved), whole_state(whole)), counts
+
+
+def test_hooks_before_a_step_change_its_gradients_and_hooks_after_it_see_its_state() -> None:
+    assert run_ranks(2, hooked_and_not) == [([], [1.0, 2.0, 3.0])] * 2
+
+
+Make = Callable[..., Optimizer]
+
+
+def with_closures(make: Make) -> Net:
+    model = sharded()
+    optimizer = make(model.parameters(), lr=0.01, foreach=True)
+
+    def loss() -> float:
+        optimizer.zero_grad()
+        backward(model, 5)
+        return 1.5
+
+    for step in range(4):
+        backward(model, step)
+        assert (optimizer.step(loss) if step % 2 else optimizer.step()) == (1.5 if step % 2 else None)  # type: ignore[func-returns-value]  # the closure's
+    return model
+
+
+def with_a_scaler(make: Make) -> Net:
+    model = sharded()
+    optimizer = make(model.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)  # type: ignore[attr-defined]  # torch's stub
+    for step in range(5):
+        torch.manual_seed(step)
+        loss = model(torch.randn(4, 5) * (torch.inf if step == 2 else 1)).square().mean()
+        scaler.scale(loss).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return model
+
+
+def with_more_groups(make: Make) -> Net:
+    model = sharded()
+    parameters = list(model.parameters())
+    optimizer = make(parameters[:6], lr=0.01, foreach=True)
+    for step in range(4):
+        backward(model, step)
+        optimizer.step()
+        model.zero_grad()
+        optimizer.param_groups[0]["lr"] *= 0.5
+        if step == 1:
+            optimizer.add_param_group({"params": parameters[6:], "lr": 0.1})
+    return model
+
+
+def with_copies(make: Make) -> Net:
+    model = sharded()
+    optimizer = make(model.parameters(), lr=0.01, foreach=True)
+    backward(model, 0)
+    optimizer.step()
+    document = copy.deepcopy(optimizer.state_dict())
+    optimizer.step()
+    optimizer = make(model.parameters(), lr=0.01, foreach=True)
+    optimizer.load_state_dict(document)
+    optimizer.step()
+    # A copy's parameters are copies, which no unit gathers: they are stepped one by one.
+    copied = copy.deepcopy(optimizer)
+    theirs = copied.param_groups[0]["params"]
+    for parameter, mine in zip(theirs, model.parameters(), strict=True):
+        parameter.grad = copy.deepcopy(mine.grad)
+    copied.step()
+    optimizer.step()
+    for parameter, mine in zip(theirs, model.parameters(), strict=True):
+        assert torch.equal(parameter.full_tensor(), mine.full_tensor())  # type: ignore[operator]  # a DTensor
+    return model
+
+
+def in_a_way(way: Callable[[Make], Net]) -> list[str]:
+    mine, theirs = (whole_state(way(make)) for make in (OPTIM.AdamW, not_flat(OPTIM.AdamW)))
+    return differing(mine, theirs)
+
+
+@pytest.mark.parametrize("way", [with_closures, with_a_scaler, with_more_groups, with_copies])
+def test_closures_scalers_groups_and_copies_give_the_bits_of_steps_over_each_parameter(
+    way: Callable[[Make], Net],
+) -> None:
+    assert run_ranks(2, in_a_way, way) == [[]] * 2
+
+
+def memory_of_gradients() -> list[bool]:
+    model = sharded()
+    optimizer = OPTIM.AdamW(model.parameters(), foreach=True)
+    found = []
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+        groups = {id(group): group for p in model.parameters() if (group := group_of_parameter(p)) is not None}
+        storages = [group.gradients.main_grad.storage for group in groups.values() if group.gradients is not None]
+        before = all(storage.is_allocated for storage in storages)
+        optimizer.zero_grad()
+        found.append(before and not any(storage.is_allocated for storage in storages))
+    return found
+
+
+def test_the_memory_of_gradients_is_given_back_after_a_step() -> None:
+    assert run_ranks(1, memory_of_gradients) == [[True] * 3]
+
+
+def loaded_and_refused() -> tuple[list[str], str]:
+    """Load whole state, and step split weights, where nothing but ``fully_shard`` says that there are units."""
+    model = sharded()
+    optimizer = OPTIM.AdamW(model.parameters(), lr=0.01, foreach=True)
+    backward(model, 0)
+    optimizer.step()
+    document = optimizer.state_dict()
+    whole = {
+        index: {key: value.full_tensor() if value.ndim else value for key, value in values.items()}
+        for index, values in document["state"].items()
+    }
+    optimizer.load_state_dict({**document, "state": whole})
+    optimizer.step()
+    kinds = {type(values["exp_avg"]).__name__ for values in optimizer.state.values()}
+    split = sharded(MixedPrecisionPolicy(torch.bfloat16, split_main_params=True))
+    try:
+        OPTIM.AdamW(split.parameters()).step()
+    except Exception as error:
+        return sorted(kinds), str(error)
+    return sorted(kinds), ""
+
+
+def test_optimizers_are_looked_at_wherever_something_is_sharded() -> None:
+    for kinds, refusal in run_ranks(2, loaded_and_refused):
+        assert kinds == ["FlatDTensor"]
+        assert "is the bf16 half of an FP32 weight" in refusal
+
+
+# ---------------------------------------------------------------------- why that is so
+
+
+def stepped(kind: str, sizes: list[int], is_whole: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Step plain tensors of some sizes, or one that has all of their elements."""
+    cls, options = KINDS[kind]
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(sum(sizes), generator=generator, dtype=dtype)
+    parts = [sum(sizes)] if is_whole else sizes
+    parameters = [part.clone().requires_grad_() for part in values.split(parts)]
+    optimizer = cls(parameters, lr=0.01, **options)  # type: ignore[call-arg]  # as each wants
+    for _ in range(6):
+        gradients = torch.randn(sum(sizes), generator=generator, dtype=dtype)
+        for parameter, gradient in zip(parameters, gradients.split(parts), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return torch.cat([parameter.detach() for parameter in parameters])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_element_gets_the_same_bits_wherever_it_lies_in_a_tensor(kind: str, dtype: torch.dtype) -> None:
+    uneven = [7, 64, 1, 2001, 33, 8, 1333, 5, 4961, 3300]
+    is_fused = bool(KINDS[kind][1].get("fused"))
+    # Of fused ones where all but the last fill whole vectors.
+    sizes = [size + -size % 16 for size in uneven] + [5] if is_fused else uneven
+    assert torch.equal(stepped(kind, sizes, False, dtype), stepped(kind, sizes, True, dtype))
