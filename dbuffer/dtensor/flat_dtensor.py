@@ -34,8 +34,17 @@ __all__ = ["FlatDTensor", "FlatRows", "RaggedShard", "num_flags_set", "rebind", 
 
 
 _GRAD: Any = torch.Tensor.grad
+_get_grad = _GRAD.__get__
+# Calls a function without the overrides of subclasses, in less time than it takes to switch them off and on.
+_plainly: Any = torch._C._disabled_torch_function_impl
 _REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 _num_flags_set = [0]
+
+
+def _set_grad(tensor: FlatDTensor, value: torch.Tensor | None) -> None:
+    _GRAD.__set__(tensor, value)
+    if value is None and tensor.on_grad_dropped is not None:
+        tensor.on_grad_dropped()
 
 
 def num_flags_set() -> int:
@@ -78,16 +87,12 @@ class FlatDTensor(PlacedTensor):
     @property
     def grad(self) -> torch.Tensor | None:
         """As of any tensor; a property of its own because optimizers read it of every parameter in every step."""
-        with torch._C.DisableTorchFunctionSubclass():
-            gradient: torch.Tensor | None = _GRAD.__get__(self)
-            return gradient
+        gradient: torch.Tensor | None = _plainly(_get_grad, (), (self,))
+        return gradient
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            _GRAD.__set__(self, value)
-            if value is None and self.on_grad_dropped is not None:
-                self.on_grad_dropped()
+        _plainly(_set_grad, (), (self, value))
 
     @grad.deleter
     def grad(self) -> None:
