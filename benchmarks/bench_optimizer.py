@@ -1,4 +1,4 @@
-"""Optimizer: host time of one AdamW step over sharded parameters, torch's foreach one beside the flat one.
+"""Optimizer: host time of an AdamW step over sharded parameters, torch's and the flat one, beside torch over FSDP2's.
 
 Parameters are tiny, so that what is measured is the work of the host: Python, dispatch and launches. One process; no
 collectives. On the CPU the flat step's arithmetic is a dozen torch calls for each unit, where CUDA has one launch, so
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -17,13 +18,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore  # torch.distributed has it, but untyped
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.harness import Row, Samples, interleaved
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
+from benchmarks.harness import Row, Samples, ratio
+from benchmarks.torch_engines import Precision, fsdp2, world_mesh
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.optim.adamw import AdamW
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+FOREACH, FUSED, DTENSORS = "FSDP2, foreach", "FSDP2, fused", "DTensors, foreach"
+# What each step is compared with.
+PEERS = {
+    FOREACH: FOREACH,
+    FUSED: FUSED,
+    "stock, foreach": FOREACH,
+    "stock, fused": FUSED,
+    DTENSORS: DTENSORS,
+    "flat": DTENSORS,
+    "flat, launches left out": DTENSORS,
+}
+
+
+class OnDTensors(torch.optim.AdamW):
+    """Steps each DTensor by itself, as classes do that are not known to be element-wise."""
 
 
 class Layer(nn.Module):
@@ -44,7 +62,7 @@ class Layer(nn.Module):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the size of the model and the number of rounds."""
     parser.add_argument("--units", type=int, default=24, help="sharded layers of twelve parameters each")
-    parser.add_argument("--width", type=int, default=8, help="of each layer")
+    parser.add_argument("--width", type=int, default=16, help="of each layer; fused steps fill vectors of 64 bytes")
     parser.add_argument("--rounds", type=int, default=21, help="measured steps of each optimizer")
     parser.add_argument("--weight-decay-groups", action="store_true", help="matrices decay, vectors do not")
 
@@ -54,50 +72,82 @@ def run(args: argparse.Namespace) -> list[Row]:
     starts_group = not dist.is_initialized()
     if starts_group:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    models = [_sharded_model(args) for _ in range(2)]
     try:
-        return _measure(args, models)
+        return _measure(args, {name: _training(name, args) for name in PEERS})
     finally:
         if starts_group:
             dist.destroy_process_group()
 
 
-def _measure(args: argparse.Namespace, models: Sequence[nn.Module]) -> list[Row]:
-    groups = [_param_groups(model, args.weight_decay_groups) for model in models]
-    stock = fully_shard_optimizer(torch.optim.AdamW(groups[0], lr=1e-3, foreach=True))
-    flat = AdamW(groups[1], lr=1e-3)
-    steps: dict[str, Callable[[], object]] = {
-        "torch foreach": stock.step,
-        "flat": flat.step,
-        "flat, launches left out": lambda: _without_launches(flat.step),
-    }
-    # The host's own seconds: what other processes take does not count.
-    seconds = interleaved(steps, rounds=args.rounds, clock=time.process_time)
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """A sharded model, and its optimizer's step."""
+
+    model: nn.Module
+    width: int
+    optimizer: Optimizer
+    step: Callable[[], object]
+
+    def backward(self) -> None:
+        self.model(torch.randn(2, self.width, dtype=torch.bfloat16)).square().mean().backward()
+
+    def timed(self) -> tuple[float, float]:
+        """Train once; return the seconds of the step, and of the step with zero_grad.
+
+        They are the host's own: what other processes take does not count.
+        """
+        self.backward()
+        start = time.process_time()
+        self.step()
+        between = time.process_time()
+        self.optimizer.zero_grad()
+        return between - start, time.process_time() - start
+
+
+def _measure(args: argparse.Namespace, trainings: Mapping[str, _Training]) -> list[Row]:
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in trainings}
+    for number in range(-2, args.rounds):
+        for name in list(trainings)[:: 1 if number % 2 else -1]:
+            seconds = trainings[name].timed()
+            if number >= 0:
+                found[name].append(seconds)
     case: dict[str, str | int | float] = {
         "units": args.units,
         "parameters": 12,
+        "width": args.width,
         "groups": 2 if args.weight_decay_groups else 1,
     }
     rows = []
-    for name, samples in seconds.items():
-        rows.append(Row("optimizer", {**case, "step": name}, "host time", "s", samples))
-        pairs = zip(samples.values, seconds["torch foreach"].values, strict=True)
-        ratio = Samples(tuple(mine / theirs for mine, theirs in pairs))
-        rows.append(Row("optimizer", {**case, "step": name}, "host time over torch's", "", ratio))
-        calls = Samples((float(_count_calls(steps[name])),))
-        rows.append(Row("optimizer", {**case, "step": name}, "operator calls", "", calls, is_exact=True))
+    for name, peer in PEERS.items():
+        own = {**case, "step": name, "peer": peer}
+        for position, metric in enumerate(("host time", "host time with zero_grad")):
+            mine, theirs = (Samples(tuple(each[position] for each in found[one])) for one in (name, peer))
+            rows.append(Row("optimizer", own, metric, "s", mine))
+            rows.append(Row("optimizer", own, f"{metric} over peer's", "", ratio(mine, theirs)))
+        calls = Samples((float(_count_calls(trainings[name])),))
+        rows.append(Row("optimizer", own, "operator calls", "", calls, is_exact=True))
     return rows
 
 
-def _sharded_model(args: argparse.Namespace) -> nn.Module:
-    """Shard a model, and run it forward and backward."""
+def _training(name: str, args: argparse.Namespace) -> _Training:
+    """Shard a model, and make its optimizer."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(args.width) for _ in range(args.units)))
-    for layer in model:
-        fully_shard(layer, mp_policy=POLICY)
-    fully_shard(model, mp_policy=POLICY)
-    model(torch.randn(2, args.width)).square().mean().backward()
-    return model
+    model: nn.Module = nn.Sequential(*(Layer(args.width) for _ in range(args.units)))
+    if name in (FOREACH, FUSED):
+        fsdp2(model, list(model.children()), world_mesh("cpu"), Precision(torch.bfloat16, torch.float32))
+    else:
+        for module in (*model.children(), model):
+            fully_shard(module, mp_policy=POLICY)
+    groups = _param_groups(model, args.weight_decay_groups)
+    if name.startswith("flat"):
+        flat = AdamW(groups, lr=1e-3)
+        step: Callable[[], object] = flat.step
+        if name != "flat":
+            step = lambda: _without_launches(flat.step)  # noqa: E731  # one of two, as it stands
+        return _Training(model, args.width, flat, step)
+    kind = OnDTensors if name == DTENSORS else torch.optim.AdamW
+    stock = kind(groups, lr=1e-3, **{name.rpartition(" ")[2]: True})  # type: ignore[arg-type]  # foreach or fused
+    return _Training(model, args.width, stock, stock.step)
 
 
 def _param_groups(model: nn.Module, are_two: bool) -> Any:
@@ -128,8 +178,9 @@ class _Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _count_calls(step: Callable[[], object]) -> int:
+def _count_calls(training: _Training) -> int:
+    training.backward()
     counter = _Counter()
     with counter:
-        step()
+        training.step()
     return counter.num_calls
