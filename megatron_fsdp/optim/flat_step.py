@@ -527,7 +527,11 @@ def _lay_out_state(owner: Optimizer, runs: Iterable[_Run]) -> list[_Numbers]:
 @functools.cache
 def attend_optimizers() -> None:
     """From now on look at sharded parameters before any optimizer steps them, and step them on flat memory."""
-    # A compiled step calls these as they are; the last one is traced, and finds that it is.
-    register_optimizer_step_pre_hook(_disable_dynamo(lay_out_loaded_state))
-    register_optimizer_step_pre_hook(_disable_dynamo(refuse_split_weights))
+    # A compiled step calls the first one as it is; the second one is traced, and finds that it is.
+    register_optimizer_step_pre_hook(_disable_dynamo(_look_at))
     register_optimizer_step_pre_hook(step_flat)
+
+
+def _look_at(optimizer: Optimizer, *_: Any) -> None:
+    refuse_split_weights(optimizer)
+    lay_out_loaded_state(optimizer)
