@@ -116,8 +116,7 @@ class _StandIn(Optimizer):
         plan.lend(gradients)
         for group, tensors in zip(owner.param_groups, plan.tensors, strict=True):
             yield {**group, "params": tensors}
-        if not plan.settle(owner):
-            self._plan = None
+        plan.settle(owner)
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:  # type: ignore[override]
@@ -220,7 +219,9 @@ class _Numbers:
 
     def __init__(self, slots: Sequence[tuple[dict[str, Any], str]], leaders: Sequence[int]) -> None:
         self._all = torch.stack([values[key] for values, key in slots])
-        self._leaders = torch.tensor(leaders, device=self._all.device)
+        # Pinned, because a copy from pageable memory would make the host wait for the stream.
+        numbers = torch.tensor(leaders, pin_memory=self._all.device.type == "cuda")
+        self._leaders = numbers.to(self._all.device, non_blocking=True)
         for (values, key), number in zip(slots, self._all.unbind(), strict=True):
             values[key] = number
         self._version = self._all._version
@@ -251,13 +252,11 @@ class _Plan:
         self._gradient_ids = list(map(id, gradients))
         members = _members(owner, parameters, gradients)
         self._runs = list(map(_run, _chains(members, gradients)))
-        self._numbers = _lay_out_state(owner, self._runs)
         self.state = _State(owner.state)
         for run in self._runs:
             self.state[run.weight] = run.state
-            run.shown = tuple(run.state.values())
         self.tensors = self._tensors(gradients)
-        self._remember(owner)
+        self._show(owner)
         # Gradients that break runs may be others the next time.
         self._is_whole = len(self._runs) == len(list(_chains(members))) and len(members) == sum(
             type(p) is FlatDTensor and g is not None for p, g in zip(parameters, gradients, strict=True)
@@ -277,8 +276,15 @@ class _Plan:
                 found[group_of[position]].append(parameter)
         return found
 
+    def _show(self, owner: Optimizer) -> None:
+        """Let the members' state and that of the runs be one memory, and note what ``fits`` compares."""
+        self._numbers = _lay_out_state(owner, self._runs)
+        for run in self._runs:
+            run.shown = tuple(run.state.values())
+        self._remember(owner)
+
     def _remember(self, owner: Optimizer) -> None:
-        """Note what ``fits`` compares, as lists: it looks at every parameter in every step."""
+        # As lists: every parameter is looked at in every step.
         members = [member for run in self._runs for member in run.members]
         self._positions = [member.position for member in members]
         self._members = [member.parameter for member in members]
@@ -340,15 +346,17 @@ class _Plan:
             rows = cast(FlatDTensor, gradients[run.leader.position])._local_tensor
             run.weight.grad = rows.as_strided((numel,), (1,))
 
-    def settle(self, owner: Optimizer) -> bool:
-        """Take the gradients back and show what the step did to the state; return whether the plan goes on."""
-        goes_on = True
-        for run in self._runs:
-            run.weight.grad = None
-            goes_on = not run.publish(owner.state) and goes_on
+    def settle(self, owner: Optimizer) -> None:
+        """Take the gradients back, and show what the step did to the state."""
         for numbers in self._numbers:
             numbers.follow()
-        return goes_on
+        is_new = False
+        for run in self._runs:
+            run.weight.grad = None
+            is_new = run.publish(owner.state) or is_new
+        if is_new:
+            # Nothing is read: what a run got is alike for all of its members.
+            self._show(owner)
 
 
 def _same(these: Iterable[Any], those: Iterable[Any]) -> bool:
