@@ -338,6 +338,27 @@ def test_closures_scalers_groups_and_copies_give_the_bits_of_steps_over_each_par
     assert run_ranks(2, in_a_way, way) == [[]] * 2
 
 
+def steps_counted() -> list[list[float]]:
+    """Train a parameter from the second step on; return what all have counted after each step."""
+    model = sharded()
+    optimizer = OPTIM.AdamW(model.parameters(), foreach=True)
+    late: Any = model.blocks[0]["one"].weight  # type: ignore[index]  # a ModuleDict
+    found = []
+    for step in range(4):
+        backward(model, step)
+        if not step:
+            late.grad = None
+        optimizer.step()
+        counts = {p: float(optimizer.state[p]["step"]) for p in model.parameters() if p in optimizer.state}
+        found.append([counts.pop(late, 0.0), *sorted(set(counts.values()))])
+        optimizer.zero_grad()
+    return found
+
+
+def test_a_parameter_that_is_trained_later_counts_its_own_steps_and_changes_no_others() -> None:
+    assert run_ranks(1, steps_counted) == [[[0.0, 1.0], [1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]]
+
+
 def memory_of_gradients() -> list[bool]:
     model = sharded()
     optimizer = OPTIM.AdamW(model.parameters(), foreach=True)
