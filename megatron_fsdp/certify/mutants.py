@@ -33,7 +33,6 @@ MODULES = (
     "megatron_fsdp.runtime.unit",
     "megatron_fsdp.runtime.parameter_group",
     "megatron_fsdp.runtime.gradients",
-    "megatron_fsdp.runtime.small_gradients",
     "megatron_fsdp.runtime.reduction",
     "megatron_fsdp.runtime.weight_buffers",
     "megatron_fsdp.runtime.post_forward_shard",

@@ -7,6 +7,7 @@ sum is not reduced over all ranks, ``.grad`` shows a stand-in that says so when 
 
 from __future__ import annotations
 
+import collections
 import enum
 import functools
 import itertools
@@ -31,6 +32,7 @@ __all__ = ["GradBinding", "GradState", "grads_of"]
 
 _GRAD: Any = torch._C.TensorBase.grad
 _get, _set = _GRAD.__get__, _GRAD.__set__
+_get_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 class GradState(enum.Enum):
@@ -156,6 +158,11 @@ class GradBinding:
                     return
         self.let_go()
 
+    def clear(self) -> None:
+        """Set every ``.grad`` to None."""
+        _clear_grads(self._parameters)
+        self.dropped()
+
     def slice(self, start: int, stop: int) -> torch.Tensor:
         """Return elements of ``final``, 1-D; the same tensor each time."""
         key = (start, stop)
@@ -214,12 +221,14 @@ class GradBinding:
             self.show_pending()
             return
         shown = self._shown()
-        self._had = bytearray(map(self._has_had, range(len(shown)), shown))
         self.missing = bytearray(self.trained)
-        if not any(_given(shown)):
+        if True not in _given(shown):
+            self._had = bytearray(len(shown))
             self.become(GradState.EMPTY)
             self._sums.begin(bytearray(self.trained))
-        elif self.state is GradState.EMPTY:
+            return
+        self._had = bytearray(map(self._has_had, range(len(shown)), shown))
+        if self.state is GradState.EMPTY:
             self._sums.begin(_either(self.trained, _given(shown)))
             self._adopt_direct(shown)
             self._sums.show()
@@ -495,24 +504,24 @@ def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
 def _clear_grads(parameters: Iterable[torch.Tensor]) -> None:
     """Set ``.grad`` of each parameter to None."""
     with torch._C.DisableTorchFunctionSubclass():
-        for parameter in parameters:
-            _set(parameter, None)
+        collections.deque(map(_set, parameters, repeat(None)), maxlen=0)
 
 
 def _assign_grads(
     parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], wanted: Sequence[int]
 ) -> list[Callable[[], object]]:
     """Set ``.grad`` of the parameters that are wanted (nonzero); return the calls of their hooks, in order."""
-    calls: list[Callable[[], object]] = []
+    if 0 in wanted:
+        parameters, gradients = (tuple(itertools.compress(each, wanted)) for each in (parameters, gradients))
     with torch._C.DisableTorchFunctionSubclass():
-        for parameter, gradient, is_wanted in zip(parameters, gradients, wanted, strict=True):
-            if is_wanted:
-                if _get(parameter) is not gradient:
-                    _set(parameter, gradient)
-                hooks: dict[int, Callable[..., object]] | None = parameter._post_accumulate_grad_hooks
-                if hooks:
-                    calls += (functools.partial(hook, parameter) for hook in hooks.values())
-    return calls
+        collections.deque(map(_set, parameters, gradients), maxlen=0)
+        all_hooks = list(map(_get_hooks, parameters))
+    return [
+        functools.partial(hook, parameter)
+        for parameter, hooks in zip(parameters, all_hooks, strict=True)
+        if hooks
+        for hook in hooks.values()
+    ]
 
 
 def _outside(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +21,6 @@ from megatron_fsdp.runtime.grad_binding import GradBinding, GradState
 from megatron_fsdp.runtime.lanes import Ticket, turns
 from megatron_fsdp.runtime.parameters import Faces
 from megatron_fsdp.runtime.reduction import GradientSpec, Reduction, Stages, submit_reductions
-from megatron_fsdp.runtime.small_gradients import SmallGradients
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.unit import Unit
@@ -28,8 +30,10 @@ __all__ = ["GradientBuffer"]
 # Looked up for every gradient.
 _GRAD: Any = torch._C.TensorBase.grad
 _get_grad, _set_grad = _GRAD.__get__, _GRAD.__set__
+_LAYOUT: Any = torch._C.TensorBase.layout
+_get_layout = _LAYOUT.__get__
 _STRIDED = torch.strided
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_plainly: Any = torch._C._disabled_torch_function_impl
 
 
 class GradientBuffer:
@@ -44,33 +48,32 @@ class GradientBuffer:
         packed: receives autograd's gradients; ``main_grad`` itself where gradients rest as whole partial sums, which
             are accumulated in place and reduced once, at the end.
         reduction: the way from the one to the other.
-        divisor: the sum over ranks is divided by it. task: autograd's number of the backward that entered the unit.
-        unit: the name of the unit. num_arrived: how many parameters got a gradient since ``close``.
+        divisor: the sum over ranks is divided by it. unit: the name of the unit.
     """
 
     def __init__(self, main_weight: DBuffer, spec: GradientSpec, faces: Faces) -> None:
         self.divisor = spec.divisor
         self.unit = ""
-        self.task = -1
-        self.num_arrived = 0
         self._spec, self._template, self._faces = spec, main_weight, faces
         self._observer: weakref.ref[Unit] | None = None
-        self._is_begun = self._copies = False
-        self._num_expected = 0
+        # Whether the backward under way brought anything; hooks of gradients have the list itself.
+        self._begun = faces.begun
+        self._copies = False
         # The last backward that brought gradients, by the schedule's count.
         self._backward = 0
         size = len(faces.sharded)
-        self._arrived, self._filled = bytearray(size), bytearray(size)
-        # Parameters of which a product was added since their last arrival.
-        self._multiplied = bytearray(size)
+        self._filled = bytearray(size)
         self._tickets: list[Ticket] = []
         self._make_buffers()
         self._views = [self.packed.get_local_tensor(index) for index in range(size)]
         self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
         if self.rests_partial:
             self.binding.gaps = self._gaps
-        self._small = SmallGradients(self._views)
         self._turns = turns(spec.device)
+        self._waits = faces.waits
+        self._waiting = [index for index, waits in enumerate(faces.waits) if waits]
+        self._waiting_faces = [faces.gathered[index] for index in self._waiting]
+        self._waiting_views = [self._views[index] for index in self._waiting]
         self._trained = self.binding.trained
         if not self.rests_partial:
             self.packed.release_storage()
@@ -145,45 +148,62 @@ class GradientBuffer:
     # ------------------------------------------------------------------ receive
 
     def receive(self, index: int, parameter: torch.Tensor) -> None:
-        """Take over ``parameter.grad``: add it to the packed buffer and drop autograd's copy.
+        """Take notice of ``parameter.grad``, when autograd has added up what one graph brings.
 
-        It is None where autograd has none, or all of it came as products.
+        A small one stays there until ``close``, to be copied with the others in one call; a larger one is packed at
+        once, so that autograd's memory is free. It is None where autograd has none, or all of it came as products.
         """
         gradient = _get_grad(parameter)
+        if gradient is None:
+            return
         _set_grad(parameter, None)
         if self._turns is not None:
-            self._turns.take(self._small.pack)
-        if gradient is not None:
-            if not self._is_begun:
-                self._begin_once()
-            if not self._trained[index]:
-                return
-            if self._copies and not self._filled[index] and gradient.layout is _STRIDED:
-                self._small.copy(index, gradient)
-            else:
-                self._add(index, gradient)
-            self._filled[index] = 1
-        elif not self._multiplied[index]:
-            if not parameter.requires_grad:
-                self._follow_freezing()
-            return
-        self._multiplied[index] = self.binding.missing[index] = 0
-        is_first = not self.num_arrived
-        # One from a backward inside of it, by reentrant checkpointing, need not be all of the gradient.
-        if not self._arrived[index] and self.task == _graph_task():
-            self._arrived[index] = 1
-            self.num_arrived += 1
-        # Only the first and the last of a backward mean anything to the schedule.
-        if is_first or self.num_arrived == self._num_expected:
-            self._report()
+            self._turns.take(self._pack_waiting)
+        self._begin_once()
+        if self._waits[index]:
+            _set_grad(parameter, gradient)
+        else:
+            self._pack(index, gradient)
 
-    def _report(self) -> None:
-        observer = self._observer() if self._observer is not None else None
-        if observer is not None:
-            observer.gradient_arrived()
+    def _pack(self, index: int, gradient: torch.Tensor) -> None:
+        if not self._trained[index]:
+            return
+        if self._copies and not self._filled[index] and gradient.layout is _STRIDED:
+            self._views[index].copy_(gradient)
+        else:
+            self._add(index, gradient)
+        self._filled[index], self.binding.missing[index] = 1, 0
+
+    def _pack_waiting(self) -> None:
+        """Take over the small gradients that are there."""
+        if not self._begun[0]:
+            return
+        gradients = _plainly(list, (), (map(_get_grad, self._waiting_faces),))
+        are_there = bytearray(map(operator.is_not, gradients, repeat(None)))
+        if 1 not in are_there:
+            return
+        self._drop_waiting()
+        if self._copies and 0 not in are_there and self._are_new(self._waiting, gradients):
+            torch._foreach_copy_(self._waiting_views, gradients)
+            for index in self._waiting:
+                self._filled[index], self.binding.missing[index] = 1, 0
+            return
+        for index, gradient in zip(self._waiting, gradients, strict=True):
+            if gradient is not None:
+                self._pack(index, gradient)
+
+    def _are_new(self, indices: list[int], gradients: list[torch.Tensor]) -> bool:
+        """Whether gradients of these parameters are plain and the first ones of parameters that are trained."""
+        return (
+            set(map(_get_layout, gradients)) == {_STRIDED}
+            and not any(map(self._filled.__getitem__, indices))
+            and all(map(self._trained.__getitem__, indices))
+        )
+
+    def _drop_waiting(self) -> None:
+        _plainly(deque, (), (map(_set_grad, self._waiting_faces, repeat(None)), 0))
 
     def _add(self, index: int, gradient: torch.Tensor) -> None:
-        self._small.pack()
         gradient = self._faces.local_gradient(index, gradient)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
@@ -194,25 +214,25 @@ class GradientBuffer:
         return math.frexp(self._pack_scale)[0] == 0.5
 
     def receive_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add ``left @ right`` to the packed gradient of a parameter; ``receive`` says when all of it is there."""
+        """Add ``left @ right`` to the packed gradient of a parameter."""
         if self._turns is not None:
-            self._turns.take(self._small.pack)
+            self._turns.take(self._pack_waiting)
         self._begin_once()
-        if not self._trained[index]:
-            return
-        self._small.pack()
-        add_product(left, right, self._views[index], scale=self._pack_scale, overwrite=not self._filled[index])
-        self._filled[index] = self._multiplied[index] = 1
+        if self._trained[index]:
+            add_product(left, right, self._views[index], scale=self._pack_scale, overwrite=not self._filled[index])
+            self._filled[index], self.binding.missing[index] = 1, 0
 
     def _begin_once(self) -> None:
-        if self._is_begun:
+        if self._begun[0]:
             return
         self._follow_freezing()
         if 1 in self._trained:
-            self._is_begun = True
-            self._num_expected = self.num_trained
+            self._begun[0] = True
             self._copies = self._pack_scale == 1.0 and not self._faces.has_splits
             self._begin()
+            observer = self._observer() if self._observer is not None else None
+            if observer is not None:
+                observer.backward.gradient_arrived(observer)
 
     def _follow_freezing(self) -> None:
         """Take notice of parameters that were frozen since forward, which accumulate nothing as in any model."""
@@ -222,7 +242,6 @@ class GradientBuffer:
             self._trained[index] = 0
         observer = self._observer() if frozen and self._observer is not None else None
         if observer is not None:
-            self._num_expected = self.num_trained
             observer.follow_gradients()
 
     def _begin(self) -> None:
@@ -267,14 +286,12 @@ class GradientBuffer:
             Whether ``reduce`` is to be called now.
         """
         if self._turns is not None:
-            self._turns.take(self._small.pack)
-        self._small.pack()
-        num_arrived, self.num_arrived = self.num_arrived, 0
-        self._arrived = bytearray(len(self._views))
-        self._is_begun = False
+            self._turns.take(self._pack_waiting)
+        self._pack_waiting()
+        has_begun, self._begun[0] = self._begun[0], False
         if not reduce and not self.rests_partial:
             return False
-        if not num_arrived and not self.is_filled:
+        if not has_begun and not self.is_filled:
             self._follow_freezing()
             if 1 not in self._trained:
                 return False
@@ -355,11 +372,9 @@ class GradientBuffer:
 
     def _drop(self) -> None:
         self.wait()
-        self._small.drop()
-        size = len(self._views)
-        self._arrived, self._filled, self._multiplied = bytearray(size), bytearray(size), bytearray(size)
-        self.num_arrived = 0
-        self._is_begun = False
+        self._drop_waiting()
+        self._filled = bytearray(len(self._views))
+        self._begun[0] = False
         if not self.rests_partial:
             self.packed.release_storage()
         self.binding.drop()

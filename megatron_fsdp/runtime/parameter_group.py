@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -66,22 +67,24 @@ def start_gathers(groups: Iterable[ParameterGroup], *, check: bool, owner: int =
     """
     sharded = [group for group in groups if group.weight_state is WeightState.SHARDED]
     for group in sharded:
-        group.check_there()
-    refresh_together([group for group in sharded if check and group.freshness.wants_refresh()])
-    for group in sharded:
-        group.prepare_gather()
-    weights = [group.weights for group in sharded if not group.rests_whole]
+        if group.spec.is_meta:
+            group.refuse_meta()
+    stale = [group for group in sharded if group.freshness.wants_refresh()] if check else None
+    if stale:
+        refresh_together(stale)
+    weights = [group.weights for group in sharded if group.choose_source()]
     ticket = None
     if weights:
-        on_host = hand_back if any(group.spec.is_offloaded for group in sharded) else None
 
         def gather(works: list[dist.Work] | None) -> None:
             gather_together([part for each in weights for part in each.gather(works)], works)
 
+        on_host = hand_back if any(group.spec.is_offloaded for group in sharded) else None
         ticket = lane("gather", sharded[0].spec.device).submit(gather, on_host=on_host, owner=owner)
     # Last, so that whatever is raised before (an interrupt, out of memory) leaves nothing that looks gathered.
     for group in sharded:
-        group.gather_was_issued(None if group.rests_whole else ticket)
+        group.gather_ticket = None if group.rests_whole else ticket
+        group._become(WeightState.GATHERING)
 
 
 def refresh_together(groups: Sequence[ParameterGroup]) -> None:
@@ -90,7 +93,9 @@ def refresh_together(groups: Sequence[ParameterGroup]) -> None:
         group.freshness.refreshing()
         if listeners:
             tell("refresh", group)
-    gather_together([part for group in groups for part in group.weights.start_refresh()])
+    parts = [part for group in groups for part in group.weights.start_refresh()]
+    if parts:
+        gather_together(parts)
     for group in groups:
         if group.weights.end_refresh():
             # Where both share memory the gather has written the main weights' bytes too.
@@ -137,6 +142,7 @@ class ParameterGroup:
         weights: its weight buffers. gradients: its gradient buffers; None for a frozen group.
         faces: the two sets of parameter objects.
         weight_state: changed by ``_become`` alone. freshness: how old the compute weights are.
+        gather_ticket: of the gather under way, None where weights rest whole.
         rests_whole: whether compute weights are whole on every rank all the time.
     """
 
@@ -160,7 +166,7 @@ class ParameterGroup:
         self.weights: WeightBuffers
         self.faces: Faces
         self.weight_state = WeightState.SHARDED
-        self._gather_ticket: Ticket | None = None
+        self.gather_ticket: Ticket | None = None
         if self.owned[0].extension is None:
             self.weights = _WEIGHTS[spec.dtypes.gather is not None](self.plan, spec, self.name)
             self.faces = Faces(self.owned, self.main_weight, self.gathered, self, faces)
@@ -217,11 +223,6 @@ class ParameterGroup:
     def requires_grad(self) -> bool:
         """Whether any of its parameters is trained."""
         return self.gradients is not None and 1 in self.gradients.binding.trained
-
-    @property
-    def is_all_trained(self) -> bool:
-        """Whether all of its parameters are trained."""
-        return self.gradients is not None and 0 not in self.gradients.binding.trained
 
     @property
     def is_meta(self) -> bool:
@@ -317,39 +318,34 @@ class ParameterGroup:
 
     # ------------------------------------------------------------------ unshard, reshard
 
-    def check_there(self) -> None:
-        """Look whether there are weights to gather.
+    def refuse_meta(self) -> NoReturn:
+        """Refuse to gather weights that are not there.
 
         Raises:
-            StateError: the parameters are on the meta device.
+            StateError: always.
         """
-        if self.spec.is_meta:
-            raise StateError(
-                f"unit {self.name!r}: parameters {', '.join(map(repr, self.parameters))} are on the meta device still. "
-                "Call materialize(model), or model.to_empty(device=...) and initialise it, or load a checkpoint."
-            )
+        raise StateError(
+            f"unit {self.name!r}: parameters {', '.join(map(repr, self.parameters))} are on the meta device still. "
+            "Call materialize(model), or model.to_empty(device=...) and initialise it, or load a checkpoint."
+        )
 
-    def prepare_gather(self) -> None:
-        """Choose what the gather that comes next starts from."""
+    def choose_source(self) -> bool:
+        """Choose what the gather that comes next starts from; return whether there is anything to gather."""
         self.freshness.gathered = self.freshness.generation
         if not self.rests_whole:
             self.weights.choose_source(self.freshness.generation)
-
-    def gather_was_issued(self, ticket: Ticket | None) -> None:
-        """Wait for the ticket, None where weights rest whole, before the weights are shown."""
-        self._gather_ticket = ticket
-        self._become(WeightState.GATHERING)
+        return not self.rests_whole
 
     def finish_gather(self) -> None:
         """Make compute wait for the gather and show the gathered weights; no-op unless GATHERING."""
         if self.weight_state is not WeightState.GATHERING:
             return
-        if self._gather_ticket is not None:
+        if self.gather_ticket is not None:
             try:
-                self._gather_ticket.wait()
+                self.gather_ticket.wait()
             except RuntimeError as error:
                 AgreementError.raise_for(self.name, "the gather of its weights", error)
-            self._gather_ticket = None
+            self.gather_ticket = None
         self.weights.gathered_is_used()
         self._become(WeightState.UNSHARDED)
         if not self.rests_whole:

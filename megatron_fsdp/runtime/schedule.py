@@ -18,7 +18,7 @@ from megatron_fsdp.runtime.agreement import FirstUse
 from megatron_fsdp.runtime.forward_order import ForwardOrder
 from megatron_fsdp.runtime.lanes import wait_for_event
 from megatron_fsdp.runtime.memory_slots import BufferPools
-from megatron_fsdp.runtime.outputs import Attributes, watch_given, watch_made, watch_output
+from megatron_fsdp.runtime.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
 from megatron_fsdp.runtime.parameter_group import WeightState, start_gathers
 from megatron_fsdp.runtime.unit import Call, Unit, is_in_backward
 
@@ -143,8 +143,12 @@ class Schedule:
 
     # ------------------------------------------------------------------ forward
 
-    def before_forward(self, unit: Unit, module: nn.Module) -> None:
-        """Gather the unit for its forward, and start the gather of the unit that followed it last time."""
+    def before_forward(self, unit: Unit, module: nn.Module, given: Any) -> None:
+        """Gather the unit for its forward, and start the gather of the unit that followed it last time.
+
+        Args:
+            given: to the module, tensors in any structure.
+        """
         if unit is self.root and not unit.awaits(module):
             self._start_pass()
         if not self.open_call(unit, module):
@@ -157,6 +161,9 @@ class Schedule:
         unit.follow_requires_grad()
         self.unshard(unit, check=True)
         self._order.visit(unit)
+        if not self.trail and unit is not self.root and unit.open_call is not None and torch.is_grad_enabled():
+            # No other unit's outputs tell when backward is through with this one.
+            watch_inputs(unit.open_call, given)
         if unit.forward_prefetch:
             for reference in unit.forward_prefetch:
                 self.start_gather(reference(), check=True)

@@ -190,8 +190,8 @@ def gathers_awaited() -> list[tuple[bool, bool]]:
 
         def look(gradient: torch.Tensor) -> None:
             gathers = double.lanes[0]
-            num_waiting = sum(group.gradients.num_arrived for group in groups_of(model) if group.gradients is not None)
-            seen.append((num_waiting > 0, double.compute.follows(gathers)))
+            are_packed = any(group.gradients.is_filled for group in groups_of(model) if group.gradients is not None)
+            seen.append((are_packed, double.compute.follows(gathers)))
 
         def watch(output: torch.Tensor) -> None:
             output.register_hook(look)
