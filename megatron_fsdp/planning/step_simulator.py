@@ -143,9 +143,7 @@ class _Playback:
         # Outputs of units that close before the first trainable parameter need no gradient, and backward never gets
         # there.
         self._watched = {unit for unit, at in self._closed.items() if at > trained_from}
-        self._orders: dict[int, list[int]] = {}
-        for unit in sorted(self._opened, key=self._opened.__getitem__):
-            self._orders.setdefault(self._units[unit].schedule, []).append(unit)
+        self._orders = self._make_orders()
         usable = {unit for unit, groups in enumerate(self._costs) if groups}
         self._ahead_in_forward = _neighbours(self._orders.values(), usable, reach=2)
         usable = {unit for unit in usable if facts.units[unit].unshards_in_backward}
@@ -183,8 +181,18 @@ class _Playback:
         self._free: Counter[tuple[int, int]] = Counter()
         self.slot_bytes = 0
         self.held = Recorder()
-        # By the name of a buffer that has a place in one.
-        self._arena_of: dict[Hashable, int] = {
+        self._arena_of = self._name_arenas()
+
+    def _make_orders(self) -> dict[int, list[int]]:
+        """Return, by schedule, its units in the order in which forward opens them."""
+        orders: dict[int, list[int]] = {}
+        for unit in sorted(self._opened, key=self._opened.__getitem__):
+            orders.setdefault(self._units[unit].schedule, []).append(unit)
+        return orders
+
+    def _name_arenas(self) -> dict[Hashable, int]:
+        """Return, by the name of each buffer that has a place in an arena, which one that is."""
+        return {
             (unit, group, kind): slot[0]
             for unit, costs in enumerate(self._costs)
             for group, cost in enumerate(costs)

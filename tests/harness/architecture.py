@@ -20,6 +20,7 @@ FOLDER_ORDER = (
     ("dbuffer.layout", "dbuffer.gloo", "dbuffer.storage", "dbuffer.arena_pool"),
     ("dbuffer.collectives",),
     ("dbuffer.dtensor",),
+    ("dbuffer.flat_tensors",),
     ("dbuffer.buffer",),
     ("dbuffer",),
     ("megatron_fsdp.installation",),
