@@ -32,7 +32,9 @@ MODULES = (
     "megatron_fsdp.runtime.backward",
     "megatron_fsdp.runtime.unit",
     "megatron_fsdp.runtime.parameter_group",
+    "megatron_fsdp.runtime.group_parts",
     "megatron_fsdp.runtime.gradients",
+    "megatron_fsdp.runtime.packed_gradients",
     "megatron_fsdp.runtime.reduction",
     "megatron_fsdp.runtime.weight_buffers",
     "megatron_fsdp.runtime.post_forward_shard",
@@ -114,6 +116,7 @@ EQUIVALENT: dict[str, str] = {
     ),
     "ParameterGroup._release: `self.weights.release(keep_generation=self.freshness.gathered if keep_part else None)` "
     "at the start of its block": ("nothing is issued between the two places"),
+    "GroupParts._build: `self.weights.release()` at the start of its block": "nothing is issued between the two places",
     "GradientBuffer.receive: `if self._turns is not None` taken as True": ("on a device with streams it is never None"),
     "GradientBuffer.receive_product: `if self._turns is not None` taken as True": (
         "on a device with streams it is never None"
@@ -126,9 +129,6 @@ EQUIVALENT: dict[str, str] = {
     "wait_for_event: `if compute is not None` taken as True": ("on a device with streams it is never None"),
     "Backward.begin: `if packs` taken as False": (
         "it bounds memory; the end of the backward waits for the same reductions"
-    ),
-    "GradientBuffer._drop: `self._small.drop()` at the start of its block": (
-        "nothing is allocated between the two places"
     ),
 }
 

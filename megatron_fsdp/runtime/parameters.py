@@ -30,7 +30,7 @@ from megatron_fsdp.runtime.lanes import turns
 from megatron_fsdp.runtime.read_guard import ReadGuard
 
 if TYPE_CHECKING:
-    from megatron_fsdp.runtime.parameter_group import ParameterGroup
+    from megatron_fsdp.runtime.group_parts import GroupParts
 
 __all__ = [
     "Faces",
@@ -67,7 +67,7 @@ class Faces:
         owned: Sequence[OwnedParameter],
         main_weight: DBuffer,
         gathered: DBuffer,
-        receiver: ParameterGroup,
+        receiver: GroupParts,
         known: Sequence[nn.Parameter] = (),
     ) -> None:
         self._owned = tuple(owned)
@@ -377,9 +377,7 @@ def _touched_slices(value: torch.Tensor, template: FlatDTensor) -> torch.Tensor 
     return own_rows(value.to_local().detach(), ragged, template.distribution.rows)
 
 
-def _gradient_hook(
-    receiver: weakref.ref[ParameterGroup], index: int, begun: list[bool]
-) -> Callable[[torch.Tensor], None]:
+def _gradient_hook(receiver: weakref.ref[GroupParts], index: int, begun: list[bool]) -> Callable[[torch.Tensor], None]:
     def receive(parameter: torch.Tensor) -> None:
         if begun[0] and not listeners:
             return
