@@ -267,7 +267,8 @@ class Backward:
                 self._reduce(each)
 
     def _reduce(self, unit: Unit) -> None:
-        self._schedule.first_use.before_reduction(unit)
+        if not self._schedule.first_use.is_over:
+            self._schedule.first_use.before_reduction(unit)
         complete = [buffer for buffer in unit.gradients if buffer.close(reduce=unit.requires_gradient_sync)]
         if any(1 in buffer.binding.missing for buffer in complete):
             self._missing.say(unit.groups)
@@ -301,13 +302,10 @@ class Backward:
         # gather of the unit that comes next.
         join_lanes()
         self._finalize(units)
-        for unit in units:
-            for buffer in unit.gradients:
-                if buffer.binding.has_sum_under_way:
-                    buffer.binding.show_pending()
-                    self._has_sums = True
+        self._show_pending(units)
         self._end()
-        self._schedule.pools.settle()
+        for pool in self._schedule.pools.planned:
+            pool.settle()
         if is_for_others:
             refuse_gathered(group for unit in units for group in unit.groups)
         if self.is_last:
@@ -332,6 +330,14 @@ class Backward:
             group.gradients.binding.show()
             if self.is_last:
                 group.freshness.suspect()
+
+    def _show_pending(self, units: list[Unit]) -> None:
+        """Show on ``.grad`` which sums are still under way."""
+        for unit in units:
+            for buffer in unit.gradients:
+                if buffer.binding.has_sum_under_way:
+                    buffer.binding.show_pending()
+                    self._has_sums = True
 
     def _final(self, unit: Unit) -> Iterator[ParameterGroup]:
         """Yield the groups whose sums are complete when this backward ends."""

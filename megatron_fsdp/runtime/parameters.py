@@ -25,7 +25,7 @@ from dbuffer.events import listeners, tell
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.freshness import STALE, mark_gathered, mark_replaced
-from megatron_fsdp.runtime.gathered_weight import GatheredWeight, Place, let_read, refuse_reads, refuse_uncounted
+from megatron_fsdp.runtime.gathered_weight import GatheredWeight, Place, ReleasedWeight, refuse_uncounted
 from megatron_fsdp.runtime.lanes import turns
 from megatron_fsdp.runtime.read_guard import ReadGuard
 
@@ -151,12 +151,14 @@ class Faces:
             is_unchanged: ``changed_in_place`` has just found no change.
         """
         self._guard.forbid(self._versions if is_unchanged else None)
-        refuse_reads(self._guarded)
+        for weight in self._guarded:
+            weight.__class__ = ReleasedWeight
 
     def brought_back(self) -> None:
         """Allow reads of the gathered weights again."""
         self._guard.allow()
-        let_read(self._guarded)
+        for weight in self._guarded:
+            weight.__class__ = GatheredWeight
 
     def changed_in_place(self) -> int | None:
         """Return which gathered weight an operator that PyTorch counts has changed, None for none."""

@@ -24,6 +24,9 @@ from megatron_fsdp.runtime.unit import Call, Unit, is_in_backward
 
 __all__ = ["Schedule"]
 
+_NOBODY: weakref.ref[Any] = weakref.ref(set())
+"""A reference to no unit."""
+
 
 class Schedule:
     """Drives the units below one root.
@@ -42,14 +45,14 @@ class Schedule:
         # Weak: a circle would keep slots until the garbage collector comes.
         self.first_use = FirstUse(weakref.WeakMethod(self._served))
         self._units: list[weakref.ref[Unit]] = []
-        self._root: weakref.ref[Unit] | None = None
+        self._root: weakref.ref[Unit] = _NOBODY
         self._clock = 0
         self._order = ForwardOrder()
         # By the identity of units' modules, which are never replaced.
         self._kept: dict[int, Attributes] = {}
         # The unit that forward left last, whose weights stay until the next one is needed: backward may be next.
-        self._lingering: weakref.ref[Unit] | None = None
-        self._ahead: weakref.ref[Unit] | None = None
+        self._lingering: weakref.ref[Unit] = _NOBODY
+        self._ahead: weakref.ref[Unit] = _NOBODY
 
     def adopt(self, root: Unit, units: Iterable[Unit]) -> None:
         """Serve ``units``, of which ``root`` is the outermost."""
@@ -61,7 +64,7 @@ class Schedule:
     @property
     def root(self) -> Unit | None:
         """The outermost unit."""
-        return self._root() if self._root is not None else None
+        return self._root()
 
     def units(self) -> Iterator[Unit]:
         """Yield the units served, in the order in which the root's modules are registered."""
@@ -92,7 +95,8 @@ class Schedule:
         """
         if unit is None or not unit.has_state(WeightState.SHARDED):
             return
-        self.first_use.before_gather(unit)
+        if not self.first_use.is_over:
+            self.first_use.before_gather(unit)
         tell("gather", unit)
         for group in unit.groups:
             # No counter shows a change through .data or by a foreach operator (clipped or averaged weights), so before
@@ -103,7 +107,7 @@ class Schedule:
 
     def gather_ahead(self, unit: Unit | None, *, check: bool) -> None:
         """Start a predicted gather, unless the last one predicted is still unused: memory is for one unit ahead."""
-        ahead = self._ahead() if self._ahead is not None else None
+        ahead = self._ahead()
         if unit is not None and (ahead is None or not ahead.has_state(WeightState.GATHERING)):
             self.start_gather(unit, check=check)
             self._ahead = unit.reference
@@ -228,7 +232,7 @@ class Schedule:
             self.reshard(unit, keep_part=torch.is_grad_enabled())
 
     def _release_lingering(self, unit: Unit) -> None:
-        lingering, self._lingering = self._lingering() if self._lingering is not None else None, None
+        lingering, self._lingering = self._lingering(), _NOBODY
         if lingering is not None and lingering is not unit and lingering.open_call is None:
             self.reshard(lingering)
 
@@ -247,7 +251,7 @@ class Schedule:
             if unit.open_call is not None:
                 self._close_call(unit, unit.open_call)
         # Reshard what a wrong prediction or an exception left gathered, and without a backward the last one too.
-        last = self._lingering() if self._lingering is not None and torch.is_grad_enabled() else None
+        last = self._lingering() if torch.is_grad_enabled() else None
         awaited = last if last is not None and any(last.outstanding_calls()) else None
         for unit in self.units():
             unit.open_call = None
@@ -259,7 +263,7 @@ class Schedule:
 
     def end_backward(self) -> None:
         """Release what backward has gathered, and what it need not have kept."""
-        self._lingering = None
+        self._lingering = _NOBODY
         for unit in self.units():
             if unit.reshard_after_backward or unit.has_state(WeightState.GATHERING):
                 self.reshard(unit)
