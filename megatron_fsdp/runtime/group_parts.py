@@ -89,6 +89,7 @@ class GroupParts:
         self.faces.adopt_names(self.name)
         self.rests_whole = self.weights.rests_whole
         if not self.rests_whole:
+            # Only now: PyTorch makes views on memory that is there.
             self.faces.released()
             self.weights.release()
         self.gradients: GradientBuffer | None = None
