@@ -165,7 +165,7 @@ class Schedule:
         unit.follow_requires_grad()
         self.unshard(unit, check=True)
         self._order.visit(unit)
-        if not self.trail and unit is not self.root and unit.open_call is not None and torch.is_grad_enabled():
+        if not self.trail and unit.open_call is not None and torch.is_grad_enabled():
             # No other unit's outputs tell when backward is through with this one.
             watch_inputs(unit.open_call, given)
         if unit.forward_prefetch:
