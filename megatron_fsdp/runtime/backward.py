@@ -286,11 +286,12 @@ class Backward:
         Outside of any, finish what earlier ones left under way.
         """
         tell("finish", self)
-        if not is_in_backward():
+        is_inside = is_in_backward()
+        if not is_inside:
             self.recover()
             self._settle()
         now, units = self._pass, list(self._schedule.units())
-        is_for_others = is_in_backward() and (now is None or not now.has_gradients)
+        is_for_others = is_inside and (now is None or not now.has_gradients)
         for unit in now.latest_first() if now is not None else ():
             self._leave(unit)
         for unit in units:

@@ -254,7 +254,6 @@ class Schedule:
         last = self._lingering() if torch.is_grad_enabled() else None
         awaited = last if last is not None and any(last.outstanding_calls()) else None
         for unit in self.units():
-            unit.open_call = None
             if unit is not awaited and not unit.is_sharded and self.reshards_after_forward(unit):
                 self.reshard(unit, keep_part=torch.is_grad_enabled())
         if awaited is not None:
