@@ -145,7 +145,7 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works:
         output.copy_(_traced(whole))
         return
     told = _told("all_gather", axis, output, axis.gather_group, shard, output) if listeners else None
-    if axis.size == 2 and output.nbytes and output.is_cpu and _is_gloo(axis.gather_group):
+    if axis.size == 2 and output.is_cpu and output.nbytes and _is_gloo(axis.gather_group):
         _finish(_gather_from_other(output, shard, axis), works)
     else:
         source = shard.clone() if is_off("in-place") else shard
