@@ -86,6 +86,7 @@ class GradBinding:
         # What ``final`` held when this sum began, where its memory takes part in the sum.
         self._carry: torch.Tensor | None = None
         self._gradients: list[DTensor] = []
+        self._locals: list[torch.Tensor] = []
         # Which of the parameters had a gradient when somebody asked last.
         self._probe = 0
         # What ``_count_references`` returns while nobody has any.
@@ -175,12 +176,8 @@ class GradBinding:
     def _count_references(self) -> tuple[int, ...]:
         """Return how many tensors lie in the memory, and how often each that was ever shown is referred to."""
         storage = self.main_grad.storage.tensor.untyped_storage()
-        counts = [torch._C._storage_Use_Count(storage._cdata)]
-        for gradient in self._gradients:
-            counts += (sys.getrefcount(gradient), sys.getrefcount(gradient._local_tensor))
-        for part in self._slices.values():
-            counts.append(sys.getrefcount(part))
-        return tuple(counts)
+        shown = itertools.chain(self._gradients, self._locals, self._slices.values())
+        return torch._C._storage_Use_Count(storage._cdata), *map(sys.getrefcount, shown)
 
     def watch(self) -> None:
         """Hear of each ``.grad`` of the parameters that is set to None, in place of whoever did."""
@@ -395,6 +392,7 @@ class GradBinding:
             if self.final.dtype is not self._dtype:
                 for parameter in self._parameters:
                     parameter.grad_dtype = None  # any dtype may be assigned then
+            self._locals = [gradient._local_tensor for gradient in self._gradients]
             self._references = self._count_references()
         return self._gradients
 
@@ -466,14 +464,8 @@ class _Dropped:
             binding.dropped()
 
 
-def _idle_references() -> int:
-    """Return what ``sys.getrefcount`` says of a value that a dictionary alone refers to, in a loop over it."""
-    for value in {0: object()}.values():
-        return sys.getrefcount(value)
-    raise AssertionError
-
-
-_IDLE = _idle_references()
+# What ``sys.getrefcount`` says of a value that a dictionary alone refers to.
+_IDLE = next(map(sys.getrefcount, {0: object()}.values()))
 
 
 def _either(ones: Iterable[int], others: Iterable[int]) -> bytearray:

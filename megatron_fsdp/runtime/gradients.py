@@ -102,8 +102,11 @@ class GradientBuffer(PackedGradients):
         self._drop_waiting()
         if self._copies and 0 not in are_there and self._are_new(self._waiting, gradients):
             torch._foreach_copy_(self._waiting_views, gradients)
-            for index in self._waiting:
-                self._filled[index], self.binding.missing[index] = 1, 0
+            if len(self._waiting) == len(self._views):
+                self._filled, self.binding.missing = bytearray(b"\1" * len(self._views)), bytearray(len(self._views))
+            else:
+                for index in self._waiting:
+                    self._filled[index], self.binding.missing[index] = 1, 0
             return
         for index, gradient in zip(self._waiting, gradients, strict=True):
             if gradient is not None:
