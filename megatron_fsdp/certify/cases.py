@@ -160,7 +160,8 @@ def _train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, step:
 
 def _two_streams(check: Certification, hidden: int, *, fuses: bool, is_open: bool = False) -> list[torch.Tensor]:
     """Train a model of which a branch runs on a stream of its own; ``is_open``: some of it is used nowhere."""
-    branches = Branches(check.streams, hidden, ends_on_side=is_open)
+    # Where weights' gradients are multiplied into place, nothing else takes turns for them.
+    branches = Branches(check.streams, hidden, ends_on_side=is_open, bias=not fuses or hidden < WIDTH)
     if is_open:
         branches.unused = nn.Parameter(torch.ones(3, WIDTH))
     return _train_on_two(check, fully_shard(branches, mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=fuses)))

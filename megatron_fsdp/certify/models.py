@@ -111,16 +111,16 @@ class Branches(nn.Module):
     """Two branches, one of which runs on another stream, forward and backward; both use a common weight too.
 
     Args:
-        hidden: outputs of a branch. ends_on_side: it is that stream on which backward ends.
+        hidden: outputs of a branch. ends_on_side: it is that stream on which backward ends. bias: of the layers.
     """
 
-    def __init__(self, streams: VirtualStreams, hidden: int, *, ends_on_side: bool = False) -> None:
+    def __init__(self, streams: VirtualStreams, hidden: int, *, ends_on_side: bool = False, bias: bool = True) -> None:
         super().__init__()
         self.ends_on_side = ends_on_side
         self.streams, self.side = streams, streams.stream("side")
-        self.common = nn.Linear(WIDTH, WIDTH)
-        self.here, self.there = nn.Linear(WIDTH, hidden), nn.Linear(WIDTH, hidden)
-        self.here_first, self.there_first = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.common = nn.Linear(WIDTH, WIDTH, bias=bias)
+        self.here, self.there = (nn.Linear(WIDTH, hidden, bias=bias) for _ in range(2))
+        self.here_first, self.there_first = (nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (..., 2 * hidden) for (..., WIDTH)."""
