@@ -24,7 +24,7 @@ from dbuffer.collectives import barrier
 from megatron_fsdp.api import fully_shard, microbatch, no_sync
 from megatron_fsdp.certify.certificate import Certificate, Certification, watching
 from megatron_fsdp.certify.clocks import Queue
-from megatron_fsdp.certify.models import WIDTH, Branches, Stack, Towers, batch, build
+from megatron_fsdp.certify.models import WIDTH, Block, Branches, Stack, Towers, batch, build
 from megatron_fsdp.checkpoint.api import save_checkpoint
 from megatron_fsdp.checkpoint.async_save import finish_pending_save
 from megatron_fsdp.optim.adamw import AdamW
@@ -246,18 +246,29 @@ def _captured(check: Certification) -> list[torch.Tensor]:
 
 
 def _captured_backward(check: Certification) -> list[torch.Tensor]:
-    """Capture a backward alone that reduces nothing, on a stream that the engine has not seen, with hooks elsewhere."""
+    """Capture a backward alone that reduces nothing, on a stream that the engine has not seen, with hooks elsewhere.
+
+    All units are left when it ends: what they pack there would order the streams as well.
+    """
     streams = check.streams
-    model = build()
-    for part in (*model.layers, model):
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(13), Block(17))
+    for part in (*model, model):
         fully_shard(part)
     check.know(model)
-    model(batch(dist.get_rank(), 0)).backward()
+
+    def loss_of(step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(3, WIDTH, generator=generator).requires_grad_()
+        loss: torch.Tensor = model(x * 1.0).square().mean()
+        return loss
+
+    loss_of(0).backward()
     model.zero_grad()
     check.begin()
     graph, hooks = streams.stream("graph"), streams.stream("hooks")
     with no_sync(model):
-        loss = model(batch(dist.get_rank(), 1))
+        loss = loss_of(1)
         streams.order(streams.compute, graph)
         with streams.capture(graph):
 

@@ -142,9 +142,6 @@ EQUIVALENT: dict[str, str] = {
 OPEN: dict[str, str] = {
     "GradientBuffer._begin: without `self.wait()`": "a unit that is reduced twice in one backward",
     "GradientBuffer._begin: `self.wait()` at the end of its block": "a unit that is reduced twice in one backward",
-    "CudaLane.join: for the first alone of `self._compute.all()`": (
-        "a backward that ends on a stream on which no gradient is packed"
-    ),
     "Turns.take: without `leave()`": "a stream that allocates, before it follows any lane, what another one has copied",
     "Backward.begin: `if packs` taken as True": "a wait for reductions before there is need, which costs overlap",
     "Rows.on: `table.to(device, non_blocking=True)` that blocks": "a copy to a GPU: on a CPU there is none",
