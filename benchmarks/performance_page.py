@@ -67,13 +67,19 @@ def _link(engine: str, most: float | None = None) -> list[Claim]:
         case: dict[str, str | int | float] = {"engine": engine, "forward over gather": compute}
         words = f"{engine}, forward {compute:g} x its gather"
         claims.append(Claim(words, "link", "exposed communication over the least", case, most))
+    for gradients in ("FP32", "of two dtypes"):
+        case = {"engine": engine, "gradients": gradients}
+        words = f"{engine}, 1,024 ranks, 20 us a hop, three groups a unit, gradients {gradients}"
+        claims.append(Claim(words, "link", "exposed communication over the least", case, most))
     return claims
 
 
-def _memory(metric: str, words: str, most: float | None = None) -> list[Claim]:
+def _memory(
+    metric: str, words: str, most: float | None = None, precisions: Sequence[str] = ("fp32", "bf16")
+) -> list[Claim]:
     return [
         Claim(f"{words}, {precision}, {ranks} ranks", "memory", metric, {"precision": precision, "ranks": ranks}, most)
-        for precision in ("fp32", "bf16")
+        for precision in precisions
         for ranks in (8, 64)
     ]
 
@@ -94,8 +100,10 @@ def _bytes(metric: str, words: str, precision: str, most: float | None = None) -
     return [Claim(f"{words}, {precision.removesuffix(', not fused')}, 64 ranks", "memory", metric, case, most)]
 
 
+_PRECISIONS = ("fp32", "bf16", "bf16, reduced in fp32")
+
 TABLES: Mapping[str, Sequence[Claim]] = {
-    "host": [*_host(9, 0.25), *_host(36, 0.2)],
+    "host": [*_host(9, 0.15), *_host(36, 0.12)],
     "step": [
         *_step("2 x 64 tokens, fp32, over FSDP2", "2x64-long", "fp32", "FSDP2", 0.65, 0.78),
         *_step("2 x 64 tokens, bf16, over FSDP2", "2x64-long", "bf16", "FSDP2", 0.7, None),
@@ -114,10 +122,11 @@ TABLES: Mapping[str, Sequence[Claim]] = {
     "memory": [
         *_memory("peak in forward over the forecast", "forward peak over explain(model)"),
         *_memory("peak in backward over the forecast", "backward peak over explain(model)"),
-        *_memory("peak in forward over FSDP2's", "forward peak over FSDP2"),
-        *_memory("peak in backward over FSDP2's", "backward peak over FSDP2"),
-        *_memory("bytes at rest over FSDP2's", "at rest over FSDP2"),
-        *_memory("peak of the whole step with what rests over FSDP2's", "whole step over FSDP2"),
+        *_memory("peak in forward over FSDP2's", "forward peak over FSDP2", 1.0, _PRECISIONS),
+        *_memory("peak in backward over FSDP2's", "backward peak over FSDP2", 1.0, _PRECISIONS),
+        *_memory("peak in step over FSDP2's", "peak of the optimizer's step over FSDP2", 1.0, _PRECISIONS),
+        *_memory("bytes at rest over FSDP2's", "at rest over FSDP2", 1.0, _PRECISIONS),
+        *_memory("peak of the whole step with what rests over FSDP2's", "whole step over FSDP2", 1.0, _PRECISIONS),
         *_memory("bytes moved over FSDP2's", "bytes moved over FSDP2"),
         *_bytes("bytes moved per parameter beyond plain", "bytes moved per parameter, fused", "bf16", 0.5),
         *_bytes(

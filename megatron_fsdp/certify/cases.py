@@ -24,7 +24,7 @@ from dbuffer.collectives import barrier
 from megatron_fsdp.api import fully_shard, microbatch, no_sync
 from megatron_fsdp.certify.certificate import Certificate, Certification, watching
 from megatron_fsdp.certify.clocks import Queue
-from megatron_fsdp.certify.models import WIDTH, Branches, Stack, batch, build
+from megatron_fsdp.certify.models import WIDTH, Block, Branches, Stack, Towers, batch, build
 from megatron_fsdp.checkpoint.api import save_checkpoint
 from megatron_fsdp.checkpoint.async_save import finish_pending_save
 from megatron_fsdp.optim.adamw import AdamW
@@ -160,11 +160,23 @@ def _train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, step:
 
 def _two_streams(check: Certification, hidden: int, *, fuses: bool, is_open: bool = False) -> list[torch.Tensor]:
     """Train a model of which a branch runs on a stream of its own; ``is_open``: some of it is used nowhere."""
-    streams = check.streams
-    branches = Branches(streams, hidden, ends_on_side=is_open)
+    # Where weights' gradients are multiplied into place, nothing else takes turns for them.
+    branches = Branches(check.streams, hidden, ends_on_side=is_open, bias=not fuses or hidden < WIDTH)
     if is_open:
         branches.unused = nn.Parameter(torch.ones(3, WIDTH))
-    model = fully_shard(branches, mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=fuses))
+    return _train_on_two(check, fully_shard(branches, mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=fuses)))
+
+
+def _two_towers(check: Certification) -> list[torch.Tensor]:
+    """Train two towers, whose units take turns, each on a stream of its own."""
+    towers = Towers(check.streams)
+    for layer in (*towers.here, *towers.there):
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=False))
+    return _train_on_two(check, fully_shard(towers))
+
+
+def _train_on_two(check: Certification, model: nn.Module) -> list[torch.Tensor]:
+    streams = check.streams
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     check.know(model)
     losses: list[torch.Tensor] = []
@@ -234,18 +246,29 @@ def _captured(check: Certification) -> list[torch.Tensor]:
 
 
 def _captured_backward(check: Certification) -> list[torch.Tensor]:
-    """Capture a backward alone that reduces nothing, on a stream that the engine has not seen, with hooks elsewhere."""
+    """Capture a backward alone that reduces nothing, on a stream that the engine has not seen, with hooks elsewhere.
+
+    All units are left when it ends: what they pack there would order the streams as well.
+    """
     streams = check.streams
-    model = build()
-    for part in (*model.layers, model):
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(13), Block(17))
+    for part in (*model, model):
         fully_shard(part)
     check.know(model)
-    model(batch(dist.get_rank(), 0)).backward()
+
+    def loss_of(step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(3, WIDTH, generator=generator).requires_grad_()
+        loss: torch.Tensor = model(x * 1.0).square().mean()
+        return loss
+
+    loss_of(0).backward()
     model.zero_grad()
     check.begin()
     graph, hooks = streams.stream("graph"), streams.stream("hooks")
     with no_sync(model):
-        loss = model(batch(dist.get_rank(), 1))
+        loss = loss_of(1)
         streams.order(streams.compute, graph)
         with streams.capture(graph):
 
@@ -366,6 +389,7 @@ _SCRIPTS: dict[str, Callable[[Certification], list[torch.Tensor]]] = {
     "two streams, small, multiplied": lambda check: _two_streams(check, 5, fuses=True),
     "two streams, large, copied": lambda check: _two_streams(check, 4000, fuses=False),
     "two streams, large, multiplied": lambda check: _two_streams(check, 4000, fuses=True),
+    "two streams, towers": _two_towers,
     "two streams, open": lambda check: _two_streams(check, 5, fuses=False, is_open=True),
     "captured": _captured,
     "captured backward": _captured_backward,
