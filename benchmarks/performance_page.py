@@ -122,11 +122,11 @@ TABLES: Mapping[str, Sequence[Claim]] = {
     "memory": [
         *_memory("peak in forward over the forecast", "forward peak over explain(model)"),
         *_memory("peak in backward over the forecast", "backward peak over explain(model)"),
-        *_memory("peak in forward over FSDP2's", "forward peak over FSDP2", 1.0, _PRECISIONS),
-        *_memory("peak in backward over FSDP2's", "backward peak over FSDP2", 1.0, _PRECISIONS),
-        *_memory("peak in step over FSDP2's", "peak of the optimizer's step over FSDP2", 1.0, _PRECISIONS),
-        *_memory("bytes at rest over FSDP2's", "at rest over FSDP2", 1.0, _PRECISIONS),
-        *_memory("peak of the whole step with what rests over FSDP2's", "whole step over FSDP2", 1.0, _PRECISIONS),
+        *_memory("peak in forward over FSDP2's", "forward peak over FSDP2", 1.01, _PRECISIONS),
+        *_memory("peak in backward over FSDP2's", "backward peak over FSDP2", 1.01, _PRECISIONS),
+        *_memory("peak in step over FSDP2's", "peak of the optimizer's step over FSDP2", 1.01, _PRECISIONS),
+        *_memory("bytes at rest over FSDP2's", "at rest over FSDP2", 1.01, _PRECISIONS),
+        *_memory("peak of the whole step with what rests over FSDP2's", "whole step over FSDP2", 1.01, _PRECISIONS),
         *_memory("bytes moved over FSDP2's", "bytes moved over FSDP2"),
         *_bytes("bytes moved per parameter beyond plain", "bytes moved per parameter, fused", "bf16", 0.5),
         *_bytes(
