@@ -45,7 +45,7 @@ CASES = {
     ),
     "ep 2, swiglu": (2, f"{EXPERTS} --swiglu --disable-bias-linear", EXPERT),
 }
-QUICK = ["tp 2", "ep 2", "tp 2, ep 2", "tp 2, hsdp", "tp 2, per token"]
+QUICK = ["tp 2, ep 2", "tp 2, hsdp", "tp 2, per token"]
 
 
 @pytest.mark.parametrize("name", nightly_but(QUICK, list(CASES)))
