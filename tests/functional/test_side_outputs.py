@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.harness import run_ranks
-from tests.harness.models import WIDTH, Block, Stack, inputs, three_blocks
+from tests.harness.models import WIDTH, Block, CheckpointedStack, Stack, inputs, three_blocks
 from tests.harness.oracle import Case, Comparison, compare
 
 Reshard = bool | int | None
@@ -99,17 +98,8 @@ def aux_kept_from_evaluation(model: nn.Module, rank: int, step: int) -> torch.Te
     return main_and_aux(model, rank, step) * (1 + kept.detach())
 
 
-class Checkpointed(Stack):
-    """Recomputes its layers."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x
-
-
 def checkpointed() -> nn.Module:
-    return Checkpointed(*(Routed() for _ in range(3)))
+    return CheckpointedStack(*(Routed() for _ in range(3)))
 
 
 # ---------------------------------------------------------------- activations that hooks of the user take
