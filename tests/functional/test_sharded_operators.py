@@ -65,7 +65,7 @@ def initialise(layout: str) -> tuple[State, torch.Tensor, float]:
     return whole_state(model), state, loss_of(model(tokens), tokens).item()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", nightly_but(["three ranks", "replicated", "hfsdp"], LAYOUTS))
 def test_a_reset_draws_the_values_of_the_whole_model_from_the_same_seed(layout: str) -> None:
     model, tokens = make_model(), draw_tokens(0)
     torch.manual_seed(11)
@@ -113,7 +113,7 @@ def average_sharded(layout: str) -> State:
     return average(sharded_model(layout), [dist.get_rank()])
 
 
-@pytest.mark.parametrize("layout", ["three ranks", "hsdp", "hfsdp"])
+@pytest.mark.parametrize("layout", nightly_but(["three ranks", "hfsdp"], ["three ranks", "hsdp", "hfsdp"]))
 def test_averages_of_weights_that_are_made_out_of_place_are_those_of_the_whole_model(layout: str) -> None:
     wanted = average(make_model(), list(range(num_ranks(layout))))
     for averages in run_ranks(num_ranks(layout), average_sharded, layout):
@@ -192,7 +192,7 @@ def measure_sharded(layout: str) -> list[float]:
     return measure(sharded_model(layout), [dist.get_rank()])
 
 
-@pytest.mark.parametrize("layout", ["three ranks", "hsdp", "hfsdp"])
+@pytest.mark.parametrize("layout", nightly_but(["three ranks", "hsdp"], ["three ranks", "hsdp", "hfsdp"]))
 def test_what_is_logged_of_weights_and_gradients_is_that_of_the_whole_model(layout: str) -> None:
     wanted = measure(make_model(), list(range(num_ranks(layout))))
     for found in run_ranks(num_ranks(layout), measure_sharded, layout):
@@ -376,7 +376,10 @@ def change(layout: str) -> tuple[State, float]:
     return whole_state(model), loss_of(model(tokens), tokens).item()
 
 
-@pytest.mark.parametrize("layout", ["one rank", "three ranks", "optimizer state alone", "hfsdp"])
+WRITTEN = ("one rank", "three ranks", "optimizer state alone", "hfsdp")
+
+
+@pytest.mark.parametrize("layout", nightly_but(WRITTEN[1:3], WRITTEN))
 def test_writing_through_views_changes_the_weights_that_the_next_forward_uses(layout: str) -> None:
     model, tokens = make_model(), draw_tokens(0)
     with torch.no_grad():

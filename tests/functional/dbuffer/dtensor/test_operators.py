@@ -39,7 +39,7 @@ CHECKED = [
     *(("inside slices, hfsdp", table) for table in ("whole", "random")),
 ]
 
-QUICK = {("three ranks", "reductions"), ("three ranks", "random")}
+QUICK = {("three ranks", "reductions")}
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CHECKED]
 
 
