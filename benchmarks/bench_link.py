@@ -4,6 +4,11 @@ Layers that sleep where they would compute are trained in a world whose collecti
 (benchmarks/simulated_link.py). Exposed is what a step waits for collectives. Where compute is long enough, no schedule
 exposes less than the first gather and the last reduce-scatter. FSDP2 reduces synchronously on CPU and overlaps on CUDA
 streams only, so its rows say nothing about GPUs.
+
+A second case is one of latency: 1,024 ranks in a ring whose hops take 20 us, so that a collective takes 20 ms however
+little it carries, and layers whose parameters are of two dtypes and partly frozen, which makes three groups of each.
+The least is that of one collective per layer and phase. Backends other than gloo reduce one dtype at a time, so
+gradients of two dtypes take two collectives there; a reduce_dtype makes them one.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,17 +31,18 @@ WIDTH = 64
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, seconds: float, *weights: torch.Tensor) -> torch.Tensor:
         ctx.seconds = seconds
-        ctx.save_for_backward(weight)
+        ctx.save_for_backward(*weights)
         time.sleep(seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # As a matrix product: twice the work of forward.
         time.sleep(2 * ctx.seconds)
-        return gradients[0], torch.zeros_like(ctx.saved_tensors[0]), None
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
+        return gradients[0], None, *(torch.zeros_like(weight) if is_wanted else None for weight, is_wanted in pairs)
 
 
 class Layer(nn.Module):
@@ -48,8 +55,17 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the input after a while."""
-        output: torch.Tensor = _Sleep.apply(x, self.weight, self.seconds)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _Sleep.apply(x, self.seconds, *self.parameters())  # type: ignore[no-untyped-call]
         return output
+
+
+class MixedLayer(Layer):
+    """Two weights, the second one of another dtype, and a frozen one."""
+
+    def __init__(self, numel: int, seconds: float, dtype: torch.dtype) -> None:
+        super().__init__(numel, seconds)
+        self.other = nn.Parameter(torch.zeros(numel // WIDTH, WIDTH, dtype=dtype))
+        self.frozen = nn.Parameter(torch.zeros(numel // WIDTH, WIDTH), requires_grad=False)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[2.0, 1.0, 0.5],
         help="forward of a layer over its gather (default: 2 1 0.5)",
     )
+    parser.add_argument("--ring", type=int, default=1024, help="ranks of the case of latency (default: 1024)")
+    parser.add_argument("--hop", type=float, default=20.0, help="us of latency from rank to rank there (default: 20)")
     parser.add_argument("--rounds", type=int, default=9)
 
 
@@ -75,16 +93,48 @@ def run(args: argparse.Namespace) -> list[Row]:
     rows = []
     with link_world(args.ranks, Link(latency, remote / (seconds - latency))):
         for compute in args.compute:
-            rows += overlap_rows(args, seconds, compute)
+            case = {"forward over gather": compute, "layers": args.layers, "ranks": args.ranks}
+            layers = functools.partial(_layers, args, compute * seconds)
+            rows += overlap_rows(
+                args, case, layers, least_exposed(args.layers, seconds, compute * seconds), Precision()
+            )
+    latency = args.hop * 1e-6 * (args.ring - 1)
+    layers = functools.partial(_mixed_layers, args, latency)
+    with link_world(args.ring, Link(latency, 1e12)):
+        for reduce in (torch.float32, None):
+            words = "FP32" if reduce else "of two dtypes"
+            case = {"gradients": words, "groups": 3, "layers": args.layers, "ranks": args.ring}
+            least = least_exposed(args.layers, latency, latency)
+            rows += overlap_rows(args, case, layers, least, Precision(reduce=reduce))
     return rows
 
 
-def overlap_rows(args: argparse.Namespace, collective: float, compute: float) -> list[Row]:
-    """Return what is exposed of the communication of each engine, in seconds and over the least possible."""
+def _layers(args: argparse.Namespace, seconds: float, engine: str) -> list[Layer]:
+    return [Layer(args.numel, seconds) for _ in range(args.layers)]
+
+
+def _mixed_layers(args: argparse.Namespace, seconds: float, engine: str) -> list[Layer]:
+    # FSDP2 takes no two dtypes in one unit.
+    dtype = torch.float32 if engine == "FSDP2" else torch.bfloat16
+    return [MixedLayer(args.numel, seconds, dtype) for _ in range(args.layers)]
+
+
+def overlap_rows(
+    args: argparse.Namespace,
+    case: Mapping[str, Any],
+    make: Callable[[str], list[Layer]],
+    least: float,
+    precision: Precision,
+) -> list[Row]:
+    """Return what is exposed of the communication of each engine, in seconds and over the least possible.
+
+    Args:
+        case: of the rows. make: returns the layers for an engine. least: seconds that no schedule hides.
+    """
     steps, waits, mesh = {}, {}, world_mesh()
     for name in ("ours", "FSDP2"):
-        model = nn.Sequential(*(Layer(args.numel, compute * collective) for _ in range(args.layers)))
-        steps[name] = functools.partial(_step, ENGINES[name](model, list(model), mesh, Precision()))
+        model = nn.Sequential(*make(name))
+        steps[name] = functools.partial(_step, ENGINES[name](model, list(model), mesh, precision))
         waits[name] = list[float]()
     for number in range(-2, args.rounds):
         for name in list(steps) if number % 2 else list(steps)[::-1]:
@@ -92,13 +142,12 @@ def overlap_rows(args: argparse.Namespace, collective: float, compute: float) ->
             steps[name]()
             if number >= 0:
                 waits[name].append(take_waited_seconds())
-    least = least_exposed(args.layers, collective, compute * collective)
     rows = []
     for name, exposed in waits.items():
-        case = {"engine": name, "forward over gather": compute, "layers": args.layers, "ranks": args.ranks}
-        rows.append(Row("link", case, "exposed communication", "s", Samples(tuple(exposed))))
+        of_engine = {"engine": name, **case}
+        rows.append(Row("link", of_engine, "exposed communication", "s", Samples(tuple(exposed))))
         share = Samples(tuple(value / least for value in exposed))
-        rows.append(Row("link", case, "exposed communication over the least", "", share))
+        rows.append(Row("link", of_engine, "exposed communication over the least", "", share))
     return rows
 
 

@@ -145,7 +145,7 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works:
         output.copy_(_traced(whole))
         return
     told = _told("all_gather", axis, output, axis.gather_group, shard, output) if listeners else None
-    if axis.size == 2 and output.nbytes and output.is_cpu and _is_gloo(axis.gather_group):
+    if axis.size == 2 and output.is_cpu and output.nbytes and _is_gloo(axis.gather_group):
         _finish(_gather_from_other(output, shard, axis), works)
     else:
         source = shard.clone() if is_off("in-place") else shard
@@ -190,6 +190,9 @@ def gather_together(parts: Sequence[Part], works: list[dist.Work] | None = None)
 
     On gloo tensors of more than 64 MiB in all go one by one: there a copy costs more than a message.
     """
+    if len(parts) == 1:
+        all_gather(parts[0].whole, parts[0].shard, parts[0].axis, works)
+        return
     for axis, group, alike in _alike(parts, lambda axis: axis.gather_group):
         if not _travel_together(alike, group):
             for part in alike:
@@ -240,6 +243,9 @@ def reduce_together(parts: Sequence[Part], works: list[dist.Work] | None = None)
 
     Backends other than gloo reduce one dtype at a time. On gloo tensors of more than 64 MiB in all go one by one.
     """
+    if len(parts) == 1:
+        reduce_scatter(parts[0].shard, parts[0].whole, parts[0].axis, parts[0].op, works)
+        return
     for axis, group, alike in _alike(parts, lambda axis: axis.reduce_group, is_reduction=True):
         if not _travel_together(alike, group):
             for part in alike:
@@ -267,9 +273,6 @@ def _alike(
     by_dtype: bool = False,
 ) -> Iterator[tuple[MeshAxis, dist.ProcessGroup, list[Part]]]:
     """Yield the parts that can travel together, in the order of the first of each."""
-    if len(parts) == 1:
-        yield parts[0].axis, group_of(parts[0].axis), [*parts]
-        return
     found: dict[object, list[Part]] = {}
     for part in parts:
         group = group_of(part.axis) if part.axis.size > 1 else None

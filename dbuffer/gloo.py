@@ -301,16 +301,18 @@ def _give_scratch_back(scratch: torch.Tensor) -> None:
         del _scratch[0]
 
 
-_GLOO: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
+# By identity, which a look-up for every collective does not have to make a weak reference for.
+_GLOO: dict[int, bool] = {}
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
     """Whether gloo serves a group's tensors in CPU memory."""
-    is_gloo = _GLOO.get(group)
-    if is_gloo is None:
+    key = id(group)
+    if key not in _GLOO:
         names = dist.get_backend_config(group).split(",")
-        is_gloo = _GLOO[group] = any(name in ("gloo", "cpu:gloo") for name in names)
-    return is_gloo
+        _GLOO[key] = any(name in ("gloo", "cpu:gloo") for name in names)
+        weakref.finalize(group, _GLOO.pop, key, None)
+    return _GLOO[key]
 
 
 def _reduce_op(op: str) -> dist.ReduceOp.RedOpType:

@@ -54,6 +54,7 @@ class MeshAxis:
     rank: int
     gather_group: dist.ProcessGroup
     has_separate_reduce_group: bool = True
+    _reduce_group: dist.ProcessGroup | None = None
 
     @property
     def reduce_group(self) -> dist.ProcessGroup:
@@ -64,11 +65,13 @@ class MeshAxis:
         """
         if not self.has_separate_reduce_group or is_off("separate-reduce"):
             return self.gather_group
-        known: dist.ProcessGroup | None = _REDUCE_GROUPS.get(self.gather_group)
-        if known is None:
-            ranks = dist.get_process_group_ranks(self.gather_group)
-            known = _REDUCE_GROUPS[self.gather_group] = new_group(ranks, f"reduce over {self.name}")
-        return known
+        if self._reduce_group is None:
+            known: dist.ProcessGroup | None = _REDUCE_GROUPS.get(self.gather_group)
+            if known is None:
+                ranks = dist.get_process_group_ranks(self.gather_group)
+                known = _REDUCE_GROUPS[self.gather_group] = new_group(ranks, f"reduce over {self.name}")
+            self._reduce_group = known
+        return self._reduce_group
 
 
 def make_reduce_groups(axes: Iterable[MeshAxis]) -> None:

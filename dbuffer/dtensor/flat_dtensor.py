@@ -71,7 +71,8 @@ class FlatDTensor(PlacedTensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         operator = _OPERATORS[func]
-        if operator.is_differentiable and is_recorded(args, kwargs or {}):
+        # Optimizers call functions of each parameter, without autograd.
+        if torch.is_grad_enabled() and operator.is_differentiable and is_recorded(args, kwargs or {}):
             return run_recorded(operator, args, kwargs or {})
         return handler(operator, args, kwargs or {})
 

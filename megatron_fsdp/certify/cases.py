@@ -24,7 +24,7 @@ from dbuffer.collectives import barrier
 from megatron_fsdp.api import fully_shard, microbatch, no_sync
 from megatron_fsdp.certify.certificate import Certificate, Certification, watching
 from megatron_fsdp.certify.clocks import Queue
-from megatron_fsdp.certify.models import WIDTH, Branches, Stack, batch, build
+from megatron_fsdp.certify.models import WIDTH, Branches, Stack, Towers, batch, build
 from megatron_fsdp.checkpoint.api import save_checkpoint
 from megatron_fsdp.checkpoint.async_save import finish_pending_save
 from megatron_fsdp.optim.adamw import AdamW
@@ -160,11 +160,22 @@ def _train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, step:
 
 def _two_streams(check: Certification, hidden: int, *, fuses: bool, is_open: bool = False) -> list[torch.Tensor]:
     """Train a model of which a branch runs on a stream of its own; ``is_open``: some of it is used nowhere."""
-    streams = check.streams
-    branches = Branches(streams, hidden, ends_on_side=is_open)
+    branches = Branches(check.streams, hidden, ends_on_side=is_open)
     if is_open:
         branches.unused = nn.Parameter(torch.ones(3, WIDTH))
-    model = fully_shard(branches, mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=fuses))
+    return _train_on_two(check, fully_shard(branches, mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=fuses)))
+
+
+def _two_towers(check: Certification) -> list[torch.Tensor]:
+    """Train two towers, whose units take turns, each on a stream of its own."""
+    towers = Towers(check.streams)
+    for layer in (*towers.here, *towers.there):
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=False))
+    return _train_on_two(check, fully_shard(towers))
+
+
+def _train_on_two(check: Certification, model: nn.Module) -> list[torch.Tensor]:
+    streams = check.streams
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     check.know(model)
     losses: list[torch.Tensor] = []
@@ -366,6 +377,7 @@ _SCRIPTS: dict[str, Callable[[Certification], list[torch.Tensor]]] = {
     "two streams, small, multiplied": lambda check: _two_streams(check, 5, fuses=True),
     "two streams, large, copied": lambda check: _two_streams(check, 4000, fuses=False),
     "two streams, large, multiplied": lambda check: _two_streams(check, 4000, fuses=True),
+    "two streams, towers": _two_towers,
     "two streams, open": lambda check: _two_streams(check, 5, fuses=False, is_open=True),
     "captured": _captured,
     "captured backward": _captured_backward,

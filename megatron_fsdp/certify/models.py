@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fsdp.certify.clocks import Queue, VirtualStreams
 from megatron_fsdp.runtime.fused_linear import expert_matmul
 
-__all__ = ["WIDTH", "Block", "Branches", "Stack", "batch", "build"]
+__all__ = ["WIDTH", "Block", "Branches", "Stack", "Towers", "batch", "build"]
 
 WIDTH = 7
 _VOCABULARY = 11
@@ -86,23 +86,25 @@ class Stack(nn.Module):
 class _Here(torch.autograd.Function):
     """Runs what comes before it in backward on a stream, as autograd does with what ran there in forward.
 
-    The stream waits for the one that made the gradient, and for nothing else.
+    The stream waits for the one that made the gradient, and for nothing else: ``is_own`` says that it made it itself.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, streams: VirtualStreams, stream: Queue) -> torch.Tensor:
-        ctx.streams, ctx.stream = streams, stream
+    def forward(
+        ctx: Any, x: torch.Tensor, streams: VirtualStreams, stream: Queue, is_own: bool = False
+    ) -> torch.Tensor:
+        ctx.streams, ctx.stream, ctx.is_own = streams, stream, is_own
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        if ctx.stream is not ctx.streams.compute:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.stream is not ctx.streams.compute and not ctx.is_own:
             ctx.streams.order(ctx.streams.compute, ctx.stream)
         ctx.streams.switch(ctx.stream)
-        return gradients[0], None, None
+        return gradients[0], None, None, *([None] if len(ctx.needs_input_grad) == 4 else [])
 
 
-_run_here: Callable[[torch.Tensor, VirtualStreams, Queue], torch.Tensor] = _Here.apply
+_run_here: Callable[..., torch.Tensor] = _Here.apply
 
 
 class Branches(nn.Module):
@@ -141,6 +143,27 @@ class Branches(nn.Module):
         self.streams.order(self.streams.compute, self.side)
         with self.streams.use(self.side):
             return _run_here(torch.tanh(self.there_first(self.common(x))), self.streams, self.side)
+
+
+class Towers(nn.Module):
+    """Two chains of layers that meet at the end alone, one of them on another stream, forward and backward."""
+
+    def __init__(self, streams: VirtualStreams) -> None:
+        super().__init__()
+        self.streams, self.side = streams, streams.stream("side")
+        self.here, self.there = (nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., WIDTH) for (..., WIDTH)."""
+        streams, here, there = self.streams, x, x
+        streams.order(streams.compute, self.side)
+        for index, (layer_here, layer_there) in enumerate(zip(self.here, self.there, strict=True)):
+            is_own = index < len(self.here) - 1
+            here = _run_here(torch.tanh(layer_here(here)), streams, streams.compute, is_own)
+            with streams.use(self.side):
+                there = _run_here(torch.tanh(layer_there(there)), streams, self.side, is_own)
+        streams.order(self.side, streams.compute)
+        return here + there
 
 
 def build(*, has_experts: bool = False, **options: Any) -> Stack:

@@ -32,8 +32,9 @@ MODULES = (
     "megatron_fsdp.runtime.backward",
     "megatron_fsdp.runtime.unit",
     "megatron_fsdp.runtime.parameter_group",
+    "megatron_fsdp.runtime.group_parts",
     "megatron_fsdp.runtime.gradients",
-    "megatron_fsdp.runtime.small_gradients",
+    "megatron_fsdp.runtime.packed_gradients",
     "megatron_fsdp.runtime.reduction",
     "megatron_fsdp.runtime.weight_buffers",
     "megatron_fsdp.runtime.post_forward_shard",
@@ -115,6 +116,7 @@ EQUIVALENT: dict[str, str] = {
     ),
     "ParameterGroup._release: `self.weights.release(keep_generation=self.freshness.gathered if keep_part else None)` "
     "at the start of its block": ("nothing is issued between the two places"),
+    "GroupParts._build: `self.weights.release()` at the start of its block": "nothing is issued between the two places",
     "GradientBuffer.receive: `if self._turns is not None` taken as True": ("on a device with streams it is never None"),
     "GradientBuffer.receive_product: `if self._turns is not None` taken as True": (
         "on a device with streams it is never None"
@@ -128,15 +130,13 @@ EQUIVALENT: dict[str, str] = {
     "Backward.begin: `if packs` taken as False": (
         "it bounds memory; the end of the backward waits for the same reductions"
     ),
-    "GradientBuffer._drop: `self._small.drop()` at the start of its block": (
-        "nothing is allocated between the two places"
-    ),
 }
 
 # Mutants that no configuration tells from the engine so far, with what would be needed.
 OPEN: dict[str, str] = {
     "GradientBuffer._begin: without `self.wait()`": "a unit that is reduced twice in one backward",
     "GradientBuffer._begin: `self.wait()` at the end of its block": "a unit that is reduced twice in one backward",
+    "Turns.take: without `leave()`": "a stream that allocates, before it follows any lane, what another one has copied",
     "Backward.begin: `if packs` taken as True": "a wait for reductions before there is need, which costs overlap",
     "Rows.on: `table.to(device, non_blocking=True)` that blocks": "a copy to a GPU: on a CPU there is none",
     "Rows.keys_on: `table.to(device, non_blocking=True)` that blocks": "a copy to a GPU: on a CPU there is none",

@@ -140,11 +140,6 @@ class GroupFacts:
         return WireFacts(wire_bytes(gather, numel), num_grids(gather), whole, exchanged)
 
     @property
-    def is_all_trained(self) -> bool:
-        """Whether none of its parameters is frozen."""
-        return self.requires_grad and not self.frozen
-
-    @property
     def whole(self) -> tuple[BufferPlacement, ...]:
         """The placements of gathered weights."""
         return tuple(Replicate() for _ in self.axes)

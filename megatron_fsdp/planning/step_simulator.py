@@ -98,7 +98,6 @@ class _Costs:
     weight_slot: tuple[int, int] | None
     gradient_slot: tuple[int, int] | None
     cast: int
-    is_all_trained: bool
     gather: Redistribution
     gather_part: Redistribution
     reduce: Redistribution
@@ -121,7 +120,6 @@ class _Costs:
             group.weight_slot,
             group.gradient_slot,
             group.cast_bytes,
-            group.is_all_trained,
             group.gather(),
             group.gather_part(),
             group.reduce(),
@@ -141,14 +139,11 @@ class _Playback:
         self._costs = [tuple(known[id(group)] for group in unit.groups) for unit in facts.units]
         self._opened = {visit.unit: at for at, visit in enumerate(facts.visits) if visit.kind is VisitKind.OPEN}
         self._closed = {visit.unit: at for at, visit in enumerate(facts.visits) if visit.kind is VisitKind.CLOSE}
-        self._awaited = Counter(visit.unit for visit in facts.visits if self._is_trained(visit))
         trained_from = next((at for at, visit in enumerate(facts.visits) if self._is_trained(visit)), len(facts.visits))
         # Outputs of units that close before the first trainable parameter need no gradient, and backward never gets
         # there.
         self._watched = {unit for unit, at in self._closed.items() if at > trained_from}
-        self._orders: dict[int, list[int]] = {}
-        for unit in sorted(self._opened, key=self._opened.__getitem__):
-            self._orders.setdefault(self._units[unit].schedule, []).append(unit)
+        self._orders = self._make_orders()
         usable = {unit for unit, groups in enumerate(self._costs) if groups}
         self._ahead_in_forward = _neighbours(self._orders.values(), usable, reach=2)
         usable = {unit for unit in usable if facts.units[unit].unshards_in_backward}
@@ -157,6 +152,13 @@ class _Playback:
             for order in self._orders.values()
         ]
         self._ahead_in_backward = _neighbours(trails, usable, reach=len(facts.units))
+        # Units that are left when backward reaches what they were given: no other one's outputs say so.
+        self._given = {
+            unit
+            for order, trail in zip(self._orders.values(), trails, strict=True)
+            for unit in order[1:]
+            if trained_from < self._opened[unit] and (not trail or self._opened[unit] < self._closed[trail[-1]])
+        }
         self.gathered: set[int] = set()
         # Units of which a part is kept for backward, in place of the whole weights.
         self._parts: set[int] = set()
@@ -175,12 +177,22 @@ class _Playback:
         self._reducing: list[int] = []
         self._reduced: set[int] = set()
         self._active: list[int] = []
-        self._arrived: Counter[int] = Counter()
+        self._has_arrived: set[int] = set()
         self._free: Counter[tuple[int, int]] = Counter()
         self.slot_bytes = 0
         self.held = Recorder()
-        # By the name of a buffer that has a place in one.
-        self._arena_of: dict[Hashable, int] = {
+        self._arena_of = self._name_arenas()
+
+    def _make_orders(self) -> dict[int, list[int]]:
+        """Return, by schedule, its units in the order in which forward opens them."""
+        orders: dict[int, list[int]] = {}
+        for unit in sorted(self._opened, key=self._opened.__getitem__):
+            orders.setdefault(self._units[unit].schedule, []).append(unit)
+        return orders
+
+    def _name_arenas(self) -> dict[Hashable, int]:
+        """Return, by the name of each buffer that has a place in an arena, which one that is."""
+        return {
             (unit, group, kind): slot[0]
             for unit, costs in enumerate(self._costs)
             for group, cost in enumerate(costs)
@@ -302,8 +314,10 @@ class _Playback:
     def _backward(self, *, is_last: bool) -> None:
         for visit in reversed(self._visits):
             if visit.kind is VisitKind.CLOSE and visit.unit in self._watched:
-                self._leave_passed(visit.unit)
+                self._leave_passed(visit.unit, self._closed[visit.unit])
                 self._enter_backward(visit.unit)
+            elif visit.kind is VisitKind.OPEN and visit.unit in self._given:
+                self._leave_passed(visit.unit, self._opened[visit.unit] - 1)
             elif self._is_trained(visit):
                 self._receive(visit.unit, visit.group)
         self._close_open()
@@ -314,7 +328,7 @@ class _Playback:
                 self._together(unit, [cost.finalize for cost in costs])
             if self._units[unit].reshards_after_backward:
                 self._release(unit)
-        self._arrived.clear()
+        self._has_arrived.clear()
         self._reduced.clear()
         # What backward used is for backward to release: it may keep it.
         self._lingering.clear()
@@ -322,8 +336,6 @@ class _Playback:
     def _close_open(self) -> None:
         for unit in sorted(self._active, key=self._opened.__getitem__, reverse=True):
             self._leave(unit)
-            if self._arrived[unit] and unit not in self._reduced:
-                self._reduce(unit)
 
     def _enter_backward(self, unit: int) -> None:
         self._active.append(unit)
@@ -332,10 +344,10 @@ class _Playback:
             self._drop_part(unit)
         self._prefetch_backward(unit)
 
-    def _leave_passed(self, unit: int) -> None:
-        for other in tuple(self._active):
+    def _leave_passed(self, unit: int, end: int) -> None:
+        for other in sorted(self._active, key=self._opened.__getitem__, reverse=True):
             is_same_root = self._units[other].schedule == self._units[unit].schedule
-            if is_same_root and self._opened[other] > self._closed[unit]:
+            if is_same_root and self._opened[other] > end:
                 self._leave(other)
 
     def _prefetch_backward(self, unit: int) -> None:
@@ -351,21 +363,7 @@ class _Playback:
             self._take(costs[group].packed, costs[group].gradient_slot, unit)
         elif not costs[group].packed:
             self._grade(unit, group)
-        self._arrived[unit] += 1
-        if self._arrived[unit] == self._awaited[unit] and not self._awaits_inner(unit):
-            # A unit with frozen parameters keeps its weights until backward has left it: they may still be in use.
-            if all(cost.is_all_trained for cost in costs):
-                self._leave(unit)
-            self._reduce(unit)
-
-    def _awaits_inner(self, unit: int) -> bool:
-        """Whether a unit inside of this one is still to be reduced: its reduction comes first."""
-        return any(
-            self._arrived[other] < count
-            and self._opened[unit] < self._opened[other]
-            and self._closed[other] < self._closed[unit]
-            for other, count in self._awaited.items()
-        )
+        self._has_arrived.add(unit)
 
     def _reduce(self, unit: int) -> None:
         for position, cost in enumerate(self._costs[unit]):
@@ -380,6 +378,8 @@ class _Playback:
         self._active.remove(unit)
         if self._units[unit].reshards_after_backward:
             self._release(unit)
+        if unit in self._has_arrived and unit not in self._reduced:
+            self._reduce(unit)
 
     def _drain(self, schedule: int, num_kept: int) -> None:
         """Release the packed buffers of a root's units, but those of the ``num_kept`` reductions issued last."""

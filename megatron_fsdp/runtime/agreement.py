@@ -69,23 +69,24 @@ class FirstUse:
     Not the first forward: where weights rest whole, one rank may run the model alone.
 
     Attributes:
+        is_over: whether it has passed. Who gathers or reduces looks at it first, as it is only once that they agree.
         tokens: a name of the agreement of each set of ranks, which nothing else has in the job's store; empty where
             this process is the only one.
     """
 
     def __init__(self, subject: weakref.WeakMethod[Callable[[], tuple[Unit | None, Iterable[Unit]]]]) -> None:
         self._subject = subject
-        self._is_over = False
+        self.is_over = False
         self.tokens: dict[tuple[int, ...], str] = {}
 
     def before_gather(self, unit: Unit) -> None:
         """A unit is about to be gathered; raises as ``agree`` does."""
-        if not self._is_over and not all(group.rests_whole for group in unit.groups):
+        if not all(group.rests_whole for group in unit.groups):
             self.agree()
 
     def before_reduction(self, unit: Unit) -> None:
         """Gradients of a unit are about to be reduced, or kept; raises as ``agree`` does."""
-        if not self._is_over and unit.requires_gradient_sync:
+        if unit.requires_gradient_sync:
             self.agree()
 
     def agree(self) -> None:
@@ -107,7 +108,7 @@ class FirstUse:
             complaint = f"model {name!r}: the ranks of a mesh have other units, or units with other settings"
             statement = Statement(f"runs the model {name!r}", tuple(lines), complaint, _UNITS_ADVICE)
             self.tokens[ranks] = meet(ranks, statement)
-        self._is_over = True
+        self.is_over = True
 
 
 def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:

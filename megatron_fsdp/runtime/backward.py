@@ -170,8 +170,8 @@ class Backward:
             self._unshard_again(now, unit)
             return
         call.entered = self.number
-        unit.enter(call)
-        self._leave_passed(now, call)
+        unit.expect(call)
+        self._leave_passed(now, call.end, entering=unit)
         now.enter(unit)
         if unit.unshards_in_backward:
             self._schedule.unshard(unit, check=False)
@@ -200,7 +200,6 @@ class Backward:
         # backward is seen to move on. Units whose outputs are watched are left by the watch.
         for other in self._pass.latest_first() if self._pass is not None else ():
             if other is not unit and not any(other.outstanding_calls()) and not other.encloses(unit):
-                self._close(other)
                 self._leave(other)
         now = self.begin()
         if unit.open_call is not None or not any(unit.outstanding_calls()):
@@ -222,58 +221,54 @@ class Backward:
 
     # ------------------------------------------------------------------ leave, close, reduce
 
-    def _leave_passed(self, now: _Pass, call: Call) -> None:
+    def after_call(self, call: Call) -> None:
+        """Leave what a call made, as backward has reached what the call was given."""
+        if self._pass is not None:
+            self._leave_passed(self._pass, call.begin - 1)
+
+    def _leave_passed(self, now: _Pass, end: int, *, entering: Unit | None = None) -> None:
+        """Leave the units all of whose calls began after a tick of the clock."""
         for unit in now.latest_first():
-            if unit is call.unit:
+            if unit is entering:
                 continue
             outstanding = list(unit.outstanding_calls())
-            if not outstanding or outstanding[0].begin > call.end:
-                self._close(unit)
+            if not outstanding or outstanding[0].begin > end:
                 self._leave(unit)
                 continue
             entered = [other.begin for other in outstanding if other.entered == self.number]
-            if entered and min(entered) > call.end:
+            if entered and min(entered) > end:
                 # An earlier call of the unit has its backward still to come: weights are gathered again then.
                 self._schedule.reshard(unit)
 
+    def gradient_arrived(self, unit: Unit) -> None:
+        """Note the first gradient of a parameter group of a unit."""
+        now = self.begin()
+        now.has_gradients = True
+        if id(unit) not in now.active:
+            now.enter(unit)
+
     def _leave(self, unit: Unit) -> None:
-        assert self._pass is not None
-        self._pass.active.pop(id(unit), None)
+        """Give back a unit's weights and reduce its gradients, once per backward."""
+        now = self._pass
+        assert now is not None
+        now.active.pop(id(unit), None)
         unit.forget(self.number)
         if unit.reshard_after_backward:
             self._schedule.reshard(unit)
-
-    def gradient_arrived(self, unit: Unit) -> None:
-        """Note one gradient of a unit; reduce when it was the last."""
-        now = self._pass
-        if now is None or id(unit) not in now.active:
-            now = self.begin()
-            now.enter(unit)
-        now.has_gradients = True
-        if unit.num_arrived == unit.num_gradients and not unit.awaits_inner(now.closed):
-            self._close(unit)
-
-    def _close(self, unit: Unit) -> None:
-        """Give back a unit's trainable weights and reduce its gradients, once per backward."""
-        now = self._pass
-        assert now is not None
         if id(unit) in now.closed or not unit.num_gradients:
             return
         now.closed.add(id(unit))
-        if not now.has_gradients:
-            # Nothing has a gradient so far. Either this rank used none of these parameters, and others may have; or
-            # this is a backward that asks for no parameter's gradient at all.
-            self._leave(unit)
-            now.deferred.append(unit.reference)
-            return
-        if all(group.is_all_trained for group in unit.groups):
-            self._leave(unit)
-        deferred, now.deferred = now.deferred, []
-        for earlier in (*alive(deferred), unit):
-            self._reduce(earlier)
+        # Without a gradient so far, either this rank used none of these parameters, and others may have; or this is a
+        # backward that asks for no parameter's gradient at all.
+        now.deferred.append(unit.reference)
+        if now.has_gradients:
+            deferred, now.deferred = now.deferred, []
+            for each in dict.fromkeys(alive(deferred)):
+                self._reduce(each)
 
     def _reduce(self, unit: Unit) -> None:
-        self._schedule.first_use.before_reduction(unit)
+        if not self._schedule.first_use.is_over:
+            self._schedule.first_use.before_reduction(unit)
         complete = [buffer for buffer in unit.gradients if buffer.close(reduce=unit.requires_gradient_sync)]
         if any(1 in buffer.binding.missing for buffer in complete):
             self._missing.say(unit.groups)
@@ -291,13 +286,13 @@ class Backward:
         Outside of any, finish what earlier ones left under way.
         """
         tell("finish", self)
-        if not is_in_backward():
+        is_inside = is_in_backward()
+        if not is_inside:
             self.recover()
             self._settle()
         now, units = self._pass, list(self._schedule.units())
-        is_for_others = is_in_backward() and (now is None or not now.has_gradients)
+        is_for_others = is_inside and (now is None or not now.has_gradients)
         for unit in now.latest_first() if now is not None else ():
-            self._close(unit)
             self._leave(unit)
         for unit in units:
             if unit.requires_gradient_sync and any(buffer.is_filled for buffer in unit.gradients):
@@ -308,13 +303,10 @@ class Backward:
         # gather of the unit that comes next.
         join_lanes()
         self._finalize(units)
-        for unit in units:
-            for buffer in unit.gradients:
-                if buffer.binding.has_sum_under_way:
-                    buffer.binding.show_pending()
-                    self._has_sums = True
+        self._show_pending(units)
         self._end()
-        self._schedule.pools.settle()
+        for pool in self._schedule.pools.planned:
+            pool.settle()
         if is_for_others:
             refuse_gathered(group for unit in units for group in unit.groups)
         if self.is_last:
@@ -339,6 +331,14 @@ class Backward:
             group.gradients.binding.show()
             if self.is_last:
                 group.freshness.suspect()
+
+    def _show_pending(self, units: list[Unit]) -> None:
+        """Show on ``.grad`` which sums are still under way."""
+        for unit in units:
+            for buffer in unit.gradients:
+                if buffer.binding.has_sum_under_way:
+                    buffer.binding.show_pending()
+                    self._has_sums = True
 
     def _final(self, unit: Unit) -> Iterator[ParameterGroup]:
         """Yield the groups whose sums are complete when this backward ends."""

@@ -24,9 +24,8 @@ __all__ = [
     "KINDS",
     "GatheredWeight",
     "Place",
-    "let_read",
+    "ReleasedWeight",
     "refuse_change",
-    "refuse_reads",
     "refuse_uncounted",
 ]
 
@@ -145,8 +144,11 @@ _SHAPE = frozenset(
 _VALUES = frozenset({"data", "real", "imag", "T", "mT", "H", "mH"})
 
 
-class _ReleasedWeight(GatheredWeight):
-    """What a ``GatheredWeight`` is between ``reshard`` and the next ``unshard``: a shape and a name."""
+class ReleasedWeight(GatheredWeight):
+    """What a ``GatheredWeight`` is between ``reshard`` and the next ``unshard``: a shape and a name.
+
+    The object stays: its class is what changes.
+    """
 
     @classmethod
     def __torch_function__(
@@ -165,6 +167,7 @@ class _ReleasedWeight(GatheredWeight):
 
     @property
     def data(self) -> torch.Tensor:
+        """Refused: there are no values."""
         raise _released((self,), {}, "data")
 
     @data.setter
@@ -187,31 +190,19 @@ class _ReleasedWeight(GatheredWeight):
 for _name in _IN_PLACE:
     setattr(GatheredWeight, _name, _refusing(_name))
 
-KINDS: tuple[type[GatheredWeight], ...] = (GatheredWeight, _ReleasedWeight)
+KINDS: tuple[type[GatheredWeight], ...] = (GatheredWeight, ReleasedWeight)
 """The exact types of gathered weights, while their memory is there and while it is not."""
 
 
 def _released(args: Iterable[Any], kwargs: dict[str, Any], name: str) -> StorageError:
     operands = [*args, *kwargs.values()]
     nested = [item for operand in operands if isinstance(operand, (list, tuple)) for item in operand]
-    weight = next(item for item in (*operands, *nested) if isinstance(item, _ReleasedWeight))
+    weight = next(item for item in (*operands, *nested) if isinstance(item, ReleasedWeight))
     return StorageError(
         f"{weight._fsdp_place.words}: {name} of its gathered weight, which was released when the unit resharded. Read "
         "the parameter that the module shows now (a DTensor; full_tensor() gathers it), or use weights inside their "
         "unit's forward only; model.unshard() brings them back."
     )
-
-
-def refuse_reads(weights: Iterable[torch.Tensor]) -> None:
-    """Note that the memory of gathered weights was released."""
-    for weight in weights:
-        weight.__class__ = _ReleasedWeight
-
-
-def let_read(weights: Iterable[torch.Tensor]) -> None:
-    """Note that the memory of gathered weights is there again."""
-    for weight in weights:
-        weight.__class__ = GatheredWeight
 
 
 def refuse_uncounted(weight: torch.Tensor, place: Place) -> NoReturn:

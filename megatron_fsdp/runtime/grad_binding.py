@@ -7,6 +7,7 @@ sum is not reduced over all ranks, ``.grad`` shows a stand-in that says so when 
 
 from __future__ import annotations
 
+import collections
 import enum
 import functools
 import itertools
@@ -31,6 +32,7 @@ __all__ = ["GradBinding", "GradState", "grads_of"]
 
 _GRAD: Any = torch._C.TensorBase.grad
 _get, _set = _GRAD.__get__, _GRAD.__set__
+_get_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 class GradState(enum.Enum):
@@ -84,6 +86,7 @@ class GradBinding:
         # What ``final`` held when this sum began, where its memory takes part in the sum.
         self._carry: torch.Tensor | None = None
         self._gradients: list[DTensor] = []
+        self._locals: list[torch.Tensor] = []
         # Which of the parameters had a gradient when somebody asked last.
         self._probe = 0
         # What ``_count_references`` returns while nobody has any.
@@ -156,6 +159,11 @@ class GradBinding:
                     return
         self.let_go()
 
+    def clear(self) -> None:
+        """Set every ``.grad`` to None."""
+        _clear_grads(self._parameters)
+        self.dropped()
+
     def slice(self, start: int, stop: int) -> torch.Tensor:
         """Return elements of ``final``, 1-D; the same tensor each time."""
         key = (start, stop)
@@ -168,12 +176,8 @@ class GradBinding:
     def _count_references(self) -> tuple[int, ...]:
         """Return how many tensors lie in the memory, and how often each that was ever shown is referred to."""
         storage = self.main_grad.storage.tensor.untyped_storage()
-        counts = [torch._C._storage_Use_Count(storage._cdata)]
-        for gradient in self._gradients:
-            counts += (sys.getrefcount(gradient), sys.getrefcount(gradient._local_tensor))
-        for part in self._slices.values():
-            counts.append(sys.getrefcount(part))
-        return tuple(counts)
+        shown = itertools.chain(self._gradients, self._locals, self._slices.values())
+        return torch._C._storage_Use_Count(storage._cdata), *map(sys.getrefcount, shown)
 
     def watch(self) -> None:
         """Hear of each ``.grad`` of the parameters that is set to None, in place of whoever did."""
@@ -214,12 +218,14 @@ class GradBinding:
             self.show_pending()
             return
         shown = self._shown()
-        self._had = bytearray(map(self._has_had, range(len(shown)), shown))
         self.missing = bytearray(self.trained)
-        if not any(_given(shown)):
+        if True not in _given(shown):
+            self._had = bytearray(len(shown))
             self.become(GradState.EMPTY)
             self._sums.begin(bytearray(self.trained))
-        elif self.state is GradState.EMPTY:
+            return
+        self._had = bytearray(map(self._has_had, range(len(shown)), shown))
+        if self.state is GradState.EMPTY:
             self._sums.begin(_either(self.trained, _given(shown)))
             self._adopt_direct(shown)
             self._sums.show()
@@ -386,6 +392,7 @@ class GradBinding:
             if self.final.dtype is not self._dtype:
                 for parameter in self._parameters:
                     parameter.grad_dtype = None  # any dtype may be assigned then
+            self._locals = [gradient._local_tensor for gradient in self._gradients]
             self._references = self._count_references()
         return self._gradients
 
@@ -457,14 +464,8 @@ class _Dropped:
             binding.dropped()
 
 
-def _idle_references() -> int:
-    """Return what ``sys.getrefcount`` says of a value that a dictionary alone refers to, in a loop over it."""
-    for value in {0: object()}.values():
-        return sys.getrefcount(value)
-    raise AssertionError
-
-
-_IDLE = _idle_references()
+# What ``sys.getrefcount`` says of a value that a dictionary alone refers to.
+_IDLE = next(map(sys.getrefcount, {0: object()}.values()))
 
 
 def _either(ones: Iterable[int], others: Iterable[int]) -> bytearray:
@@ -495,24 +496,24 @@ def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
 def _clear_grads(parameters: Iterable[torch.Tensor]) -> None:
     """Set ``.grad`` of each parameter to None."""
     with torch._C.DisableTorchFunctionSubclass():
-        for parameter in parameters:
-            _set(parameter, None)
+        collections.deque(map(_set, parameters, repeat(None)), maxlen=0)
 
 
 def _assign_grads(
     parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], wanted: Sequence[int]
 ) -> list[Callable[[], object]]:
     """Set ``.grad`` of the parameters that are wanted (nonzero); return the calls of their hooks, in order."""
-    calls: list[Callable[[], object]] = []
+    if 0 in wanted:
+        parameters, gradients = (tuple(itertools.compress(each, wanted)) for each in (parameters, gradients))
     with torch._C.DisableTorchFunctionSubclass():
-        for parameter, gradient, is_wanted in zip(parameters, gradients, wanted, strict=True):
-            if is_wanted:
-                if _get(parameter) is not gradient:
-                    _set(parameter, gradient)
-                hooks: dict[int, Callable[..., object]] | None = parameter._post_accumulate_grad_hooks
-                if hooks:
-                    calls += (functools.partial(hook, parameter) for hook in hooks.values())
-    return calls
+        collections.deque(map(_set, parameters, gradients), maxlen=0)
+        all_hooks = list(map(_get_hooks, parameters))
+    return [
+        functools.partial(hook, parameter)
+        for parameter, hooks in zip(parameters, all_hooks, strict=True)
+        if hooks
+        for hook in hooks.values()
+    ]
 
 
 def _outside(

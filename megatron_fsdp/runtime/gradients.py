@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
+import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dbuffer import DBuffer, Partial
+from dbuffer import DBuffer
 from dbuffer.events import tell
-from dbuffer.placements import BufferPlacement
 from dbuffer_kernels import accumulate
 from megatron_fsdp.runtime.fused_linear import add_product, offer_products
-from megatron_fsdp.runtime.grad_binding import GradBinding, GradState
-from megatron_fsdp.runtime.lanes import Ticket, turns
+from megatron_fsdp.runtime.grad_binding import GradState
+from megatron_fsdp.runtime.lanes import Ticket
+from megatron_fsdp.runtime.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.parameters import Faces
-from megatron_fsdp.runtime.reduction import GradientSpec, Reduction, Stages, submit_reductions
-from megatron_fsdp.runtime.small_gradients import SmallGradients
+from megatron_fsdp.runtime.reduction import GradientSpec, Stages, submit_reductions
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.unit import Unit
@@ -28,114 +30,32 @@ __all__ = ["GradientBuffer"]
 # Looked up for every gradient.
 _GRAD: Any = torch._C.TensorBase.grad
 _get_grad, _set_grad = _GRAD.__get__, _GRAD.__set__
+_LAYOUT: Any = torch._C.TensorBase.layout
+_get_layout = _LAYOUT.__get__
 _STRIDED = torch.strided
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_plainly: Any = torch._C._disabled_torch_function_impl
 
 
-class GradientBuffer:
-    """The gradients of one parameter group.
-
-    Args:
-        main_weight: the group's main weights; gradients share its plan and mesh.
-        faces: the parameters.
-
-    Attributes:
-        binding: ``main_grad``, and what the parameters show of it.
-        packed: receives autograd's gradients; ``main_grad`` itself where gradients rest as whole partial sums, which
-            are accumulated in place and reduced once, at the end.
-        reduction: the way from the one to the other.
-        divisor: the sum over ranks is divided by it. task: autograd's number of the backward that entered the unit.
-        unit: the name of the unit. num_arrived: how many parameters got a gradient since ``close``.
-    """
+class GradientBuffer(PackedGradients):
+    """The gradients of one parameter group; ``PackedGradients`` says what they lie in."""
 
     def __init__(self, main_weight: DBuffer, spec: GradientSpec, faces: Faces) -> None:
-        self.divisor = spec.divisor
-        self.unit = ""
-        self.task = -1
-        self.num_arrived = 0
-        self._spec, self._template, self._faces = spec, main_weight, faces
+        super().__init__(main_weight, spec, faces)
         self._observer: weakref.ref[Unit] | None = None
-        self._is_begun = self._copies = False
-        self._num_expected = 0
+        # Whether the backward under way brought anything; hooks of gradients have the list itself.
+        self._begun = faces.begun
+        self._copies = False
         # The last backward that brought gradients, by the schedule's count.
         self._backward = 0
-        size = len(faces.sharded)
-        self._arrived, self._filled = bytearray(size), bytearray(size)
-        # Parameters of which a product was added since their last arrival.
-        self._multiplied = bytearray(size)
+        self._filled = bytearray(len(self._views))
         self._tickets: list[Ticket] = []
-        self._make_buffers()
-        self._views = [self.packed.get_local_tensor(index) for index in range(size)]
-        self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
-        if self.rests_partial:
-            self.binding.gaps = self._gaps
-        self._small = SmallGradients(self._views)
-        self._turns = turns(spec.device)
-        self._trained = self.binding.trained
-        if not self.rests_partial:
-            self.packed.release_storage()
-        self.reduction.release()
-        self.binding.let_go()
         if spec.fuses_weight_gradients:
             is_wide = spec.fuses_weight_gradients == "wide"
             offer_products(faces.gathered, self._views, self, is_wide=is_wide)
 
-    def _make_buffers(self) -> None:
-        spec, placements = self._spec, self._spec.placements
-        partial: tuple[BufferPlacement, ...] = tuple(Partial("sum") for _ in placements.gradient)
-        self.rests_partial = placements.gradient == partial
-        main_grad = self._buffer(placements.gradient, spec.main_dtype, "main_grad", self._template.device)
-        self.packed = reduced = final = main_grad
-        if not self.rests_partial:
-            self.packed = self._buffer(partial, spec.reduce_dtype, "packed gradients", spec.device)
-            if spec.accumulate_dtype is None:
-                reduced = self.packed.slice_view(placements.gradient)
-            else:
-                reduced = self._buffer(placements.gradient, spec.accumulate_dtype, "reduced gradients", spec.device)
-        if placements.gradient != placements.optimizer:
-            final = main_grad.slice_view(placements.optimizer)
-        self.binding = GradBinding(main_grad, final, self._faces, self._template.dtype)
-        # Memory of the host is plentiful, and pages that a GPU writes are slow to come by.
-        self.binding.keeps = spec.is_offloaded
-        self.reduction = Reduction(
-            self.packed, reduced, main_grad, final, is_offloaded=spec.is_offloaded, is_pinned=spec.is_pinned
-        )
-
-    def _buffer(
-        self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, what: str, device: torch.device
-    ) -> DBuffer:
-        like, pinned = self._template, self._spec.is_pinned and device.type == "cpu"
-        return DBuffer.from_plan(like.plan, like.mesh, placements, dtype, device, name=what, pin_memory=pinned)
-
-    def rename(self, name: str) -> None:
-        """Take another unit name, for messages."""
-        self.unit, self.binding.name = name, f"unit {name!r}"
-        self.packed.rename(f"unit {name!r}: packed gradients")
-        self.main_grad.rename(f"unit {name!r}: main_grad")
-
-    def keep(self, keeps: bool) -> None:
-        """Have the memory of what comes with gradients all the time, or while there are any."""
-        self.binding.keep(keeps)
-        self.reduction.keep(keeps)
-
     def observe(self, observer: Unit) -> None:
         """Report to ``observer``, which is referred to weakly."""
         self._observer = weakref.ref(observer)
-
-    @property
-    def main_grad(self) -> DBuffer:
-        """The accumulator, at the gradients' placement."""
-        return self.binding.main_grad
-
-    @property
-    def num_trained(self) -> int:
-        """Of how many parameters a gradient is expected in each backward."""
-        return sum(self._trained)
-
-    @property
-    def rests_final(self) -> bool:
-        """Whether each microbatch's reduction gives what the optimizer reads: no axis is left to reduce at the end."""
-        return self.binding.final is self.main_grad and not self.rests_partial
 
     @property
     def is_filled(self) -> bool:
@@ -145,45 +65,65 @@ class GradientBuffer:
     # ------------------------------------------------------------------ receive
 
     def receive(self, index: int, parameter: torch.Tensor) -> None:
-        """Take over ``parameter.grad``: add it to the packed buffer and drop autograd's copy.
+        """Take notice of ``parameter.grad``, when autograd has added up what one graph brings.
 
-        It is None where autograd has none, or all of it came as products.
+        A small one stays there until ``close``, to be copied with the others in one call; a larger one is packed at
+        once, so that autograd's memory is free. It is None where autograd has none, or all of it came as products.
         """
         gradient = _get_grad(parameter)
+        if gradient is None:
+            return
         _set_grad(parameter, None)
         if self._turns is not None:
-            self._turns.take(self._small.pack)
-        if gradient is not None:
-            if not self._is_begun:
-                self._begin_once()
-            if not self._trained[index]:
-                return
-            if self._copies and not self._filled[index] and gradient.layout is _STRIDED:
-                self._small.copy(index, gradient)
-            else:
-                self._add(index, gradient)
-            self._filled[index] = 1
-        elif not self._multiplied[index]:
-            if not parameter.requires_grad:
-                self._follow_freezing()
-            return
-        self._multiplied[index] = self.binding.missing[index] = 0
-        is_first = not self.num_arrived
-        # One from a backward inside of it, by reentrant checkpointing, need not be all of the gradient.
-        if not self._arrived[index] and self.task == _graph_task():
-            self._arrived[index] = 1
-            self.num_arrived += 1
-        # Only the first and the last of a backward mean anything to the schedule.
-        if is_first or self.num_arrived == self._num_expected:
-            self._report()
+            self._turns.take(self._pack_waiting)
+        self._begin_once()
+        if self._waits[index]:
+            _set_grad(parameter, gradient)
+        else:
+            self._pack(index, gradient)
 
-    def _report(self) -> None:
-        observer = self._observer() if self._observer is not None else None
-        if observer is not None:
-            observer.gradient_arrived()
+    def _pack(self, index: int, gradient: torch.Tensor) -> None:
+        if not self._trained[index]:
+            return
+        if self._copies and not self._filled[index] and gradient.layout is _STRIDED:
+            self._views[index].copy_(gradient)
+        else:
+            self._add(index, gradient)
+        self._filled[index], self.binding.missing[index] = 1, 0
+
+    def _pack_waiting(self) -> None:
+        """Take over the small gradients that are there."""
+        if not self._begun[0]:
+            return
+        gradients = _plainly(list, (), (map(_get_grad, self._waiting_faces),))
+        are_there = bytearray(map(operator.is_not, gradients, repeat(None)))
+        if 1 not in are_there:
+            return
+        self._drop_waiting()
+        if self._copies and 0 not in are_there and self._are_new(self._waiting, gradients):
+            torch._foreach_copy_(self._waiting_views, gradients)
+            if len(self._waiting) == len(self._views):
+                self._filled, self.binding.missing = bytearray(b"\1" * len(self._views)), bytearray(len(self._views))
+            else:
+                for index in self._waiting:
+                    self._filled[index], self.binding.missing[index] = 1, 0
+            return
+        for index, gradient in zip(self._waiting, gradients, strict=True):
+            if gradient is not None:
+                self._pack(index, gradient)
+
+    def _are_new(self, indices: list[int], gradients: list[torch.Tensor]) -> bool:
+        """Whether gradients of these parameters are plain and the first ones of parameters that are trained."""
+        return (
+            set(map(_get_layout, gradients)) == {_STRIDED}
+            and not any(map(self._filled.__getitem__, indices))
+            and all(map(self._trained.__getitem__, indices))
+        )
+
+    def _drop_waiting(self) -> None:
+        _plainly(deque, (), (map(_set_grad, self._waiting_faces, repeat(None)), 0))
 
     def _add(self, index: int, gradient: torch.Tensor) -> None:
-        self._small.pack()
         gradient = self._faces.local_gradient(index, gradient)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
@@ -194,25 +134,25 @@ class GradientBuffer:
         return math.frexp(self._pack_scale)[0] == 0.5
 
     def receive_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add ``left @ right`` to the packed gradient of a parameter; ``receive`` says when all of it is there."""
+        """Add ``left @ right`` to the packed gradient of a parameter."""
         if self._turns is not None:
-            self._turns.take(self._small.pack)
+            self._turns.take(self._pack_waiting)
         self._begin_once()
-        if not self._trained[index]:
-            return
-        self._small.pack()
-        add_product(left, right, self._views[index], scale=self._pack_scale, overwrite=not self._filled[index])
-        self._filled[index] = self._multiplied[index] = 1
+        if self._trained[index]:
+            add_product(left, right, self._views[index], scale=self._pack_scale, overwrite=not self._filled[index])
+            self._filled[index], self.binding.missing[index] = 1, 0
 
     def _begin_once(self) -> None:
-        if self._is_begun:
+        if self._begun[0]:
             return
         self._follow_freezing()
         if 1 in self._trained:
-            self._is_begun = True
-            self._num_expected = self.num_trained
+            self._begun[0] = True
             self._copies = self._pack_scale == 1.0 and not self._faces.has_splits
             self._begin()
+            observer = self._observer() if self._observer is not None else None
+            if observer is not None:
+                observer.backward.gradient_arrived(observer)
 
     def _follow_freezing(self) -> None:
         """Take notice of parameters that were frozen since forward, which accumulate nothing as in any model."""
@@ -222,7 +162,6 @@ class GradientBuffer:
             self._trained[index] = 0
         observer = self._observer() if frozen and self._observer is not None else None
         if observer is not None:
-            self._num_expected = self.num_trained
             observer.follow_gradients()
 
     def _begin(self) -> None:
@@ -267,14 +206,12 @@ class GradientBuffer:
             Whether ``reduce`` is to be called now.
         """
         if self._turns is not None:
-            self._turns.take(self._small.pack)
-        self._small.pack()
-        num_arrived, self.num_arrived = self.num_arrived, 0
-        self._arrived = bytearray(len(self._views))
-        self._is_begun = False
+            self._turns.take(self._pack_waiting)
+        self._pack_waiting()
+        has_begun, self._begun[0] = self._begun[0], False
         if not reduce and not self.rests_partial:
             return False
-        if not num_arrived and not self.is_filled:
+        if not has_begun and not self.is_filled:
             self._follow_freezing()
             if 1 not in self._trained:
                 return False
@@ -355,11 +292,9 @@ class GradientBuffer:
 
     def _drop(self) -> None:
         self.wait()
-        self._small.drop()
-        size = len(self._views)
-        self._arrived, self._filled, self._multiplied = bytearray(size), bytearray(size), bytearray(size)
-        self.num_arrived = 0
-        self._is_begun = False
+        self._drop_waiting()
+        self._filled = bytearray(len(self._views))
+        self._begun[0] = False
         if not self.rests_partial:
             self.packed.release_storage()
         self.binding.drop()

@@ -44,11 +44,11 @@ def _before_forward(
     if unit is unit.schedule.root:
         unit.trees[id(module)].check(module, lambda: units_below(module))
     if _innermost_transform() is None:
-        _gather(unit, module)
+        _gather(unit, module, (args, kwargs))
     else:
         # A transform of torch.func would wrap buffers and what collectives return.
         with temporarily_clear_interpreter_stack():
-            _gather(unit, module)
+            _gather(unit, module, ())
     policy = unit.policy
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         cast = caster(policy.param_dtype)
@@ -56,12 +56,12 @@ def _before_forward(
     return None
 
 
-def _gather(unit: Unit, module: nn.Module) -> None:
+def _gather(unit: Unit, module: nn.Module, given: Any) -> None:
     if is_in_backward():
         unit.backward.before_recomputation(unit, module)
     else:
         unit.backward.recover()
-        unit.schedule.before_forward(unit, module)
+        unit.schedule.before_forward(unit, module, given)
 
 
 @_disable_dynamo

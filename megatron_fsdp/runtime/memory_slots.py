@@ -52,9 +52,14 @@ class SlotChoice:
 
 
 class BufferPools:
-    """The pools of one root: units that ask for the same kind of slots share them."""
+    """The pools of one root: units that ask for the same kind of slots share them.
+
+    Attributes:
+        planned: those that plan ahead, which are told at the end of each backward.
+    """
 
     def __init__(self) -> None:
+        self.planned: list[ArenaPool] = []
         self._pools: dict[tuple[object, ...], SlotPool] = {}
 
     def get(
@@ -82,16 +87,12 @@ class BufferPools:
         key = ("all" if choice.sizing == "static" and group is None else use, choice, device, group)
         if key not in self._pools:
             allocate = None if group is None else _allocator(choice.source, device, group)
-            is_static = choice.sizing == "static"
-            pool = ArenaPool(device, allocate) if is_static else SlotPool(device, choice.sizing, allocate)
-            self._pools[key] = pool
+            if choice.sizing == "static":
+                self.planned.append(ArenaPool(device, allocate))
+                self._pools[key] = self.planned[-1]
+            else:
+                self._pools[key] = SlotPool(device, choice.sizing, allocate)
         return self._pools[key]
-
-    def settle(self) -> None:
-        """Let pools that plan ahead do so: a step is over."""
-        for pool in self._pools.values():
-            if isinstance(pool, ArenaPool):
-                pool.settle()
 
 
 def place_in_slots(group: ParameterGroup, pools: BufferPools | None, choice: SlotChoice, weights: SlotChoice) -> None:

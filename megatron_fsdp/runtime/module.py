@@ -234,12 +234,15 @@ class FsdpModule:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters; also of those that are gathered now, which show no gradient."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]  # of nn.Module, which comes next in every class of ours
         unit = unit_of(self)
         for each in (unit, *alive(unit.inner)):
             for group in each.groups:
-                if group.weight_state is WeightState.UNSHARDED:
+                if set_to_none and group.gradients is not None and (each is not unit or len(unit.modules) == 1):
+                    # In one pass, before nn.Module asks each of them.
+                    group.gradients.binding.clear()
+                elif group.weight_state is WeightState.UNSHARDED:
                     _zero_grad(group.faces.sharded, set_to_none=set_to_none)
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # of nn.Module, which comes next in every class of ours
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept FSDP2's switch: gathers are always asynchronous, whether or not somebody prefetches."""

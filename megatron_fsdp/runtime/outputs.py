@@ -8,18 +8,20 @@ with weights of their own are looked through for tensors that the call made (doc
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.runtime.fused_linear import FusedLinear, is_recorded_plainly
 from megatron_fsdp.runtime.pytree import PLAIN_VALUES, iterate_tensors, members_of
 from megatron_fsdp.runtime.unit import Call, Unit, watchers
 
-__all__ = ["Attributes", "watch_given", "watch_made", "watch_output", "watch_readers"]
+__all__ = ["Attributes", "watch_given", "watch_inputs", "watch_made", "watch_output", "watch_readers"]
 
 # Attributes of every module, and ours.
 _INERT = frozenset((*vars(nn.Module()), "_fsdp_unit"))
@@ -50,6 +52,20 @@ def watch_given(call: Call, args: Iterable[Any]) -> None:
         if not isinstance(value, torch.Tensor) and type(value) not in PLAIN_VALUES:
             for tensor in _kept(value, 0):
                 watch_made(call, tensor)
+
+
+def watch_inputs(call: Call, given: Any) -> None:
+    """Tell backward that it has gone through ``call`` when it reaches any tensor that was computed for it."""
+    leave = functools.partial(_leave, weakref.ref(call))
+    for tensor in tree_leaves(given):
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+            tensor.register_hook(leave)
+
+
+def _leave(reference: weakref.ref[Call], gradient: torch.Tensor) -> None:
+    call = reference()
+    if call is not None:
+        call.unit.backward.after_call(call)
 
 
 class Attributes:

@@ -25,11 +25,12 @@ from dbuffer.events import listeners, tell
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.freshness import STALE, mark_gathered, mark_replaced
-from megatron_fsdp.runtime.gathered_weight import GatheredWeight, Place, let_read, refuse_reads, refuse_uncounted
+from megatron_fsdp.runtime.gathered_weight import GatheredWeight, Place, ReleasedWeight, refuse_uncounted
+from megatron_fsdp.runtime.lanes import turns
 from megatron_fsdp.runtime.read_guard import ReadGuard
 
 if TYPE_CHECKING:
-    from megatron_fsdp.runtime.parameter_group import ParameterGroup
+    from megatron_fsdp.runtime.group_parts import GroupParts
 
 __all__ = [
     "Faces",
@@ -45,6 +46,9 @@ _REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 _requires_grad = _REQUIRES_GRAD.__get__
 
 _plainly: Any = torch._C._disabled_torch_function_impl
+
+# Gradients of so few elements are copied together: one copy costs a launch as that of many does.
+_SMALL_NUMEL = 1 << 14
 
 
 class Faces:
@@ -63,7 +67,7 @@ class Faces:
         owned: Sequence[OwnedParameter],
         main_weight: DBuffer,
         gathered: DBuffer,
-        receiver: ParameterGroup,
+        receiver: GroupParts,
         known: Sequence[nn.Parameter] = (),
     ) -> None:
         self._owned = tuple(owned)
@@ -79,6 +83,9 @@ class Faces:
         self._versions = self._guard.current()
         self._refuse_hooks()
         self._follow_locals()
+        # Whether the backward under way brought gradients, by which hooks of small ones see that nothing is to be done.
+        self.begun = [False]
+        self.waits = bytearray(int(face.numel() <= _SMALL_NUMEL) for face in self.gathered)
         self._listening = bytearray(len(owned))
         self._required = [False] * len(owned)
         self._num_flags_set = -1
@@ -144,12 +151,14 @@ class Faces:
             is_unchanged: ``changed_in_place`` has just found no change.
         """
         self._guard.forbid(self._versions if is_unchanged else None)
-        refuse_reads(self._guarded)
+        for weight in self._guarded:
+            weight.__class__ = ReleasedWeight
 
     def brought_back(self) -> None:
         """Allow reads of the gathered weights again."""
         self._guard.allow()
-        let_read(self._guarded)
+        for weight in self._guarded:
+            weight.__class__ = GatheredWeight
 
     def changed_in_place(self) -> int | None:
         """Return which gathered weight an operator that PyTorch counts has changed, None for none."""
@@ -216,7 +225,10 @@ class Faces:
         self._required[index] = requires_grad
         if requires_grad and not self._listening[index]:
             self._listening[index] = 1
-            torch.Tensor.register_post_accumulate_grad_hook(used, _gradient_hook(self._receiver, index))  # type: ignore[no-untyped-call]  # torch's stub
+            # Streams take turns: there each one has to be seen.
+            can_wait = self.waits[index] and turns(used.device) is None
+            hook = _gradient_hook(self._receiver, index, self.begun if can_wait else [False])
+            torch.Tensor.register_post_accumulate_grad_hook(used, hook)  # type: ignore[no-untyped-call]  # torch's stub
 
     def name_of(self, index: int) -> str:
         """Return the name of a parameter within its unit."""
@@ -367,8 +379,10 @@ def _touched_slices(value: torch.Tensor, template: FlatDTensor) -> torch.Tensor 
     return own_rows(value.to_local().detach(), ragged, template.distribution.rows)
 
 
-def _gradient_hook(receiver: weakref.ref[ParameterGroup], index: int) -> Callable[[torch.Tensor], None]:
+def _gradient_hook(receiver: weakref.ref[GroupParts], index: int, begun: list[bool]) -> Callable[[torch.Tensor], None]:
     def receive(parameter: torch.Tensor) -> None:
+        if begun[0] and not listeners:
+            return
         owner = receiver()
         gradients = None if owner is None else owner.gradients
         if gradients is not None:

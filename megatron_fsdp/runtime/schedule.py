@@ -18,11 +18,14 @@ from megatron_fsdp.runtime.agreement import FirstUse
 from megatron_fsdp.runtime.forward_order import ForwardOrder
 from megatron_fsdp.runtime.lanes import wait_for_event
 from megatron_fsdp.runtime.memory_slots import BufferPools
-from megatron_fsdp.runtime.outputs import Attributes, watch_given, watch_made, watch_output
+from megatron_fsdp.runtime.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
 from megatron_fsdp.runtime.parameter_group import WeightState, start_gathers
 from megatron_fsdp.runtime.unit import Call, Unit, is_in_backward
 
 __all__ = ["Schedule"]
+
+_NOBODY: weakref.ref[Any] = weakref.ref(set())
+"""A reference to no unit."""
 
 
 class Schedule:
@@ -42,14 +45,14 @@ class Schedule:
         # Weak: a circle would keep slots until the garbage collector comes.
         self.first_use = FirstUse(weakref.WeakMethod(self._served))
         self._units: list[weakref.ref[Unit]] = []
-        self._root: weakref.ref[Unit] | None = None
+        self._root: weakref.ref[Unit] = _NOBODY
         self._clock = 0
         self._order = ForwardOrder()
         # By the identity of units' modules, which are never replaced.
         self._kept: dict[int, Attributes] = {}
         # The unit that forward left last, whose weights stay until the next one is needed: backward may be next.
-        self._lingering: weakref.ref[Unit] | None = None
-        self._ahead: weakref.ref[Unit] | None = None
+        self._lingering: weakref.ref[Unit] = _NOBODY
+        self._ahead: weakref.ref[Unit] = _NOBODY
 
     def adopt(self, root: Unit, units: Iterable[Unit]) -> None:
         """Serve ``units``, of which ``root`` is the outermost."""
@@ -61,7 +64,7 @@ class Schedule:
     @property
     def root(self) -> Unit | None:
         """The outermost unit."""
-        return self._root() if self._root is not None else None
+        return self._root()
 
     def units(self) -> Iterator[Unit]:
         """Yield the units served, in the order in which the root's modules are registered."""
@@ -92,7 +95,8 @@ class Schedule:
         """
         if unit is None or not unit.has_state(WeightState.SHARDED):
             return
-        self.first_use.before_gather(unit)
+        if not self.first_use.is_over:
+            self.first_use.before_gather(unit)
         tell("gather", unit)
         for group in unit.groups:
             # No counter shows a change through .data or by a foreach operator (clipped or averaged weights), so before
@@ -103,7 +107,7 @@ class Schedule:
 
     def gather_ahead(self, unit: Unit | None, *, check: bool) -> None:
         """Start a predicted gather, unless the last one predicted is still unused: memory is for one unit ahead."""
-        ahead = self._ahead() if self._ahead is not None else None
+        ahead = self._ahead()
         if unit is not None and (ahead is None or not ahead.has_state(WeightState.GATHERING)):
             self.start_gather(unit, check=check)
             self._ahead = unit.reference
@@ -143,8 +147,12 @@ class Schedule:
 
     # ------------------------------------------------------------------ forward
 
-    def before_forward(self, unit: Unit, module: nn.Module) -> None:
-        """Gather the unit for its forward, and start the gather of the unit that followed it last time."""
+    def before_forward(self, unit: Unit, module: nn.Module, given: Any) -> None:
+        """Gather the unit for its forward, and start the gather of the unit that followed it last time.
+
+        Args:
+            given: to the module, tensors in any structure.
+        """
         if unit is self.root and not unit.awaits(module):
             self._start_pass()
         if not self.open_call(unit, module):
@@ -157,6 +165,9 @@ class Schedule:
         unit.follow_requires_grad()
         self.unshard(unit, check=True)
         self._order.visit(unit)
+        if not self.trail and unit.open_call is not None and torch.is_grad_enabled():
+            # No other unit's outputs tell when backward is through with this one.
+            watch_inputs(unit.open_call, given)
         if unit.forward_prefetch:
             for reference in unit.forward_prefetch:
                 self.start_gather(reference(), check=True)
@@ -221,7 +232,7 @@ class Schedule:
             self.reshard(unit, keep_part=torch.is_grad_enabled())
 
     def _release_lingering(self, unit: Unit) -> None:
-        lingering, self._lingering = self._lingering() if self._lingering is not None else None, None
+        lingering, self._lingering = self._lingering(), _NOBODY
         if lingering is not None and lingering is not unit and lingering.open_call is None:
             self.reshard(lingering)
 
@@ -240,10 +251,9 @@ class Schedule:
             if unit.open_call is not None:
                 self._close_call(unit, unit.open_call)
         # Reshard what a wrong prediction or an exception left gathered, and without a backward the last one too.
-        last = self._lingering() if self._lingering is not None and torch.is_grad_enabled() else None
+        last = self._lingering() if torch.is_grad_enabled() else None
         awaited = last if last is not None and any(last.outstanding_calls()) else None
         for unit in self.units():
-            unit.open_call = None
             if unit is not awaited and not unit.is_sharded and self.reshards_after_forward(unit):
                 self.reshard(unit, keep_part=torch.is_grad_enabled())
         if awaited is not None:
@@ -252,7 +262,7 @@ class Schedule:
 
     def end_backward(self) -> None:
         """Release what backward has gathered, and what it need not have kept."""
-        self._lingering = None
+        self._lingering = _NOBODY
         for unit in self.units():
             if unit.reshard_after_backward or unit.has_state(WeightState.GATHERING):
                 self.reshard(unit)

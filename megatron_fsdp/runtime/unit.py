@@ -70,6 +70,7 @@ class Unit(StateNames):
 
     Attributes:
         name: path of the (first) module below the root, for messages.
+        reference: weak, for whoever must not keep the unit alive.
         groups: the parameter groups; empty for a module without parameters of its own.
         reshard_after_forward: as asked; None means when the next unit runs, but not for the root. Groups that keep a
             part for backward know it themselves.
@@ -88,6 +89,7 @@ class Unit(StateNames):
         policy: MixedPrecisionPolicy,
     ) -> None:
         self.name = name
+        self.reference: weakref.ref[Unit] = weakref.ref(self)
         self.groups = tuple(groups)
         for group in self.groups:
             group.unit = id(self)
@@ -228,11 +230,6 @@ class Unit(StateNames):
         return False
 
     @property
-    def reference(self) -> weakref.ref[Unit]:
-        """A weak reference to the unit, for whoever it must not be kept alive by."""
-        return weakref.ref(self)
-
-    @property
     def is_unsharded(self) -> bool:
         """Whether compute may use all of its weights."""
         for group in self.groups:  # noqa: SIM110  # asked for every operator that reads weights
@@ -248,11 +245,6 @@ class Unit(StateNames):
                 return False
         return True
 
-    @property
-    def num_arrived(self) -> int:
-        """How many of its parameters got a gradient in this backward."""
-        return sum(buffer.num_arrived for buffer in self.gradients)
-
     def outstanding_calls(self) -> Iterator[Call]:
         """Yield the forward calls whose backward may still come, oldest first."""
         alive = [(reference, call) for reference in self.calls if (call := reference()) is not None]
@@ -264,21 +256,10 @@ class Unit(StateNames):
         """Return when the oldest call began whose backward may still come, 0 where there is none."""
         return min((call.begin for call in self.outstanding_calls()), default=0)
 
-    def enter(self, call: Call) -> None:
-        """Take notice that backward has reached an output of a call."""
-        self.expect(call)
-        task = torch._C._current_graph_task_id()
-        for buffer in self.gradients:
-            buffer.task = task
-
     def begin_backward(self, *, packs: bool) -> int:
         """Tell who drives backward that one is under way, and return its number."""
         self.backward.begin(packs=packs)
         return self.backward.number
-
-    def gradient_arrived(self) -> None:
-        """Tell who drives backward that the first, or the last, gradient of this one is packed."""
-        self.backward.gradient_arrived(self)
 
     def encloses(self, other: Unit) -> bool:
         """Whether a module of ``other`` lies below one of this unit's."""
@@ -290,19 +271,6 @@ class Unit(StateNames):
             for child in module.modules()
         )
 
-    def awaits_inner(self, closed: set[int]) -> bool:
-        """Whether a unit inside of this one may still be reduced in this backward.
-
-        Its reduction comes first then, on every rank: where this unit's last gradient arrives depends on which of its
-        parameters a rank uses.
-        """
-        return any(
-            id(other) not in closed
-            and bool(other.num_gradients)
-            and (any(other.outstanding_calls()) or other.num_arrived)
-            for other in alive(self.inner)
-        )
-
     def forget(self, backward: int) -> None:
         """Expect no further backward of the calls entered in the given one; a retained graph may bring it anyway."""
         self.calls = [
@@ -311,9 +279,10 @@ class Unit(StateNames):
 
     def expect(self, call: Call) -> None:
         """Expect a backward of ``call``, as long as the hooks on its outputs keep it alive."""
-        if not any(reference() is call for reference in self.calls):
+        if all(reference() is not call for reference in self.calls):
             self.calls.append(weakref.ref(call))
-            self.calls.sort(key=_begin)
+            if len(self.calls) > 1:
+                self.calls.sort(key=_begin)
 
     def rename(self, name: str) -> None:
         """Take the name that the unit has below a (new) root."""

@@ -308,7 +308,6 @@ def killed(mutant: Mutant, name: str) -> list[str]:
         ("without `self._stream.wait_stream(stream)`", "slots largest, prefetch lists"),
         ("without `stream.wait_event(self._event)`", "unshard by hand"),
         ("without `self._event.synchronize()`", "offload, optim_grads_params, fp32, no_sync"),
-        ("without `leave()`", "two streams, large, multiplied"),
         ("without `each.join()`", "deleted in flight"),
     ],
 )

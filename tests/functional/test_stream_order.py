@@ -174,6 +174,29 @@ def test_gradients_of_a_branch_on_another_stream_are_packed_before_they_are_redu
     assert run_ranks(1, races_of_branches, hidden, fuses) == [[]]
 
 
+def streams_that_pack() -> list[tuple[str, int]]:
+    """The streams on which small gradients are copied, and how many each time."""
+    copied = []
+    with driven() as (double, _):
+        model = fully_shard(Branches(double, 5), mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=False))
+        buffer = groups_of(model)[0].gradients
+        assert buffer is not None
+        pack = buffer._pack
+
+        def noted(index: int, gradient: torch.Tensor) -> None:
+            copied.append(double.current().name)
+            pack(index, gradient)
+
+        buffer._pack = noted  # type: ignore[method-assign]  # for one backward
+        model(inputs(0, 0)).square().mean().backward()
+    return [(name, copied.count(name)) for name in dict.fromkeys(copied)]
+
+
+def test_small_gradients_are_copied_on_the_stream_that_made_them_before_another_has_its_turn() -> None:
+    # Those of the layer on the side, then those of the other and of the common one.
+    assert run_ranks(1, streams_that_pack) == [[("side", 2), ("compute", 4)]]
+
+
 # ---------------------------------------------------------------- no wait too many
 
 
@@ -190,8 +213,8 @@ def gathers_awaited() -> list[tuple[bool, bool]]:
 
         def look(gradient: torch.Tensor) -> None:
             gathers = double.lanes[0]
-            num_waiting = sum(group.gradients.num_arrived for group in groups_of(model) if group.gradients is not None)
-            seen.append((num_waiting > 0, double.compute.follows(gathers)))
+            are_packed = any(group.gradients.is_filled for group in groups_of(model) if group.gradients is not None)
+            seen.append((are_packed, double.compute.follows(gathers)))
 
         def watch(output: torch.Tensor) -> None:
             output.register_hook(look)

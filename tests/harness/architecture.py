@@ -20,6 +20,7 @@ FOLDER_ORDER = (
     ("dbuffer.layout", "dbuffer.gloo", "dbuffer.storage", "dbuffer.arena_pool"),
     ("dbuffer.collectives",),
     ("dbuffer.dtensor",),
+    ("dbuffer.flat_tensors",),
     ("dbuffer.buffer",),
     ("dbuffer",),
     ("megatron_fsdp.installation",),
@@ -76,7 +77,7 @@ STEP_FILES = (
     *(f"megatron_fsdp.runtime.{name}" for name in ("hooks", "schedule", "backward", "parameter_group", "gradients")),
     "dbuffer.buffer",
 )
-MAX_STEP_LINES = 1970
+MAX_STEP_LINES = 1600
 
 # What starts a process, or hands a function to ranks that are processes.
 PROCESS_NAMES = (

@@ -1,0 +1,102 @@
+"""PackedGradients: the buffers of one group's gradients, and what is known of them before any comes."""
+
+from __future__ import annotations
+
+import torch
+
+from dbuffer import DBuffer, Partial
+from dbuffer.placements import BufferPlacement
+from megatron_fsdp.runtime.grad_binding import GradBinding
+from megatron_fsdp.runtime.lanes import turns
+from megatron_fsdp.runtime.parameters import Faces
+from megatron_fsdp.runtime.reduction import GradientSpec, Reduction
+
+__all__ = ["PackedGradients"]
+
+
+class PackedGradients:
+    """The buffers of the gradients of one parameter group.
+
+    Args:
+        main_weight: the group's main weights; gradients share its plan and mesh.
+        faces: the parameters.
+
+    Attributes:
+        binding: ``main_grad``, and what the parameters show of it.
+        packed: receives autograd's gradients; ``main_grad`` itself where gradients rest as whole partial sums, which
+            are accumulated in place and reduced once, at the end.
+        rests_partial: whether they do.
+        rests_final: whether each microbatch's reduction gives what the optimizer reads: no axis is left to reduce at
+            the end.
+        reduction: the way from packed gradients to ``main_grad``.
+        divisor: the sum over ranks is divided by it. unit: the name of the unit.
+    """
+
+    def __init__(self, main_weight: DBuffer, spec: GradientSpec, faces: Faces) -> None:
+        self.divisor = spec.divisor
+        self.unit = ""
+        self._spec, self._template, self._faces = spec, main_weight, faces
+        self._make_buffers()
+        self._views = [self.packed.get_local_tensor(index) for index in range(len(faces.sharded))]
+        self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
+        if self.rests_partial:
+            self.binding.gaps = self._gaps
+        self._turns = turns(spec.device)
+        self._waits = faces.waits
+        self._waiting = [index for index, waits in enumerate(faces.waits) if waits]
+        self._waiting_faces = [faces.gathered[index] for index in self._waiting]
+        self._waiting_views = [self._views[index] for index in self._waiting]
+        self._trained = self.binding.trained
+        if not self.rests_partial:
+            self.packed.release_storage()
+        self.reduction.release()
+        self.binding.let_go()
+
+    def _make_buffers(self) -> None:
+        spec, placements = self._spec, self._spec.placements
+        partial: tuple[BufferPlacement, ...] = tuple(Partial("sum") for _ in placements.gradient)
+        self.rests_partial = placements.gradient == partial
+        main_grad = self._buffer(placements.gradient, spec.main_dtype, "main_grad", self._template.device)
+        self.packed = reduced = final = main_grad
+        if not self.rests_partial:
+            self.packed = self._buffer(partial, spec.reduce_dtype, "packed gradients", spec.device)
+            if spec.accumulate_dtype is None:
+                reduced = self.packed.slice_view(placements.gradient)
+            else:
+                reduced = self._buffer(placements.gradient, spec.accumulate_dtype, "reduced gradients", spec.device)
+        if placements.gradient != placements.optimizer:
+            final = main_grad.slice_view(placements.optimizer)
+        self.rests_final = final is main_grad and not self.rests_partial
+        self.binding = GradBinding(main_grad, final, self._faces, self._template.dtype)
+        # Memory of the host is plentiful, and pages that a GPU writes are slow to come by.
+        self.binding.keeps = spec.is_offloaded
+        self.reduction = Reduction(
+            self.packed, reduced, main_grad, final, is_offloaded=spec.is_offloaded, is_pinned=spec.is_pinned
+        )
+
+    def _buffer(
+        self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, what: str, device: torch.device
+    ) -> DBuffer:
+        like, pinned = self._template, self._spec.is_pinned and device.type == "cpu"
+        return DBuffer.from_plan(like.plan, like.mesh, placements, dtype, device, name=what, pin_memory=pinned)
+
+    def rename(self, name: str) -> None:
+        """Take another unit name, for messages."""
+        self.unit, self.binding.name = name, f"unit {name!r}"
+        self.packed.rename(f"unit {name!r}: packed gradients")
+        self.main_grad.rename(f"unit {name!r}: main_grad")
+
+    def keep(self, keeps: bool) -> None:
+        """Have the memory of what comes with gradients all the time, or while there are any."""
+        self.binding.keep(keeps)
+        self.reduction.keep(keeps)
+
+    @property
+    def main_grad(self) -> DBuffer:
+        """The accumulator, at the gradients' placement."""
+        return self.binding.main_grad
+
+    @property
+    def num_trained(self) -> int:
+        """Of how many parameters a gradient is expected in each backward."""
+        return sum(self._trained)
