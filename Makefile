@@ -23,6 +23,8 @@ TEST_JOBS ?= 3
 TEST_ARGS ?=
 # A rank is a process here, and a thread pool in each would only fight over the cores.
 export OMP_NUM_THREADS ?= 1
+# Each process of a run imports the tests, and most of their files take longer to compile than to run.
+unexport PYTHONDONTWRITEBYTECODE
 
 # A file's tests share fixtures and runs, so they stay in one process; tests/conftest.py says which files begin.
 PARALLEL := $(if $(filter-out 0 1,$(TEST_JOBS)),--numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder)

@@ -17,6 +17,7 @@ from megatron_fsdp import FsdpModule, explain, fully_shard, fully_shard_optimize
 from tests.functional import test_slots
 from tests.functional.test_slots import HIDDEN_SIZES, Setting, ShuffledStack, build
 from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Stack, inputs
 
 STEPS = 4
@@ -85,7 +86,7 @@ def train_both(name: str) -> tuple[Run, Run]:
 
 
 STATIC = [name for name in SETTINGS if name != "another order each time"]
-NIGHTLY = ("bf16 reduced in fp32", "sharded gradients", "checkpointing")
+NIGHTLY = ("bf16 reduced in fp32", "sharded gradients", "checkpointing", "replicas of shards")
 
 
 @pytest.fixture(scope="module", params=[pytest.param(n, marks=pytest.mark.slow) if n in NIGHTLY else n for n in STATIC])
@@ -235,7 +236,10 @@ def use_both(name: str) -> tuple[list[list[float]], list[list[float]], list[int]
     return found[0], found[1], allocations
 
 
-@pytest.mark.parametrize("name", USES)
+QUICK_USES = ("evaluation_between", "two_models_in_one_backward", "exception_in_backward", "layers_left_out")
+
+
+@pytest.mark.parametrize("name", nightly_but(QUICK_USES, USES))
 def test_other_uses_give_the_same_numbers_and_allocate_nothing_in_the_end(name: str) -> None:
     for plain, arena, allocations in run_ranks(2, use_both, name):
         assert arena == plain

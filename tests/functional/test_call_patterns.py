@@ -11,17 +11,12 @@ from torch import nn
 from dbuffer import guard_released_storage, observe_collectives
 from megatron_fsdp import StateError, fully_shard
 from tests.harness import run_ranks
-from tests.harness.models import WIDTH, Block, Stack, inputs
+from tests.harness.models import WIDTH, Block, Stack, inputs, squared
 from tests.harness.oracle import Case, Comparison, compare, shard_each
 
 
 def three_blocks() -> nn.Module:
     return Stack(Block(), Block(hidden=1), Block(hidden=17))
-
-
-def squared(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(rank, step))
-    return output.square().mean()
 
 
 def shard_without_root(model: nn.Module) -> None:

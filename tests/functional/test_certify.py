@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from megatron_fsdp.certify.certificate import Certificate, Certification, certif
 from megatron_fsdp.certify.host_order import order_findings
 from megatron_fsdp.certify.matrix import Run, idle_places, run_matrix, run_on_rank
 from megatron_fsdp.certify.mutants import EQUIVALENT, MODULES, OPEN, Mutant, applied, mutants, survey
+from megatron_fsdp.cli import certify as command
 from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 from tests.harness.models import inputs, three_blocks, world_mesh
 from tests.harness.oracle import shard_each
 
@@ -271,8 +274,13 @@ def test_two_steps_of_a_job_are_certified_and_it_goes_on(has_sync: bool) -> None
 # ---------------------------------------------------------------- the command
 
 
-def test_the_command_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("starts_processes", nightly_but([False], [False, True]))
+def test_the_command_writes_what_it_found(
+    starts_processes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "found.json"
+    if not starts_processes:
+        monkeypatch.setattr(command, "run_matrix", partial(run_matrix, on=on_shared_ranks))
     assert main(["certify", "--case", "unshard by hand", "--json", str(path)]) == 0
     assert "1 configurations" in capsys.readouterr().out
     (row,) = json.loads(path.read_text())["configurations"]

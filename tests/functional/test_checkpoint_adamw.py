@@ -16,6 +16,7 @@ from tests.functional.checkpoint_cases import (
     train_alone,
 )
 from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 from tests.harness.models import make_model
 from tests.harness.oracle import differing, whole_state
 
@@ -46,8 +47,12 @@ def load(layout: Layout, kind: str, path: str, is_fresh: bool) -> tuple[State, S
     return *then, whole_state(model)
 
 
-@pytest.mark.parametrize("is_fresh", [True, False], ids=["a fresh one", "one in use"])
-@pytest.mark.parametrize(("saver", "loader"), [("flat", "flat"), ("flat", "torch"), ("torch", "flat")])
+# Whether what loads is a fresh one; else it is in use.
+WAYS = [(*pair, fresh) for pair in (("flat", "flat"), ("flat", "torch"), ("torch", "flat")) for fresh in (True, False)]
+QUICK = [("flat", "flat", True), ("flat", "torch", False), ("torch", "flat", True)]
+
+
+@pytest.mark.parametrize(("saver", "loader", "is_fresh"), nightly_but(QUICK, WAYS))
 def test_state_goes_over_into(saver: str, loader: str, is_fresh: bool, tmp_path: Path) -> None:
     layout, path = LAYOUTS["3 ranks"], str(tmp_path / "step")
     weights, moments, later = run_ranks(3, save, layout, saver, path)[0]

@@ -14,6 +14,7 @@ from megatron_fsdp import CheckpointError, load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint import writer as checkpoint_writer
 from tests.functional.checkpoint_cases import LAYOUTS, Layout, State, full_optimizer_state, message_of, train_alone
 from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 from tests.harness.oracle import differing, whole_state
 
 
@@ -50,7 +51,9 @@ def train_while_saving(layout: Layout, path: str) -> tuple[bool, list[str], list
     return is_early and bool(changed), found, [] if handle.done else ["not done"]
 
 
-@pytest.mark.parametrize("name", ["3 ranks", "HSDP", "4 ranks, whole tensors, bf16", "FSDP2"])
+@pytest.mark.parametrize(
+    "name", nightly_but(["3 ranks", "HSDP"], ["3 ranks", "HSDP", "4 ranks, whole tensors, bf16", "FSDP2"])
+)
 def test_the_checkpoint_holds_the_state_of_the_call_though_training_went_on(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     for is_early, differences, complaints in run_ranks(

@@ -4,6 +4,7 @@ import os
 import pickle
 import re
 import resource
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,10 +35,17 @@ def save_one(path: str) -> State:
     return whole_state(model)
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> tuple[Path, State]:
-    path = tmp_path / "step"
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
+    path = tmp_path_factory.mktemp("whole") / "step"
     return path, run_ranks(2, save_one, str(path))[0]
+
+
+@pytest.fixture
+def saved(tmp_path: Path, saved_once: tuple[Path, State]) -> tuple[Path, State]:
+    """A checkpoint to damage, and the weights in it."""
+    path, weights = saved_once
+    return shutil.copytree(path, tmp_path / "step"), weights
 
 
 def refuse(path: str, verify: bool) -> tuple[str, list[str]]:
@@ -296,7 +304,7 @@ KILLS: dict[str, tuple[int, str, bool, int]] = {
 
 
 # Each starts ranks of its own, for they are killed.
-KILLS_EVERY_TIME = ("before it writes", "with the new one named")
+KILLS_EVERY_TIME = ("with the manifest unwritten",)
 
 
 @pytest.mark.parametrize(

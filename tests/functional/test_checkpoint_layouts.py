@@ -61,7 +61,7 @@ def load_each(layout: Layout, saved: Saved) -> dict[str, list[str]]:
 LOADED = [(name, part) for name in LAYOUTS for part in range(3)]
 
 
-@pytest.mark.parametrize(("name", "part"), nightly_but(LOADED[::6], LOADED))
+@pytest.mark.parametrize(("name", "part"), nightly_but(LOADED[::9], LOADED))
 def test_every_layouts_checkpoint_loads_bit_for_bit_on(name: str, part: int, saved: Saved) -> None:
     layout, number = LAYOUTS[name], list(LAYOUTS).index(name)
     third = {saver: found for position, (saver, found) in enumerate(saved.items()) if (position + number) % 3 == part}

@@ -71,8 +71,8 @@ def load(layout: Layout, path: str, is_fresh: bool) -> tuple[State, State, State
 @pytest.mark.parametrize(
     ("saver", "loader", "is_fresh"),
     [
-        ("3 ranks", "3 ranks", True),
-        ("3 ranks", "2 ranks, ZeRO-2", False),
+        pytest.param("3 ranks", "3 ranks", True, marks=pytest.mark.slow),
+        pytest.param("3 ranks", "2 ranks, ZeRO-2", False, marks=pytest.mark.slow),
         ("HFSDP", "3 ranks", False),
         ("3 ranks", "FP32 main weights", True),
         ("FP32 main weights", "HFSDP", True),

@@ -23,8 +23,12 @@ def run(name: str) -> tuple[Outcome, Outcome]:
     return run_both(name)
 
 
-# PyTorch goes through all layouts of operands for each of its operators: seconds where a mesh has three axes.
+# PyTorch goes through all layouts of operands for each of its operators: seconds where a mesh has three axes. Of what
+# has a twin on one axis, the one on two.
 NIGHTLY = (
+    "set_requires_gradient_sync on HSDP",
+    "set_requires_all_reduce(recurse=False)",
+    "set_is_last_backward on HSDP",
     "fully_shard(dp_mesh_dims=shard)",
     "fully_shard(dp_mesh_dims=two to shard)",
     "fully_shard(dp_mesh_dims=shard and replicate)",

@@ -102,7 +102,7 @@ def compare(kind: str, strategy: str, mesh: tuple[int, ...]) -> list[str]:
     return wrong + differing(whole_state(mine), whole_state(theirs)) + differing_state(*again)
 
 
-@pytest.mark.parametrize("kind", nightly_but(["SGD", "Adam", "Lion"], KINDS))
+@pytest.mark.parametrize("kind", nightly_but(["Adam", "Lion"], KINDS))
 def test_weights_state_and_state_dicts_equal_those_over_the_sharded_parameters_to_the_bit(kind: str) -> None:
     assert run_ranks(3, compare, kind, "optim_grads_params", (3,)) == [[]] * 3
 
@@ -110,7 +110,7 @@ def test_weights_state_and_state_dicts_equal_those_over_the_sharded_parameters_t
 LAYOUTS = [("optim_grads", (2,)), ("optim", (3,)), ("no_shard", (2,)), ("hsdp", (2, 2)), ("hfsdp", (2, 2))]
 
 
-@pytest.mark.parametrize(("strategy", "mesh"), nightly_but([("optim", (3,)), ("hfsdp", (2, 2))], LAYOUTS))
+@pytest.mark.parametrize(("strategy", "mesh"), nightly_but([("optim", (3,)), ("hsdp", (2, 2))], LAYOUTS))
 def test_every_strategy_takes_the_same_steps(strategy: str, mesh: tuple[int, ...]) -> None:
     num_ranks = torch.Size(mesh).numel()
     assert run_ranks(num_ranks, compare, "SGD", strategy, mesh) == [[]] * num_ranks

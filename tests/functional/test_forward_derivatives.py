@@ -1,6 +1,7 @@
 """Derivatives in forward mode through sharded units equal those of the whole model, whoever gathers the weights."""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.autograd import forward_ad
 
 from megatron_fsdp import fully_shard
 from tests.harness import run_ranks
+from tests.harness.grids import covering, nightly_but
 from tests.harness.models import inputs, three_blocks
 from tests.harness.oracle import whole
 
@@ -67,9 +69,10 @@ def worst_difference(name: str, is_released: bool, is_recorded: bool) -> tuple[f
     return derivatives, gradients
 
 
-@pytest.mark.parametrize("is_recorded", [True, False], ids=["", "no_grad"])
-@pytest.mark.parametrize("is_released", [True, False], ids=["released", "kept"])
-@pytest.mark.parametrize("name", WAYS)
+RUNS = list(product(WAYS, (True, False), (True, False)))
+
+
+@pytest.mark.parametrize(("name", "is_released", "is_recorded"), nightly_but(covering(RUNS), RUNS))
 def test_derivatives_along_inputs_equal_the_whole_models(name: str, is_released: bool, is_recorded: bool) -> None:
     for derivatives, gradients in run_ranks(2, worst_difference, name, is_released, is_recorded):
         assert derivatives < 1e-5

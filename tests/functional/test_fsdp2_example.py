@@ -78,7 +78,7 @@ def test_the_engine_is_chosen_in_one_import() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", nightly_but(["ours"], ENGINES))
 def test_torchrun_trains_on_two_ranks(engine: str, tmp_path: Path) -> None:
     options = ["--engine", engine, "--steps", "3", "--checkpoint", str(tmp_path)]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.utils
 import torch.distributed as dist
 from torch import nn
 
@@ -162,55 +161,3 @@ def train_in_anomaly_mode() -> Comparison:
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_anomaly_detection_finds_nothing_wrong_with_products() -> None:
     assert all(result.is_exact for result in run_ranks(2, train_in_anomaly_mode))
-
-
-# ---------------------------------------------------------------- compiled units
-
-
-def compiled(policy: MixedPrecisionPolicy) -> tuple[Comparison, int, int]:
-    """Train compiled units; return the comparison, and the numbers of products and of graph breaks."""
-
-    def shard(model: nn.Module) -> None:
-        assert isinstance(model, Stack)
-        for layer in model.layers:
-            fully_shard(layer, mp_policy=policy)
-            layer.compile(backend="aot_eager")
-        fully_shard(model)
-
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    with counted_products() as products:
-        result = compare(Case(three_blocks, squared, shard=shard, is_guarded=False))
-    return result, len(products), sum(torch._dynamo.utils.counters["graph_break"].values())
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_compiled_units_use_no_products_and_their_graphs_break_no_more_often() -> None:
-    fused = run_ranks(2, compiled, MixedPrecisionPolicy(), timeout=200)
-    unfused = run_ranks(2, compiled, MixedPrecisionPolicy(fuse_weight_gradients=False), timeout=200)
-    assert all(result.is_exact for result, _, _ in fused), fused
-    assert [products for _, products, _ in fused] == [0, 0]
-    assert [breaks for _, _, breaks in fused] == [breaks for _, _, breaks in unfused]
-
-
-def part_compiled() -> tuple[Comparison, int]:
-    """Train units of which the first layer is compiled and the second is not."""
-
-    def shard(model: nn.Module) -> None:
-        assert isinstance(model, Stack)
-        for layer in model.layers:
-            assert isinstance(layer.up, nn.Module)
-            layer.up.compile(backend="aot_eager")
-        shard_as("optim_grads_params", MixedPrecisionPolicy())(model)
-
-    torch._dynamo.reset()
-    with counted_products() as products:
-        result = compare(Case(three_blocks, squared, shard=shard, is_guarded=False))
-    return result, len(products)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_layers_beside_compiled_ones_use_products() -> None:
-    for result, products in run_ranks(2, part_compiled, timeout=200):
-        assert result.is_exact, result
-        assert products == 3 * 3

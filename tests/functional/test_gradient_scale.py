@@ -108,7 +108,10 @@ def norm_of(model: nn.Module) -> float:
     return float(total.sqrt())
 
 
-@pytest.mark.parametrize(("num_experts", "strategy"), [(2, "optim_grads_params"), (4, "optim_grads"), (2, "optim")])
+EXPERTS = [(2, "optim_grads_params"), (4, "optim_grads"), (2, "optim")]
+
+
+@pytest.mark.parametrize(("num_experts", "strategy"), nightly_but(EXPERTS[:2], EXPERTS))
 def test_experts_on_fewer_ranks_have_the_factor_of_all_ranks(num_experts: int, strategy: str) -> None:
     for report in run_ranks(4, of_experts, num_experts, strategy):
         experts = [each for each in report.parameters if "expert" in each.name]
@@ -140,7 +143,7 @@ def of_tensor_parallel(strategy: str) -> GradientScale:
     return check_gradient_scale(model, squares, rows(mesh.get_local_rank("dp")))
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+@pytest.mark.parametrize("strategy", nightly_but(["optim_grads_params"], ["optim_grads_params", "no_shard"]))
 def test_tensor_parallel_weights_have_the_factor_of_the_data_ranks(strategy: str) -> None:
     first, *others = run_ranks(4, of_tensor_parallel, strategy)
     assert all(each.factor == pytest.approx(0.5, rel=1e-6) for each in first.parameters)

@@ -12,7 +12,7 @@ from torch import nn
 from dbuffer import memory_meter
 from megatron_fsdp import FsdpModule, fully_shard_optimizer
 from tests.harness import run_ranks
-from tests.harness.models import Block, Stack, inputs
+from tests.harness.models import Block, Stack, inputs, squared
 from tests.harness.oracle import Case, Comparison, compare, shard_each
 
 
@@ -198,17 +198,12 @@ RECOVERIES = {
 }
 
 
-def mean_square(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(rank, step))
-    return output.square().mean()
-
-
 def after_a_failure_of_an_earlier_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     """Return a loss whose forward ran before the backward of another one raised."""
     if isinstance(model, FsdpModule):
         with failing(model, "backward"):
             earlier = loss_of(model, step + 50)
-    loss = mean_square(model, rank, step)
+    loss = squared(model, rank, step)
     if isinstance(model, FsdpModule):
         with pytest.raises(RuntimeError, match="out of memory, say"):
             earlier.backward()
@@ -226,7 +221,7 @@ def test_a_forward_that_ran_before_the_exception_is_as_good_as_one_after_it() ->
 
 
 def train_through(recovery: str) -> Comparison:
-    return compare(Case(failing_stack, mean_square, prepare=RECOVERIES[recovery]))
+    return compare(Case(failing_stack, squared, prepare=RECOVERIES[recovery]))
 
 
 @pytest.mark.parametrize("recovery", RECOVERIES)

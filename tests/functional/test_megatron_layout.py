@@ -25,6 +25,7 @@ from megatron_fsdp.integrations.megatron.checkpoint import (
 )
 from tests.functional.checkpoint_cases import message_of
 from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 from tests.harness.oracle import differing
 
 State = dict[str, torch.Tensor]
@@ -166,7 +167,7 @@ def resume(path: str, strategy: str) -> tuple[list[str], list[str], int]:
     return found, differing(wanted, weights_of(alone), 1e-5), len(optimizer.param_groups)
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+@pytest.mark.parametrize("strategy", nightly_but(["optim"], ["optim_grads_params", "optim"]))
 def test_a_run_goes_on_bit_for_bit_where_ranks_leave_out_what_they_hold_nothing_of(
     strategy: str, tmp_path: Path
 ) -> None:

@@ -315,9 +315,15 @@ def touch_released_weights() -> dict[str, str]:
     return errors
 
 
+@pytest.fixture(scope="module")
+def touched() -> list[dict[str, str]]:
+    """What each rank raised, by the way to the released weights."""
+    return run_ranks(2, touch_released_weights)
+
+
 @pytest.mark.parametrize("way", ["buffer", "tensor", "weight", "view", "write", "transpose", "linear"])
-def test_weights_raise_after_reshard_when_reached_through_a(way: str) -> None:
-    for errors in run_ranks(2, touch_released_weights):
+def test_weights_raise_after_reshard_when_reached_through_a(way: str, touched: list[dict[str, str]]) -> None:
+    for errors in touched:
         is_parameter = way in ("weight", "write", "transpose", "linear")
         what = "parameter 'up.weight'" if is_parameter else "gathered weights"
         assert errors[way].startswith(f"StorageError: unit 'layers.0': {what}")

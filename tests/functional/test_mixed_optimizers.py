@@ -1,6 +1,7 @@
 """Optimizers that hold plain tensors beside sharded parameters step as on whole ones, or say what to do about them."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from dbuffer.errors import PlacementError
 from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 from tests.harness.models import draw_tokens, loss_of, make_model, world_mesh
 from tests.harness.oracle import differing, shard_model, whole_state
 
@@ -149,8 +151,11 @@ def train_sharded(name: str, is_implicit: bool) -> State | str:
         return str(error)
 
 
-@pytest.mark.parametrize("is_implicit", [False, True], ids=["", "implicit_replication"])
-@pytest.mark.parametrize("name", KINDS)
+WAYS = list(product(KINDS, (False, True)))
+QUICK = [(name, is_implicit) for name, is_implicit in WAYS if name in ASSUMING or not is_implicit]
+
+
+@pytest.mark.parametrize(("name", "is_implicit"), nightly_but(QUICK, WAYS))
 def test_weights_equal_the_whole_models_or_the_plain_tensor_is_refused(name: str, is_implicit: bool) -> None:
     wanted = train(make_model(), name, [0, 1, 2], is_implicit=False)
     for found in run_ranks(3, train_sharded, name, is_implicit):

@@ -32,6 +32,7 @@ from tests.functional.muon_model import (
     train_sharded,
 )
 from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 from tests.harness.models import make_mesh, make_model, world_mesh
 from tests.harness.oracle import differing, shard_model, train, whole_state
 
@@ -89,9 +90,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Weights]:
     return folder, whole.weights()
 
 
-@pytest.mark.parametrize(
-    ("mesh_shape", "strategy"), [((3,), "optim_grads_params"), ((1,), "no_shard"), ((2, 2), "hfsdp")], ids=str
-)
+LAYOUTS = [((3,), "optim_grads_params"), ((1,), "no_shard"), ((2, 2), "hfsdp")]
+
+
+@pytest.mark.parametrize(("mesh_shape", "strategy"), nightly_but(LAYOUTS[:2], LAYOUTS), ids=str)
 def test_a_run_resumes_on_another_number_of_ranks_to_the_bit(
     saved: tuple[str, Weights], mesh_shape: tuple[int, ...], strategy: str
 ) -> None:

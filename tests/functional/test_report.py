@@ -249,12 +249,9 @@ def settings(choose: Callable[[Iterable[tuple[Any, ...]]], Iterable[tuple[Any, .
     two_axes = [name for name, placements in STRATEGIES.items() if placements.num_axes == 2]
     strategies = product(((1,), (2,), (3,)), one_axis, ("fp32", "bf16"), (1, 2))
     chosen = [Setting("every_part_a_unit", *entry) for entry in choose(strategies)]
-    chosen += [Setting(*entry) for entry in product(MODELS, ((2,),), ("optim_grads",), ("fp32",), (2,))]
-    policies = ("fp32", "bf16 gradients")
-    chosen += [
-        Setting(*entry) for entry in choose(product(MODELS, ((2,), (3,)), ("optim_grads_params",), policies, (2,)))
-    ]
-    chosen += [Setting("part_kept_for_backward", (4,), "optim_grads_params", policy, 2) for policy in policies]
+    models = product(MODELS, ((2,), (3,)), ("optim_grads", "optim_grads_params"), ("fp32", "bf16 gradients"), (2,))
+    chosen += [Setting(*entry) for entry in choose(models)]
+    chosen += [Setting("part_kept_for_backward", (4,), "optim_grads_params", "bf16 gradients", 2)]
     chosen += [Setting("part_kept_for_backward", (2, 2), "hsdp", "bf16")]
     chosen += [Setting("root_with_parameters", (2, 2), name, "bf16", 2) for name in two_axes]
     return list(dict.fromkeys(chosen))

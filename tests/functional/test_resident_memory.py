@@ -60,6 +60,8 @@ def growth_mib() -> float:
     return held[1] - held[0]
 
 
+# What it guards against has tests of its own: who issues collectives, below.
+@pytest.mark.slow
 def test_a_hundred_steps_add_less_than_10_mib_to_what_is_resident() -> None:
     # Without the clerk 30. New processes, as a used heap has holes that take the growth for a while.
     assert max(run_ranks(2, growth_mib, fresh=True, timeout=180.0)) < 10

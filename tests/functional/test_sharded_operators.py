@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def initialise(layout: str) -> tuple[State, torch.Tensor, float]:
     return whole_state(model), state, loss_of(model(tokens), tokens).item()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", nightly_but(["three ranks", "replicated", "hfsdp"], LAYOUTS))
 def test_a_reset_draws_the_values_of_the_whole_model_from_the_same_seed(layout: str) -> None:
     model, tokens = make_model(), draw_tokens(0)
     torch.manual_seed(11)
@@ -112,7 +113,7 @@ def average_sharded(layout: str) -> State:
     return average(sharded_model(layout), [dist.get_rank()])
 
 
-@pytest.mark.parametrize("layout", ["three ranks", "hsdp", "hfsdp"])
+@pytest.mark.parametrize("layout", nightly_but(["three ranks", "hfsdp"], ["three ranks", "hsdp", "hfsdp"]))
 def test_averages_of_weights_that_are_made_out_of_place_are_those_of_the_whole_model(layout: str) -> None:
     wanted = average(make_model(), list(range(num_ranks(layout))))
     for averages in run_ranks(num_ranks(layout), average_sharded, layout):
@@ -164,7 +165,7 @@ HOW = ("in a backward of its own", "in the loss", "before the loss", "on the las
 PENALTIES = [(layout, how) for layout in LAYOUTS if layout != "one rank" for how in HOW]
 
 
-@pytest.mark.parametrize(("layout", "how"), nightly_but(PENALTIES[::7], PENALTIES))
+@pytest.mark.parametrize(("layout", "how"), nightly_but(PENALTIES[::9], PENALTIES))
 def test_penalties_on_weights_change_them_as_in_the_whole_model(layout: str, how: str) -> None:
     wanted = penalise(make_model(), list(range(num_ranks(layout))), how)
     for weights in run_ranks(num_ranks(layout), penalise_sharded, layout, how):
@@ -191,7 +192,7 @@ def measure_sharded(layout: str) -> list[float]:
     return measure(sharded_model(layout), [dist.get_rank()])
 
 
-@pytest.mark.parametrize("layout", ["three ranks", "hsdp", "hfsdp"])
+@pytest.mark.parametrize("layout", nightly_but(["three ranks", "hsdp"], ["three ranks", "hsdp", "hfsdp"]))
 def test_what_is_logged_of_weights_and_gradients_is_that_of_the_whole_model(layout: str) -> None:
     wanted = measure(make_model(), list(range(num_ranks(layout))))
     for found in run_ranks(num_ranks(layout), measure_sharded, layout):
@@ -294,9 +295,10 @@ def overflow_sharded(name: str, is_clipped: bool, is_mixed: bool) -> State:
     return overflow(model, [dist.get_rank()], name, is_clipped=is_clipped)
 
 
-@pytest.mark.parametrize("is_mixed", [False, True], ids=["all sharded", "one ignored"])
-@pytest.mark.parametrize("is_clipped", [False, True], ids=["", "unscaled and clipped"])
-@pytest.mark.parametrize("name", SCALED)
+OVERFLOWS = list(product(SCALED, (False, True), (False, True)))
+
+
+@pytest.mark.parametrize(("name", "is_clipped", "is_mixed"), nightly_but(OVERFLOWS[::5], OVERFLOWS))
 def test_an_overflow_on_one_rank_leaves_out_the_step_of_all(name: str, is_clipped: bool, is_mixed: bool) -> None:
     wanted = overflow(make_model(), [0, 1], name, is_clipped=is_clipped)
     assert wanted["scales"].tolist() == [64.0, 128.0, 64.0, 64.0, 128.0]
@@ -374,7 +376,10 @@ def change(layout: str) -> tuple[State, float]:
     return whole_state(model), loss_of(model(tokens), tokens).item()
 
 
-@pytest.mark.parametrize("layout", ["one rank", "three ranks", "optimizer state alone", "hfsdp"])
+WRITTEN = ("one rank", "three ranks", "optimizer state alone", "hfsdp")
+
+
+@pytest.mark.parametrize("layout", nightly_but(WRITTEN[1:3], WRITTEN))
 def test_writing_through_views_changes_the_weights_that_the_next_forward_uses(layout: str) -> None:
     model, tokens = make_model(), draw_tokens(0)
     with torch.no_grad():

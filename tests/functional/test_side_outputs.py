@@ -1,7 +1,7 @@
 """Gradients equal a whole model's when the loss reaches a unit by anything that it made, returned or not."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.harness import run_ranks
-from tests.harness.models import WIDTH, Block, Stack, inputs, three_blocks
+from tests.harness.grids import nightly_but
+from tests.harness.models import WIDTH, Block, CheckpointedStack, Stack, inputs, three_blocks
 from tests.harness.oracle import Case, Comparison, compare
 
 Reshard = bool | int | None
@@ -99,17 +99,8 @@ def aux_kept_from_evaluation(model: nn.Module, rank: int, step: int) -> torch.Te
     return main_and_aux(model, rank, step) * (1 + kept.detach())
 
 
-class Checkpointed(Stack):
-    """Recomputes its layers."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x
-
-
 def checkpointed() -> nn.Module:
-    return Checkpointed(*(Routed() for _ in range(3)))
+    return CheckpointedStack(*(Routed() for _ in range(3)))
 
 
 # ---------------------------------------------------------------- activations that hooks of the user take
@@ -306,20 +297,26 @@ WAYS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-def compare_case(name: str) -> dict[str, Comparison]:
+def compare_case(name: str, ways: Sequence[str]) -> dict[str, Comparison]:
     results = {}
-    for way, shard in WAYS.items():
+    for way in ways:
         case = CASES[name]
         torch.manual_seed(7)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            results[way] = compare(Case(case.build, case.loss, shard=shard, steps=2, is_guarded=case.is_guarded))
+            results[way] = compare(Case(case.build, case.loss, shard=WAYS[way], steps=2, is_guarded=case.is_guarded))
     return results
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_loss_reaches_weights_by(name: str) -> None:
-    for results in run_ranks(2, compare_case, name, timeout=60):
+# By default, which releases weights after forward, each case; the other two ways by turns.
+QUICK = {name: ("by default", list(WAYS)[1 + place % 2]) for place, name in enumerate(CASES)}
+
+
+@pytest.mark.parametrize(
+    ("name", "ways"), nightly_but(QUICK.items(), [*QUICK.items(), *((name, tuple(WAYS)) for name in CASES)])
+)
+def test_a_loss_reaches_weights_by(name: str, ways: tuple[str, ...]) -> None:
+    for results in run_ranks(2, compare_case, name, ways, timeout=60):
         assert all(result.is_exact for result in results.values()), results
 
 

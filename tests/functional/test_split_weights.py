@@ -45,20 +45,23 @@ EVERY_LAYOUT = [
     ("hsdp", (2, 2)),
     ("hfsdp", (2, 2)),
 ]
-LAYOUTS = nightly_but([("optim_grads_params", (3,)), ("no_shard", (2,))], EVERY_LAYOUT)
+QUICK = [("optim_grads_params", (3,)), ("no_shard", (2,))]
+LAYOUTS = nightly_but(QUICK, EVERY_LAYOUT)
 
 
-def run_of(policy: MixedPrecisionPolicy, strategy: str, mesh: tuple[int, ...]) -> tuple[list[float], Model]:
+def run_of(
+    policy: MixedPrecisionPolicy, strategy: str, mesh: tuple[int, ...], num_steps: int
+) -> tuple[list[float], Model]:
     model = shard_model(make_model(), make_mesh(mesh), strategy, policy)
-    return train_on_two_microbatches(model, make_adamw(model), range(22), dist.get_rank()), model
+    return train_on_two_microbatches(model, make_adamw(model), range(num_steps), dist.get_rank()), model
 
 
-def differing_run(strategy: str, mesh: tuple[int, ...]) -> list[str]:
-    """Compare losses, norms and FP32 weights of 22 clipped steps with those of ordinary FP32 main weights."""
+def differing_run(strategy: str, mesh: tuple[int, ...], num_steps: int) -> list[str]:
+    """Compare losses, norms and FP32 weights of clipped steps with those of ordinary FP32 main weights."""
     initial = full_weights(shard_model(make_model(), make_mesh(mesh), strategy))
-    seen, model = run_of(SPLIT, strategy, mesh)
+    seen, model = run_of(SPLIT, strategy, mesh, num_steps)
     with rounding_ties_away():
-        wanted, oracle = run_of(PLAIN, strategy, mesh)
+        wanted, oracle = run_of(PLAIN, strategy, mesh, num_steps)
     assert all(p.dtype is BF16 for p in model.parameters() if p.requires_grad)
     assert all(p.dtype is FP32 for p in oracle.parameters())
     moved = differing(full_weights(model), initial)
@@ -66,10 +69,17 @@ def differing_run(strategy: str, mesh: tuple[int, ...]) -> list[str]:
     return ["losses and norms"] * (seen != wanted) + differing(full_weights(model), full_weights(oracle))
 
 
-@pytest.mark.parametrize(("strategy", "mesh"), LAYOUTS, ids=str)
-def test_losses_and_weights_equal_those_of_fp32_main_weights_to_the_bit(strategy: str, mesh: tuple[int, ...]) -> None:
+RUNS = nightly_but(
+    ((*layout, 8) for layout in QUICK), ((*layout, steps) for layout in EVERY_LAYOUT for steps in (8, 22))
+)
+
+
+@pytest.mark.parametrize(("strategy", "mesh", "num_steps"), RUNS, ids=str)
+def test_losses_and_weights_equal_those_of_fp32_main_weights_to_the_bit(
+    strategy: str, mesh: tuple[int, ...], num_steps: int
+) -> None:
     num_ranks = torch.Size(mesh).numel()
-    assert run_ranks(num_ranks, differing_run, strategy, mesh) == [[]] * num_ranks
+    assert run_ranks(num_ranks, differing_run, strategy, mesh, num_steps) == [[]] * num_ranks
 
 
 # ---------------------------------------------------------------------- ties

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from megatron_fsdp import fully_shard
 from megatron_fsdp.runtime.module import unit_of
 from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 from tests.harness.models import Model, make_mesh, make_model, world_mesh
 from tests.harness.oracle import differing, shard_model, train, whole_state
 
@@ -128,8 +129,14 @@ def load_into_one_in_use(strategy: str, mesh_shape: tuple[int, ...], name: str, 
     return loaded, whole_state(model)
 
 
-@LAYOUTS
-@pytest.mark.parametrize("name", LOADERS)
+# Each loader on one of the two meshes, by turns.
+MESHES = (("optim_grads_params", (3,)), ("hfsdp", (2, 2)))
+QUICK = [(name, *MESHES[place % 2]) for place, name in enumerate(LOADERS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "mesh_shape"), nightly_but(QUICK, [(name, *mesh) for name in LOADERS for mesh in MESHES])
+)
 def test_a_model_takes_over_values_and_trains_on_from_them_after(
     name: str, strategy: str, mesh_shape: tuple[int, ...]
 ) -> None:
@@ -186,7 +193,7 @@ def flat(optimizer_state: Mapping[str, Any]) -> State:
     }
 
 
-@pytest.mark.parametrize("kind", ADAMW)
+@pytest.mark.parametrize("kind", nightly_but(["foreach"], ADAMW))
 def test_the_full_optimizer_state_equals_the_whole_models_and_resumes_bit_for_bit(kind: str) -> None:
     wanted = flat(get_optimizer_state_dict(*whole_adamw(2, NUM_RANKS)))
     for rank, (moments, continued, resumed) in enumerate(run_ranks(NUM_RANKS, resume_from_full_state, ADAMW[kind])):

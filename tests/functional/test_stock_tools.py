@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 from tests.harness.models import draw_tokens, loss_of, make_mesh, make_model
 from tests.harness.oracle import History, Recipe, differing, disagreements, shard_model, train_replicated, train_sharded
 
@@ -47,21 +48,20 @@ def whole_gradients(num_ranks: int) -> State:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "mesh_shape"),
-    [
-        ("no_shard", (3,)),
-        ("optim", (3,)),
-        ("optim_grads", (3,)),
-        ("optim_grads_params", (1,)),
-        ("optim_grads_params", (3,)),
-        ("optim_grads_params", (4,)),
-        ("hsdp", (2, 2)),
-        ("hfsdp", (2, 2)),
-        ("hfsdp", (1, 3)),
-    ],
-    ids=str,
-)
+LAYOUTS = [
+    ("no_shard", (3,)),
+    ("optim", (3,)),
+    ("optim_grads", (3,)),
+    ("optim_grads_params", (1,)),
+    ("optim_grads_params", (3,)),
+    ("optim_grads_params", (4,)),
+    ("hsdp", (2, 2)),
+    ("hfsdp", (2, 2)),
+    ("hfsdp", (1, 3)),
+]
+
+
+@pytest.mark.parametrize(("strategy", "mesh_shape"), nightly_but(LAYOUTS[1::3], LAYOUTS), ids=str)
 def test_full_tensor_gives_every_rank_the_whole_parameters_and_gradients(
     strategy: str, mesh_shape: tuple[int, ...]
 ) -> None:
@@ -88,8 +88,10 @@ def clip_with_torch(norm_type: float, foreach: bool | None, mesh_shape: tuple[in
     return full(norm).item(), full_gradients(model)
 
 
-@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)], ids=str)
-@pytest.mark.parametrize(("norm_type", "foreach"), NORMS)
+CLIPPED = [(*norm, mesh_shape) for norm in NORMS for mesh_shape in ((3,), (2, 2))]
+
+
+@pytest.mark.parametrize(("norm_type", "foreach", "mesh_shape"), nightly_but(CLIPPED[::3], CLIPPED), ids=str)
 def test_torch_finds_the_norm_of_the_whole_gradient_and_scales_it(
     norm_type: float, foreach: bool | None, mesh_shape: tuple[int, ...]
 ) -> None:

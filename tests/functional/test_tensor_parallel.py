@@ -132,7 +132,7 @@ def trained(name: str, strategy: str) -> tuple[dict[str, torch.Tensor], list[flo
     return whole_values(model), norms
 
 
-@pytest.mark.parametrize(("name", "strategy"), CASES)
+@pytest.mark.parametrize(("name", "strategy"), nightly_but([CASES[0], CASES[2], CASES[7]], CASES))
 def test_weights_and_norms_equal_those_of_a_whole_model_on(name: str, strategy: str) -> None:
     shape = MESHES[name][0]
     wanted, wanted_norms = train_whole(torch.Size(shape[:-1]).numel(), range(3))

@@ -23,6 +23,7 @@ from megatron_fsdp import (
     fully_shard,
 )
 from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Stack, inputs, squared, three_blocks
 from tests.harness.oracle import Case, Comparison, compare, shard_each, shard_layers, units_of, whole
 
@@ -41,7 +42,10 @@ def in_groups_of(size: int) -> Case:
     return replace(BASE, shard=each(reshard_after_forward=size))
 
 
-@pytest.mark.parametrize(("num_ranks", "size"), [(4, 2), (4, 1), (4, 4), (2, 2), (1, 1)])
+GROUPS = [(4, 2), (4, 1), (4, 4), (2, 2), (1, 1)]
+
+
+@pytest.mark.parametrize(("num_ranks", "size"), nightly_but([(4, 2), (2, 2)], GROUPS))
 def test_gradients_are_exact_when_weights_are_resharded_to_groups(num_ranks: int, size: int) -> None:
     results = run_ranks(num_ranks, compare, in_groups_of(size))
     assert all(result.is_exact or (num_ranks == 1 and result.worst_weight < 2e-6) for result in results), results
@@ -179,7 +183,10 @@ def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(list(parameters), lr=0.1)
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+@pytest.mark.parametrize("strategy", nightly_but(["optim", "optim_grads_params"], STRATEGIES))
 def test_gradients_are_exact_while_parameters_are_frozen_and_unfrozen_between_steps(strategy: str) -> None:
     case = Case(three_blocks, squared, prepare=freeze_by_turns, optimizer=plain_sgd, steps=5)
     results = run_ranks(2, compare_under, case, strategy)
@@ -266,9 +273,10 @@ def offloaded(mesh_shape: tuple[int, ...], strategy: str) -> Comparison:
     return compare(replace(BASE, shard=each(**options)))
 
 
-@pytest.mark.parametrize(
-    ("mesh_shape", "strategy"), [((2,), "optim_grads_params"), ((2, 2), "hsdp"), ((2, 2), "hfsdp")], ids=str
-)
+MESHES = [((2,), "optim_grads_params"), ((2, 2), "hsdp"), ((2, 2), "hfsdp")]
+
+
+@pytest.mark.parametrize(("mesh_shape", "strategy"), nightly_but([MESHES[0], MESHES[2]], MESHES), ids=str)
 def test_gradients_are_exact_with_offload_under(mesh_shape: tuple[int, ...], strategy: str) -> None:
     results = run_ranks(torch.Size(mesh_shape).numel(), offloaded, mesh_shape, strategy)
     assert all(result.is_exact for result in results), results

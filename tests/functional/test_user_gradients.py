@@ -23,6 +23,7 @@ from megatron_fsdp import (
     no_sync,
 )
 from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 from tests.harness.models import WIDTH, Block, Headed, Stack, inputs, make_mesh
 from tests.harness.oracle import whole
 
@@ -411,7 +412,7 @@ def penalize(strategy: str) -> dict[str, float]:
     return {name: value for name, value in found.items() if not value < 5e-6}
 
 
-@EACH
+@pytest.mark.parametrize("strategy", nightly_but(["optim_grads_params"], STRATEGIES))
 def test_a_penalty_on_sharded_parameters_may_be_multiplied_by_what_differs_from_rank_to_rank(strategy: str) -> None:
     assert run_ranks(num_ranks(strategy), penalize, strategy) == [{}] * num_ranks(strategy)
 

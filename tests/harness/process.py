@@ -14,19 +14,9 @@ from tests.harness.messages import Ready, Task, receive, send
 
 START_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 5.0
-# What nearly every test imports on its ranks. Importing it takes seconds of processor time, a fork of the process that
-# has it milliseconds.
-PRELOADED = (
-    "hypothesis",
-    "pytest",
-    "megatron_fsdp",
-    "torch._dynamo",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.debug",
-    "torch.testing",
-    "tests.harness.worker",
-)
+# What nearly every test imports on its ranks takes seconds of processor time; a fork of the process that has it,
+# milliseconds.
+PRELOADED = "tests.harness.preloaded"
 
 
 class WorkerProcess:
@@ -110,7 +100,7 @@ def _context() -> ForkContext | ForkServerContext:
     if os.environ.get("RANKS_START_METHOD") == "fork":
         return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context.set_forkserver_preload([PRELOADED])
     return context
 
 

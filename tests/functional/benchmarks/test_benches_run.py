@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import __main__ as commands
 from benchmarks.harness import Row, read_rows
+from tests.harness.grids import nightly_but
 
 TINY = {
     "host": "--layers 2 --parameters 3 --worlds 8 --rounds 2",
@@ -21,7 +22,11 @@ TINY = {
 }
 
 
-@pytest.fixture(params=TINY)
+# Each starts processes of its own, and what it is about has a test: test_resident_memory.py.
+NIGHTLY = ("resident",)
+
+
+@pytest.fixture(params=nightly_but((name for name in TINY if name not in NIGHTLY), TINY))
 def rows(request: pytest.FixtureRequest, tmp_path: Path) -> list[Row]:
     name = request.param
     assert commands.main([name, *TINY[name].split(), "--results", str(tmp_path / "results")]) == 0

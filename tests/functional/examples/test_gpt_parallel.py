@@ -45,7 +45,7 @@ CASES = {
     ),
     "ep 2, swiglu": (2, f"{EXPERTS} --swiglu --disable-bias-linear", EXPERT),
 }
-QUICK = ["tp 2", "ep 2", "tp 2, ep 2", "tp 2, hsdp", "tp 2, per token"]
+QUICK = ["tp 2, ep 2", "tp 2, hsdp", "tp 2, per token"]
 
 
 @pytest.mark.parametrize("name", nightly_but(QUICK, list(CASES)))
@@ -87,7 +87,7 @@ JOURNEYS = {
 }
 
 
-@pytest.mark.parametrize("name", JOURNEYS)
+@pytest.mark.parametrize("name", nightly_but(["tp"], JOURNEYS))
 def test_checkpoints_go_from_one_division_to_another(name: str, documents: str, tmp_path: Path) -> None:
     model, journey = JOURNEYS[name]
     # Adam: its moments have to come along.
@@ -103,7 +103,7 @@ def test_checkpoints_go_from_one_division_to_another(name: str, documents: str, 
     assert {key for key in weights if not torch.allclose(weights[key], last[key], rtol=0, atol=5e-6)} == set()
 
 
-@pytest.mark.parametrize("divided", [TENSOR, EXPERT])
+@pytest.mark.parametrize("divided", nightly_but([EXPERT], [TENSOR, EXPERT]))
 def test_a_model_on_the_meta_device_is_divided_alike(divided: str, documents: str) -> None:
     flags = f"{EXPERTS} --data-path {documents} --micro-batch-size 2 {divided}"
     there = run_ranks(2, train_steps, f"{flags} --init-model-with-meta-device", 1)
@@ -134,7 +134,7 @@ def scale_and_step(flags: str) -> tuple[GradientScale, list[float], list[float]]
     return report, steps[0], steps[1]
 
 
-@pytest.mark.parametrize("name", nightly_but(["tp 2, ep 2", "ep 2, per token"], list(CASES)))
+@pytest.mark.parametrize("name", nightly_but(["ep 2, per token"], list(CASES)))
 def test_check_gradient_scale_finds_every_division_right_and_changes_no_step(name: str, documents: str) -> None:
     num_ranks, model, divided = CASES[name]
     num_data_ranks = num_ranks // (2 if TENSOR in divided else 1)

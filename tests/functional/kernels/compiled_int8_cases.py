@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from dbuffer_kernels.int8_adamw import INT8_ADAMW_BLOCK, int8_adamw_kernel
-from tests.functional.kernels.compiled_cases import WIDE_LOAD, WIDE_STORE, assert_no_spills, compile_for, num_wide
+from tests.functional.kernels.compiled_cases import (
+    IS_WHOLE,
+    WIDE_LOAD,
+    WIDE_STORE,
+    assert_no_spills,
+    compile_for,
+    num_wide,
+)
 
 # Of gradient and weight; whether the weight is in two halves, or has a bf16 copy.
 KINDS = {"split": ("*bf16", "*bf16", True, False), "copy": ("*fp32", "*fp32", False, True)}
@@ -39,7 +46,10 @@ def compile_int8_adamw(kind: str, architecture: int, *, is_random: bool) -> Any:
 
 
 # On sm_90 alone, and each once: these take seconds to compile.
-@pytest.mark.parametrize(("kind", "is_random"), [("split", False), ("copy", False), ("copy", True)])
+INT8 = [("copy", True), ("split", False), ("copy", False)]
+
+
+@pytest.mark.parametrize(("kind", "is_random"), INT8 if IS_WHOLE else INT8[:1])
 def test_int8_adamw_moves_whole_blocks_without_spills_codes_in_8_byte_accesses_and_all_else_in_16(
     kind: str, is_random: bool, tmp_path: Path
 ) -> None:

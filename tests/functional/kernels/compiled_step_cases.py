@@ -15,6 +15,7 @@ from dbuffer_kernels.norm import MAX_PROGRAMS, squares_kernel, total_kernel
 from dbuffer_kernels.rounding import stochastic_kernel
 from dbuffer_kernels.split import join_kernel, split_kernel
 from tests.functional.kernels.compiled_cases import (
+    IS_WHOLE,
     WIDE_LOAD,
     WIDE_STORE,
     accesses_per_thread,
@@ -100,7 +101,7 @@ def compile_stochastic(architecture: int) -> Any:
 
 
 @on_all
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("dtypes", DTYPES if IS_WHOLE else DTYPES[::3], ids=str)
 def test_adamw_moves_whole_blocks_in_16_byte_accesses_without_spills(
     dtypes: Dtypes, architecture: int, tmp_path: Path
 ) -> None:

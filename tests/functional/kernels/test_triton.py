@@ -40,7 +40,7 @@ def run_cases(files: tuple[Path, ...], folder: Path, *, interprets: bool, grid: 
     """Run files of cases in a fresh process and return, for each test function that ran, the texts of its failures.
 
     Args:
-        grid: "whole", or "quick" for a part of what is compiled ahead of time.
+        grid: "whole", or "quick" for a part of it.
     """
     report = folder / "report.xml"
     configuration = folder / "pytest.ini"
@@ -74,12 +74,15 @@ def assert_passed(failures: Failures, name: str) -> None:
     assert not failures[name], "\n".join(failures[name])
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Failures:
-    return run_cases(CASES, tmp_path_factory.mktemp("interpreted"), interprets=True)
+GRIDS = nightly_but(["quick"], ["quick", "whole"])
 
 
-@pytest.fixture(scope="module", params=nightly_but(["quick"], ["quick", "whole"]))
+@pytest.fixture(scope="module", params=GRIDS)
+def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Failures:
+    return run_cases(CASES, tmp_path_factory.mktemp("interpreted"), interprets=True, grid=request.param)
+
+
+@pytest.fixture(scope="module", params=GRIDS)
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Failures:
     return run_cases(COMPILED, tmp_path_factory.mktemp("compiled"), interprets=False, grid=request.param)
 

@@ -6,21 +6,28 @@ never the reference: its ops are made to fail here, so that a case cannot pass w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
 
 from dbuffer_kernels import accumulate, cast_copy, pack, reference
 from tests.functional.kernels.on_triton import DEVICE, INTERPRETS, SIZES, count_launches, guarded, only_kernels, random
+from tests.harness.grids import covering
 from tests.unit.kernels.oracle import DTYPES, allowed_cast, allowed_sum, exact
 
 SCALES = (1.0, 1 / 3, -2.0)
 NAN = float("nan")
 
+# test_triton.py asks for every pair of values in `make test`, and for all combinations at night and on a GPU.
+CHOOSE = list if os.environ.get("GRID", "whole") == "whole" else covering
 by_source = pytest.mark.parametrize("source_dtype", DTYPES, ids=str)
-by_out = pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-by_scale = pytest.mark.parametrize("scale", SCALES)
+by_types = pytest.mark.parametrize(("source_dtype", "out_dtype"), list(product(DTYPES, DTYPES)), ids=str)
+by_types_and_scale = pytest.mark.parametrize(
+    ("source_dtype", "out_dtype", "scale"), CHOOSE(product(DTYPES, DTYPES, SCALES)), ids=str
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +37,7 @@ def _only_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         yield
 
 
-@by_source
-@by_out
-@by_scale
+@by_types_and_scale
 def test_cast_copy_is_rounded_once_and_stays_inside_out(
     source_dtype: torch.dtype, out_dtype: torch.dtype, scale: float
 ) -> None:
@@ -45,9 +50,7 @@ def test_cast_copy_is_rounded_once_and_stays_inside_out(
         assert torch.cat([buffer[:3], buffer[3 + numel :]]).isnan().all()
 
 
-@by_source
-@by_out
-@by_scale
+@by_types_and_scale
 def test_accumulate_adds_with_one_rounding_and_stays_inside_out(
     source_dtype: torch.dtype, out_dtype: torch.dtype, scale: float
 ) -> None:
@@ -60,8 +63,7 @@ def test_accumulate_adds_with_one_rounding_and_stays_inside_out(
         assert (torch.cat([buffer[:3], buffer[3 + numel :]]) == 5.0).all()
 
 
-@by_source
-@by_out
+@by_types
 def test_overwriting_never_lets_a_nan_of_out_through(source_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     for numel in SIZES:
         source, out = random(numel, source_dtype, seed=numel), guarded(numel, out_dtype, NAN)[1]
@@ -69,11 +71,12 @@ def test_overwriting_never_lets_a_nan_of_out_through(source_dtype: torch.dtype, 
         allowed_cast(source, out_dtype, 1 / 3, truncates_bf16=INTERPRETS).assert_contains(out)
 
 
-@by_source
-@by_out
-@by_scale
-@pytest.mark.parametrize("adds", [False, True], ids=["writes", "adds"])
-@pytest.mark.parametrize("gap", [8, 5], ids=["aligned", "misaligned"])
+# A gap of 8 elements keeps what follows aligned, one of 5 does not.
+@pytest.mark.parametrize(
+    ("source_dtype", "out_dtype", "scale", "adds", "gap"),
+    CHOOSE(product(DTYPES, DTYPES, SCALES, (False, True), (8, 5))),
+    ids=str,
+)
 def test_pack_fills_its_ranges_and_leaves_the_gaps(
     source_dtype: torch.dtype, out_dtype: torch.dtype, scale: float, adds: bool, gap: int
 ) -> None:

@@ -37,6 +37,7 @@ def test_our_package_alone_is_imported_without_a_word(site: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_the_other_package_installed_before_is_said(site: Path) -> None:
     (site / "megatron_fsdp-0.6.1.dist-info").mkdir()
     done = run(site, "import megatron_fsdp; print(megatron_fsdp.prepare_model.__name__)")
@@ -66,6 +67,7 @@ def test_the_other_package_installed_after_is_refused_when_ours_is_used(site: Pa
         assert line.endswith("then pip install megatron-fsdp-dbuffer")
 
 
+@pytest.mark.slow
 def test_what_uninstalling_the_other_package_leaves_is_refused(site: Path) -> None:
     (site / "megatron_fsdp" / "__init__.py").unlink()
     done = run(site, "import megatron_fsdp.api")

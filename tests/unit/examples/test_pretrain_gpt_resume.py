@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 import pretrain_gpt
+from tests.harness.grids import nightly_but
 
 TINY = (
     "--num-layers 1 --hidden-size 12 --num-attention-heads 2 --seq-length 9 --micro-batch-size 4 --train-iters 6 "
@@ -33,7 +34,7 @@ def kept() -> list[str]:
     return sorted(path.name for path in Path("run").glob("iter_*"))
 
 
-@pytest.mark.parametrize("flags", ["", SHARDED, f"{SHARDED} --async-save"])
+@pytest.mark.parametrize("flags", nightly_but([f"{SHARDED} --async-save"], ["", SHARDED, f"{SHARDED} --async-save"]))
 def test_a_run_in_two_parts_has_the_losses_of_one(flags: str) -> None:
     wanted = train(flags)
     shutil.rmtree("run")
@@ -41,7 +42,7 @@ def test_a_run_in_two_parts_has_the_losses_of_one(flags: str) -> None:
     assert train(f"{flags} --load run") == wanted
 
 
-@pytest.mark.parametrize("mode", ["", "--async-save"])
+@pytest.mark.parametrize("mode", nightly_but(["--async-save"], ["", "--async-save"]))
 def test_only_the_last_checkpoints_are_kept(mode: str) -> None:
     train(f"--save-interval 1 --keep-last 2 {mode}")
     assert kept() == ["iter_0000005", "iter_0000006"]

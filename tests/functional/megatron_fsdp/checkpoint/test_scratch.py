@@ -20,6 +20,7 @@ from megatron_fsdp.checkpoint import api as checkpoint
 from megatron_fsdp.checkpoint import scratch as checkpoint_scratch
 from megatron_fsdp.checkpoint.scratch import make_scratch, sweep
 from megatron_fsdp.checkpoint.series import CheckpointSeries
+from tests.harness.grids import nightly_but
 
 
 def module(value: float) -> nn.Linear:
@@ -319,7 +320,8 @@ def save_until(path: Path, effect: int) -> bool:
     return status == 9
 
 
-@pytest.mark.parametrize("is_replacing", [True, False], ids=["over one", "beside one"])
+# Over another one, or beside it.
+@pytest.mark.parametrize("is_replacing", nightly_but([True], [True, False]))
 def test_a_whole_checkpoint_is_there_wherever_a_save_is_killed_and_the_next_one_clears_up(
     tmp_path: Path, is_replacing: bool
 ) -> None:

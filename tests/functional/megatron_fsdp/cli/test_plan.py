@@ -5,9 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
+# tests/unit/megatron_fsdp/cli has factories in the process that asks.
+@pytest.mark.slow
 def test_a_model_in_the_current_folder_is_found(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from torch import nn\ndef make():\n    return nn.Linear(4, 4)\n")
     command = [sys.executable, "-m", "megatron_fsdp", "plan", "--factory", "mine:make", "--mesh", "2"]

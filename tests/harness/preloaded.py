@@ -1,0 +1,21 @@
+"""What nearly every test imports on its ranks: done once, in the process whose forks the ranks are.
+
+``import megatron_fsdp`` alone loads no engine; names of its are what loads it.
+"""
+
+import hypothesis  # noqa: F401
+import pytest  # noqa: F401
+import torch._dynamo
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.tensor.debug
+import torch.testing  # noqa: F401
+
+import dbuffer
+import megatron_fsdp
+import tests.harness.oracle
+import tests.harness.worker  # noqa: F401
+
+PACKAGES = (dbuffer, megatron_fsdp)
+
+LOADED = {name: getattr(package, name) for package in PACKAGES for name in package.__all__}
