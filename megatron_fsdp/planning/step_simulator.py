@@ -156,7 +156,7 @@ class _Playback:
         self._given = {
             unit
             for order, trail in zip(self._orders.values(), trails, strict=True)
-            for unit in order[1:]
+            for unit in order
             if trained_from < self._opened[unit] and (not trail or self._opened[unit] < self._closed[trail[-1]])
         }
         self.gathered: set[int] = set()
