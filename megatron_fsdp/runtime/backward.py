@@ -47,7 +47,9 @@ class _Pass:
     Attributes:
         ending: what autograd calls at the end; dead when the backward has ended or raised.
         active: units that it is in, or whose weights it has gathered once more. Weak, so that a model whose backward
-            raised is freed when it is deleted. closed: units whose gradients it has done with. Both by identity.
+            raised is freed when it is deleted. entered: the oldest call of each unit that it has come to. repeated: the
+            last one of each unit that it has computed again. closed: units whose gradients it has done with. All by
+            identity.
         deferred: units that were closed when nothing had a gradient yet.
         has_gradients: whether anything has.
     """
@@ -55,6 +57,8 @@ class _Pass:
     def __init__(self, ending: _Ending) -> None:
         self.ending = weakref.ref(ending)
         self.active: dict[int, weakref.ref[Unit]] = {}
+        self.entered: dict[int, Call] = {}
+        self.repeated: dict[int, Call] = {}
         self.closed: set[int] = set()
         self.deferred: list[weakref.ref[Unit]] = []
         self.has_gradients = False
@@ -64,9 +68,28 @@ class _Pass:
         self.active[id(unit)] = unit.reference
         self.closed.discard(id(unit))
 
+    def enter_call(self, call: Call, unit: Unit) -> None:
+        """Come to a call of a unit."""
+        first = self.entered.get(id(unit))
+        if first is None or call.begin < first.begin:
+            self.entered[id(unit)] = call
+        self.enter(unit)
+
     def latest_first(self) -> list[Unit]:
         """Return the units that backward is in, inner ones before those around them, in one order on every rank."""
-        return sorted(alive(self.active.values()), key=Unit.first_begin, reverse=True)
+        return sorted(alive(self.active.values()), key=self._begin, reverse=True)
+
+    def _begin(self, unit: Unit) -> int:
+        first = self.entered.get(id(unit))
+        return 0 if first is None else first.begin
+
+    def is_inside(self, unit: Unit) -> bool:
+        """Whether backward is in a call that it has come to in the graph under way, or comes to one computed again."""
+        repeated = self.repeated.get(id(unit))
+        if repeated is not None and not repeated.entered:
+            return True
+        first = self.entered.get(id(unit))
+        return first is not None and id(unit) in self.active and first.task <= torch._C._current_graph_task_id()
 
 
 class Backward:
@@ -147,6 +170,9 @@ class Backward:
 
     def _end(self) -> None:
         self._pass = None
+        for unit in self._schedule.units():
+            for buffer in unit.gradients:
+                buffer.end_backward()
         open_backwards.pop(id(self), None)
         self._schedule.end_backward()
 
@@ -169,10 +195,10 @@ class Backward:
         if call.entered == self.number:
             self._unshard_again(now, unit)
             return
-        call.entered = self.number
+        call.entered, call.task = self.number, torch._C._current_graph_task_id()
         unit.expect(call)
         self._leave_passed(now, call.end, entering=unit)
-        now.enter(unit)
+        now.enter_call(call, unit)
         if unit.unshards_in_backward:
             self._schedule.unshard(unit, check=False)
         self._prefetch(call)
@@ -198,15 +224,21 @@ class Backward:
         """Gather the unit for a forward inside of backward."""
         # Reentrant checkpointing runs the first forward without a graph, so no output is watched, and this is where
         # backward is seen to move on. Units whose outputs are watched are left by the watch.
-        for other in self._pass.latest_first() if self._pass is not None else ():
-            if other is not unit and not any(other.outstanding_calls()) and not other.encloses(unit):
-                self._leave(other)
         now = self.begin()
-        if unit.open_call is not None or not any(unit.outstanding_calls()):
+        for other in now.latest_first():
+            if other is not unit and not self._is_watched(now, other) and not other.encloses(unit):
+                self._leave(other)
+        if unit.open_call is not None or not self._is_watched(now, unit):
             self._schedule.open_call(unit, module)
+            if unit.open_call is not None:
+                now.repeated[id(unit)] = unit.open_call
             unit.meet_strangers()
         now.active[id(unit)] = unit.reference
         self._schedule.unshard(unit, check=False)
+
+    def _is_watched(self, now: _Pass, unit: Unit) -> bool:
+        """Whether a hook on outputs says, or will say, that backward is in a call of the unit."""
+        return now.is_inside(unit) or unit.awaits_call(self.number)
 
     def _prefetch(self, call: Call) -> None:
         if call.unit.backward_prefetch:
@@ -227,16 +259,16 @@ class Backward:
             self._leave_passed(self._pass, call.begin - 1)
 
     def _leave_passed(self, now: _Pass, end: int, *, entering: Unit | None = None) -> None:
-        """Leave the units all of whose calls began after a tick of the clock."""
+        """Leave the units all of whose calls in this backward began after a tick of the clock."""
         for unit in now.latest_first():
             if unit is entering:
                 continue
-            outstanding = list(unit.outstanding_calls())
-            if not outstanding or outstanding[0].begin > end:
-                self._leave(unit)
+            first = now.entered.get(id(unit))
+            if first is not None and first.begin <= end:
                 continue
-            entered = [other.begin for other in outstanding if other.entered == self.number]
-            if entered and min(entered) > end:
+            if (first is None or first.first_begin > end) and not unit.awaits_call(self.number, end):
+                self._leave(unit)
+            elif first is not None:
                 # An earlier call of the unit has its backward still to come: weights are gathered again then.
                 self._schedule.reshard(unit)
 

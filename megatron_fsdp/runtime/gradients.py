@@ -62,6 +62,14 @@ class GradientBuffer(PackedGradients):
         """Whether the packed buffer holds gradients that are not reduced yet."""
         return 1 in self._filled
 
+    def awaits_gradients(self) -> bool:
+        """Whether the graph that autograd is going through brings gradients that have not come yet."""
+        return self._faces.awaits_gradients()
+
+    def end_backward(self) -> None:
+        """Expect gradients of all parameters again."""
+        self._faces.came[:] = bytes(len(self._views))
+
     # ------------------------------------------------------------------ receive
 
     def receive(self, index: int, parameter: torch.Tensor) -> None:

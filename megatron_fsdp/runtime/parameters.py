@@ -85,6 +85,8 @@ class Faces:
         self._follow_locals()
         # Whether the backward under way brought gradients, by which hooks of small ones see that nothing is to be done.
         self.begun = [False]
+        # Of which parameters autograd has added up all that the backward under way brings.
+        self.came = bytearray(len(owned))
         self.waits = bytearray(int(face.numel() <= _SMALL_NUMEL) for face in self.gathered)
         self._listening = bytearray(len(owned))
         self._required = [False] * len(owned)
@@ -227,12 +229,19 @@ class Faces:
             self._listening[index] = 1
             # Streams take turns: there each one has to be seen.
             can_wait = self.waits[index] and turns(used.device) is None
-            hook = _gradient_hook(self._receiver, index, self.begun if can_wait else [False])
+            hook = _gradient_hook(self._receiver, index, self.begun if can_wait else [False], self.came)
             torch.Tensor.register_post_accumulate_grad_hook(used, hook)  # type: ignore[no-untyped-call]  # torch's stub
 
     def name_of(self, index: int) -> str:
         """Return the name of a parameter within its unit."""
         return self._owned[index].name
+
+    def awaits_gradients(self) -> bool:
+        """Whether the graph that autograd is going through brings gradients that have not come yet."""
+        return any(
+            not came and face.requires_grad and _is_in_graph(face)
+            for face, came in zip(self.gathered, self.came, strict=True)
+        )
 
     def local_gradient(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the gradient of a gathered parameter, whole along the data-parallel axes."""
@@ -379,8 +388,11 @@ def _touched_slices(value: torch.Tensor, template: FlatDTensor) -> torch.Tensor 
     return own_rows(value.to_local().detach(), ragged, template.distribution.rows)
 
 
-def _gradient_hook(receiver: weakref.ref[GroupParts], index: int, begun: list[bool]) -> Callable[[torch.Tensor], None]:
+def _gradient_hook(
+    receiver: weakref.ref[GroupParts], index: int, begun: list[bool], came: bytearray
+) -> Callable[[torch.Tensor], None]:
     def receive(parameter: torch.Tensor) -> None:
+        came[index] = 1
         if begun[0] and not listeners:
             return
         owner = receiver()
@@ -391,6 +403,17 @@ def _gradient_hook(receiver: weakref.ref[GroupParts], index: int, begun: list[bo
             gradients.receive(index, parameter)
 
     return receive
+
+
+def _is_in_graph(leaf: torch.Tensor) -> bool:
+    # Nothing is computed, so whether the leaf has memory now is nobody's affair.
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        # ``torch.autograd.grad`` returns this leaf's gradient and accumulates none.
+        return False
 
 
 def _copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:

@@ -34,7 +34,7 @@ class Schedule:
     Attributes:
         step_event: recorded after an optimizer step, awaited by the next forward; None for none.
         pools: of memory slots.
-        trail: the units of this forward pass that were left, in order.
+        trail: the units of this forward pass that were left, in order, for each call that backward may come to.
         first_use: the moment when the ranks agree on what the units are.
     """
 
@@ -221,6 +221,9 @@ class Schedule:
         for group in unit.groups:
             group.faces.sites.take_back()
         if unit.calls and unit.calls[-1]() is call:
+            if unit.trail is not self.trail:
+                unit.trail, unit.first_begin = self.trail, call.begin
+            call.first_begin = unit.first_begin
             call.trail, call.position = self.trail, len(self.trail)
             self.trail.append(unit.reference)
         root = self.root
@@ -252,7 +255,7 @@ class Schedule:
                 self._close_call(unit, unit.open_call)
         # Reshard what a wrong prediction or an exception left gathered, and without a backward the last one too.
         last = self._lingering() if torch.is_grad_enabled() else None
-        awaited = last if last is not None and any(last.outstanding_calls()) else None
+        awaited = last if last is not None and last.trail is self.trail else None
         for unit in self.units():
             if unit is not awaited and not unit.is_sharded and self.reshards_after_forward(unit):
                 self.reshard(unit, keep_part=torch.is_grad_enabled())
@@ -263,6 +266,10 @@ class Schedule:
     def end_backward(self) -> None:
         """Release what backward has gathered, and what it need not have kept."""
         self._lingering = _NOBODY
+        root = self.root
+        if root is None or root.open_call is None:
+            # Where units are called and their root is not, nothing else begins a pass.
+            self.trail = []
         for unit in self.units():
             if unit.reshard_after_backward or unit.has_state(WeightState.GATHERING):
                 self.reshard(unit)

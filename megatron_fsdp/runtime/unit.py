@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -35,19 +36,23 @@ class Call:
     Attributes:
         begin, end: ticks of the schedule's clock; calls nest or follow each other, so these intervals do too.
         position: place in the schedule's list of finished calls of that forward pass.
-        entered: the number of the last backward that reached its outputs; 0 for none so far.
+        first_begin: when the unit's first watched call in the same pass began.
+        entered: the number of the last backward that reached its outputs; 0 for none so far. task: autograd's number of
+            the graph in which it did; that of one inside of another is higher.
         first_node: autograd's nodes that were made since it began have this number or a higher one.
     """
 
-    __slots__ = ("__weakref__", "_unit", "begin", "end", "entered", "first_node", "position", "trail")
+    __slots__ = (
+        "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "first_node", "position", "task", "trail",
+    )  # fmt: skip
 
     def __init__(self, unit: Unit, begin: int) -> None:
         self._unit = unit.reference
-        self.begin = begin
+        self.begin = self.first_begin = begin
         self.end = begin
         self.position = 0
         self.trail: list[weakref.ref[Unit]] = []
-        self.entered = 0
+        self.entered = self.task = 0
         self.first_node: int = torch._C._autograd._get_sequence_nr()
 
     @property
@@ -107,6 +112,9 @@ class Unit(StateNames):
         # Units inside of this one, all of which were made before it.
         self.inner: list[weakref.ref[Unit]] = []
         self.calls: list[weakref.ref[Call]] = []
+        # The pass of its last watched call, and when its first one in that pass began.
+        self.trail: list[weakref.ref[Unit]] | None = None
+        self.first_begin = 0
         self.pending_modules: set[int] = set()
         self.open_call: Call | None = None
         # By the id of the module.
@@ -252,9 +260,18 @@ class Unit(StateNames):
         for _, call in alive:
             yield call
 
-    def first_begin(self) -> int:
-        """Return when the oldest call began whose backward may still come, 0 where there is none."""
-        return min((call.begin for call in self.outstanding_calls()), default=0)
+    def awaits_call(self, backward: int, end: float = math.inf) -> bool:
+        """Whether the graph that autograd is going through leads to a call that backward has not entered yet.
+
+        That a call may still have a backward does not say so, and what keeps it alive (a log, a cycle, a traceback) is
+        a rank's own affair; a gradient still to come does (docs/design/order.md).
+
+        Args:
+            backward: its number. end: of calls that began until then.
+        """
+        return any(call.entered != backward and call.begin <= end for call in self.outstanding_calls()) and any(
+            buffer.awaits_gradients() for buffer in self.gradients
+        )
 
     def begin_backward(self, *, packs: bool) -> int:
         """Tell who drives backward that one is under way, and return its number."""
