@@ -20,6 +20,7 @@ torch.set_num_threads(1)
 # What takes longest, longest first: a process that takes one of them last is the one that all others wait for.
 # `pytest --durations=0 --durations-min=3` shows what has changed.
 LONG_FILES = (
+    "tests/functional/test_scale.py",
     "tests/functional/kernels/test_triton.py",
     "tests/functional/test_random_use.py",
     "tests/functional/test_compatibility.py",
