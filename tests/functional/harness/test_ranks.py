@@ -314,6 +314,7 @@ def test_a_world_without_ranks_is_refused() -> None:
 def fail_to_join_on_the_first_rank() -> None:
     """Close the group of the call, and count one on rank 0 that is never made."""
     rank = dist.get_rank()
+    dist.barrier()  # until the other one has joined, too
     dist.destroy_process_group()
     if rank == 0:
         dist.distributed_c10d._world.group_count += 1
