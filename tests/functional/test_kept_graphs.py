@@ -21,7 +21,7 @@ Kept = list[Any]
 
 
 class Uses(Headed):
-    """Runs its layers in one of several ways; those after the first are of one size, so that no mix-up is noticed."""
+    """Runs its layers in one of several ways; they are of one size, so that only values tell a mix-up."""
 
     how = "plain"
 
