@@ -7,6 +7,7 @@ they are closed, which is where their gradients are reduced, and released (docs/
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -238,7 +239,26 @@ class Backward:
 
     def _is_watched(self, now: _Pass, unit: Unit) -> bool:
         """Whether a hook on outputs says, or will say, that backward is in a call of the unit."""
-        return now.is_inside(unit) or unit.awaits_call(self.number)
+        return now.is_inside(unit) or self._awaits_call(now, unit)
+
+    def _awaits_call(self, now: _Pass, unit: Unit, end: float = math.inf) -> bool:
+        """Whether the graph that autograd is going through leads to a call of the unit that it has not entered yet.
+
+        That a call is alive does not say so: what keeps it (a log, a cycle, a traceback) is a rank's own affair. A
+        gradient still to come does, the unit's or, as this rank may have used none of its parameters there, that of
+        a unit which backward has passed already and which ran in the same pass (docs/design/order.md).
+        """
+        calls = unit.calls_not_entered(self.number, end)
+        if not calls or unit.awaits_gradients():
+            return bool(calls)
+        passes = {id(call.trail) for call in calls}
+        return any(
+            other.awaits_gradients()
+            for other in self._schedule.units()
+            if id(other) in now.entered
+            and now.entered[id(other)].first_begin > end
+            and any(id(call.trail) in passes for call in other.calls_not_entered(self.number))
+        )
 
     def _prefetch(self, call: Call) -> None:
         if call.unit.backward_prefetch:
@@ -266,7 +286,7 @@ class Backward:
             first = now.entered.get(id(unit))
             if first is not None and first.begin <= end:
                 continue
-            if (first is None or first.first_begin > end) and not unit.awaits_call(self.number, end):
+            if (first is None or first.first_begin > end) and not self._awaits_call(now, unit, end):
                 self._leave(unit)
             elif first is not None:
                 # An earlier call of the unit has its backward still to come: weights are gathered again then.

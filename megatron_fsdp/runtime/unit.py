@@ -260,18 +260,13 @@ class Unit(StateNames):
         for _, call in alive:
             yield call
 
-    def awaits_call(self, backward: int, end: float = math.inf) -> bool:
-        """Whether the graph that autograd is going through leads to a call that backward has not entered yet.
+    def calls_not_entered(self, backward: int, end: float = math.inf) -> list[Call]:
+        """Return the calls that a backward has not entered and may still enter, or not, that began until ``end``."""
+        return [call for call in self.outstanding_calls() if call.entered != backward and call.begin <= end]
 
-        That a call may still have a backward does not say so, and what keeps it alive (a log, a cycle, a traceback) is
-        a rank's own affair; a gradient still to come does (docs/design/order.md).
-
-        Args:
-            backward: its number. end: of calls that began until then.
-        """
-        return any(call.entered != backward and call.begin <= end for call in self.outstanding_calls()) and any(
-            buffer.awaits_gradients() for buffer in self.gradients
-        )
+    def awaits_gradients(self) -> bool:
+        """Whether the graph that autograd is going through brings gradients that have not come yet."""
+        return any(buffer.awaits_gradients() for buffer in self.gradients)
 
     def begin_backward(self, *, packs: bool) -> int:
         """Tell who drives backward that one is under way, and return its number."""

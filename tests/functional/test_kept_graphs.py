@@ -185,3 +185,41 @@ def test_gradients_and_orders_are_those_of_ranks_that_keep_nothing(
         for other in others:
             assert other[case][0] == actions, case
             assert other[case][1] < 2e-6, case
+
+
+class Skipping(Block):
+    """Uses none of its parameters where told."""
+
+    skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., WIDTH) for (..., WIDTH)."""
+        return x * 1.5 if self.skips else super().forward(x)
+
+
+def error_with_a_unit_unused_in_the_earlier_pass() -> float:
+    """Go back through two passes at once, of which rank 0 skips a unit in the earlier one."""
+
+    def train(model: Any, rank: int) -> None:
+        losses = []
+        for step in (1, 2):
+            model.layers[1].skips = rank == 0 and step == 1
+            losses.append(model(inputs(rank, step)).square().mean())
+        sum(losses).backward()
+
+    models: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Headed(Block(), Skipping(), Skipping(), Block()))
+    model, plain = models
+    for part in (*model.layers, model):
+        fully_shard(part)
+    train(model, dist.get_rank())
+    for rank in range(dist.get_world_size()):
+        train(plain, rank)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(float((whole(a.grad, a) - b.grad / dist.get_world_size()).abs().max()) for a, b in pairs)
+
+
+def test_a_unit_that_one_rank_does_not_use_in_the_earlier_of_two_passes_is_reduced_after_both() -> None:
+    assert max(run_ranks(2, error_with_a_unit_unused_in_the_earlier_pass)) < 2e-6
