@@ -1,6 +1,6 @@
-"""Draw docs/rooms.svg, the rooms of the library and who imports whom, and number the lines in docs/architecture.md.
+"""Draw docs/rooms.svg, the rooms of the library and who imports whom, and check the links of docs/architecture.md.
 
-``python docs/rooms.py`` writes both; tests/unit/test_architecture.py holds them to the code.
+``python docs/rooms.py`` draws; tests/unit/test_architecture.py holds picture and links to the code.
 """
 
 import ast
@@ -72,25 +72,17 @@ def _box(name: str, place: tuple[float, float]) -> str:
     )
 
 
-def numbered(page: str) -> str:
-    """Return a page of docs/ with every link to a function, [name](../file.py#L1), pointing to the line of its def.
+def check_links(page: str) -> None:
+    """Look up every function that a page of docs/ links to, [name](../file.py), in that file.
 
     Raises:
         LookupError: the file defines no function of that name.
     """
-
-    def link(match: re.Match[str]) -> str:
-        name, path = match.groups()
+    for name, path in re.findall(r"\[(\w+)\]\(([./\w]+\.py)\)", page):
         tree = ast.parse((ROOT / "docs" / path).read_text(encoding="utf-8"))
-        lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
-        if not lines:
+        if not any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.walk(tree)):
             raise LookupError(f"{path} has no function {name!r}")
-        return f"[{name}]({path}#L{lines[0]})"
-
-    return re.sub(r"\[(\w+)\]\(([./\w]+\.py)#L\d+\)", link, page)
 
 
 if __name__ == "__main__":
     (ROOT / "docs" / "rooms.svg").write_text(rooms_svg(), encoding="utf-8")
-    PAGE = ROOT / "docs" / "architecture.md"
-    PAGE.write_text(numbered(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
