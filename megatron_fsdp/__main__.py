@@ -15,7 +15,6 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = (
     ("plan", "megatron_fsdp.cli.plan", "plan memory, traffic and time of a training step from shapes alone"),
     ("checkpoint", "megatron_fsdp.cli.checkpoint", "inspect, verify, export or import a checkpoint"),
-    ("certify", "megatron_fsdp.cli.certify", "prove that streams are in order, on CPU ranks with CUDA's meaning"),
     ("timeline", "megatron_fsdp.cli.timeline", "draw the lanes of a step, and what it waited for, from a trace"),
 )
 

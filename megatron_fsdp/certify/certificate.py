@@ -1,13 +1,11 @@
-"""Certificate: what was checked in one configuration, and what was found, as text and as JSON."""
+"""Certificate: what was checked in one configuration, and what was found, as text."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,12 +13,11 @@ from torch.optim import Optimizer
 
 from megatron_fsdp.certify.checker import Checker, Issue
 from megatron_fsdp.certify.clocks import VirtualStreams, Wait
-from megatron_fsdp.certify.host_order import order_findings
 from megatron_fsdp.runtime.lanes import drive_with
 from megatron_fsdp.runtime.module import units_below
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
-__all__ = ["Certificate", "Certification", "HostWait", "WaitCount", "certify", "merged", "watching"]
+__all__ = ["Certificate", "Certification", "HostWait", "WaitCount", "certify", "watching"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +100,6 @@ class Certificate:
         waits = [one for one in self.engine_host_waits if not one.what.startswith(tuple(host_may))]
         return not (self.races or self.early_reuses or self.disorders or waits)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON; collectives by their number alone."""
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain["issues"] = len(self.issues)
-        for key in ("waits", "host_waits"):
-            plain[key] = [dataclasses.asdict(one) for one in plain[key]]
-        return plain
-
     def lines(self) -> Iterator[str]:
         """Yield it as text."""
         yield (
@@ -130,35 +119,6 @@ class Certificate:
         for one in self.waits:
             if one.is_idle:
                 yield f"  idle in all {one.total} executions: the wait at {one.place}"
-
-
-def merged(name: str, certificates: Sequence[Certificate]) -> Certificate:
-    """Return one certificate of those that the ranks of one run made, with the order of their collectives checked."""
-    waits: dict[str, WaitCount] = {}
-    host_waits: Counter[tuple[str, str, bool]] = Counter()
-    for certificate in certificates:
-        for one in certificate.waits:
-            other = waits.get(one.place, WaitCount(one.place, one.is_engine, 0, 0, 0))
-            pairs = ((getattr(one, key), getattr(other, key)) for key in ("total", "redundant", "unneeded"))
-            waits[one.place] = WaitCount(one.place, one.is_engine, *map(sum, pairs))
-        for host_wait in certificate.host_waits:
-            host_waits[host_wait.what, host_wait.place, host_wait.is_engine] += host_wait.count
-
-    def of(key: str) -> tuple[str, ...]:
-        lines = dict.fromkeys(line for certificate in certificates for line in getattr(certificate, key))
-        return tuple(lines)
-
-    return Certificate(
-        name,
-        sum(one.num_operators for one in certificates),
-        sum(one.num_conflicts for one in certificates),
-        sum(one.num_reuses for one in certificates),
-        races=of("races"),
-        early_reuses=of("early_reuses"),
-        disorders=(*of("disorders"), *order_findings([one.issues for one in certificates])),
-        waits=tuple(waits.values()),
-        host_waits=tuple(HostWait(*key, count) for key, count in host_waits.items()),
-    )
 
 
 class Certification:

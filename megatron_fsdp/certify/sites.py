@@ -73,7 +73,6 @@ def here(outside: str = "") -> Site:
 def _is_hidden(path: str) -> bool:
     hidden = _hidden.get(path)
     if hidden is None:
-        is_checker = path.startswith(_CERTIFY) and os.path.basename(path) not in ("cases.py", "models.py")
         is_library = path.startswith((_TORCH, "<frozen")) or os.path.basename(path) in ("contextlib.py", "weakref.py")
-        hidden = _hidden[path] = is_checker or is_library
+        hidden = _hidden[path] = is_library or path.startswith(_CERTIFY)
     return hidden

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,22 +13,15 @@ from dbuffer.collectives import all_reduce
 from dbuffer.mesh import mesh_axes
 from dbuffer.storage import FlatStorage
 from megatron_fsdp import AdamW, fully_shard
-from megatron_fsdp.__main__ import main
-from megatron_fsdp.certify.cases import CASES, SHORT, Case
-from megatron_fsdp.certify.certificate import Certificate, Certification, certify, merged, watching
-from megatron_fsdp.certify.host_order import order_findings
-from megatron_fsdp.certify.matrix import Run, idle_places, run_matrix, run_on_rank
-from megatron_fsdp.certify.mutants import EQUIVALENT, MODULES, OPEN, Mutant, applied, mutants, survey
-from megatron_fsdp.cli import certify as command
+from megatron_fsdp.certify.certificate import Certificate, Certification, certify, watching
+from tests.certify.__main__ import main
+from tests.certify.cases import CASES, SHORT, Case
+from tests.certify.host_order import order_findings
+from tests.certify.matrix import Run, idle_places, merged, run_matrix, run_on_rank
+from tests.certify.mutants import EQUIVALENT, MODULES, OPEN, Mutant, applied, mutants, survey
 from tests.harness import run_ranks
-from tests.harness.grids import nightly_but
 from tests.harness.models import inputs, three_blocks, world_mesh
 from tests.harness.oracle import shard_each
-
-
-def on_shared_ranks(num_ranks: int, function: Callable[..., object], *args: object) -> list[object]:
-    return run_ranks(num_ranks, function, *args, timeout=600)
-
 
 # ---------------------------------------------------------------- the matrix
 
@@ -39,14 +31,14 @@ def findings(runs: list[Run]) -> list[str]:
 
 
 def test_one_configuration_of_each_mechanism_is_in_order() -> None:
-    runs = run_matrix(SHORT, on_shared_ranks)
+    runs = run_matrix(SHORT)
     assert findings(runs) == []
     assert all(run.certificate.num_conflicts > 5 for run in runs)
 
 
 @pytest.mark.slow
 def test_every_configuration_is_in_order_and_no_wait_is_idle_in_all_of_them() -> None:
-    runs = run_matrix(CASES, on_shared_ranks)
+    runs = run_matrix(CASES)
     assert findings(runs) == []
     assert idle_places(runs) == []
 
@@ -274,19 +266,14 @@ def test_two_steps_of_a_job_are_certified_and_it_goes_on(has_sync: bool) -> None
 # ---------------------------------------------------------------- the command
 
 
-@pytest.mark.parametrize("starts_processes", nightly_but([False], [False, True]))
-def test_the_command_writes_what_it_found(
-    starts_processes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "found.json"
-    if not starts_processes:
-        monkeypatch.setattr(command, "run_matrix", partial(run_matrix, on=on_shared_ranks))
-    assert main(["certify", "--case", "unshard by hand", "--json", str(path)]) == 0
+    assert main(["--case", "unshard by hand", "--json", str(path)]) == 0
     assert "1 configurations" in capsys.readouterr().out
     (row,) = json.loads(path.read_text())["configurations"]
     assert row["name"] == "unshard by hand"
     assert row["is_clean"]
-    assert main(["certify", "--case", "no such"]) == 2
+    assert main(["--case", "no such"]) == 2
 
 
 # ---------------------------------------------------------------- mutants

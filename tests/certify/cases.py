@@ -24,7 +24,6 @@ from dbuffer.collectives import barrier
 from megatron_fsdp.api import fully_shard, microbatch, no_sync
 from megatron_fsdp.certify.certificate import Certificate, Certification, watching
 from megatron_fsdp.certify.clocks import Queue
-from megatron_fsdp.certify.models import WIDTH, Block, Branches, Stack, Towers, batch, build
 from megatron_fsdp.checkpoint.api import save_checkpoint
 from megatron_fsdp.checkpoint.async_save import finish_pending_save
 from megatron_fsdp.optim.adamw import AdamW
@@ -37,8 +36,7 @@ from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.module import FsdpModule
-
-__all__ = ["CASES", "SHORT", "Case", "run_case"]
+from tests.certify.models import WIDTH, Block, Branches, Stack, Towers, batch, build
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _NUM_STEPS = 2

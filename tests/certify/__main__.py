@@ -1,22 +1,21 @@
-"""``megatron-fsdp certify``: check the order of streams, memory and collectives on this machine's CPUs."""
+"""Check the order of streams, memory and collectives on this machine's CPUs: ``python -m tests.certify``."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_fsdp.certify.cases import CASES, SHORT
-from megatron_fsdp.certify.matrix import Run, idle_places, run_matrix
-from megatron_fsdp.certify.mutants import mutant_report, survey
-from megatron_fsdp.errors import FsdpError
-
-__all__ = ["add_arguments", "run"]
+from tests.certify.cases import CASES, SHORT
+from tests.certify.matrix import Run, as_dict, idle_places, run_matrix
+from tests.certify.mutants import mutant_report, survey
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the arguments say; 0 where nothing was found, 1 where something was, 2 where it could not be checked."""
+    parser = argparse.ArgumentParser(prog="python -m tests.certify", description=__doc__)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--matrix", action="store_true", help="all configurations; without it one of each mechanism")
     what.add_argument("--case", action="append", help="the configuration of this name; may be given again")
@@ -24,26 +23,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--mutants", action="store_true", help="take the engine's waits away, one at a time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there too")
     parser.add_argument("--verbose", action="store_true", help="print each configuration, also where nothing is found")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Do it; 0 where nothing was found, 1 where something was, 2 where it could not be checked."""
-    try:
-        if args.mutants:
-            return _run_mutants(args)
-        cases = [case for case in CASES if case.name in args.case] if args.case else CASES if args.matrix else SHORT
-        unknown = {*(args.case or ())} - {case.name for case in CASES}
-        if unknown:
-            print(f"error: no configuration is called {', '.join(sorted(unknown))}; --list prints their names")
-            return 2
-        if args.list:
-            print("\n".join(case.name for case in CASES))
-            return 0
-        runs = run_matrix(cases)
-    except FsdpError as error:
-        print(f"error: {error}")
+    args = parser.parse_args(arguments)
+    if args.list:
+        print("\n".join(case.name for case in CASES))
+        return 0
+    if args.mutants:
+        return _run_mutants(args)
+    unknown = {*(args.case or ())} - {case.name for case in CASES}
+    if unknown:
+        print(f"error: no configuration is called {', '.join(sorted(unknown))}; --list prints their names")
         return 2
-    return _report(args, runs)
+    chosen = [case for case in CASES if case.name in args.case] if args.case else CASES if args.matrix else SHORT
+    return _report(args, run_matrix(chosen))
 
 
 def _report(args: argparse.Namespace, runs: Sequence[Run]) -> int:
@@ -67,7 +58,7 @@ def _report(args: argparse.Namespace, runs: Sequence[Run]) -> int:
         f"{len(bad)} configurations with findings"
     )
     if args.json is not None:
-        rows = [one.certificate.as_dict() | {"seconds": one.seconds, "is_clean": one.is_clean} for one in runs]
+        rows = [as_dict(one.certificate) | {"seconds": one.seconds, "is_clean": one.is_clean} for one in runs]
         args.json.write_text(json.dumps({"idle_waits": idle, "configurations": rows}, indent=1) + "\n")
     return 1 if bad or (args.matrix and idle) else 0
 
@@ -78,3 +69,7 @@ def _run_mutants(args: argparse.Namespace) -> int:
     if args.json is not None:
         args.json.write_text(json.dumps([one.as_dict() for one in outcomes], indent=1) + "\n")
     return 1 if any(one.is_alive for one in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,13 +18,10 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from dbuffer.storage import guard_released_storage
-from megatron_fsdp.certify.cases import CASES
-from megatron_fsdp.certify.certificate import Certificate, merged
-from megatron_fsdp.certify.matrix import run_on_rank
-from megatron_fsdp.certify.ranks import on_ranks
-from megatron_fsdp.errors import FsdpError
-
-__all__ = ["EQUIVALENT", "MODULES", "OPEN", "Mutant", "Outcome", "applied", "mutant_report", "mutants", "survey"]
+from megatron_fsdp.certify.certificate import Certificate
+from tests.certify.cases import CASES
+from tests.certify.matrix import TIMEOUT_S, merged, run_on_rank
+from tests.harness import RankError, run_ranks
 
 MODULES = (
     "megatron_fsdp.runtime.lanes",
@@ -399,8 +396,8 @@ def survey(modules: Sequence[str] = MODULES) -> list[Outcome]:
 
 def _survey(left: Sequence[Mutant], num_ranks: int, names: Sequence[str]) -> dict[Mutant, Outcome]:
     try:
-        by_rank = on_ranks(num_ranks, _run_mutants, [None, *left], names)
-    except FsdpError:
+        by_rank = run_ranks(num_ranks, _run_mutants, [None, *left], names, timeout=TIMEOUT_S, fresh=True)
+    except RankError:
         if len(left) == 1:
             return {left[0]: Outcome(left[0], names[0], "a process ended")}
         # One of them ends its process: find out which.

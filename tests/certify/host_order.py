@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatron_fsdp.certify.checker import Issue
 
-__all__ = ["order_findings"]
-
 _Node = tuple[str, int]
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from megatron_fsdp.certify.cases import CASES, Case, run_case
-from megatron_fsdp.certify.certificate import Certificate, merged
-from megatron_fsdp.certify.ranks import on_ranks
+from megatron_fsdp.certify.certificate import Certificate, HostWait, WaitCount
+from tests.certify.cases import CASES, Case, run_case
+from tests.certify.host_order import order_findings
+from tests.harness import run_ranks
 
-__all__ = ["Run", "case_named", "idle_places", "run_matrix", "run_on_rank"]
+# Of all cases of one number of ranks together.
+TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +62,12 @@ def run_on_rank(names: Sequence[str]) -> list[tuple[Certificate, float]]:
     return found
 
 
-def run_matrix(cases: Sequence[Case], on: Callable[..., list[list[tuple[Certificate, float]]]] = on_ranks) -> list[Run]:
-    """Run cases, all of one number of ranks in one process group.
-
-    Args:
-        on: runs a function on a number of ranks, as ``on_ranks`` does.
-    """
+def run_matrix(cases: Sequence[Case]) -> list[Run]:
+    """Run cases, all of one number of ranks in one process group."""
     runs = []
     for num_ranks in sorted({case.num_ranks for case in cases}):
         same = [case for case in cases if case.num_ranks == num_ranks]
-        by_rank = on(num_ranks, run_on_rank, [case.name for case in same])
+        by_rank = run_ranks(num_ranks, run_on_rank, [case.name for case in same], timeout=TIMEOUT_S)
         for case, of_ranks in zip(same, zip(*by_rank, strict=True), strict=True):
             certificate = merged(case.name, [certificate for certificate, _ in of_ranks])
             runs.append(Run(case, certificate, of_ranks[0][1]))
@@ -84,3 +85,39 @@ def idle_places(runs: Sequence[Run]) -> list[str]:
             if wait.is_engine:
                 idle[wait.place] = idle.get(wait.place, True) and wait.is_idle
     return [place for place, is_idle in idle.items() if is_idle]
+
+
+def merged(name: str, certificates: Sequence[Certificate]) -> Certificate:
+    """Return one certificate of those that the ranks of one run made, with the order of their collectives checked."""
+    waits: dict[str, WaitCount] = {}
+    host_waits: Counter[tuple[str, str, bool]] = Counter()
+    for certificate in certificates:
+        for one in certificate.waits:
+            other = waits.get(one.place, WaitCount(one.place, one.is_engine, 0, 0, 0))
+            pairs = ((getattr(one, key), getattr(other, key)) for key in ("total", "redundant", "unneeded"))
+            waits[one.place] = WaitCount(one.place, one.is_engine, *map(sum, pairs))
+        for host_wait in certificate.host_waits:
+            host_waits[host_wait.what, host_wait.place, host_wait.is_engine] += host_wait.count
+
+    def of(key: str) -> tuple[str, ...]:
+        lines = dict.fromkeys(line for certificate in certificates for line in getattr(certificate, key))
+        return tuple(lines)
+
+    return Certificate(
+        name,
+        sum(one.num_operators for one in certificates),
+        sum(one.num_conflicts for one in certificates),
+        sum(one.num_reuses for one in certificates),
+        races=of("races"),
+        early_reuses=of("early_reuses"),
+        disorders=(*of("disorders"), *order_findings([one.issues for one in certificates])),
+        waits=tuple(waits.values()),
+        host_waits=tuple(HostWait(*key, count) for key, count in host_waits.items()),
+    )
+
+
+def as_dict(certificate: Certificate) -> dict[str, Any]:
+    """Return plain data for JSON; collectives by their number alone."""
+    plain = dataclasses.asdict(certificate)
+    plain["issues"] = len(certificate.issues)
+    return plain

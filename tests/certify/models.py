@@ -12,8 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fsdp.certify.clocks import Queue, VirtualStreams
 from megatron_fsdp.runtime.fused_linear import expert_matmul
 
-__all__ = ["WIDTH", "Block", "Branches", "Stack", "Towers", "batch", "build"]
-
 WIDTH = 7
 _VOCABULARY = 11
 
