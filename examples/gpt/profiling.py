@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gpt.launch import Ranks
 from gpt.train_log import TrainLog
-from megatron_fsdp import FsdpModule
+from megatron_fsdp import FSDPModule
 from megatron_fsdp.observability.timeline import Timeline
 from megatron_fsdp.observability.timeline_files import add_to_trace
 
@@ -34,7 +34,7 @@ class StepProfiler:
         self._folder = folder
         self._name = f"rank{ranks.rank}_steps{args.profile_step_start}-{args.profile_step_end - 1}"
         self._model: nn.Module | None = None
-        if isinstance(model, FsdpModule):
+        if isinstance(model, FSDPModule):
             self._model = model
         self._profile: profile | None = None
         self._timeline: Timeline | None = None

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import ConfigError, Placements, load_checkpoint, save_checkpoint
-from megatron_fsdp.optim import Muon, MuonOptions, Shampoo
+from megatron_fsdp import ConfigError, Muon, Placements, load_checkpoint, save_checkpoint
+from megatron_fsdp.muon import MuonOptions, Shampoo
 from tests.functional.muon_model import (
     DIVISOR,
     NUM_MICROBATCHES,
