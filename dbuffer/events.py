@@ -40,7 +40,8 @@ listeners: list[Listener] = []
 
 def tell(action: str, subject: object) -> None:
     """Tell all listeners what happens to what."""
-    for listener in listeners:
+    # A copy, for one may stop to listen.
+    for listener in (*listeners,):
         listener(action, subject)
 
 

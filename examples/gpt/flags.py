@@ -226,7 +226,7 @@ def _add_io_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--log-interval", type=_positive_int, default=100, help="steps between log lines")
     group.add_argument("--tensorboard-dir", type=Path, help="write the log's numbers for TensorBoard too")
     group.add_argument(
-        "--profile", action="store_true", help="write a Chrome trace and a timeline of some steps into --save"
+        "--profile", action="store_true", help="write a Chrome trace and a picture of some steps into --save"
     )
     group.add_argument("--profile-step-start", type=_positive_int, default=10, help="first step of the trace")
     group.add_argument("--profile-step-end", type=_positive_int, default=12, help="first step after the trace")

@@ -1,9 +1,8 @@
-"""``--profile``: some steps as a Chrome trace, for chrome://tracing or ui.perfetto.dev, and as a timeline of units."""
+"""``--profile``: some steps as a Chrome trace, for ui.perfetto.dev, with what compute waited for as a picture."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 from pathlib import Path
 from types import TracebackType
 
@@ -13,16 +12,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from gpt.launch import Ranks
 from gpt.train_log import TrainLog
-from megatron_fsdp import FSDPModule
-from megatron_fsdp.observability.timeline import Timeline
-from megatron_fsdp.observability.timeline_files import add_to_trace
+from megatron_fsdp import FSDPModule, Timeline
 
 
 class StepProfiler:
     """Records the steps from ``--profile-step-start`` to before ``--profile-step-end`` on the ranks asked for.
 
-    Writes ``trace_rank0_steps10-11.json``, and for a sharded model ``timeline_rank0_steps10-11.html`` and ``.png``,
-    with the share of communication that compute waited for.
+    Writes ``trace_rank0_steps10-11.json``, and for a sharded model ``timeline_rank0_steps10-11.png``, with the share of
+    communication that compute waited for.
     """
 
     def __init__(
@@ -33,12 +30,8 @@ class StepProfiler:
         self._steps = range(args.profile_step_start, args.profile_step_end) if is_asked else range(0)
         self._folder = folder
         self._name = f"rank{ranks.rank}_steps{args.profile_step_start}-{args.profile_step_end - 1}"
-        self._model: nn.Module | None = None
-        if isinstance(model, FSDPModule):
-            self._model = model
+        self._is_sharded = isinstance(model, FSDPModule)
         self._profile: profile | None = None
-        self._timeline: Timeline | None = None
-        self._open = contextlib.ExitStack()
 
     def before_step(self, iteration: int) -> None:
         """Start recording, if step ``iteration`` (the first is 1) is to be recorded."""
@@ -46,9 +39,8 @@ class StepProfiler:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
-            self._profile = self._open.enter_context(profile(activities=activities, acc_events=True))
-            if self._model is not None:
-                self._timeline = self._open.enter_context(Timeline(self._model))
+            self._profile = profile(activities=activities, acc_events=True)
+            self._profile.start()
 
     def after_step(self, iteration: int) -> None:
         """Write the files and say where, if step ``iteration`` is the last to be recorded."""
@@ -67,14 +59,13 @@ class StepProfiler:
 
     def _write(self) -> None:
         assert self._profile is not None
-        self._open.close()
+        self._profile.stop()
         trace = self._folder / f"trace_{self._name}.json"
         self._profile.export_chrome_trace(str(trace))
         self._profile = None
         self._log.message(f" wrote the trace {trace}")
-        timeline, self._timeline = self._timeline, None
-        if timeline is not None:
-            add_to_trace(timeline.record, trace)
-            for suffix in (".html", ".png"):
-                timeline.write(self._folder / f"timeline_{self._name}{suffix}")
-            self._log.message(f" wrote the timeline {self._folder / f'timeline_{self._name}.html'}: {timeline.record}")
+        if self._is_sharded:
+            timeline, picture = Timeline.read(trace), self._folder / f"timeline_{self._name}.png"
+            timeline.draw(picture)
+            headline = str(timeline).partition("\n")[0]
+            self._log.message(f" drew {picture}: {headline}")

@@ -1,144 +1,224 @@
-"""Timeline: when each unit was gathered, computed and reduced, and how long compute waited for communication.
-
-While it is open it listens to the engine's events and puts hooks on the units' modules; nothing of it is left
-afterwards. On CPU it reads the host's clock. On CUDA it records timing events on the streams and reads
-them when the block ends, so the host waits for nothing inside.
-"""
+"""Timeline: what a torch.profiler trace says of gathers and reductions, and how long compute waited for them."""
 
 from __future__ import annotations
 
-import contextlib
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from os import PathLike
-from types import TracebackType
+from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torch import nn
-from torch._compile import _disable_dynamo
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from megatron_fsdp.errors import ConfigError
 
-from dbuffer.events import listen
-from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.observability.timeline_clock import clock_for
-from megatron_fsdp.observability.timeline_files import write_record
-from megatron_fsdp.observability.timeline_record import TimelineRecord, UnitTimes
-from megatron_fsdp.observability.timeline_recorder import Recorder
-from megatron_fsdp.runtime.module import units_below
-from megatron_fsdp.runtime.unit import Unit, is_in_backward
+__all__ = ["Interval", "Timeline", "UnitTimes"]
 
-__all__ = ["Timeline"]
+# FSDP2's names, which the engine's ranges have too: "FSDP::all_gather (blocks.0)".
+_RANGE = re.compile(r"FSDP::(all_gather|post_backward_reduce|all_gather_wait|post_backward_rs_wait) \((.*)\)")
+_LANES = {"all_gather": "gather", "post_backward_reduce": "reduce"}
+_WAITS = {"all_gather_wait": "gather", "post_backward_rs_wait": "reduce"}
+_DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")  # Okabe and Ito
 
 
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """From ``start`` to ``stop``, in seconds since the trace began."""
+
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTimes:
+    """One unit's communication; each interval of ``*_waited`` is time that compute waited for it."""
+
+    unit: str
+    gathers: tuple[Interval, ...]
+    gather_waited: tuple[Interval, ...]
+    reductions: tuple[Interval, ...]
+    reduce_waited: tuple[Interval, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
-    """Records one rank's gathers, compute and reductions while a ``with`` block runs.
+    """The communication of one rank's trace.
+
+    On CPU a gather or reduction lasts from its issue to the end of the wait for it, and what is exposed is the ranges
+    of waits. On CUDA it lasts as its kernels on the stream of its lane do, and exposed is what of it no other kernel
+    covers, as in Holistic Trace Analysis.
 
     Example:
-        with Timeline(model) as timeline:
-            loss(model(batch)).backward()
-            optimizer.step()
-        timeline.write("timeline.html")
-        print(timeline.exposed_share)
+        with torch.profiler.profile() as profiler:
+            train_step()
+        profiler.export_chrome_trace("trace.json")
+        print(Timeline.read("trace.json"))
 
-    Ranks may open it alone: it communicates nothing. It is for a step or a few of them; every bar of every step is
-    kept. Compute is that of modules of units and of optimizers; collectives are the engine's own, and of those that
-    nobody asked for as ``wait`` the ends are seen to 0.3 ms on CPU. Open it after ``materialize`` and after parameters
-    were frozen or unfrozen. Inside of torch.profiler its bars appear as ranges ("gather unit", "forward unit", ...).
-
-    Args:
-        model: has units below it, or is one.
-    Raises:
-        ConfigError: no module of the model is sharded.
+    Attributes:
+        seconds: from the trace's first event to the end of its last.
+        units: in the order in which they are first gathered or reduced.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._units = list(units_below(model))
-        groups = [group for unit in self._units for group in unit.groups]
-        if not groups:
-            raise ConfigError("Timeline: no module of the model has parameters that fully_shard took")
-        self._device = groups[0].spec.device
-        self._record: TimelineRecord | None = None
+    seconds: float
+    units: tuple[UnitTimes, ...]
 
-    def __enter__(self) -> Timeline:
-        self._record = None
-        self._recorder = Recorder(clock_for(self._device))
-        self._open = contextlib.ExitStack()
-        try:
-            self._install()
-        except BaseException:
-            self._open.close()
-            self._recorder.spans()
-            raise
-        self._recorder.begin()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._recorder.end()
-        self._open.close()
-        seconds, spans = self._recorder.spans()
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        num_steps = self._recorder.num_steps
-        self._record = TimelineRecord(rank, tuple(unit.name for unit in self._units), seconds, num_steps, spans)
-
-    # ------------------------------------------------------------------ results
-
-    @property
-    def record(self) -> TimelineRecord:
-        """What was recorded.
+    @classmethod
+    def read(cls, path: str | PathLike[str]) -> Timeline:
+        """Read a Chrome trace that torch.profiler exported.
 
         Raises:
-            StateError: the block has not ended.
+            ConfigError: it is no such file, or no forward of a sharded model ran under the profiler.
         """
-        if self._record is None:
-            raise StateError("Timeline: nothing is recorded until its with block ends; ask for results after it")
-        return self._record
+        try:
+            events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"timeline: {os.fspath(path)} is no Chrome trace: {error!r}") from error
+        events = sorted((event for event in events if event.get("ph") == "X"), key=lambda event: float(event["ts"]))
+        ranges = [event for event in events if _RANGE.fullmatch(str(event.get("name")))]
+        if not ranges:
+            raise ConfigError(
+                f"timeline: {os.fspath(path)} has no range of a gather or a reduction; record a whole step, forward "
+                "included, of a sharded model under torch.profiler"
+            )
+        on_device = [event for event in ranges if event["cat"] == "gpu_user_annotation"]
+        start = min(float(event["ts"]) for event in events)
+        seconds = max(_interval(event, start).stop for event in events)
+        found = _on_device(events, on_device, start) if on_device else _on_host(ranges, start)
+        by_unit: dict[str, dict[tuple[str, bool], list[Interval]]] = {}
+        for unit, lane, is_wait, interval in found:
+            by_unit.setdefault(unit, {}).setdefault((lane, is_wait), []).append(interval)
+        kinds = [(lane, is_wait) for lane in ("gather", "reduce") for is_wait in (False, True)]
+        units = [UnitTimes(unit, *(tuple(of.get(kind, ())) for kind in kinds)) for unit, of in by_unit.items()]
+        return cls(seconds, tuple(units))
+
+    def waited(self, lane: str | None = None) -> float:
+        """Return the seconds that compute waited for "gather", for "reduce", or (None) for either."""
+        found: list[Interval] = []
+        for unit in self.units:
+            found += unit.gather_waited if lane != "reduce" else ()
+            found += unit.reduce_waited if lane != "gather" else ()
+        return _covered(found)
 
     @property
     def exposed_share(self) -> float:
-        """The part of the block's time that compute waited for communication, from 0 to 1."""
-        return self.record.exposed_share
+        """The part of the time that compute waited for communication, from 0 to 1."""
+        return self.waited() / self.seconds if self.seconds else 0.0
 
-    @property
-    def units(self) -> tuple[UnitTimes, ...]:
-        """The times of every unit, in the order in which modules are registered."""
-        return self.record.unit_times()
+    def __str__(self) -> str:
+        """Return a headline and a row for each unit."""
+        lines = [
+            f"{1e3 * self.seconds:.1f} ms, exposed communication {self.exposed_share:.1%} (waited "
+            f"{1e3 * self.waited('gather'):.1f} ms for gathers, {1e3 * self.waited('reduce'):.1f} ms for reductions)",
+            f"{'unit':24}{'gathers':>9}{'ms':>9}{'waited':>9}{'reductions':>12}{'ms':>9}{'waited':>9}",
+        ]
+        for one in self.units:
+            gather, gather_waited, reduce, reduce_waited = (
+                f"{1e3 * _covered(each):9.2f}"
+                for each in (one.gathers, one.gather_waited, one.reductions, one.reduce_waited)
+            )
+            counts = f"{len(one.gathers):9}", f"{len(one.reductions):12}"
+            lines.append(f"{one.unit[-24:]:24}{counts[0]}{gather}{gather_waited}{counts[1]}{reduce}{reduce_waited}")
+        return "\n".join(lines)
 
-    def write(self, path: str | PathLike[str]) -> None:
-        """Write the recording as a page (.html), a picture (.png, by matplotlib) or a Chrome trace (.json).
+    def draw(self, path: str | PathLike[str]) -> None:
+        """Draw gathers, waits and reductions over time, a colour for each unit.
 
+        Args:
+            path: of a picture whose suffix matplotlib knows, such as .png or .svg.
         Raises:
-            ConfigError: another suffix, the file cannot be written, or matplotlib is not installed.
+            ConfigError: matplotlib is not installed, or cannot write there.
         """
-        write_record(self.record, path)
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ConfigError("timeline: a picture needs matplotlib: pip install matplotlib") from error
+        figure = Figure(figsize=(12, 2.6), layout="constrained")
+        axes = figure.add_subplot()
+        for number, unit in enumerate(self.units):
+            colour = _COLOURS[number % len(_COLOURS)]
+            rows = (unit.gathers, (*unit.gather_waited, *unit.reduce_waited), unit.reductions)
+            for row, intervals in enumerate(rows):
+                bars = [(1e3 * one.start, 1e3 * (one.stop - one.start)) for one in intervals]
+                axes.broken_barh(bars, (row, 0.8), facecolor=colour, label=unit.unit if row == 0 else None)
+        title = f"exposed communication {self.exposed_share:.1%}"
+        axes.set(title=title, xlabel="ms", xlim=(0, 1e3 * self.seconds))
+        axes.set_yticks((0.4, 1.4, 2.4), ("gathers", "compute waits", "reductions"))
+        axes.invert_yaxis()
+        if len(self.units) <= 12:
+            figure.legend(loc="outside lower center", ncols=6, fontsize=8)
+        try:
+            figure.savefig(path, dpi=120)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"timeline: {error}; give a file that can be written, such as timeline.png") from error
 
-    # ------------------------------------------------------------------ hooks
 
-    def _install(self) -> None:
-        recorder = self._recorder
-        for unit in self._units:
-            self._install_forward(unit)
-            recorder.follow(unit)
-        self._open.enter_context(listen(recorder.hear))
-        before = register_optimizer_step_pre_hook(lambda *_: recorder.push("optimizer", ""))
-        self._open.callback(before.remove)
-        after = register_optimizer_step_post_hook(lambda *_: recorder.pop())
-        self._open.callback(after.remove)
+_Found = tuple[str, str, bool, Interval]
 
-    def _install_forward(self, unit: Unit) -> None:
-        recorder, name = self._recorder, unit.name
 
-        @_disable_dynamo
-        def begin(*_: Any) -> None:
-            recorder.push("recompute" if is_in_backward() else "forward", name)
+def _interval(event: dict[str, Any], start: float) -> Interval:
+    begin = 1e-6 * (float(event["ts"]) - start)
+    return Interval(begin, begin + 1e-6 * float(event.get("dur", 0.0)))
 
-        @_disable_dynamo
-        def end(*_: Any) -> None:
-            recorder.pop()
 
-        for reference in unit.modules:
-            module = reference()
-            if module is not None:
-                # The engine's own hook comes first, so its wait is the waiting of whoever ran before.
-                self._open.callback(module.register_forward_pre_hook(begin).remove)
-                self._open.callback(module.register_forward_hook(end, always_call=True).remove)
+def _on_host(ranges: Sequence[dict[str, Any]], start: float) -> Iterable[_Found]:
+    """A wait ends the oldest collective of its kind and unit; one without an issue is a collective that blocks."""
+    issued: dict[tuple[str, str], list[float]] = {}
+    for event in ranges:
+        match, interval = _RANGE.fullmatch(event["name"]), _interval(event, start)
+        assert match is not None
+        phase, unit = match.groups()
+        if phase in _LANES:
+            issued.setdefault((unit, _LANES[phase]), []).append(interval.start)
+            continue
+        lane = _WAITS[phase]
+        begun = issued.get((unit, lane))
+        yield unit, lane, False, Interval(begun.pop(0) if begun else interval.start, interval.stop)
+        yield unit, lane, True, interval
+
+
+def _on_device(events: Sequence[dict[str, Any]], ranges: Sequence[dict[str, Any]], start: float) -> Iterable[_Found]:
+    """Kernels of no lane's stream are compute."""
+    lanes = {(event["pid"], event["tid"]) for event in ranges if _phase(event) in _LANES}
+    compute = [
+        _interval(event, start)
+        for event in events
+        if event.get("cat") in _DEVICE_WORK and (event["pid"], event["tid"]) not in lanes
+    ]
+    for event in ranges:
+        match = _RANGE.fullmatch(event["name"])
+        assert match is not None
+        phase, unit = match.groups()
+        if phase in _LANES:
+            interval = _interval(event, start)
+            yield unit, _LANES[phase], False, interval
+            for exposed in _uncovered(interval, compute):
+                yield unit, _LANES[phase], True, exposed
+
+
+def _phase(event: dict[str, Any]) -> str:
+    match = _RANGE.fullmatch(event["name"])
+    return match.group(1) if match else ""
+
+
+def _uncovered(interval: Interval, by: Iterable[Interval]) -> Iterable[Interval]:
+    """Yield what of an interval none of some others covers; they come sorted by start."""
+    at = interval.start
+    for other in by:
+        if other.stop <= at or other.start >= interval.stop:
+            continue
+        if other.start > at:
+            yield Interval(at, other.start)
+        at = max(at, other.stop)
+    if at < interval.stop:
+        yield Interval(at, interval.stop)
+
+
+def _covered(intervals: Iterable[Interval]) -> float:
+    """Return the seconds in which at least one of the intervals is under way."""
+    total, end = 0.0, float("-inf")
+    for one in sorted(intervals, key=lambda one: one.start):
+        total += max(one.stop - max(one.start, end), 0.0)
+        end = max(end, one.stop)
+    return total

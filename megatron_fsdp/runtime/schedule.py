@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import profiler
 
 from dbuffer.events import tell
 from megatron_fsdp.runtime.agreement import FirstUse
@@ -248,6 +249,10 @@ class Schedule:
             unit.open_call = None
         self._order.start_pass()
         self.trail = []
+        if profiler._is_profiler_enabled:
+            from megatron_fsdp.runtime.profiler_ranges import emit_ranges
+
+            emit_ranges(self.units())
 
     def _end_pass(self) -> None:
         for unit in self.units():

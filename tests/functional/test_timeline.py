@@ -1,326 +1,164 @@
-"""A timeline says when gathers, compute and reductions ran and what was waited for, and leaves nothing behind."""
+"""A profiler's trace has ranges of gathers, reductions and the waits for them, and a timeline reads what they cost."""
 
-import functools
-import itertools
-import threading
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import optimizer as optimizers
-from torch.utils.checkpoint import checkpoint
+from torch.profiler import ProfilerActivity, profile
 
-from dbuffer.events import listeners
-from megatron_fsdp import Audit, ConfigError, StateError, Watch, fully_shard, fully_shard_optimizer
-from megatron_fsdp.observability.timeline import Timeline
-from megatron_fsdp.observability.timeline_record import COMPUTE, GATHER, LANES, REDUCE, TimelineRecord, UnitTimes
-from tests.functional.test_uneven_use import Dropped, Skipped, shard_blocks
-from tests.functional.test_uneven_use import loss as skipping_loss
+from dbuffer.events import listen, listeners
+from megatron_fsdp import ConfigError, Timeline, fully_shard_optimizer
+from megatron_fsdp.__main__ import main
 from tests.harness import run_ranks
-from tests.harness.grids import nightly_but
 from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
-from tests.harness.oracle import shard_model, train, whole_state
+from tests.harness.oracle import shard_model
 
 UNITS = ("Model", "blocks.0", "blocks.1")
-LAYOUTS = {
-    "zero 3": ("optim_grads_params", (2,)),
-    "zero 2": ("optim_grads", (2,)),
-    "zero 1": ("optim", (2,)),
-    "zero 0": ("no_shard", (2,)),
-    "hsdp": ("hsdp", (2, 2)),
-}
+GATHER, GATHER_WAIT = "FSDP::all_gather", "FSDP::all_gather_wait"
+REDUCE, REDUCE_WAIT = "FSDP::post_backward_reduce", "FSDP::post_backward_rs_wait"
 
 
-def sharded(layout: str) -> Model:
-    strategy, shape = LAYOUTS[layout]
-    return shard_model(make_model(), make_mesh(shape), strategy)
-
-
-def backward(model: nn.Module, number: int = 0) -> None:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     tokens = draw_tokens(dist.get_rank(), number)
-    torch.autograd.backward(loss_of(model(tokens), tokens))
+    loss_of(model(tokens), tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-def actions(record: TimelineRecord, lane: str) -> list[str]:
-    return [span.name for span in record.spans if span.lane == lane]
+def sharded(strategy: str) -> tuple[Model, torch.optim.Optimizer]:
+    model = shard_model(make_model(), make_mesh((dist.get_world_size(),)), strategy)
+    return model, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
 
 
-def computed(record: TimelineRecord) -> list[str]:
-    """Return what compute did, in order, without waits and without a unit being interrupted."""
-    names = [span.name for span in record.spans if span.lane == COMPUTE and not span.is_wait]
-    return [name for index, name in enumerate(names) if index == 0 or name != names[index - 1]]
+def traced_step(strategy: str, folder: str) -> list[str]:
+    """Profile the second of three steps; return what listens afterwards, and write the trace."""
+    model, optimizer = sharded(strategy)
+    step(model, optimizer, 0)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        step(model, optimizer, 1)
+    step(model, optimizer, 2)
+    profiler.export_chrome_trace(f"{folder}/{dist.get_rank()}.json")
+    return [str(one) for one in listeners]
 
 
-# ---------------------------------------------------------------------- what ranks do
-
-
-def record_step(layout: str) -> TimelineRecord:
-    """Record the second of three steps."""
-    model = sharded(layout)
-    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
-    timeline = Timeline(model)
-    for number in range(3):
-        if number == 1:
-            timeline.__enter__()
-        backward(model, number)
-        optimizer.step()
-        optimizer.zero_grad()
-        if number == 1:
-            timeline.__exit__(None, None, None)
-    return timeline.record
-
-
-@functools.cache
-def recorded(layout: str) -> list[TimelineRecord]:
-    return run_ranks(torch.Size(LAYOUTS[layout][1]).numel(), record_step, layout)
+def ranges(path: Path) -> list[dict[str, Any]]:
+    events = json.loads(path.read_text())["traceEvents"]
+    return [event for event in events if str(event.get("name")).startswith("FSDP::")]
 
 
 @pytest.mark.parametrize(
-    ("layout", "gathers", "reductions"),
-    [
-        # The root and the last block stay gathered from forward to backward.
-        ("zero 3", {"Model": 1, "blocks.0": 2, "blocks.1": 1}, 1),
-        # Weights are gathered once, after the step.
-        ("zero 2", dict.fromkeys(UNITS, 1), 1),
-        ("zero 1", dict.fromkeys(UNITS, 1), 1),
-        ("zero 0", {}, 1),
-        # Once over each axis.
-        ("hsdp", {"Model": 1, "blocks.0": 2, "blocks.1": 1}, 2),
-    ],
+    ("strategy", "gathers", "reductions"),
+    [("optim_grads_params", 4, 3), ("optim", 3, 3), ("no_shard", 0, 3)],
 )
-def test_every_gather_and_reduction_of_a_step_has_a_bar(layout: str, gathers: dict[str, int], reductions: int) -> None:
-    for rank, record in enumerate(recorded(layout)):
-        assert (record.rank, record.units, record.num_steps) == (rank, UNITS, 1)
-        found = {unit.unit: (unit.num_gathers, unit.num_reductions) for unit in record.unit_times()}
-        # The root has a frozen parameter, too, in a group that is gathered together with the other.
-        assert found == {unit: (gathers.get(unit, 0), reductions) for unit in UNITS}
+def test_a_trace_has_a_range_for_every_gather_and_reduction_and_what_compute_waited(
+    strategy: str, gathers: int, reductions: int, tmp_path: Path
+) -> None:
+    assert run_ranks(2, traced_step, strategy, str(tmp_path)) == [[], []]
+    for rank in (0, 1):
+        found = ranges(tmp_path / f"{rank}.json")
+        waits = Counter(event["name"].partition(" (")[0] for event in found)
+        assert (waits[GATHER_WAIT], waits[REDUCE_WAIT]) == (gathers, reductions)
+        timeline = Timeline.read(tmp_path / f"{rank}.json")
+        assert {one.unit for one in timeline.units} == set(UNITS)
+        assert sum(len(one.gathers) for one in timeline.units) == gathers
+        assert sum(len(one.reductions) for one in timeline.units) == reductions
+        waited = sum(event["dur"] for event in found if event["name"].startswith((GATHER_WAIT, REDUCE_WAIT)))
+        assert timeline.waited() == pytest.approx(1e-6 * waited)
+        assert 0 < timeline.exposed_share < 1
 
 
-def test_compute_goes_through_the_units_forward_and_backward_and_ends_with_the_optimizer() -> None:
-    for record in recorded("zero 3"):
-        blocks = [name for name in computed(record) if not name.endswith("Model")]
-        assert blocks == [
-            *("forward blocks.0", "forward blocks.1", "backward blocks.1", "backward blocks.0", "optimizer")
-        ]
-        assert computed(record)[:2] == ["forward Model", "forward blocks.0"]
-        assert computed(record)[-2:] == ["backward Model", "optimizer"]
+def test_a_gather_lasts_from_its_issue_to_the_end_of_the_wait_for_it(tmp_path: Path) -> None:
+    run_ranks(2, traced_step, "optim_grads_params", str(tmp_path))
+    found = ranges(tmp_path / "0.json")
+    timeline = Timeline.read(tmp_path / "0.json")
+    ahead = next(one for one in timeline.units if one.unit == "blocks.1")
+    issued = min(event["ts"] for event in found if event["name"] == f"{GATHER} (blocks.1)")
+    waits = [event for event in found if event["name"] == f"{GATHER_WAIT} (blocks.1)"]
+    first = min(waits, key=lambda event: event["ts"])
+    assert first["ts"] > issued
+    lasted = ahead.gathers[0].stop - ahead.gathers[0].start
+    assert lasted == pytest.approx(1e-6 * (first["ts"] + first["dur"] - issued), abs=1e-9)
+    assert ahead.gather_waited[0].start > ahead.gathers[0].start
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_bars_of_compute_do_not_overlap_and_all_lie_in_the_recording(layout: str) -> None:
-    for record in recorded(layout):
-        compute = [span for span in record.spans if span.lane == COMPUTE]
-        assert all(earlier.stop <= later.start for earlier, later in itertools.pairwise(compute))
-        assert all(0 <= span.start <= span.stop <= record.seconds for span in record.spans)
-        assert {span.lane for span in record.spans} <= set(LANES)
-        assert 0 < record.exposed_share < 1
-        assert all(span.num_bytes for span in record.spans if span.lane != COMPUTE)
+def interrupted() -> list[int]:
+    """Let a forward raise inside of the engine under a profiler, then train without one."""
+    model, optimizer = sharded("optim_grads_params")
+    step(model, optimizer, 0)
+
+    def raise_once(action: str, _: Any) -> None:
+        if action == "issued" and not raised:
+            raised.append(1)
+            raise RuntimeError("in a gather")
+
+    raised: list[int] = []
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True):
+        with listen(raise_once), pytest.raises(RuntimeError, match="in a gather"):
+            model(draw_tokens(0, 0))
+        step(model, optimizer, 1)
+    step(model, optimizer, 2)
+    return [len(listeners)]
 
 
-def test_a_gather_begins_before_it_is_waited_for_and_ends_when_the_wait_does_at_the_latest() -> None:
-    for record in recorded("zero 3"):
-        for lane_name in (GATHER, REDUCE):
-            for unit in UNITS:
-                bars = [span for span in record.spans if (span.lane, span.unit) == (lane_name, unit)]
-                waits = [span for span in record.spans if span.is_wait and span.unit == unit]
-                waits = [span for span in waits if span.action.endswith(lane_name)]
-                assert len(bars) == len(waits) > 0
-                assert all(bar.start <= wait.start for bar, wait in zip(bars, waits, strict=True))
-                assert all(bar.stop <= wait.stop for bar, wait in zip(bars, waits, strict=True))
+def test_a_forward_that_raises_under_a_profiler_leaves_nothing_behind() -> None:
+    assert run_ranks(1, interrupted) == [[0]]
 
 
-class Recomputing(nn.Module):
-    """Two blocks, recomputed in backward."""
-
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(2))
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return x
+# ---------------------------------------------------------------- traces of a GPU, by hand
 
 
-def record_recomputation(use_reentrant: bool) -> TimelineRecord:
-    model = Recomputing(use_reentrant)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    with Timeline(model) as timeline:
-        model(torch.randn(3, 5, requires_grad=True)).sum().backward()
-    return timeline.record
+def event(name: str, category: str, stream: int, start: float, duration: float) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": category, "pid": 0, "tid": stream, "ts": start, "dur": duration}
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_what_is_computed_again_is_told_from_forward(use_reentrant: bool) -> None:
-    for record in run_ranks(2, record_recomputation, use_reentrant):
-        again = [name for name in computed(record) if name.startswith("recompute")]
-        assert again == ["recompute blocks.1", "recompute blocks.0"]
-        assert [name for name in computed(record) if name.startswith("forward blocks")] == [
-            *("forward blocks.0", "forward blocks.1")
-        ]
-        for unit in record.unit_times()[1:]:
-            assert min(unit.forward, unit.recompute, unit.backward) > 0
+def test_on_a_gpu_what_no_kernel_of_compute_covers_is_exposed(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    events = [
+        event("gemm", "kernel", 7, 0, 10),
+        event(f"{GATHER} (a)", "gpu_user_annotation", 20, 8, 10),
+        event("nccl", "kernel", 20, 8, 10),
+        event("gemm", "kernel", 7, 20, 20),
+        event(f"{REDUCE} (a)", "gpu_user_annotation", 21, 25, 25),
+        event("nccl", "kernel", 21, 25, 25),
+        event("relu", "kernel", 7, 44, 2),
+        # The host's own ranges say when it was issued, which on a GPU is not when it runs.
+        event(f"{GATHER} (a)", "user_annotation", 1, 0, 1),
+        event(f"{GATHER_WAIT} (a)", "user_annotation", 1, 1, 1),
+    ]
+    path.write_text(json.dumps({"traceEvents": events}))
+    timeline = Timeline.read(path)
+    (unit,) = timeline.units
+    assert timeline.seconds == pytest.approx(50e-6)
+    assert timeline.waited("gather") == pytest.approx(8e-6)
+    # From 40 to 44 and from 46 to 50.
+    assert timeline.waited("reduce") == pytest.approx(8e-6)
+    assert [round(1e6 * one.start) for one in unit.reduce_waited] == [40, 46]
+    assert timeline.exposed_share == pytest.approx(16 / 50)
 
 
-def record_skipping(is_skipped_everywhere: bool) -> TimelineRecord:
-    rank, kind = dist.get_rank(), Dropped if is_skipped_everywhere else Skipped
-    model = kind()
-    shard_blocks(model)
-    with Timeline(model) as timeline:
-        torch.autograd.backward(skipping_loss(model, 0 if is_skipped_everywhere else rank, 0))
-    return timeline.record
+# ---------------------------------------------------------------- the command
 
 
-def test_a_unit_that_one_rank_skips_is_reduced_on_all() -> None:
-    for rank, record in enumerate(run_ranks(2, record_skipping, False)):
-        first = record.unit_times()[1]
-        assert (first.unit, first.num_gathers > 0, first.num_reductions) == ("first", True, 1)
-        assert first.backward > 0 or rank == 0
+def test_the_command_prints_the_share_and_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(2, traced_step, "optim_grads_params", str(tmp_path))
+    assert main(["timeline", str(tmp_path / "1.json"), "--png", str(tmp_path / "lanes.png")]) == 0
+    printed = capsys.readouterr().out
+    assert "exposed communication" in printed
+    assert all(unit in printed for unit in UNITS)
+    assert (tmp_path / "lanes.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_unit_that_every_rank_skips_has_a_row_of_zeros() -> None:
-    for record in run_ranks(2, record_skipping, True):
-        assert record.unit_times()[1] == UnitTimes("first")
-        assert record.unit_times()[2].num_reductions == 1
-        assert record.num_steps == 1
-
-
-def record_evaluation() -> tuple[TimelineRecord, str]:
-    model, tokens = sharded("zero 3"), draw_tokens(dist.get_rank())
-    timeline = Timeline(model)
-    with pytest.raises(StateError, match="until its with block ends"):
-        _ = timeline.exposed_share
-    with torch.no_grad(), timeline:
-        model(tokens)
-    evaluated = timeline.record
-    with pytest.raises(IndexError), timeline:
-        model(tokens + 1000)
-    return evaluated, str(timeline.record)
-
-
-def test_a_forward_alone_can_be_recorded_and_one_that_raises_too() -> None:
-    for evaluated, raised in run_ranks(2, record_evaluation):
-        assert evaluated.num_steps == 0
-        assert {name.split()[0] for name in actions(evaluated, COMPUTE)} == {"forward", "wait"}
-        assert actions(evaluated, REDUCE) == []
-        assert "exposed communication" in raised
-
-
-# ---------------------------------------------------------------------- nothing is left, nothing changes
-
-
-def traces_of_hooks(model: Model) -> dict[str, Any]:
-    """Return everything that a timeline touches while it is open."""
-    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-    return {
-        "hooks": hooks,
-        "always called": [len(module._forward_hooks_always_called) for module in model.modules()],
-        "listeners": len(listeners),
-        "optimizers": (len(optimizers._global_optimizer_pre_hooks), len(optimizers._global_optimizer_post_hooks)),
-        "threads": sorted(thread.name for thread in threading.enumerate()),
-    }
-
-
-def look_for_traces() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    model = sharded("zero 3")
-    backward(model)
-    before = traces_of_hooks(model)
-    with Timeline(model):
-        backward(model)
-        while_open = traces_of_hooks(model)
-        # Waited for when nobody records any more.
-        late = model.unshard(async_op=True)
-    assert late is not None
-    late.wait()
-    model.reshard()
-    return before, while_open, traces_of_hooks(model)
-
-
-def test_a_closed_timeline_leaves_listeners_hooks_and_threads_as_they_were() -> None:
-    for before, while_open, after in run_ranks(2, look_for_traces):
-        assert after == before
-        assert all(while_open[key] != before[key] for key in before)
-
-
-def train_recorded(layout: str, is_recorded: bool) -> dict[str, torch.Tensor]:
-    model = sharded(layout)
-    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
-    for number in range(3):
-        with Timeline(model) if is_recorded and number != 1 else torch.enable_grad():
-            train(model, optimizer, range(number, number + 1), [dist.get_rank()])
-    return whole_state(model)
-
-
-@pytest.mark.parametrize("layout", nightly_but(["zero 3", "zero 0"], LAYOUTS))
-def test_recorded_training_gives_the_same_bits(layout: str) -> None:
-    num_ranks = torch.Size(LAYOUTS[layout][1]).numel()
-    plain = run_ranks(num_ranks, train_recorded, layout, False)
-    recorded = run_ranks(num_ranks, train_recorded, layout, True)
-    for mine, other in zip(recorded, plain, strict=True):
-        assert mine.keys() == other.keys()
-        assert [name for name in mine if not torch.equal(mine[name], other[name])] == []
-
-
-def record_beside(order: str) -> tuple[TimelineRecord, dict[str, Any], dict[str, Any]]:
-    model = sharded("zero 3")
-    backward(model)
-    before = traces_of_hooks(model)
-    timeline, others = Timeline(model), (Watch(model), Audit(model))
-    entered = (timeline, *others) if order == "inside" else (*others, timeline)
-    with entered[0], entered[1], entered[2]:
-        backward(model)
-    return timeline.record, before, traces_of_hooks(model)
-
-
-@pytest.mark.parametrize("order", ["inside", "outside"])
-def test_watch_and_audit_may_be_open_too_in_either_order(order: str) -> None:
-    for record, before, after in run_ranks(2, record_beside, order):
-        assert Counter(actions(record, REDUCE)) == {f"reduce {unit}": 1 for unit in UNITS}
-        assert record.waited(REDUCE) > 0
-        assert after["listeners"] == before["listeners"]
-        assert after["hooks"] == before["hooks"]
-
-
-def test_a_model_that_is_not_sharded_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no module of the model has parameters that fully_shard took"):
-        Timeline(nn.Linear(2, 2))
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_bars_are_the_streams_own_time() -> None:
-    """A kernel that the host has only launched is as long as it runs."""
-    (record,) = run_ranks(1, record_on_gpu, backend="nccl")
-    (block,) = (unit for unit in record.unit_times() if unit.unit == "0")
-    assert 0.08 < block.forward < 0.4
-    assert record.seconds > 0.08
-    assert block.num_gathers >= 1
-    compute = [span for span in record.spans if span.lane == COMPUTE]
-    assert all(earlier.stop <= later.start + 1e-5 for earlier, later in itertools.pairwise(compute))
-
-
-def record_on_gpu() -> TimelineRecord:
-    model = nn.Sequential(Sleeping(), nn.Linear(8, 8)).cuda()
-    for module in (*model, model):
-        fully_shard(module)
-    x = torch.randn(3, 8, device="cuda")
-    model(x).sum().backward()
-    with Timeline(model) as timeline:
-        model(x).sum().backward()
-    return timeline.record
-
-
-class Sleeping(nn.Linear):
-    """Keeps the GPU busy for about a tenth of a second."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        torch.cuda._sleep(200_000_000)
-        return super().forward(x)
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"traceEvents": []}', '{"traceEvents": [{"ph": "X", "name": "a", "ts": 0}]}']
+)
+def test_what_is_no_trace_of_a_sharded_step_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"trace\.json"):
+        Timeline.read(path)
+    assert main(["timeline", str(path)]) == 2
