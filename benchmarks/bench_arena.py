@@ -14,7 +14,8 @@ from dbuffer.planner.arena import ArenaPlan, plan_arena
 from megatron_fsdp.planning import catalog
 from megatron_fsdp.planning.from_shapes import Sharding
 from megatron_fsdp.planning.model_source import named_subject
-from megatron_fsdp.planning.options import HYBRID, STRATEGIES, mesh_axes_of, placements_of
+from megatron_fsdp.planning.options import mesh_axes_of, placements_of
+from megatron_fsdp.planning.plan_arguments import HYBRID, STRATEGIES
 from megatron_fsdp.planning.step_simulator import forecast_step
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 

@@ -5,6 +5,7 @@ Names are imported when they are first asked for: ``from megatron_fsdp import fu
 
 # Before anything else of this package is imported: NVIDIA's distribution installs a file of this name over it.
 __distribution__ = "megatron-fsdp-dbuffer"
+__version__ = "0.1.0"
 
 import importlib
 import importlib.util

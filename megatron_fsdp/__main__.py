@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
+from megatron_fsdp import __distribution__, __version__
+from megatron_fsdp.cli.parser import CommandParser
+from megatron_fsdp.errors import nearest
+
 __all__ = ["COMMANDS", "main"]
 
-# Name, module with ``add_arguments(parser)`` and ``run(args) -> int``, and what it is for. Modules are imported when
-# their command is called.
+# Name, module with ``EXAMPLES``, ``add_arguments(parser)`` and ``run(args) -> int``, and what it is for. Modules are
+# imported when their command is called.
 COMMANDS = (
     ("plan", "megatron_fsdp.cli.plan", "plan memory, traffic and time of a training step from shapes alone"),
     ("checkpoint", "megatron_fsdp.cli.checkpoint", "inspect, verify, export or import a checkpoint"),
@@ -23,20 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments (default: those of the process) name, and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     name = arguments[0] if arguments else ""
-    overview = "\n".join(f"  {command:<12}{purpose}" for command, _, purpose in COMMANDS)
-    parser = argparse.ArgumentParser(
-        prog="megatron-fsdp",
-        usage="megatron-fsdp COMMAND [options]; megatron-fsdp COMMAND --help",
-        description=f"commands:\n{overview}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     modules = {command: module for command, module, _ in COMMANDS}
     if name not in modules:
+        parser = _overview()
         parser.parse_args(arguments if name.startswith("-") else [])
         known = ", ".join(modules)
-        parser.error(f"{name!r} is no command; there are {known}" if name else f"no command given; there are {known}")
+        meant = f"did you mean {nearest(name, modules)}? There are {known}"
+        parser.error(f"{name!r} is no command; {meant}" if name else f"no command given; there are {known}")
     command = importlib.import_module(modules[name])
-    parser = argparse.ArgumentParser(prog=f"megatron-fsdp {name}", allow_abbrev=False)
+    parser = CommandParser(f"megatron-fsdp {name}", _purpose(name), command.EXAMPLES)
     command.add_arguments(parser)
     args = parser.parse_args(arguments[1:])
     try:
@@ -47,6 +45,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
+
+
+def _overview() -> CommandParser:
+    overview = "\n".join(f"  {command:<12}{purpose}" for command, _, purpose in COMMANDS)
+    parser = CommandParser(
+        "megatron-fsdp",
+        f"commands:\n{overview}",
+        "  megatron-fsdp plan --model llama3-8b --mesh 8\n  megatron-fsdp checkpoint verify runs/gpt",
+        usage="megatron-fsdp COMMAND [options]; megatron-fsdp COMMAND --help",
+    )
+    parser.add_argument("--version", action="version", version=f"{__distribution__} {__version__}")
+    return parser
+
+
+def _purpose(name: str) -> str:
+    return next(purpose for command, _, purpose in COMMANDS if command == name)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import NoReturn
 
 from megatron_fsdp.installation import check_initialiser
@@ -15,10 +17,31 @@ __all__ = [
     "NonfiniteGradientError",
     "OwnershipError",
     "StateError",
+    "nearest",
 ]
 
 # Here because nearly every file of the package imports this one, also where its __init__.py is another project's.
 check_initialiser()
+
+# What DeepSpeed, PyTorch's FSDP and the papers call the strategies.
+_ALSO_CALLED = {
+    "no_shard": "zero0 stage0 ddp",
+    "optim": "zero1 stage1",
+    "optim_grads": "zero2 stage2 shardgradop",
+    "optim_grads_params": "zero3 stage3 fsdp fsdp2 fullshard",
+    "hsdp": "hybridshard",
+}
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """Return the valid name that a wrong one means: the same by another name, or else the one spelled most alike.
+
+    ``nearest("zero3", ("no_shard", "optim", "optim_grads_params"))`` is ``"optim_grads_params"``.
+    """
+    known = list(valid)
+    plain = name.lower().translate({ord(mark): None for mark in "-_ "})
+    same = [meant for meant, others in _ALSO_CALLED.items() if plain in others.split() and meant in known]
+    return same[0] if same else difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
 
 
 class FsdpError(ValueError):

@@ -5,45 +5,66 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from megatron_fsdp.checkpoint.convert import export_checkpoint, import_checkpoint
-from megatron_fsdp.checkpoint.dcp_metadata import METADATA, tensors_of
-from megatron_fsdp.checkpoint.manifest import MANIFEST
-from megatron_fsdp.checkpoint.name_map import NameMap
-from megatron_fsdp.checkpoint.ranks import CheckpointRanks
-from megatron_fsdp.checkpoint.reader import OpenCheckpoint, open_checkpoint, verify_folder
+from megatron_fsdp.cli.parser import CommandParser
 from megatron_fsdp.errors import CheckpointError, FsdpError
 
-__all__ = ["add_arguments", "run"]
+# Functions import what they use: torch takes seconds to import, and --help needs none of it.
+if TYPE_CHECKING:
+    from megatron_fsdp.checkpoint.name_map import NameMap
+    from megatron_fsdp.checkpoint.reader import OpenCheckpoint
+
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES = """\
+  megatron-fsdp checkpoint inspect runs/gpt                   what each checkpoint of a run holds
+  megatron-fsdp checkpoint verify runs/gpt/step_0000600       every byte of one
+  megatron-fsdp checkpoint export runs/gpt/step_0000600 out --dtype bfloat16
+  megatron-fsdp checkpoint import out runs/imported --name-map names.json"""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """Add the actions and their options to the parser of the command."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="inspect|verify|export|import")
-    inspect = actions.add_parser(
-        "inspect", help="print what a checkpoint holds: names, shapes, dtypes, hyperparameters"
-    )
-    verify = actions.add_parser("verify", help="check every byte of a checkpoint, or of all in a folder of them")
-    export = actions.add_parser("export", help="write a checkpoint's weights as safetensors files")
-    load = actions.add_parser("import", help="make a checkpoint of the weights in safetensors files")
-    for action in (inspect, verify, export):
-        action.add_argument("path", type=Path, help="the checkpoint")
+
+    def add(name: str, purpose: str) -> CommandParser:
+        lines = [line for line in EXAMPLES.splitlines() if f"checkpoint {name} " in line]
+        return actions.add_parser(
+            name,
+            help=purpose,
+            description=purpose,
+            prog=f"{parser.prog} {name}",
+            examples="\n".join(lines),
+        )
+
+    inspect = add("inspect", "print what a checkpoint holds: names, shapes, dtypes, hyperparameters")
+    verify = add("verify", "check every byte of a checkpoint")
+    export = add("export", "write a checkpoint's weights as safetensors files")
+    load = add("import", "make a checkpoint of the weights in safetensors files")
+    for action in (inspect, verify):
+        action.add_argument("path", type=Path, help="the checkpoint, or a folder of several")
+    export.add_argument("path", type=Path, help="the checkpoint")
     load.add_argument("path", type=Path, help="folder of safetensors files, or one file")
     export.add_argument("output", type=Path, help="folder for the files")
     load.add_argument("output", type=Path, help="the checkpoint to make")
     for action in (export, load):
         action.add_argument(
-            "--name-map", type=Path, help='JSON file {"name here": "name there"}, * stands for a number'
+            "--name-map",
+            type=Path,
+            metavar="FILE",
+            help='JSON file {"name here": "name there"}, * stands for a number (default: names stay)',
         )
-    export.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the files, default as saved")
-    export.add_argument("--max-file-size", type=_num_bytes, default="5GB", help="such as 500MB or 2GiB, default 5GB")
+    export.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the files (default: as saved)")
+    export.add_argument(
+        "--max-file-size", type=_num_bytes, default="5GB", metavar="SIZE", help="such as 500MB or 2GiB (default 5GB)"
+    )
+    export.add_argument("--force", action="store_true", help="replace model*.safetensors that OUTPUT holds already")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,18 +78,24 @@ def run(args: argparse.Namespace) -> int:
     try:
         return actions[args.action](args)
     except (FsdpError, OSError) as error:
-        print(f"error: {error}")
+        print(f"megatron-fsdp checkpoint {args.action}: {error}", file=sys.stderr)
         return 1
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    opened = open_checkpoint(args.path, CheckpointRanks(None), verify=False)
-    for line in _description(opened):
-        print(line)
-    return 0
+    from megatron_fsdp.checkpoint.ranks import CheckpointRanks
+    from megatron_fsdp.checkpoint.reader import open_checkpoint
+
+    def inspect(folder: Path) -> None:
+        for line in _description(open_checkpoint(folder, CheckpointRanks(None), verify=False)):
+            print(line)
+
+    return _for_each(args.path, inspect)
 
 
 def _description(opened: OpenCheckpoint) -> Iterator[str]:
+    from megatron_fsdp.checkpoint.dcp_metadata import tensors_of
+
     state = opened.state
     made_by = (
         f"{state.get('num_ranks', '?')} rank(s), torch {state.get('torch', '?')}" if state else "PyTorch's own tools"
@@ -95,25 +122,40 @@ def _description(opened: OpenCheckpoint) -> Iterator[str]:
 
 
 def _short(value: Any) -> str:
-    text = f"tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    shape = getattr(value, "shape", None)
+    text = repr(value) if shape is None else f"tensor {tuple(shape)}"
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _verify(args: argparse.Namespace) -> int:
-    folders = [args.path] if _is_checkpoint(args.path) else sorted(filter(_is_checkpoint, _children(args.path)))
+    from megatron_fsdp.checkpoint.ranks import CheckpointRanks
+    from megatron_fsdp.checkpoint.reader import verify_folder
+
+    def verify(folder: Path) -> None:
+        print(f"{folder}: whole, {verify_folder(folder, CheckpointRanks(None)):,} bytes checked")
+
+    return _for_each(args.path, verify)
+
+
+def _for_each(path: Path, action: Callable[[Path], None]) -> int:
+    """Do something with a checkpoint, or with each one in a folder; return 1 where one was damaged."""
+    folders = [path] if _is_checkpoint(path) else sorted(filter(_is_checkpoint, _children(path)))
     if not folders:
-        raise CheckpointError(f"{args.path} is no checkpoint and no folder of checkpoints")
+        raise CheckpointError(f"{path} is no checkpoint and no folder of checkpoints")
     num_damaged = 0
     for folder in folders:
         try:
-            print(f"{folder}: whole, {verify_folder(folder, CheckpointRanks(None)):,} bytes checked")
+            action(folder)
         except CheckpointError as error:
             num_damaged += 1
-            print(f"error: {error}")
+            print(f"error: {error}", file=sys.stderr)
     return 1 if num_damaged else 0
 
 
 def _is_checkpoint(folder: Path) -> bool:
+    from megatron_fsdp.checkpoint.dcp_metadata import METADATA
+    from megatron_fsdp.checkpoint.manifest import MANIFEST
+
     return (folder / METADATA).exists() or (folder / MANIFEST).exists()
 
 
@@ -122,6 +164,13 @@ def _children(folder: Path) -> list[Path]:
 
 
 def _export(args: argparse.Namespace) -> int:
+    import torch
+
+    from megatron_fsdp.checkpoint.convert import export_checkpoint
+
+    found = sorted(path.name for path in args.output.glob("model*.safetensors*"))
+    if found and not args.force:
+        raise CheckpointError(f"{args.output} holds {found[0]} already; --force replaces it, or name another folder")
     dtype = getattr(torch, args.dtype) if args.dtype else None
     num_tensors = export_checkpoint(
         args.path, args.output, name_map=_name_map(args), dtype=dtype, max_file_bytes=args.max_file_size
@@ -131,12 +180,16 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
+    from megatron_fsdp.checkpoint.convert import import_checkpoint
+
     num_tensors = import_checkpoint(args.path, args.output, name_map=_name_map(args))
     print(f"{args.output}: {num_tensors} tensors; load it with load_checkpoint(model, None, path)")
     return 0
 
 
 def _name_map(args: argparse.Namespace) -> NameMap | None:
+    from megatron_fsdp.checkpoint.name_map import NameMap
+
     return None if args.name_map is None else NameMap.from_json(args.name_map)
 
 

@@ -6,9 +6,12 @@ import argparse
 import sys
 
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.observability.timeline import Timeline
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES = """\
+  megatron-fsdp timeline trace.json                 the share of exposed communication, unit by unit
+  megatron-fsdp timeline trace.json --png lanes.png"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +26,8 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0; 2 when a file cannot be read or written, with the reason on stderr.
     """
+    from megatron_fsdp.observability.timeline import Timeline
+
     try:
         timeline = Timeline.read(args.trace)
         if args.png is not None:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Sequence
 
 import torch
 
 from megatron_fsdp.config.parser import Flag
-from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.errors import ConfigError, nearest
 
-__all__ = ["DTYPES", "DTYPE_NAMES", "check_connections", "check_value", "nearest", "normal_value"]
+__all__ = ["DTYPES", "DTYPE_NAMES", "check_connections", "check_value", "normal_value"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Megatron stores FP8 optimizer state as bytes.
 DTYPE_NAMES = {**{dtype: name for name, dtype in DTYPES.items()}, torch.uint8: "fp8"}
-
-
-def nearest(name: str, valid: Sequence[str]) -> str:
-    """Return the valid name that is most like a wrong one."""
-    return difflib.get_close_matches(name, valid, n=1, cutoff=0.0)[0]
 
 
 def normal_value(flag: Flag, value: object) -> object:

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import Partial, Replicate
 from megatron_fsdp.config.apply import prefetch_elements, use_slots_of
-from megatron_fsdp.config.flag_values import DTYPE_NAMES, DTYPES, check_connections, check_value, nearest, normal_value
+from megatron_fsdp.config.flag_values import DTYPE_NAMES, DTYPES, check_connections, check_value, normal_value
 from megatron_fsdp.config.hf_settings import HfSettings, read_hf_settings
 from megatron_fsdp.config.parser import FLAGS, RULES, Flag, flag_of
-from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.errors import ConfigError, nearest
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements

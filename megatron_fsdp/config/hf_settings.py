@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from megatron_fsdp.config.hf_keys import KEYS, STRATEGIES, Key, key_of
-from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.errors import ConfigError, nearest
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
 
 __all__ = ["HfSettings", "read_hf_settings"]
@@ -192,8 +191,8 @@ def _find(name: str) -> Key:
     if found is None:
         names = [spelling for key in KEYS for spelling in (key.name, *key.others)]
         prefix = "fsdp_" if name.startswith("fsdp_") else ""
-        nearest = difflib.get_close_matches(name.removeprefix("fsdp_"), names, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"unknown key {name!r} in fsdp_config, the nearest valid one is {prefix + nearest!r}")
+        meant = prefix + nearest(name.removeprefix("fsdp_"), names)
+        raise ConfigError(f"unknown key {name!r} in fsdp_config, the nearest valid one is {meant!r}")
     return found
 
 
@@ -239,8 +238,8 @@ def _choice(key: Key, value: Any) -> str:
         return text
     if text in choices:
         raise ConfigError(f"{key.name}={text}: {key.refused_choices[text]}")
-    nearest = difflib.get_close_matches(text, choices, n=1, cutoff=0.0)[0]
-    raise ConfigError(f"{key.name}: found {value!r}, wanted one of {', '.join(choices)}; the nearest is {nearest}")
+    meant = nearest(text, choices)
+    raise ConfigError(f"{key.name}: found {value!r}, wanted one of {', '.join(choices)}; the nearest is {meant}")
 
 
 def _resharding_value(key: Key, value: Any) -> bool | str:

@@ -13,7 +13,8 @@ from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.formatting import aligned, format_bytes, format_seconds
 from megatron_fsdp.planning.estimate import Projection, play, project
 from megatron_fsdp.planning.model_source import Subject
-from megatron_fsdp.planning.options import HYBRID, Options
+from megatron_fsdp.planning.options import Options
+from megatron_fsdp.planning.plan_arguments import HYBRID
 from megatron_fsdp.planning.transformer import Recompute, Workload
 
 __all__ = ["Rejection", "Search", "fit_dict", "fit_page", "search"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import Optimizer
 
-from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.errors import ConfigError, nearest
 
 __all__ = ["refuse_megatron_call"]
 
@@ -43,5 +42,5 @@ def refuse_megatron_call(mesh: object, others: Mapping[str, Any]) -> None:
             "this fully_shard is PyTorch's: one call for each unit, with mesh= and mp_policy="
         )
     for name in others:
-        nearest = difflib.get_close_matches(name, _OWN, n=1, cutoff=0.0)[0]
-        raise TypeError(f"fully_shard() got an unexpected keyword argument {name!r}; the nearest is {nearest!r}")
+        meant = nearest(name, _OWN)
+        raise TypeError(f"fully_shard() got an unexpected keyword argument {name!r}; the nearest is {meant!r}")

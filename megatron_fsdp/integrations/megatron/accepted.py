@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.errors import ConfigError, nearest
 
 __all__ = ["ACCEPTED", "Accepted", "notices_for"]
 
@@ -58,8 +57,8 @@ def notices_for(given: Mapping[str, Any], known: tuple[str, ...]) -> list[str]:
     """
     by_name = {each.name: each for each in ACCEPTED}
     for name in given.keys() - by_name.keys():
-        nearest = difflib.get_close_matches(name, [*by_name, *known], n=1, cutoff=0.0)[0]
-        raise ConfigError(f"fully_shard_model has no argument {name!r}; the nearest is {nearest!r}")
+        meant = nearest(name, [*by_name, *known])
+        raise ConfigError(f"fully_shard_model has no argument {name!r}; the nearest is {meant!r}")
     return [
         f"fully_shard_model({name}={value!r}) does nothing here: {by_name[name].reason}"
         for name, value in given.items()

@@ -10,7 +10,7 @@ import json
 from importlib.resources import files
 from typing import Any
 
-from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.errors import ConfigError, nearest
 from megatron_fsdp.planning.catalog.architecture import Architecture, UnitShapes
 from megatron_fsdp.planning.catalog.families import SUPPORTED, architecture
 
@@ -27,9 +27,12 @@ def load(name: str) -> dict[str, Any]:
     """Return the config of a model in the catalog, in Hugging Face's words.
 
     Raises:
-        ConfigError: the catalog has no such model; the message lists those it has.
+        ConfigError: the catalog has no such model; the message names the nearest.
     """
     if name not in names():
-        raise ConfigError(f"no model {name!r} in the catalog, which has {', '.join(names())}")
+        raise ConfigError(
+            f"no model {name!r} in the catalog; did you mean {nearest(name, names())}? "
+            "megatron-fsdp plan --list-models lists them"
+        )
     config: dict[str, Any] = json.loads(files(__name__).joinpath("models", f"{name}.json").read_text(encoding="utf-8"))
     return config

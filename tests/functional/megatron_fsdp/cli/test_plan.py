@@ -1,4 +1,4 @@
-"""``megatron-fsdp plan`` as a process of its own."""
+"""``megatron-fsdp`` as a process of its own."""
 
 import os
 import subprocess
@@ -27,3 +27,22 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     command = f"{sys.executable} -m megatron_fsdp plan --model llama3-8b --mesh 8 --json | head -1"
     done = subprocess.run(command, shell=True, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
+
+
+WITHOUT_TORCH = """
+import sys
+from megatron_fsdp.__main__ import main
+for words in ("--help", "--version", "plan --help", "plan --list-models", "checkpoint --help", "checkpoint export -h",
+              "timeline --help", "plan --model llama3-8b --mesh 8 --strategy zero3", "nothing"):
+    try:
+        main(words.split())
+    except SystemExit:
+        pass
+    assert "torch" not in sys.modules, words
+"""
+
+
+def test_help_lists_and_errors_of_the_command_line_need_no_torch() -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

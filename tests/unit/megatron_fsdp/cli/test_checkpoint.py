@@ -1,6 +1,5 @@
 """The command in one process: what it prints, its exit status, and weights on the way to safetensors and back."""
 
-import argparse
 import json
 from pathlib import Path
 
@@ -10,7 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megatron_fsdp import load_checkpoint, save_checkpoint
-from megatron_fsdp.cli import checkpoint as checkpoint_command
+from megatron_fsdp.__main__ import main
+from megatron_fsdp.cli.checkpoint import add_arguments
+from megatron_fsdp.cli.parser import CommandParser
 
 
 class Tiny(nn.Module):
@@ -39,9 +40,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def command(*words: object) -> int:
-    parser = argparse.ArgumentParser()
-    checkpoint_command.add_arguments(parser)
-    return checkpoint_command.run(parser.parse_args([str(word) for word in words]))
+    return main(["checkpoint", *map(str, words)])
 
 
 def test_inspect_prints_names_shapes_ties_optimizer_and_extra(
@@ -69,16 +68,40 @@ def test_verify_goes_through_a_folder_of_checkpoints_and_fails_when_one_is_damag
     save_checkpoint(Tiny(), None, checkpoint.with_name("step_0000008"))
     (checkpoint / "state.pt").write_bytes(b"")
     assert command("verify", checkpoint.parent) == 1
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"error: {checkpoint} is damaged; nothing was loaded")
-    assert f"{checkpoint / 'state.pt'} has 0 bytes" in printed
-    assert f"{checkpoint.with_name('step_0000008')}: whole" in printed
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: {checkpoint} is damaged; nothing was loaded")
+    assert f"{checkpoint / 'state.pt'} has 0 bytes" in printed.err
+    assert f"{checkpoint.with_name('step_0000008')}: whole" in printed.out
+
+
+def test_inspect_goes_through_a_folder_of_checkpoints_as_verify_does(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_checkpoint(Tiny(), None, checkpoint.with_name("step_0000008"))
+    assert command("inspect", checkpoint.parent) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heads = [line.partition(": saved by")[0] for line in lines if ": saved by" in line]
+    assert heads == [str(checkpoint), str(checkpoint.with_name("step_0000008"))]
+
+
+def test_export_replaces_files_with_force_alone(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = checkpoint.parent / "hf"
+    assert command("export", checkpoint, output) == 0
+    written = (output / "model.safetensors").read_bytes()
+    assert command("export", checkpoint, output, "--dtype", "bfloat16") == 1
+    assert capsys.readouterr().err == (
+        f"megatron-fsdp checkpoint export: {output} holds model.safetensors already; --force replaces it, or name "
+        "another folder\n"
+    )
+    assert (output / "model.safetensors").read_bytes() == written
+    assert command("export", checkpoint, output, "--dtype", "bfloat16", "--force") == 0
+    assert {tensor.dtype for tensor in load_file(output / "model.safetensors").values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("action", ["inspect", "verify"])
 def test_what_is_no_checkpoint_is_an_error(tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(action, tmp_path) == 1
-    assert capsys.readouterr().out.startswith("error: ")
+    assert capsys.readouterr().err.startswith(f"megatron-fsdp checkpoint {action}: ")
 
 
 def test_export_writes_each_parameter_once_under_the_mapped_name(checkpoint: Path) -> None:
@@ -120,15 +143,15 @@ def test_import_does_not_replace_other_things(checkpoint: Path, capsys: pytest.C
     folder.mkdir()
     save_file({"a": torch.zeros(2)}, folder / "model.safetensors")
     assert command("import", folder, checkpoint.parent) == 1
-    assert "exists and is no checkpoint" in capsys.readouterr().out
+    assert "exists and is no checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"), [("40", 40), ("5GB", 5 * 10**9), ("2GiB", 2**31), ("500 mb", 5 * 10**8)]
 )
 def test_sizes_are_understood(text: str, num_bytes: int) -> None:
-    parser = argparse.ArgumentParser()
-    checkpoint_command.add_arguments(parser)
+    parser = CommandParser("checkpoint")
+    add_arguments(parser)
     assert parser.parse_args(["export", "a", "b", "--max-file-size", text]).max_file_size == num_bytes
 
 

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 from torch import nn
 
+import megatron_fsdp
 from megatron_fsdp.__main__ import main
-from megatron_fsdp.planning import catalog
+from megatron_fsdp.planning import catalog, plan_arguments
+from megatron_fsdp.planning.cost_model import Machine
+from megatron_fsdp.policy.precision import GATHER_DTYPES
 
 EIGHT_RANKS = ("plan", "--model", "llama3-8b", "--mesh", "8")
 Run = Callable[..., str]
@@ -264,7 +267,12 @@ def test_without_matplotlib_the_extra_is_named(
     [
         ("--mesh 8", "found none; give exactly one of --model, --hf-config and --factory"),
         ("--model gpt2 --factory a:b --mesh 8", "found --model and --factory"),
-        ("--model gpt3 --mesh 8", "no model 'gpt3' in the catalog, which has deepseek-v3"),
+        ("--model gpt3 --mesh 8", "no model 'gpt3' in the catalog; did you mean gpt2?"),
+        ("--model lama3-8b --mesh 8", "did you mean llama3-8b? megatron-fsdp plan --list-models lists them"),
+        ("--model gpt2 --mesh 8 --strategy zero3", "did you mean optim_grads_params? (megatron-fsdp plan --help)"),
+        ("--model gpt2 --mesh 8 --strategy ZeRO-2", "did you mean optim_grads? (megatron-fsdp plan --help)"),
+        ("--model gpt2 --meshes 8", "unknown option --meshes; did you mean --mesh? (megatron-fsdp plan --help)"),
+        ("gpt2 --mesh 8", "unexpected argument 'gpt2'"),
         ("--model gpt2", "--mesh is missing"),
         ("--model gpt2 --mesh 8x", "argument --mesh: '8x' is no mesh: write 64 for one axis, 8x128 for outer x inner"),
         ("--model gpt2 --mesh 2x2x2", "'2x2x2' is no mesh"),
@@ -301,14 +309,39 @@ def test_what_makes_no_sense_is_refused_with_the_cure(
     assert code == 2
     found = capsys.readouterr()
     assert message in found.err
+    assert found.err.startswith("megatron-fsdp plan: ")
+    assert len(found.err.splitlines()) == 1
     assert found.out == ""
 
 
-@pytest.mark.parametrize(("arguments", "message"), [([], "no command given"), (["plane"], "'plane' is no command")])
+def test_the_help_gives_the_default_of_every_option_that_has_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_arguments.GATHER_DTYPES == GATHER_DTYPES
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for name, value in plan_arguments.DEFAULTS.items():
+        described = text.partition(f" --{name.replace('_', '-')} ")[2].partition(" --")[0]
+        assert isinstance(value, bool) or re.search(rf"default:? {value}\b", text), (name, described)
+    machine = Machine()
+    for rate in (machine.memory_bytes_per_second, machine.node_bandwidth, machine.network_bandwidth):
+        assert f"(default {rate / 1e9:.0f}GB/s)" in text
+    assert f"(default {machine.flops / 1e12:.0f}T)" in text
+    assert "examples: megatron-fsdp plan --model llama3-8b --mesh 8" in text
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"megatron-fsdp-dbuffer {megatron_fsdp.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [([], "no command given; there are plan"), (["plane"], "'plane' is no command; did you mean plan? There are plan")],
+)
 def test_an_unknown_command_is_refused_with_those_there_are(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    assert message in (found := capsys.readouterr().err)
-    assert "there are plan" in found
+    assert message in capsys.readouterr().err

@@ -1,0 +1,53 @@
+"""A parser whose errors are one line that names what was meant."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megatron_fsdp.errors import nearest
+
+__all__ = ["CommandParser"]
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An ``ArgumentParser`` that knows no abbreviations, prints usage on ``--help`` alone, and suggests names.
+
+    Args:
+        prog: the command as users write it. description: what it does. examples: lines for the end of ``--help``.
+    """
+
+    def __init__(self, prog: str, description: str = "", examples: str = "", **others: Any) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=f"examples:\n{examples}" if examples else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **others,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with status 2 and one line on stderr."""
+        self.exit(2, f"{self.prog}: {' '.join(message.split())} ({self.prog} --help)\n")
+
+    def parse_known_args(  # type: ignore[override]  # argparse's overloads differ in the namespace alone
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse, and refuse a flag that there is not here, where its own options are known."""
+        found, unknown = super().parse_known_args(args, namespace)
+        flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        if flags:
+            options = [option for action in self._actions for option in action.option_strings]
+            self.error(f"unknown option {flags[0]}; did you mean {nearest(flags[0], options)}?")
+        if unknown:
+            self.error(f"unexpected argument {unknown[0]!r}")
+        return found, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            raise argparse.ArgumentError(
+                action, f"{value!r} is none of {', '.join(choices)}; did you mean {nearest(str(value), choices)}?"
+            )
