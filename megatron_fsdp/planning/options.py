@@ -50,7 +50,6 @@ _DEFAULTS = {
     "reserve": 0,
     "rank": 0,
     "optimizer": "adamw",
-    "max_team": 1,
 }
 _MACHINE = Machine()
 _RECOMPUTED = {
@@ -105,9 +104,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sharding.add_argument(
         "--optimizer", choices=("adamw", "muon"), help="muon: Muon for matrices, AdamW for the rest (default adamw)"
-    )
-    sharding.add_argument(
-        "--max-team", type=positive_integer, metavar="N", help="with --optimizer muon: ranks that may share a matrix"
     )
     _add_parallelism_arguments(parser)
     work = parser.add_argument_group("work of one rank")
@@ -323,7 +319,6 @@ class Options:
             args.activation_bytes and args.activation_bytes * workload.micro_batch,
             int(str(self["reserve"])),
             str(self["optimizer"]),
-            int(str(self["max_team"])),
             parallelism,
         )
 
@@ -356,10 +351,7 @@ class Options:
             self.cause("moments_dtype") if moments else "as main weights"
         )
         if setup.optimizer == "muon":
-            team = (
-                f"teams of up to {setup.max_team} ranks share one" if setup.max_team > 1 else "each is one rank's work"
-            )
-            yield f"Muon steps matrices, {team}: {self.cause('optimizer')}, {self.cause('max_team')}"
+            yield f"Muon steps matrices, each is one rank's work: {self.cause('optimizer')}"
         work = setup.workload
         yield (
             f"{work.num_microbatches:,} x {work.micro_batch:,} sequences of {work.sequence_length:,} tokens per rank: "
