@@ -85,7 +85,7 @@ def _fsdp2(num_layers: int) -> Step:
 def _adapter(num_layers: int) -> Step:
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from megatron_fsdp.mcore_adapter import ShardedDataParallel
+    from megatron_fsdp.megatron import ShardedDataParallel
 
     config, model = _model(num_layers)
     ddp_config = DistributedDataParallelConfig(

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from benchmarks.engines import world_mesh
 from benchmarks.harness import Row, Samples, ratio
-from megatron_fsdp import fully_shard
-from megatron_fsdp.optim import Muon, MuonOptions
+from megatron_fsdp import Muon, fully_shard
+from megatron_fsdp.muon import MuonOptions
 from tests.harness import run_ranks
 
 WAYS = ("owners", "gathered everywhere")

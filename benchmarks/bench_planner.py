@@ -32,7 +32,8 @@ Shape = tuple[int, ...]
 INTRODUCTION = """# Padding
 
 Written by `python -m benchmarks planner`, checked by `tests/unit/benchmarks/test_bench_planner.py`. In % of a model's
-parameters, weighted by how often each unit occurs; units as in `megatron_fsdp.catalog`, bf16, 16-byte alignment.
+parameters, weighted by how often each unit occurs; units as in
+`megatron_fsdp.planning.catalog`, bf16, 16-byte alignment.
 
 - **rows**: `plan_regions(shapes, shards, granularity=Row())`, every row whole.
 - **rows or elements**: `plan_regions(shapes, shards)`, the default: where whole rows of a unit would pad by more than a

@@ -30,7 +30,7 @@ def captured_rows(shape: Shape, precision: Precision, device: str, rounds: int) 
     with null_world(1):
         model = make_model(replace(shape, batch=1), device)
         ours(model, list(model.layers), world_mesh(device), precision)
-        if can_exchange_memory() and isinstance(model, megatron_fsdp.FsdpModule):
+        if can_exchange_memory() and isinstance(model, megatron_fsdp.FSDPModule):
             model.set_slot_pool("largest")
         optimizer = megatron_fsdp.AdamW(model.parameters(), lr=LEARNING_RATE, capturable=True, max_norm=1.0)
         tokens = torch.zeros(1, shape.length + 1, dtype=torch.long, device=device)

@@ -33,20 +33,17 @@ if TYPE_CHECKING:
         OwnershipError,
         StateError,
     )
-    from megatron_fsdp.integrations.huggingface.prepare import prepare_model
-    from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model, fully_shard_model_and_optimizer
-    from megatron_fsdp.integrations.megatron.module import MegatronFSDP
+    from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
     from megatron_fsdp.observability.audit import Audit
-    from megatron_fsdp.observability.flight_recorder import record_transcript
     from megatron_fsdp.observability.gradient_scale import check_gradient_scale
     from megatron_fsdp.observability.scale_report import GradientScale
     from megatron_fsdp.observability.timeline import Timeline
     from megatron_fsdp.observability.watch import Watch
-    from megatron_fsdp.optim import MatrixView, Muon, MuonOptions, muon_param_groups
     from megatron_fsdp.optim.adamw import AdamW
     from megatron_fsdp.optim.flat_optimizer import FlatOptimizer
     from megatron_fsdp.optim.flat_parameters import flat_parameters
     from megatron_fsdp.optim.grad_norm import clip_grad_norm_
+    from megatron_fsdp.optim.muon import Muon
     from megatron_fsdp.optim.nonfinite import check_gradients
     from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
     from megatron_fsdp.planning.report import Report, explain
@@ -57,8 +54,7 @@ if TYPE_CHECKING:
     from megatron_fsdp.runtime.fused_linear import expert_matmul
     from megatron_fsdp.runtime.hooks import register_fsdp_forward_method
     from megatron_fsdp.runtime.materialize import materialize
-    from megatron_fsdp.runtime.module import FsdpModule, UnshardHandle
-    from megatron_fsdp.runtime.module import FsdpModule as FSDPModule
+    from megatron_fsdp.runtime.module import FSDPModule, FsdpModule, UnshardHandle
     from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
 _check_neighbour(__file__)
@@ -78,20 +74,17 @@ _HOMES = {
         "AgreementError CheckpointError ConfigError FsdpError GradientScaleError NonfiniteGradientError "
         "OwnershipError StateError"
     ),
-    "integrations.huggingface.prepare": "prepare_model",
-    "integrations.megatron.fully_shard_model": "fully_shard_model fully_shard_model_and_optimizer",
-    "integrations.megatron.module": "MegatronFSDP",
+    "integrations.megatron.fully_shard_model": "fully_shard_model",
     "observability.audit": "Audit",
-    "observability.flight_recorder": "record_transcript",
     "observability.gradient_scale": "check_gradient_scale",
     "observability.scale_report": "GradientScale",
     "observability.timeline": "Timeline",
     "observability.watch": "Watch",
-    "optim": "MatrixView Muon MuonOptions muon_param_groups",
     "optim.adamw": "AdamW",
     "optim.flat_optimizer": "FlatOptimizer",
     "optim.flat_parameters": "flat_parameters",
     "optim.grad_norm": "clip_grad_norm_",
+    "optim.muon": "Muon",
     "optim.nonfinite": "check_gradients",
     "optim.sharded_optimizer": "fully_shard_optimizer",
     "planning.report": "Report explain",
@@ -113,7 +106,7 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is not None:
         module = importlib.import_module(f"{__name__}.{home}")
-        value = getattr(module, "FsdpModule" if name == "FSDPModule" else name)
+        value = getattr(module, name)
     elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
         value = importlib.import_module(f"{__name__}.{name}")
     else:
@@ -144,11 +137,8 @@ __all__ = [
     "FsdpModule",
     "GradientScale",
     "GradientScaleError",
-    "MatrixView",
-    "MegatronFSDP",
     "MixedPrecisionPolicy",
     "Muon",
-    "MuonOptions",
     "NonfiniteGradientError",
     "OffloadPolicy",
     "OwnershipError",
@@ -172,16 +162,12 @@ __all__ = [
     "full_state_dict",
     "fully_shard",
     "fully_shard_model",
-    "fully_shard_model_and_optimizer",
     "fully_shard_optimizer",
     "import_safetensors",
     "load_checkpoint",
     "materialize",
     "microbatch",
-    "muon_param_groups",
     "no_sync",
-    "prepare_model",
-    "record_transcript",
     "register_fsdp_forward_method",
     "replicate",
     "save_checkpoint",

@@ -30,7 +30,7 @@ from megatron_fsdp.runtime.backward import Backward
 from megatron_fsdp.runtime.freshness import mark_replaced
 from megatron_fsdp.runtime.fsdp2_view import show_state, state_to_come
 from megatron_fsdp.runtime.hooks import convert
-from megatron_fsdp.runtime.module import FsdpModule, unit_of, units_below
+from megatron_fsdp.runtime.module import FSDPModule, unit_of, units_below
 from megatron_fsdp.runtime.originals import Originals, check_conversion
 from megatron_fsdp.runtime.outputs import watch_readers
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
@@ -144,7 +144,7 @@ def fully_shard(
 
 
 def _is_unit(module: nn.Module) -> bool:
-    return isinstance(module, FsdpModule)
+    return isinstance(module, FSDPModule)
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
@@ -153,7 +153,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if not isinstance(module, nn.Module):
             raise ConfigError(f"fully_shard takes a module or a list of modules, found {type(module).__name__}")
-        if isinstance(module, FsdpModule):
+        if isinstance(module, FSDPModule):
             raise ConfigError(
                 f"{type(module).__name__} is sharded already; call fully_shard once on each module, children first"
             )
@@ -201,7 +201,7 @@ def _adopt_units(modules: Sequence[nn.Module], root: Unit) -> None:
     for position, module in enumerate(modules):
         prefix = f"{position}." if len(modules) > 1 else ""
         for path, child in module.named_modules():
-            if isinstance(child, FsdpModule):
+            if isinstance(child, FSDPModule):
                 unit = child._fsdp_unit
                 if id(unit) not in units:
                     units[id(unit)] = unit

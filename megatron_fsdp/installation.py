@@ -11,7 +11,7 @@ __all__ = ["check_initialiser", "check_neighbour"]
 _PACKAGE = "megatron_fsdp"
 _CURE = (
     "Give each an environment of its own (docs/compatibility.md, Installation): pip uninstall megatron-fsdp "
-    "megatron-fsdp-dbuffer, then pip install megatron-fsdp-dbuffer"
+    "megatron-fsdp-dbuffer, then pip install . in this project's folder"
 )
 
 

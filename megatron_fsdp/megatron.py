@@ -1,10 +1,38 @@
-"""``python -m megatron_fsdp.megatron`` and ``install()``; see ``megatron_fsdp.integrations.megatron.launcher``."""
+"""What Megatron's users call: Megatron-FSDP's functions, megatron-core's classes, and its training script's launcher.
+
+``python -m megatron_fsdp.megatron pretrain_gpt.py ...`` runs a script of a Megatron-LM checkout (docs/megatron.md).
+"""
 
 import sys
+from typing import Any
 
-from megatron_fsdp.integrations.megatron.launcher import Launch, install, main, plan_launch, run, uninstall
+from megatron_fsdp.integrations.megatron import adapter
+from megatron_fsdp.integrations.megatron.adapter import get_megatron_optimizer, install, uninstall
+from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model, fully_shard_model_and_optimizer
+from megatron_fsdp.integrations.megatron.launcher import main
+from megatron_fsdp.integrations.megatron.module import MegatronFSDP
+from megatron_fsdp.integrations.megatron.torch_dist import load_torch_dist, save_torch_dist
 
-__all__ = ["Launch", "install", "main", "plan_launch", "run", "uninstall"]
+__all__ = [  # noqa: F822  (ShardedDataParallel is made when asked for)
+    "MegatronFSDP",
+    "ShardedDataParallel",
+    "fully_shard_model",
+    "fully_shard_model_and_optimizer",
+    "get_megatron_optimizer",
+    "install",
+    "load_torch_dist",
+    "main",
+    "save_torch_dist",
+    "uninstall",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Make ``ShardedDataParallel`` when it is first asked for: its base class is megatron.core's."""
+    if name == "ShardedDataParallel":
+        return adapter.ShardedDataParallel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp import AdamW, ConfigError
-from megatron_fsdp.optim import MatrixView, Muon, MuonOptions, muon_param_groups
+from megatron_fsdp import AdamW, ConfigError, Muon
+from megatron_fsdp.muon import MatrixView, MuonOptions, muon_param_groups
 
 
 def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:

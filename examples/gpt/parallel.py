@@ -21,7 +21,7 @@ from gpt.layers import MixtureOfExperts, Mlp
 from gpt.meshes import Meshes
 from gpt.model import GptModel, Recompute
 from gpt.model_config import GptConfig
-from megatron_fsdp import FsdpConfig, FsdpModule, Watch, clip_grad_norm_, fully_shard, microbatch
+from megatron_fsdp import FsdpConfig, FSDPModule, Watch, clip_grad_norm_, fully_shard, microbatch
 
 
 def build_model(config: GptConfig, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> nn.Module:
@@ -92,7 +92,7 @@ def shard(
     fully_shard(model, **options)
     config.apply(model)
     if slot_pool is not None:
-        assert isinstance(model, FsdpModule)
+        assert isinstance(model, FSDPModule)
         model.set_slot_pool(slot_pool)
     return model
 
@@ -129,7 +129,7 @@ def divide_layers(model: GptModel, meshes: Meshes) -> None:
 
 def watched(model: nn.Module, args: argparse.Namespace) -> AbstractContextManager[Watch | None]:
     """Return the context in which ranks that differ or stand still raise an error, before the collectives time out."""
-    if not isinstance(model, FsdpModule) or args.fake_process_group:
+    if not isinstance(model, FSDPModule) or args.fake_process_group:
         return nullcontext()
     timeout = 0.8 * datetime.timedelta(minutes=args.distributed_timeout_minutes)
     return Watch(model, timeout, interval=args.agreement_interval)
@@ -142,7 +142,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def accumulation(model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
     """Return the context of one microbatch: gradients are communicated only as the step's last one requires."""
-    if isinstance(model, FsdpModule):
+    if isinstance(model, FSDPModule):
         return microbatch(model, is_last)
     if isinstance(model, DistributedDataParallel) and not is_last:
         return model.no_sync()
@@ -158,7 +158,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
         max_norm: 0 or infinity only measures.
     """
     limit = max_norm or float("inf")
-    if isinstance(model, FsdpModule):
+    if isinstance(model, FSDPModule):
         return clip_grad_norm_(model, limit)
     norm: Tensor = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.runtime.memory_slots import SlotChoice
-from megatron_fsdp.runtime.module import FsdpModule, unit_of, units_below
+from megatron_fsdp.runtime.module import FSDPModule, unit_of, units_below
 
 __all__ = [
     "SlotFlags",
@@ -72,7 +72,7 @@ def prefetch_elements(model: nn.Module, num_elements: int) -> None:
     if num_elements < 1:
         raise ConfigError(f"prefetch_elements({num_elements}); wanted at least 1 element")
     forward = _with_parameters(model.modules())
-    if not any(isinstance(module, FsdpModule) for module in model.modules()):
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise StateError(f"{type(model).__name__} holds no sharded module; call fully_shard on it first")
     for position, unit in enumerate(forward):
         unit.set_modules_to_forward_prefetch(_as_many(forward[position + 1 :], num_elements))
@@ -82,11 +82,11 @@ def prefetch_elements(model: nn.Module, num_elements: int) -> None:
         unit.set_modules_to_backward_prefetch(_as_many(backward[position + 1 :], num_elements))
 
 
-def _with_parameters(modules: Iterator[nn.Module]) -> list[FsdpModule]:
+def _with_parameters(modules: Iterator[nn.Module]) -> list[FSDPModule]:
     """Return one module of each unit that owns parameters, in the order given."""
-    units: dict[int, FsdpModule] = {}
+    units: dict[int, FSDPModule] = {}
     for module in modules:
-        if isinstance(module, FsdpModule) and unit_of(module).groups:
+        if isinstance(module, FSDPModule) and unit_of(module).groups:
             units.setdefault(id(unit_of(module)), module)
     return list(units.values())
 
@@ -99,9 +99,9 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
         yield module
 
 
-def _as_many(units: Sequence[FsdpModule], num_elements: int) -> list[FsdpModule]:
+def _as_many(units: Sequence[FSDPModule], num_elements: int) -> list[FSDPModule]:
     """Return the first units that together hold so many elements, or all of them."""
-    taken: list[FsdpModule] = []
+    taken: list[FSDPModule] = []
     total = 0
     for unit in units:
         if total >= num_elements:

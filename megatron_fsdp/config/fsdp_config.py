@@ -21,7 +21,7 @@ from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
-from megatron_fsdp.runtime.module import FsdpModule
+from megatron_fsdp.runtime.module import FSDPModule
 
 __all__ = [
     "CHOICES",
@@ -200,7 +200,7 @@ class FsdpConfig:
             prefetch_elements(model, self.suggested_communication_unit_size)
         if self.calculate_per_token_loss:
             for module in model.modules():
-                if isinstance(module, FsdpModule):
+                if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(1.0)
 
     def placements(self, *, num_axes: int) -> Placements:

@@ -12,7 +12,7 @@ from megatron_fsdp.api import fully_shard
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
-from megatron_fsdp.runtime.module import FsdpModule
+from megatron_fsdp.runtime.module import FSDPModule
 
 __all__ = ["parallelize_decoder"]
 
@@ -78,7 +78,7 @@ def _shard(model: Any, options: dict[str, Any], resharding: str) -> None:
             fully_shard(modules, **options, reshard_after_forward=reshards)
     fully_shard(model, **options)
     for module in model.modules():
-        if isinstance(module, FsdpModule):
+        if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
 
 

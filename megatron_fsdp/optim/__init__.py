@@ -1,17 +1,1 @@
-"""Matrix optimizers over sharded weights: ownership of matrices is a plan, and a step follows it."""
-
-from megatron_fsdp.optim.matrix_views import MatrixView
-from megatron_fsdp.optim.muon import Muon, MuonOptions
-from megatron_fsdp.optim.newton_schulz import COEFFICIENT_SETS
-from megatron_fsdp.optim.ownership_page import OwnershipReport, explain_ownership
-from megatron_fsdp.optim.param_groups import muon_param_groups
-
-__all__ = [
-    "COEFFICIENT_SETS",
-    "MatrixView",
-    "Muon",
-    "MuonOptions",
-    "OwnershipReport",
-    "explain_ownership",
-    "muon_param_groups",
-]
+"""Optimizers over sharded weights, norms and clipping, and what happens to steps with NaN."""

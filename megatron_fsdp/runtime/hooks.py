@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.runtime.module import FsdpModule, _innermost_transform, sharded_class, unit_of, units_below
+from megatron_fsdp.runtime.module import FSDPModule, _innermost_transform, sharded_class, unit_of, units_below
 from megatron_fsdp.runtime.pytree import caster
 from megatron_fsdp.runtime.state_dict import _after_load_state_dict, _before_load_state_dict, _before_state_dict
 from megatron_fsdp.runtime.unit import Unit, is_in_backward
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
-    """Make the modules ``FsdpModule``s of ``unit`` and install the hooks."""
+    """Make the modules ``FSDPModule``s of ``unit`` and install the hooks."""
     for module in modules:
         module.__class__ = sharded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
         module._fsdp_unit = unit  # type: ignore[assignment]  # not a submodule or tensor: lands in the instance dictionary
@@ -80,7 +80,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ConfigError: the module has no such method.
     """
-    if not isinstance(module, FsdpModule):
+    if not isinstance(module, FSDPModule):
         return
     method = getattr(module, method_name, None)
     if not callable(method):

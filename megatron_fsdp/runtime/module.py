@@ -1,4 +1,4 @@
-"""FsdpModule: what a module becomes, and the hooks by which the runtime sees it run."""
+"""FSDPModule: what a module becomes, and the hooks by which the runtime sees it run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatron_fsdp.runtime.rewrapping import refuse_ddp
 from megatron_fsdp.runtime.unit import Unit, alive
 
 __all__ = [
+    "FSDPModule",
     "FsdpModule",
     "UnshardHandle",
     "sharded_class",
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 
 class UnshardHandle:
-    """Returned by ``FsdpModule.unshard(async_op=True)``."""
+    """Returned by ``FSDPModule.unshard(async_op=True)``."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
@@ -42,7 +43,7 @@ class UnshardHandle:
             unit.schedule.finish_gather(unit)
 
 
-class FsdpModule:
+class FSDPModule:
     """Mixed into the class of every module given to ``fully_shard``: ``FSDP<Class>`` is a subclass of both."""
 
     _fsdp_unit: Unit
@@ -51,7 +52,7 @@ class FsdpModule:
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Make a plain module of the original class: what ``sequential[:2]`` calls its own class for is no unit."""
-        original = cls.__mro__[cls.__mro__.index(FsdpModule) + 1]
+        original = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         return original(*args, **options)
 
     @property
@@ -105,11 +106,11 @@ class FsdpModule:
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[FsdpModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gather these units when this one's forward starts, instead of the one that followed last time."""
         unit_of(self).forward_prefetch = [unit_of(module).reference for module in modules]
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[FsdpModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gather these units when this one's backward starts, instead of the one that came before in forward."""
         unit_of(self).backward_prefetch = [unit_of(module).reference for module in modules]
 
@@ -294,8 +295,12 @@ def _zero_grad(parameters: Iterable[torch.Tensor], *, set_to_none: bool) -> None
             parameter.grad = None
 
 
+# The name that this project's interface has for the class, beside FSDP2's.
+FsdpModule = FSDPModule
+
+
 def unit_of(module: object) -> Unit:
-    """Return the unit of an ``FsdpModule``.
+    """Return the unit of an ``FSDPModule``.
 
     Raises:
         StateError: ``fully_shard`` was not called on it.
@@ -311,7 +316,7 @@ def units_below(module: object) -> Iterator[Unit]:
     assert isinstance(module, nn.Module)
     seen: set[int] = set()
     for child in module.modules():
-        if isinstance(child, FsdpModule) and id(child._fsdp_unit) not in seen:
+        if isinstance(child, FSDPModule) and id(child._fsdp_unit) not in seen:
             seen.add(id(child._fsdp_unit))
             yield child._fsdp_unit
 
@@ -319,4 +324,4 @@ def units_below(module: object) -> Iterator[Unit]:
 @functools.cache
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the class ``FSDP<Class>`` of a module class, the same one each time."""
-    return type(f"FSDP{cls.__name__}", (FsdpModule, cls), {"__module__": cls.__module__})
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})

@@ -63,6 +63,6 @@ def check_conversion(modules: Iterable[nn.Module]) -> None:
             module.__class__ = cls
         except TypeError as error:
             raise ConfigError(
-                f"{cls.__name__} cannot become an FsdpModule: {error}. Call fully_shard on the module around it, or on "
+                f"{cls.__name__} cannot become an FSDPModule: {error}. Call fully_shard on the module around it, or on "
                 "the nn.Module that it was made from"
             ) from error

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp import CPUOffloadPolicy, FsdpModule, MixedPrecisionPolicy, Placements, fully_shard, microbatch
-from megatron_fsdp.optim import MatrixView
+from megatron_fsdp.muon import MatrixView
 
 DIVISOR = 4.0
 NUM_MICROBATCHES = 2

@@ -23,10 +23,10 @@ from megatron_fsdp import (
     fully_shard,
     fully_shard_model,
     fully_shard_optimizer,
-    muon_param_groups,
     save_checkpoint,
 )
 from megatron_fsdp.integrations.megatron.checkpoint import describe_by_name, lay_out_for_megatron
+from megatron_fsdp.muon import muon_param_groups
 
 KINDS = ("adamw", "torch_adamw", "split_weights", "muon", "megatron")
 SPLIT = MixedPrecisionPolicy(param_dtype=torch.bfloat16, split_main_params=True)

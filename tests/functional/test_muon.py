@@ -15,11 +15,12 @@ from megatron_fsdp import (
     CPUOffloadPolicy,
     FsdpModule,
     MixedPrecisionPolicy,
+    Muon,
     ParameterGroup,
     Placements,
     fully_shard_optimizer,
 )
-from megatron_fsdp.optim import Muon, MuonOptions
+from megatron_fsdp.muon import MuonOptions
 from megatron_fsdp.optim.newton_schulz import Iteration
 from tests.functional.muon_model import (
     Matrices,

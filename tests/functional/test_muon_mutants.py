@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp import Placements
-from megatron_fsdp.optim import Muon, muon
+from megatron_fsdp import Muon, Placements
+from megatron_fsdp.optim import muon
 from megatron_fsdp.optim.exchange import Exchange
 from megatron_fsdp.optim.matrix_group import MatrixGroup
 from megatron_fsdp.optim.newton_schulz import Iteration, scale_factor

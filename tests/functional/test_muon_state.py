@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import (
     ConfigError,
+    Muon,
     NonfiniteGradientError,
     Placements,
     explain,
@@ -22,7 +23,7 @@ from megatron_fsdp import (
     load_checkpoint,
     save_checkpoint,
 )
-from megatron_fsdp.optim import MatrixView, Muon, muon_param_groups
+from megatron_fsdp.muon import MatrixView, muon_param_groups
 from tests.functional.muon_model import (
     Matrices,
     Whole,

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import ConfigError, Placements, load_checkpoint, save_checkpoint
-from megatron_fsdp.optim import Muon
+from megatron_fsdp import ConfigError, Muon, Placements, load_checkpoint, save_checkpoint
 from tests.functional.muon_model import (
     DIVISOR,
     NUM_MICROBATCHES,

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import fully_shard, microbatch, no_sync, record_transcript
+from megatron_fsdp import fully_shard, microbatch, no_sync
+from megatron_fsdp.observability.flight_recorder import record_transcript
 from tests.harness import run_ranks
 from tests.harness.models import WIDTH, Block, inputs
 

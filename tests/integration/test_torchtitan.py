@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from megatron_fsdp import Muon, MuonOptions, muon_param_groups
+from megatron_fsdp import Muon
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.torchtitan import parallelize_decoder
+from megatron_fsdp.muon import MuonOptions, muon_param_groups
 from megatron_fsdp.runtime.module import units_below
 from tests.integration.ranks import run_ranks
 

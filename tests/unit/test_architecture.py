@@ -306,31 +306,41 @@ def test_a_package_exports_what_its_all_says(package: str) -> None:
     assert not foreign, "imported into the package and not exported"
 
 
-# Paths from before the rooms, or shorter than these, that users' scripts have.
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("megatron_fsdp.mcore_adapter", "get_megatron_optimizer"),
-        ("megatron_fsdp.huggingface", "prepare_model"),
-        ("megatron_fsdp.torchtitan_adapter", ""),
-        ("megatron_fsdp.arguments", "add_megatron_fsdp_args"),
-        ("megatron_fsdp.catalog", ""),
-        ("megatron_fsdp.checkpoint", "save_checkpoint"),
-        ("megatron_fsdp.checkpoint_series", "CheckpointSeries"),
-        ("megatron_fsdp.quickstart", "fully_shard_model_and_optimizer"),
-        ("megatron_fsdp.safetensors_model", "import_safetensors"),
-        ("megatron_fsdp.config", "FsdpConfig"),
-        ("megatron_fsdp.megatron", "install"),
-        ("dbuffer.dtensor", ""),
-        ("dbuffer.collectives", "observe_collectives"),
-        ("dbuffer.mesh", "MeshAxis"),
-        ("dbuffer.storage", ""),
-        ("dbuffer.planner", ""),
-    ],
+# What users import from, beside the two packages; all other paths are the code's own.
+PUBLIC_MODULES = (
+    "megatron_fsdp.huggingface",
+    "megatron_fsdp.megatron",
+    "megatron_fsdp.muon",
 )
-def test_a_path_that_users_import_from_is_still_there(path: str, name: str) -> None:
-    module = importlib.import_module(path)
-    assert not name or hasattr(module, name)
+# Asked for in two places: FSDP2's name of a class and this project's, and Megatron-FSDP's call in both packages.
+SPELLED_TWICE = {"FSDPModule", "FsdpModule", "fully_shard_model"}
+
+
+def test_every_public_name_is_spelled_once() -> None:
+    modules = [importlib.import_module(path) for path in ("megatron_fsdp", *PUBLIC_MODULES)]
+    # Made of a class of megatron.core's when it is first asked for.
+    late = {"ShardedDataParallel"}
+    places: dict[int, list[str]] = {}
+    for module in modules:
+        assert sorted(module.__all__) == list(module.__all__)
+        for name in {*module.__all__} - late:
+            places.setdefault(id(getattr(module, name)), []).append(name)
+    assert {name for names in places.values() if len(names) > 1 for name in names} == SPELLED_TWICE
+    assert megatron_fsdp.FsdpModule is megatron_fsdp.FSDPModule
+
+
+def test_no_module_besides_the_public_ones_only_hands_on_names(repository: list[Source]) -> None:
+    found = [
+        source.module
+        for source in architecture.library(repository)
+        if source.package == "megatron_fsdp"
+        and any(isinstance(node, ast.ImportFrom) for node in source.tree.body)
+        and not any(isinstance(node, ast.ClassDef | ast.FunctionDef | ast.If) for node in source.tree.body)
+        and not any(
+            isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) != "__all__" for node in source.tree.body
+        )
+    ]
+    assert set(found) <= set(PUBLIC_MODULES)
 
 
 def test_names_for_type_checkers_are_those_that_are_imported_when_asked_for() -> None:

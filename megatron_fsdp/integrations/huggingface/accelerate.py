@@ -15,7 +15,7 @@ from megatron_fsdp.api import fully_shard
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.huggingface.prepared import keep_in_step
 from megatron_fsdp.runtime.hooks import register_fsdp_forward_method
-from megatron_fsdp.runtime.module import FsdpModule
+from megatron_fsdp.runtime.module import FSDPModule
 
 __all__ = ["accelerate_fsdp2"]
 
@@ -52,7 +52,7 @@ def accelerate_fsdp2() -> Iterator[None]:
             _serve_generate(each)
         return prepared
 
-    lent = {"fully_shard": fully_shard, "FSDPModule": FsdpModule}
+    lent = {"fully_shard": fully_shard, "FSDPModule": FSDPModule}
     own = {name: getattr(fsdp, name) for name in lent}
     vars(fsdp).update(lent)
     accelerator.prepare = checked
@@ -90,6 +90,6 @@ def _check_path(accelerator: Any) -> None:
 
 def _serve_generate(prepared: Any) -> None:
     """Let ``generate`` of a sharded model gather what belongs to the model around its units, and keep ranks in step."""
-    if isinstance(prepared, nn.Module) and isinstance(prepared, FsdpModule) and hasattr(prepared, "generate"):
+    if isinstance(prepared, nn.Module) and isinstance(prepared, FSDPModule) and hasattr(prepared, "generate"):
         keep_in_step(prepared)
         register_fsdp_forward_method(prepared, "generate")

@@ -27,7 +27,7 @@ from megatron_fsdp.integrations.huggingface.weights import (
     take_weights,
 )
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target
-from megatron_fsdp.runtime.module import FsdpModule
+from megatron_fsdp.runtime.module import FSDPModule
 
 __all__ = ["accelerate_fsdp2", "prepare_model"]
 
@@ -101,7 +101,7 @@ def _refuse_models(model: nn.Module) -> None:
         ConfigError: it says so of itself.
     """
     name = type(model).__name__
-    if isinstance(model, FsdpModule):
+    if isinstance(model, FSDPModule):
         raise ConfigError(f"{name} is sharded already; call prepare_model once, on the plain model")
     if getattr(model, "is_distributed_loading_by_transformers", False):
         raise ConfigError(

@@ -274,7 +274,7 @@ class DataParallelMethods:
     """A model of megatron.core whose weights, gradients and optimizer state are sharded over data-parallel ranks.
 
     It takes the place of ``megatron.core.distributed.DistributedDataParallel`` in a training loop, with the optimizer
-    of ``megatron_fsdp.mcore_adapter.get_megatron_optimizer``. ``ddp_config.data_parallel_sharding_strategy`` says what
+    of ``megatron_fsdp.megatron.get_megatron_optimizer``. ``ddp_config.data_parallel_sharding_strategy`` says what
     is sharded. Parameters between steps are DTensors that keep the attributes Megatron gave them.
 
     Args:

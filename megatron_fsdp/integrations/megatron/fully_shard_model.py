@@ -23,7 +23,7 @@ from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy, as_policy
 from megatron_fsdp.runtime.materialize import materialize
-from megatron_fsdp.runtime.module import FsdpModule, unit_of, units_below
+from megatron_fsdp.runtime.module import FSDPModule, unit_of, units_below
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
 __all__ = ["fully_shard_model", "fully_shard_model_and_optimizer"]
@@ -85,7 +85,7 @@ def fully_shard_model(
         calculate_per_token_loss: sum gradients over ranks instead of averaging them; see ``scale_gradients``.
         use_decoupled_grad: refused.
         fsdp_double_buffer, maxpool_double_buffer, nccl_ub, disable_symmetric_registration: buffers that stay, see
-            ``FsdpModule.set_slot_pool``: for units of equal size, or as large as the largest; registered with NCCL.
+            ``FSDPModule.set_slot_pool``: for units of equal size, or as large as the largest; registered with NCCL.
         accepted: Megatron-FSDP's other arguments, which change nothing here; each one that asks for something is
             answered by a line in the log of ``megatron_fsdp.integrations.megatron.fully_shard_model`` that says why.
     Returns:
@@ -240,7 +240,7 @@ def _make_units(
                 group.set_divisor(float(mesh.size()))
         else:
             fully_shard(unit, mesh, **options)
-    if not isinstance(model, FsdpModule):
+    if not isinstance(model, FSDPModule):
         fully_shard(model, mesh, **options)
 
 
@@ -260,7 +260,7 @@ def _units_wanted(
         if not any(_is_instance(module, entry) for module in modules):
             classes = sorted({type(module).__name__ for module in modules})
             raise ConfigError(f"fsdp_unit_modules names {entry!r}, and no module is one; its classes are {classes}")
-    taken = {id(below) for module in modules if isinstance(module, FsdpModule) for below in module.modules()}
+    taken = {id(below) for module in modules if isinstance(module, FSDPModule) for below in module.modules()}
     return [
         module
         for module in reversed(modules)

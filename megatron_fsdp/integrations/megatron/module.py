@@ -18,14 +18,14 @@ from megatron_fsdp.integrations.megatron.names import WholeNames
 from megatron_fsdp.runtime.backward import Backward
 from megatron_fsdp.runtime.grad_binding import GradState
 from megatron_fsdp.runtime.gradients import GradientBuffer
-from megatron_fsdp.runtime.module import FsdpModule, units_below
+from megatron_fsdp.runtime.module import FSDPModule, units_below
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
 
 __all__ = ["MegatronFSDP", "as_megatron"]
 
 
-class MegatronFSDP(FsdpModule, nn.Module):
-    """Mixed into the class of the module that ``fully_shard_model`` was given, beside ``FsdpModule``.
+class MegatronFSDP(FSDPModule, nn.Module):
+    """Mixed into the class of the module that ``fully_shard_model`` was given, beside ``FSDPModule``.
 
     The module stays itself: there is no wrapper, so its parameters keep their names, and there is no ``.module``.
     Methods work on all units below it.

@@ -10,7 +10,8 @@ from gpt.flags import build_parser
 from gpt.model import GptModel
 from gpt.model_config import GptConfig
 from gpt.optimizer import build_optimizer, set_learning_rate
-from megatron_fsdp.optim import MatrixView, Muon
+from megatron_fsdp import Muon
+from megatron_fsdp.muon import MatrixView
 
 
 def make(optimizer: str = "adam") -> tuple[nn.Module, torch.optim.Optimizer]:

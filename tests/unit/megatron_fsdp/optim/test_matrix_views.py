@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim import MatrixView
+from megatron_fsdp.muon import MatrixView
 from megatron_fsdp.optim.matrix_views import MatrixBlock
 
 SHAPE = (3, 12, 7)

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.optim import Muon, muon_param_groups
+from megatron_fsdp import Muon
+from megatron_fsdp.muon import muon_param_groups
 
 
 def make_optimizer(**options: Any) -> Muon:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_fsdp import Muon
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim import MatrixView, Muon, muon_param_groups
+from megatron_fsdp.muon import MatrixView, muon_param_groups
 
 
 class Attention(nn.Module):

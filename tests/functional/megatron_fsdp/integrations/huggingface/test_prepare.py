@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from dbuffer import CollectiveCall, observe_collectives
-from megatron_fsdp import FsdpConfig, clip_grad_norm_, export_safetensors, prepare_model
+from megatron_fsdp import FsdpConfig, clip_grad_norm_, export_safetensors
 from megatron_fsdp.errors import CheckpointError, ConfigError
+from megatron_fsdp.huggingface import prepare_model
 from megatron_fsdp.runtime.module import units_below
 from tests.harness import run_ranks
 from tests.unit.megatron_fsdp.integrations.huggingface.hf_model import loss_of, make_language_model

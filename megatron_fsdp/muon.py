@@ -1,0 +1,16 @@
+"""What belongs to ``megatron_fsdp.Muon``: its options, parameter groups, views of parameters as matrices, and plan."""
+
+from megatron_fsdp.optim.matrix_views import MatrixView
+from megatron_fsdp.optim.muon import MuonOptions
+from megatron_fsdp.optim.newton_schulz import COEFFICIENT_SETS
+from megatron_fsdp.optim.ownership_page import OwnershipReport, explain_ownership
+from megatron_fsdp.optim.param_groups import muon_param_groups
+
+__all__ = [
+    "COEFFICIENT_SETS",
+    "MatrixView",
+    "MuonOptions",
+    "OwnershipReport",
+    "explain_ownership",
+    "muon_param_groups",
+]
