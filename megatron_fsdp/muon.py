@@ -5,14 +5,12 @@ from megatron_fsdp.optim.muon import MuonOptions
 from megatron_fsdp.optim.newton_schulz import COEFFICIENT_SETS
 from megatron_fsdp.optim.ownership_page import OwnershipReport, explain_ownership
 from megatron_fsdp.optim.param_groups import muon_param_groups
-from megatron_fsdp.optim.shampoo import Shampoo
 
 __all__ = [
     "COEFFICIENT_SETS",
     "MatrixView",
     "MuonOptions",
     "OwnershipReport",
-    "Shampoo",
     "explain_ownership",
     "muon_param_groups",
 ]

@@ -178,9 +178,6 @@ def _add_muon_flags(group: argparse._ActionsContainer) -> None:
         default="medium",
         help="low and medium: bf16 products on GPUs; the others, and all on the CPU: FP32",
     )
-    group.add_argument(
-        "--muon-max-team", type=_positive_int, default=1, help="ranks that may share one matrix, a power of two"
-    )
 
     group.add_argument(
         "--adam-moments",

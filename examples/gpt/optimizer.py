@@ -70,7 +70,7 @@ def build_muon(model: nn.Module, args: argparse.Namespace) -> Muon:
         adjust_lr_fn=args.muon_scale_mode,
         extra_scale_factor=args.muon_extra_scale_factor,
         adamw=adamw,
-        options=MuonOptions(ns_dtype=torch.bfloat16 if is_bf16 else torch.float32, max_team=args.muon_max_team),
+        options=MuonOptions(ns_dtype=torch.bfloat16 if is_bf16 else torch.float32),
     )
 
 

@@ -34,7 +34,6 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     options = Options(args)
-    _refuse_team_without_muon(args)
     subject = options.subject()
     found: Search | None = None
     stages: tuple[Projection, ...] = ()
@@ -58,11 +57,6 @@ def _run(args: argparse.Namespace) -> int:
     decisions = tuple(options.decisions(best.setup)) if best is not None else ()
     _write(args, best, decisions, (found, stages))
     return 0 if best is not None else 1
-
-
-def _refuse_team_without_muon(args: argparse.Namespace) -> None:
-    if args.max_team is not None and args.optimizer != "muon":
-        raise ConfigError(f"--max-team {args.max_team} belongs to --optimizer muon")
 
 
 def _reported(stages: tuple[Projection, ...], number: int | None) -> Projection:

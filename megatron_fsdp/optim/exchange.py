@@ -13,12 +13,11 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from dbuffer.collectives import all_gather, all_reduce, all_to_all
+from dbuffer.collectives import all_gather, all_to_all
 from dbuffer.gloo import wait_for
-from dbuffer.mesh import MeshAxis, neighbours
+from dbuffer.mesh import MeshAxis
 from megatron_fsdp.optim.matrix_views import MatrixBlock, Rectangle
-from megatron_fsdp.optim.newton_schulz import Iteration, newton_schulz_team
-from megatron_fsdp.optim.ownership import MatrixWork, Ownership, Share
+from megatron_fsdp.optim.ownership import MatrixWork, Ownership
 
 __all__ = ["Exchange", "OwnerRanks", "Solver", "Source"]
 
@@ -86,9 +85,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """One owned matrix or part, and its place in a batch of equal ones."""
+    """One owned matrix, by its position among all, and its place in a batch of equal ones."""
 
-    share: Share
+    work: int
     block: MatrixBlock
     batch: int
     position: int
@@ -101,7 +100,6 @@ class _Batch:
     count: int
     shape: tuple[int, int]
     solver: Solver
-    is_team: bool
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -116,7 +114,7 @@ class _Bucket:
     Attributes:
         sent: for each shard, the rectangles of flat buffers that its rank owns. received: for each shard, the
             rectangles of slots that come from it. kept: those that this rank holds and owns.
-        slots: the matrices that this rank owns. batches: of equal ones; a member of a team is in one by itself.
+        slots: the matrices that this rank owns. batches: of equal ones.
     """
 
     sent: list[list[tuple[int, Rectangle]]]
@@ -144,18 +142,13 @@ class _Filling:
         # Of each owner: the number of its last bucket, and the elements in it.
         self._last = [(0, 0)] * num_ranks
 
-    def next_bucket(self, owners: Sequence[int], blocks: Sequence[MatrixBlock]) -> int:
-        """Return the bucket of a matrix, the same for all members of a team, and count it."""
-        numbers = []
-        for owner, block in zip(owners, blocks, strict=True):
-            number, filled = self._last[owner]
-            is_full = bool(filled) and filled + block.numel > self._bucket_numel
-            numbers.append(number + is_full)
-        chosen = max(numbers)
-        for owner, block in zip(owners, blocks, strict=True):
-            number, filled = self._last[owner]
-            self._last[owner] = (chosen, block.numel + (filled if number == chosen else 0))
-        return chosen
+    def next_bucket(self, owner: int, numel: int) -> int:
+        """Return the bucket of an owner's next matrix, and count it."""
+        number, filled = self._last[owner]
+        if filled and filled + numel > self._bucket_numel:
+            number, filled = number + 1, 0
+        self._last[owner] = (number, filled + numel)
+        return number
 
 
 class Exchange:
@@ -166,7 +159,7 @@ class Exchange:
         ranks: who shares them.
         bucket_numel: elements that an owner takes in one bucket, at least one matrix.
     Attributes:
-        num_owned: matrices, and parts of some, that this rank works on in each step.
+        num_owned: matrices that this rank works on in each step.
     """
 
     def __init__(self, ownership: Ownership, sources: Sequence[Source], ranks: OwnerRanks, bucket_numel: int) -> None:
@@ -178,8 +171,8 @@ class Exchange:
         # By replica: what of this rank's pieces its owners update.
         self._of_replicas: list[list[tuple[int, Rectangle]]] = [[] for _ in range(ranks.num_replicas)]
         filling = _Filling(ownership.num_ranks, bucket_numel)
-        for members in _by_work(ownership.shares):
-            self._lay_out(members, filling)
+        for index in range(len(ownership.works)):
+            self._lay_out(index, filling)
         self.num_owned = sum(len(bucket.slots) for bucket in (self._local, *self._buckets))
 
     def run(self, flats: Sequence[torch.Tensor], meanwhile: Callable[[], None]) -> None:
@@ -213,43 +206,41 @@ class Exchange:
         shards = range(self.ranks.num_shards)
         return _Bucket([[] for _ in shards], [[] for _ in shards])
 
-    def _lay_out(self, members: Sequence[Share], filling: _Filling) -> None:
-        """Put one matrix, or the parts of one, into a bucket, the same on all ranks."""
-        work, ranks = self.ownership.works[members[0].work], self.ranks
-        source = self._sources[members[0].work]
-        blocks = (work.block,) if len(members) == 1 else work.block.parts(len(members))
-        owners = [share.owner for share in members]
-        is_local = len(members) == 1 and all(holder[0] == owners[0] % ranks.num_shards for holder in work.holders)
-        bucket = self._local if is_local else self._bucket(filling.next_bucket(owners, blocks))
-        for share, block in zip(members, blocks, strict=True):
-            replica, shard = divmod(share.owner, ranks.num_shards)
-            mine = [_moved(piece, source.base) for piece in block.rectangles(source.held)]
-            self._of_replicas[replica] += [(source.flat, piece) for piece in mine]
-            if replica != ranks.replica:
-                continue
-            if shard != ranks.shard:
-                bucket.sent[shard] += [(source.flat, piece) for piece in mine]
-                continue
-            slot = self._add_slot(bucket, share, block, source.solver)
-            bucket.kept += [(source.flat, piece, slot) for piece in mine]
-            for holder, held in work.holders:
-                if holder != shard:
-                    bucket.received[holder] += [(slot, piece) for piece in block.rectangles(held)]
+    def _lay_out(self, index: int, filling: _Filling) -> None:
+        """Put one matrix into a bucket, the same on all ranks."""
+        work, owner, ranks = self.ownership.works[index], self.ownership.owners[index], self.ranks
+        source, block = self._sources[index], work.block
+        replica, shard = divmod(owner, ranks.num_shards)
+        is_local = all(holder == shard for holder, _ in work.holders)
+        bucket = self._local if is_local else self._bucket(filling.next_bucket(owner, block.numel))
+        mine = [_moved(piece, source.base) for piece in block.rectangles(source.held)]
+        self._of_replicas[replica] += [(source.flat, piece) for piece in mine]
+        if replica != ranks.replica:
+            return
+        if shard != ranks.shard:
+            bucket.sent[shard] += [(source.flat, piece) for piece in mine]
+            return
+        slot = self._add_slot(bucket, index, source.solver)
+        bucket.kept += [(source.flat, piece, slot) for piece in mine]
+        for holder, held in work.holders:
+            if holder != shard:
+                bucket.received[holder] += [(slot, piece) for piece in block.rectangles(held)]
 
     def _bucket(self, number: int) -> _Bucket:
         while len(self._buckets) <= number:
             self._buckets.append(self._empty_bucket())
         return self._buckets[number]
 
-    def _add_slot(self, bucket: _Bucket, share: Share, block: MatrixBlock, solver: Solver) -> int:
-        shape, is_team = (block.rows, block.columns), share.size > 1
-        for number, batch in enumerate(bucket.batches):
-            if not is_team and not batch.is_team and (batch.shape, batch.solver) == (shape, solver):
-                batch.count += 1
-                bucket.slots.append(_Slot(share, block, number, batch.count - 1))
-                return len(bucket.slots) - 1
-        bucket.slots.append(_Slot(share, block, len(bucket.batches), 0))
-        bucket.batches.append(_Batch(1, shape, solver, is_team))
+    def _add_slot(self, bucket: _Bucket, index: int, solver: Solver) -> int:
+        block = self.ownership.works[index].block
+        shape = (block.rows, block.columns)
+        alike = (n for n, batch in enumerate(bucket.batches) if (batch.shape, batch.solver) == (shape, solver))
+        number = next(alike, len(bucket.batches))
+        if number == len(bucket.batches):
+            bucket.batches.append(_Batch(0, shape, solver))
+        batch = bucket.batches[number]
+        bucket.slots.append(_Slot(index, block, number, batch.count))
+        batch.count += 1
         return len(bucket.slots) - 1
 
     # ------------------------------------------------------------------ messages
@@ -341,56 +332,8 @@ class Exchange:
         """Replace every matrix by what its solver makes of it."""
         works = self.ownership.works
         for number, (memory, batch) in enumerate(zip(batches, bucket.batches, strict=True)):
-            if not batch.is_team:
-                mine = [works[slot.share.work] for slot in bucket.slots if slot.batch == number]
-                memory.copy_(batch.solver(memory.to(batch.solver.dtype), mine))
-        # Last, and in the order of the matrices on all members: each step waits for the others.
-        teams = [slot for slot in bucket.slots if slot.share.size > 1]
-        for slot in sorted(teams, key=lambda slot: slot.share.work):
-            memory, solver = batches[slot.batch][0], bucket.batches[slot.batch].solver
-            assert isinstance(solver, Iteration)
-            memory.copy_(self._solve_in_team(memory, slot.share, solver))
-
-    def _solve_in_team(self, part: torch.Tensor, share: Share, iteration: Iteration) -> torch.Tensor:
-        assert self.ranks.shards is not None
-        team = neighbours(self.ranks.shards, share.size)
-        whole = self.ownership.works[share.work].block
-        is_tall = whole.rows >= whole.columns
-        x = (part.T if is_tall else part).to(iteration.dtype)
-        result = newton_schulz_team(x, iteration, _Team(team))
-        return result.T if is_tall else result
-
-
-@dataclass(frozen=True, slots=True)
-class _Team:
-    """Neighbouring ranks that share one matrix."""
-
-    axis: MeshAxis
-
-    @property
-    def size(self) -> int:
-        return self.axis.size
-
-    @property
-    def rank(self) -> int:
-        return self.axis.rank
-
-    def sum(self, tensor: torch.Tensor) -> None:
-        all_reduce(tensor, self.axis, "sum")
-
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        whole = rows.new_empty(self.axis.size * rows.shape[0], rows.shape[1])
-        all_gather(whole.view(-1), rows.view(-1), self.axis)
-        return whole
-
-
-def _by_work(shares: Sequence[Share]) -> list[list[Share]]:
-    found: list[list[Share]] = []
-    for share in shares:
-        if share.part == 0:
-            found.append([])
-        found[-1].append(share)
-    return found
+            mine = [works[slot.work] for slot in bucket.slots if slot.batch == number]
+            memory.copy_(batch.solver(memory.to(batch.solver.dtype), mine))
 
 
 def _moved(piece: Rectangle, base: int) -> Rectangle:

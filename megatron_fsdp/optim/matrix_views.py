@@ -64,26 +64,6 @@ class MatrixBlock:
         """Elements of the matrix."""
         return self.rows * self.columns
 
-    def parts(self, size: int) -> tuple[MatrixBlock, ...]:
-        """Return the matrix cut along its longer side into parts that are as even as can be."""
-        length = max(self.rows, self.columns)
-        cuts = [length * part // size for part in range(size + 1)]
-        if self.rows >= self.columns:
-            return tuple(self._row_part(start, stop) for start, stop in itertools.pairwise(cuts))
-        return tuple(
-            MatrixBlock(self.width, self.row_ranges, self.first_column + start, self.first_column + stop)
-            for start, stop in itertools.pairwise(cuts)
-        )
-
-    def _row_part(self, first: int, last: int) -> MatrixBlock:
-        found, before = [], 0
-        for start, stop in self.row_ranges:
-            low, high = max(first - before, 0), min(last - before, stop - start)
-            if low < high:
-                found.append((start + low, start + high))
-            before += stop - start
-        return MatrixBlock(self.width, tuple(found), self.first_column, self.last_column)
-
     def overlap(self, held: range) -> int:
         """Return how many of the matrix's elements are among ``held``, a range of the flattened parameter."""
         return sum(rectangle.numel for rectangle in self.rectangles(held))

@@ -50,7 +50,7 @@ class Muon(Optimizer):
     """Muon for matrices and AdamW for the rest, over sharded weights of any strategy, in one optimizer.
 
     Weights after each step are those of ``torch.optim.Muon`` over whole matrices to the bit, for any number of ranks
-    (not with ``max_team``, nor for 16-bit main weights, which torch itself rounds by position). Momentum stays sharded
+    (not for 16-bit main weights, which torch itself rounds by position). Momentum stays sharded
     as the weights are. Every matrix is one rank's work, by a plan that ``megatron_fsdp.optim.explain_ownership`` shows;
     its pieces go there and back in a few all-to-alls. Nothing happens before ``step``: accumulation costs nothing.
 
@@ -320,7 +320,7 @@ class Muon(Optimizer):
     def solver_of(self, group: Mapping[str, Any]) -> Solver:
         """Return what owners do with the matrices of a param group."""
         steps = coefficients(group["ns_coefficients"], int(group["ns_steps"]))
-        return Iteration(steps, float(group["eps"]), self.options.ns_dtype, self.options.use_gram)
+        return Iteration(steps, float(group["eps"]), self.options.ns_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,9 +331,6 @@ class MuonOptions:
         ns_dtype: in which Newton-Schulz is computed. bf16 as ``torch.optim.Muon``; FP32 is slower and closer.
         comm_dtype: of matrices and updates on the wire, and of their rounding on one rank as on many; None: that of
             Newton-Schulz, to which they are rounded anyway.
-        use_gram: iterate on Gram matrices (``newton_schulz_gram``); other roundings, FP32 or FP16 only.
-        max_team: the most ranks that share one matrix, a power of two; above 1 the results of those matrices differ
-            in the order of sums.
         share_replicas: replicas (HSDP, weights that rest whole) divide the work and gather updates; else each does all.
         bucket_bytes: of the matrices that an owner takes at once; two such buckets are in flight.
         moments_dtype: of momentum and moments; None: that of each main weight, FP32 where those are split.
@@ -341,8 +338,6 @@ class MuonOptions:
 
     ns_dtype: torch.dtype = torch.bfloat16
     comm_dtype: torch.dtype | None = None
-    use_gram: bool = False
-    max_team: int = 1
     share_replicas: bool = True
     bucket_bytes: int = 64 * 2**20
     moments_dtype: torch.dtype | None = None
@@ -352,15 +347,8 @@ class MuonOptions:
             dtype = getattr(self, name)
             if dtype is not None and not dtype.is_floating_point:
                 raise ConfigError(f"MuonOptions({name}={dtype}): give a floating-point dtype")
-        if self.use_gram and self.ns_dtype is torch.bfloat16:
-            raise ConfigError(
-                "MuonOptions(use_gram=True, ns_dtype=torch.bfloat16): rounded to bf16 the Gram form is off by a "
-                "quarter; give ns_dtype=torch.float32 or torch.float16, or leave use_gram False"
-            )
-        if self.max_team < 1 or self.bucket_bytes < 1:
-            raise ConfigError(
-                f"MuonOptions(max_team={self.max_team}, bucket_bytes={self.bucket_bytes}): both are at least 1"
-            )
+        if self.bucket_bytes < 1:
+            raise ConfigError(f"MuonOptions(bucket_bytes={self.bucket_bytes}): wanted at least 1")
 
     @property
     def message_dtype(self) -> torch.dtype:
@@ -575,8 +563,7 @@ def _domains(
             for work, source in _works(each, flat, ranks, solvers):
                 works.append(work)
                 sources.append(source)
-        max_team = options.max_team if ranks.num_shards > 1 else 1
-        ownership = plan_ownership(works, ranks.num_shards, ranks.num_replicas, max_team=max_team)
+        ownership = plan_ownership(works, ranks.num_shards, ranks.num_replicas)
         bucket_numel = max(options.bucket_bytes // options.message_dtype.itemsize, 1)
         yield Domain(ranks, tuple(members), Exchange(ownership, sources, ranks, bucket_numel))
 

@@ -1,4 +1,4 @@
-"""Newton-Schulz: the nearest semi-orthogonal matrix by matrix products alone, of one matrix, a batch, or a team's rows.
+"""Newton-Schulz: the nearest semi-orthogonal matrix by matrix products alone, of one matrix or a batch.
 
 With X of m rows and n columns, m <= n (a taller one is transposed), its Frobenius norm brought to 1, each step is
 ``A = X X^T; X <- a X + (b A + c A A) X``: an odd polynomial of the singular values that drives them towards 1. Source:
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -19,38 +18,13 @@ from megatron_fsdp.errors import ConfigError
 __all__ = [
     "COEFFICIENT_SETS",
     "Iteration",
-    "Team",
     "coefficients",
     "newton_schulz",
     "newton_schulz_flops",
-    "newton_schulz_gram",
-    "newton_schulz_team",
     "scale_factor",
-    "team_flops",
 ]
 
 Coefficients = tuple[float, float, float]
-
-
-class Team(Protocol):
-    """The ranks that share one matrix, as one of them sees them."""
-
-    @property
-    def size(self) -> int:
-        """How many they are."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """This rank's place among them."""
-        ...
-
-    def sum(self, tensor: torch.Tensor) -> None:
-        """Add up a tensor over the members, in place."""
-
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return all members' rows, (size x count, columns), from (count, columns) of each."""
-        ...
 
 
 _SIMPLE: Coefficients = (3.4445, -4.7750, 2.0315)
@@ -90,17 +64,16 @@ class Iteration:
 
     Attributes:
         coefficients: (a, b, c) of each step. eps: the least norm that is divided by.
-        dtype: in which the matrix is held and multiplied. is_gram: iterate on the small Gram matrix instead.
+        dtype: in which the matrix is held and multiplied.
     """
 
     coefficients: tuple[Coefficients, ...]
     eps: float = 1e-7
     dtype: torch.dtype = torch.bfloat16
-    is_gram: bool = False
 
     def __call__(self, matrices: torch.Tensor, works: Sequence[object] = ()) -> torch.Tensor:
         """Return the result for a batch of shape (matrices, rows, columns) in ``dtype``; the input is overwritten."""
-        return newton_schulz_gram(matrices, self) if self.is_gram else newton_schulz(matrices, self)
+        return newton_schulz(matrices, self)
 
 
 def coefficients(given: str | Sequence[float], num_steps: int) -> tuple[Coefficients, ...]:
@@ -164,12 +137,6 @@ def newton_schulz_flops(rows: int, columns: int, num_steps: int = 5) -> int:
     return num_steps * (4 * small * small * large + 2 * small**3)
 
 
-def team_flops(rows: int, columns: int, size: int, num_steps: int = 5) -> int:
-    """Return the operations of each member of a team: its part of the long side, its rows of the Gram polynomial."""
-    small, large = sorted((rows, columns))
-    return num_steps * (4 * small * small * -(-large // size) + 2 * small * small * -(-small // size))
-
-
 def newton_schulz(matrices: torch.Tensor, iteration: Iteration) -> torch.Tensor:
     """Return the semi-orthogonal factors of matrices of one shape.
 
@@ -205,64 +172,3 @@ def _alone(matrix: torch.Tensor, iteration: Iteration) -> torch.Tensor:
         factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.addmm(x, factor, x, beta=a)
     return x.T if is_tall else x
-
-
-def newton_schulz_gram(matrices: torch.Tensor, iteration: Iteration) -> torch.Tensor:
-    """Return what ``newton_schulz`` does up to rounding, by iterating on the m x m Gram matrix.
-
-    Two steps at a time are taken on ``R = X X^T``, whose polynomials commute, and their product ``Q`` is applied to X
-    at the end: 8 m m n operations and some m x m x m ones instead of 20 m m n. Longer without a restart R, which is
-    rounded, gets negative eigenvalues. In bf16 the result is off by a quarter (docs/design/muon.md), so that is
-    refused by ``Muon``.
-
-    Args:
-        matrices: (matrices, rows, columns), FP32 or FP16; overwritten.
-    """
-    is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if is_tall else matrices
-    for each in x:
-        # FP16 squares overflow above 256.
-        norm = torch.linalg.vector_norm(each, dtype=torch.float32)
-        each.div_(norm.clamp(min=iteration.eps))
-    identity = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
-    steps = iteration.coefficients
-    for first in range(0, len(steps), 2):
-        r = x @ x.mT
-        q = identity.expand_as(r)
-        for a, b, c in steps[first : first + 2]:
-            z = torch.baddbmm(r, r, r, beta=b, alpha=c)
-            q = torch.baddbmm(q, z, q, beta=a)
-            half = torch.baddbmm(r, z, r, beta=a)
-            r = torch.baddbmm(half, z, half, beta=a)
-        x = torch.bmm(q, x)
-    return x.mT if is_tall else x
-
-
-def newton_schulz_team(part: torch.Tensor, iteration: Iteration, team: Team) -> torch.Tensor:
-    """Return this member's part of the semi-orthogonal factor of a matrix whose long side a team has cut.
-
-    The Gram matrix of the short side is the sum of the parts' Gram matrices: one all-reduce of m x m FP32 numbers in
-    every step, and one of the squared norm. Each member computes some rows of the polynomial ``b A + c A A``, which are
-    gathered. The result is that of the whole matrix up to the order of the sums.
-
-    Args:
-        part: (short side, this member's share of the long side) in ``iteration.dtype``.
-    """
-    square = torch.linalg.vector_norm(part, dtype=torch.float32).square()
-    team.sum(square)
-    norm = square.sqrt().to(iteration.dtype)
-    x: torch.Tensor = part / norm.clamp(min=iteration.eps)
-    small = part.shape[0]
-    count = -(-small // team.size)
-    first, last = min(team.rank * count, small), min((team.rank + 1) * count, small)
-    for a, b, c in iteration.coefficients:
-        wide = x.float()
-        gram = wide @ wide.T
-        team.sum(gram)
-        gram = gram.to(iteration.dtype)
-        mine = gram.new_zeros(count, small)
-        own = gram[first:last]
-        mine[: last - first] = torch.addmm(own, own, gram, beta=b, alpha=c)
-        factor = team.gather(mine)[:small]
-        x = torch.addmm(x, factor, x, beta=a)
-    return x

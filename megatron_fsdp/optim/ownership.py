@@ -2,31 +2,24 @@
 
 Any rank may own a matrix, not only those that hold a piece of it: the longest work first, to the rank with the least
 so far (LPT; Graham, "Bounds on multiprocessing timing anomalies", 1969); among equals to the one that holds most of
-the matrix. With ``max_team`` above 1 a matrix that is too much work for one rank goes to a run of neighbours, each of
-which takes a part of its long side.
+the matrix. No matrix is divided, so results do not depend on the number of ranks.
 """
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_fsdp.optim.matrix_views import MatrixBlock
-from megatron_fsdp.optim.newton_schulz import newton_schulz_flops, team_flops
+from megatron_fsdp.optim.newton_schulz import newton_schulz_flops
 
-__all__ = ["MatrixWork", "Ownership", "Share", "holders_of", "plan_ownership"]
+__all__ = ["MatrixWork", "Ownership", "holders_of", "plan_ownership"]
 
-# Of the search: when it is over, what a round of trials has to gain, and how long it may take.
+# When exchanging matrices between ranks is over, and how much of it may be tried.
 _GOOD_ENOUGH = 1.015
-_WORTH_IT = 0.998
-_MAX_CLASSES = 3
-_MAX_TRIED_MATRICES = 20_000
 _MAX_SWAPS = 4
-# A rank that owns so many times the mean of elements receives 1.3 times the mean.
-_MOST_OWNED = 1.55
 _SWAP_PARTNERS = 4
 
 
@@ -45,26 +38,10 @@ class MatrixWork:
     holders: tuple[tuple[int, range], ...]
     num_steps: int = 5
 
-    def flops(self, size: int = 1) -> int:
-        """Return the operations of each of ``size`` ranks that share the matrix."""
-        rows, columns = self.block.rows, self.block.columns
-        if size == 1:
-            return newton_schulz_flops(rows, columns, self.num_steps)
-        return team_flops(rows, columns, size, self.num_steps)
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A matrix, or one member's part of it, and who works on it.
-
-    Attributes:
-        work: position of the matrix. part, size: which part of how many. owner: a rank; see ``Ownership``.
-    """
-
-    work: int
-    part: int
-    size: int
-    owner: int
+    @property
+    def flops(self) -> int:
+        """Operations of Newton-Schulz."""
+        return newton_schulz_flops(self.block.rows, self.block.columns, self.num_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +51,16 @@ class Ownership:
     Ranks are numbered ``replica * num_shards + shard``: replicas are groups of ranks that hold all shards together.
 
     Attributes:
-        works: the matrices. shares: in order of the matrices, then of their parts.
-        num_shards, num_replicas: of the ranks. load_flops, owned_numel: of each rank.
+        works: the matrices. owners: the rank of each.
+        num_shards, num_replicas: of the ranks. load_flops: of each rank.
         received_numel: elements that each rank receives in a step: matrices that it owns, updates of what it holds.
     """
 
     works: tuple[MatrixWork, ...]
-    shares: tuple[Share, ...]
+    owners: tuple[int, ...]
     num_shards: int
     num_replicas: int
     load_flops: tuple[int, ...]
-    owned_numel: tuple[int, ...]
     received_numel: tuple[int, ...]
 
     @property
@@ -94,7 +70,7 @@ class Ownership:
 
     @property
     def total_flops(self) -> int:
-        """Operations of all ranks, what team members repeat included."""
+        """Operations of all ranks."""
         return sum(self.load_flops)
 
     @property
@@ -104,8 +80,8 @@ class Ownership:
 
     @property
     def largest_flops(self) -> int:
-        """Operations of the largest matrix, or of one member of the team that has it."""
-        return max((self.works[share.work].flops(share.size) for share in self.shares), default=0)
+        """Operations of the largest matrix."""
+        return max((work.flops for work in self.works), default=0)
 
     @property
     def max_flops(self) -> int:
@@ -114,12 +90,12 @@ class Ownership:
 
     @property
     def bound_flops(self) -> float:
-        """No ownership of these matrices and teams has a smaller maximum.
+        """No ownership of these matrices has a smaller maximum.
 
-        It is the largest of the mean, the largest share, and ``k + 1`` times the ``k N + 1``-th largest share: of so
-        many shares some rank gets ``k + 1``.
+        It is the largest of the mean, the largest matrix, and ``k + 1`` times the ``k N + 1``-th largest: of so many
+        matrices some rank gets ``k + 1``.
         """
-        costs = sorted((self.works[share.work].flops(share.size) for share in self.shares), reverse=True)
+        costs = sorted((work.flops for work in self.works), reverse=True)
         piled = ((k + 1) * costs[k * self.num_ranks] for k in range(-(-len(costs) // self.num_ranks)))
         return max(self.mean_flops, max(piled, default=0))
 
@@ -138,11 +114,6 @@ class Ownership:
         """Elements that a rank receives on average."""
         return sum(self.received_numel) / self.num_ranks
 
-    @property
-    def num_teams(self) -> int:
-        """Matrices that several ranks share."""
-        return sum(share.size > 1 and share.part == 0 for share in self.shares)
-
 
 def holders_of(offset: int, numel: int, shard_numel: int) -> tuple[tuple[int, range], ...]:
     """Return the shards of a flat buffer that hold a tensor, with the range of its elements that each has.
@@ -159,186 +130,48 @@ def holders_of(offset: int, numel: int, shard_numel: int) -> tuple[tuple[int, ra
     )
 
 
-def plan_ownership(
-    works: Sequence[MatrixWork], num_shards: int, num_replicas: int = 1, *, max_team: int = 1
-) -> Ownership:
+def plan_ownership(works: Sequence[MatrixWork], num_shards: int, num_replicas: int = 1) -> Ownership:
     """Return who owns which matrix; the same on every rank that asks with the same arguments.
 
     Args:
         works: all matrices that these ranks hold.
         num_shards, num_replicas: of the ranks; owners of one replica's pieces are in that replica.
-        max_team: the most ranks that share a matrix; team sizes are powers of two that divide ``num_shards``.
     """
-    ranks = _Ranks(num_shards, num_replicas)
-    sizes = [size for size in _powers_of_two(max_team) if num_shards % size == 0]
-    preferred = [_preferred(work) for work in works]
-    best = _Placement(works, _large_teams(works, ranks.count, sizes), preferred, ranks)
-    for width in sizes if len(sizes) > 1 else ():
-        if best.is_good:
-            break
-        teams = _teams_of_runs(works, preferred, ranks, sizes, width)
-        best = min(best, _Placement(works, teams, preferred, ranks), key=lambda each: each.score)
-    shares = tuple(best.shares())
-    owned, received = _traffic(works, shares, ranks)
-    counts = (num_shards, num_replicas)
-    return Ownership(tuple(works), shares, *counts, tuple(best.loads), tuple(owned), tuple(received))
-
-
-@dataclass(frozen=True, slots=True)
-class _Ranks:
-    num_shards: int
-    num_replicas: int
-
-    @property
-    def count(self) -> int:
-        return self.num_shards * self.num_replicas
-
-
-def _powers_of_two(limit: int) -> Iterator[int]:
-    return itertools.takewhile(lambda size: size <= limit, (1 << power for power in itertools.count()))
-
-
-def _large_teams(works: Sequence[MatrixWork], num_ranks: int, sizes: Sequence[int]) -> list[int]:
-    """Return a team size for each matrix: the smallest that brings it under the mean, or that takes least."""
-    mean = sum(work.flops() for work in works) / num_ranks
-    known: dict[tuple[int, int, int], int] = {}
-    teams = []
-    for work in works:
-        key = (work.block.rows, work.block.columns, work.num_steps)
-        if key not in known:
-            fitting = [size for size in sizes if work.flops(size) <= mean]
-            known[key] = min(fitting) if fitting else min(sizes, key=work.flops)
-        teams.append(known[key])
-    return teams
-
-
-def _teams_of_runs(
-    works: Sequence[MatrixWork], preferred: Sequence[Sequence[int]], ranks: _Ranks, sizes: Sequence[int], width: int
-) -> list[int]:
-    """Return team sizes for runs of ``width`` ranks that act as one: what fits few runs fits many ranks as well."""
-    runs = _Ranks(ranks.num_shards // width, ranks.num_replicas)
-    within = [size // width for size in sizes if size >= width]
-    place = functools.partial(_Placement, preferred=[()] * len(works) if width > 1 else preferred, ranks=runs)
-    first = place(works, _large_teams(works, runs.count, within))
-    return [size * width for size in _improved(works, first, within, place).teams]
-
-
-def _improved(
-    works: Sequence[MatrixWork], best: _Placement, sizes: Sequence[int], place: Callable[..., _Placement]
-) -> _Placement:
-    """Make more teams as long as that lowers the largest load, or the most elements of a rank, by something."""
-    num_trials = max(_MAX_TRIED_MATRICES // max(len(works), 1), 1)
-    for trials_of in (_joint_teams, *(_more_teams,) * num_trials):
-        if best.is_good or num_trials <= 0:
-            break
-        trials = list(itertools.islice(trials_of(works, best.teams, sizes), num_trials))
-        num_trials -= len(trials)
-        found = min((place(works, teams) for teams in trials), key=lambda each: each.score, default=best)
-        if found.score <= _WORTH_IT * best.score:
-            best = found
-        elif trials_of is _more_teams:
-            break
-    return best
-
-
-def _heaviest(works: Sequence[MatrixWork], teams: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Return the classes of equal matrices that together are most work: their team size, and which they are."""
-    classes: dict[tuple[int, int], list[int]] = {}
-    for index, work in enumerate(works):
-        classes.setdefault((work.flops(), teams[index]), []).append(index)
-    heaviest = sorted(classes.items(), key=lambda entry: -entry[0][0] * len(entry[1]))
-    return [(size, alike) for (_, size), alike in heaviest[:_MAX_CLASSES]]
-
-
-def _joint_teams(works: Sequence[MatrixWork], teams: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yield other team sizes: larger ones for whole classes at once."""
-    classes = _heaviest(works, teams)
-    choices = [[other for other in sizes if other >= size][:3] for size, _ in classes]
-    for chosen in itertools.islice(itertools.product(*choices), 1, None):
-        trial = list(teams)
-        for size, (_, alike) in zip(chosen, classes, strict=True):
-            for index in alike:
-                trial[index] = size
-        yield trial
-
-
-def _more_teams(works: Sequence[MatrixWork], teams: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yield other team sizes: larger ones for some of a class."""
-    for size, alike in _heaviest(works, teams):
-        for larger in [other for other in sizes if other > size][:2]:
-            for eighths in (6, 4, 2, 1):
-                trial = list(teams)
-                for index in alike[: -(-len(alike) * eighths // 8)]:
-                    trial[index] = larger
-                yield trial
+    placement = _Placement(works, num_shards, num_shards * num_replicas)
+    owners = tuple(placement.owners)
+    received = _received(works, owners, num_shards, num_replicas)
+    return Ownership(tuple(works), owners, num_shards, num_replicas, tuple(placement.loads), tuple(received))
 
 
 class _Placement:
-    """Matrices as they are given out: to the rank, or the run of ranks, that has the least, the longest first.
+    """Matrices as they are given out: to the rank that has the least, the longest first.
 
-    Args:
-        works: with team sizes for each. preferred: for each, shards that hold some of it, those with most first.
+    Attributes:
+        loads: operations of each rank. owners: the rank of each matrix.
     """
 
-    def __init__(
-        self, works: Sequence[MatrixWork], teams: Sequence[int], preferred: Sequence[Sequence[int]], ranks: _Ranks
-    ) -> None:
-        self.teams = list(teams)
-        self._works, self._preferred, self._ranks = works, preferred, ranks
-        self._costs = _costs(works, teams)
-        self.loads, self._numels = [0] * ranks.count, [0] * ranks.count
-        self.owners = [0] * len(works)
-        order = sorted(range(len(works)), key=lambda index: (-self._costs[index], -works[index].block.numel, index))
-        # One heap for each size of team: of (load, elements, first rank), most of which are older than the loads.
-        heaps = {size: [(0, 0, first) for first in range(0, ranks.count, size)] for size in set(teams)}
-        for index in order:
-            self._give(index, heaps[teams[index]])
+    def __init__(self, works: Sequence[MatrixWork], num_shards: int, num_ranks: int) -> None:
+        self._num_shards = num_shards
+        self._costs = [work.flops for work in works]
+        self.loads, self.owners = [0] * num_ranks, [0] * len(works)
+        numels = [0] * num_ranks
+        # Entries of (load, elements, rank), most of which are older than the loads.
+        heap = [(0, 0, rank) for rank in range(num_ranks)]
+        for index in sorted(
+            range(len(works)), key=lambda index: (-self._costs[index], -works[index].block.numel, index)
+        ):
+            # Loads only grow, so an entry that is still true is the least.
+            while heap[0] != (now := (self.loads[heap[0][2]], numels[heap[0][2]], heap[0][2])):
+                heapq.heapreplace(heap, now)
+            owner = self._holder_among_equals(works[index], heap[0][2])
+            self.owners[index] = owner
+            self.loads[owner] += self._costs[index]
+            numels[owner] += works[index].block.numel
         self._swap()
 
-    @property
-    def largest(self) -> int:
-        """The largest load."""
-        return max(self.loads)
-
-    @property
-    def score(self) -> float:
-        """The largest load over the mean, and more where a rank owns far more elements than others."""
-        loads, numels = self.loads, self._numels
-        excess = max(numels) * len(numels) / max(sum(numels), 1) - _MOST_OWNED
-        return self.largest * len(loads) / max(sum(loads), 1) + max(excess, 0.0)
-
-    @property
-    def is_good(self) -> bool:
-        """Whether no other ownership would be much better."""
-        mean = sum(self.loads) / len(self.loads)
-        limit = _GOOD_ENOUGH * max(mean, max(self._costs, default=0))
-        return self.score * mean <= limit
-
-    def shares(self) -> Iterator[Share]:
-        """Yield all shares in order."""
-        for index, (first, size) in enumerate(zip(self.owners, self.teams, strict=True)):
-            for part in range(size):
-                yield Share(index, part, size, first + part)
-
-    def _give(self, index: int, heap: list[tuple[int, int, int]]) -> None:
-        size, loads, numels = self.teams[index], self.loads, self._numels
-        while True:
-            load, numel, first = heap[0]
-            now = (max(loads[first : first + size]), max(numels[first : first + size]), first)
-            # Loads only grow, so an entry that is still true is the least.
-            if (load, numel) == now[:2]:
-                break
-            heapq.heapreplace(heap, now)
-        if size == 1:
-            first = self._holder_among_equals(index, first)
-        self.owners[index] = first
-        for rank in range(first, first + size):
-            loads[rank] += self._costs[index]
-            numels[rank] += self._works[index].block.numel // size
-
-    def _holder_among_equals(self, index: int, found: int) -> int:
-        for shard in self._preferred[index]:
-            for rank in range(shard, self._ranks.count, self._ranks.num_shards):
+    def _holder_among_equals(self, work: MatrixWork, found: int) -> int:
+        for shard in _preferred(work):
+            for rank in range(shard, len(self.loads), self._num_shards):
                 if self.loads[rank] == self.loads[found]:
                     return rank
         return found
@@ -346,14 +179,13 @@ class _Placement:
     def _swap(self) -> None:
         """Exchange single matrices between the rank that has most and those with least while that lowers the most."""
         owned: list[list[int]] = [[] for _ in self.loads]
-        for index, (rank, size) in enumerate(zip(self.owners, self.teams, strict=True)):
-            if size == 1:
-                owned[rank].append(index)
+        for index, rank in enumerate(self.owners):
+            owned[rank].append(index)
         limit = _GOOD_ENOUGH * max(sum(self.loads) / len(self.loads), max(self._costs, default=0))
         for _ in range(_MAX_SWAPS * len(self.loads)):
-            if self.largest <= limit:
-                return
             most = max(range(len(self.loads)), key=self.loads.__getitem__)
+            if self.loads[most] <= limit:
+                return
             for least in heapq.nsmallest(_SWAP_PARTNERS, range(len(self.loads)), key=self.loads.__getitem__):
                 pair = self._best_pair(owned[most], owned[least], self.loads[most] - self.loads[least])
                 if pair is not None:
@@ -380,20 +212,8 @@ class _Placement:
             owned[source].remove(index)
             owned[target].append(index)
             self.owners[index] = target
-            for rank, sign in ((source, -1), (target, 1)):
-                self.loads[rank] += sign * self._costs[index]
-                self._numels[rank] += sign * self._works[index].block.numel
-
-
-def _costs(works: Sequence[MatrixWork], teams: Sequence[int]) -> list[int]:
-    known: dict[tuple[int, int, int, int], int] = {}
-    costs = []
-    for work, size in zip(works, teams, strict=True):
-        key = (work.block.rows, work.block.columns, work.num_steps, size)
-        if key not in known:
-            known[key] = work.flops(size)
-        costs.append(known[key])
-    return costs
+            self.loads[source] -= self._costs[index]
+            self.loads[target] += self._costs[index]
 
 
 def _preferred(work: MatrixWork) -> list[int]:
@@ -401,22 +221,15 @@ def _preferred(work: MatrixWork) -> list[int]:
     return sorted((shard for shard in overlaps if overlaps[shard]), key=lambda shard: -overlaps[shard])
 
 
-def _traffic(works: Sequence[MatrixWork], shares: Sequence[Share], ranks: _Ranks) -> tuple[list[int], list[int]]:
-    """Return the elements that each rank owns, and those that it receives in a step."""
-    num_shards = ranks.num_shards
-    owned, received = [0] * ranks.count, [0] * ranks.count
-    on_shard = [0] * num_shards
-    for share in shares:
-        work = works[share.work]
-        block = work.block if share.size == 1 else work.block.parts(share.size)[share.part]
-        owned[share.owner] += block.numel
-        received[share.owner] += block.numel
+def _received(works: Sequence[MatrixWork], owners: Sequence[int], num_shards: int, num_replicas: int) -> list[int]:
+    """Return the elements that each rank receives in a step."""
+    received, on_shard = [0] * (num_shards * num_replicas), [0] * num_shards
+    for work, owner in zip(works, owners, strict=True):
+        received[owner] += work.block.numel
         for shard, held in work.holders:
-            overlap = block.overlap(held)
+            overlap = work.block.overlap(held)
             on_shard[shard] += overlap
-            if shard == share.owner % num_shards:
+            if shard == owner % num_shards:
                 # It neither sends to itself what it holds, nor gets the update of that from anybody.
-                received[share.owner] -= 2 * overlap
-    for rank in range(len(received)):
-        received[rank] += on_shard[rank % num_shards]
-    return owned, received
+                received[owner] -= 2 * overlap
+    return [numel + on_shard[rank % num_shards] for rank, numel in enumerate(received)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,20 +21,18 @@ class OwnershipReport:
 
     Attributes:
         num_ranks, num_replicas: who shares, and in how many replicas they hold the shards.
-        num_matrices, num_elements: all of them. num_teams: matrices that several ranks share. largest_team: ranks.
+        num_matrices, num_elements: all of them.
         mean_flops, max_flops: Newton-Schulz operations of a rank. redundant_flops: if every rank did all of them.
-        largest_flops: of the largest matrix, or of one member of its team. bound_flops: see ``Ownership``.
+        largest_flops: of the largest matrix. bound_flops: see ``Ownership``.
         mean_received_bytes, max_received_bytes: of matrices and updates, of a rank in a step.
         gathered_bytes: what a rank would receive if every rank gathered every matrix.
-        least_owned, most_owned: matrices and parts of a rank.
+        least_owned, most_owned: matrices of a rank.
     """
 
     num_ranks: int
     num_replicas: int
     num_matrices: int
     num_elements: int
-    num_teams: int
-    largest_team: int
     mean_flops: float
     max_flops: int
     redundant_flops: int
@@ -69,18 +66,13 @@ class OwnershipReport:
             ("owner load, mean", _operations(self.mean_flops), "Newton-Schulz operations of a rank in a step"),
             ("owner load, most", _operations(self.max_flops), f"{self.max_flops / mean:.3f} of the mean"),
             ("bound", _operations(self.bound_flops), f"no ownership does better; {self.gap:.1%} above it"),
-            ("largest matrix", _operations(self.largest_flops), self._teams()),
+            ("largest matrix", _operations(self.largest_flops), "one rank has it whole"),
             ("every rank all", _operations(self.redundant_flops), "what gathering everywhere would compute"),
             ("received, mean", format_bytes(round(self.mean_received_bytes)), "of matrices and updates by a rank"),
             ("received, most", format_bytes(self.max_received_bytes), self._received()),
             ("every rank all", format_bytes(self.gathered_bytes), "what gathering everywhere would receive"),
         ]
         return [f"{label:<18}{amount:>14}  {note}".rstrip() for label, amount, note in rows]
-
-    def _teams(self) -> str:
-        if not self.num_teams:
-            return "one rank has it whole"
-        return f"of one rank; {self.num_teams:,} are shared by teams of up to {self.largest_team}"
 
     def _received(self) -> str:
         return (
@@ -109,7 +101,7 @@ def ownership_report(ownership: Ownership, itemsize: int = 2) -> OwnershipReport
     Args:
         itemsize: bytes of an element on the wire.
     """
-    owned = _counts(ownership)
+    owned = [ownership.owners.count(rank) for rank in range(ownership.num_ranks)]
     num_ranks, matrix_numel = ownership.num_ranks, ownership.matrix_numel
     held = matrix_numel // ownership.num_shards
     return OwnershipReport(
@@ -117,11 +109,9 @@ def ownership_report(ownership: Ownership, itemsize: int = 2) -> OwnershipReport
         num_replicas=ownership.num_replicas,
         num_matrices=len(ownership.works),
         num_elements=matrix_numel,
-        num_teams=ownership.num_teams,
-        largest_team=max((share.size for share in ownership.shares), default=1),
         mean_flops=ownership.mean_flops,
         max_flops=ownership.max_flops,
-        redundant_flops=sum(work.flops() for work in ownership.works),
+        redundant_flops=ownership.total_flops,
         largest_flops=ownership.largest_flops,
         bound_flops=ownership.bound_flops,
         mean_received_bytes=ownership.mean_received * itemsize,
@@ -130,13 +120,6 @@ def ownership_report(ownership: Ownership, itemsize: int = 2) -> OwnershipReport
         least_owned=min(owned),
         most_owned=max(owned),
     )
-
-
-def _counts(ownership: Ownership) -> Sequence[int]:
-    counts = [0] * ownership.num_ranks
-    for share in ownership.shares:
-        counts[share.owner] += 1
-    return counts
 
 
 def _operations(count: float) -> str:

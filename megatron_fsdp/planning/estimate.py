@@ -53,7 +53,7 @@ class Setup:
 
     Attributes:
         strategy: name of it, for tables. moments_dtype: of AdamW's two, or Muon's momentum; None: the main weights'.
-        optimizer: "adamw", or "muon" for matrices and AdamW for the rest. max_team: ranks that may share a matrix.
+        optimizer: "adamw", or "muon" for matrices and AdamW for the rest.
         activation_bytes: of one microbatch, where the caller knows them; else they are derived or left out.
         reserve_bytes: for what no plan sees: the CUDA context, communication buffers, the allocator's rounding.
         parallelism: how the model is divided besides.
@@ -67,7 +67,6 @@ class Setup:
     activation_bytes: int | None = None
     reserve_bytes: int = 0
     optimizer: str = "adamw"
-    max_team: int = 1
     parallelism: Parallelism = field(default_factory=Parallelism)
 
 
@@ -127,7 +126,7 @@ def project(subject: Subject, setup: Setup, played: tuple[ModelFacts, Forecast] 
     time = predict_step(facts, forecast, lambda unit: subject.work(unit, sequence_length), workload, setup.hardware)
     owners: tuple[OwnershipReport, ...] = ()
     if setup.optimizer == "muon":
-        owners = tuple(ownership_report(found) for found in planned_ownership(facts, setup.max_team))
+        owners = tuple(ownership_report(found) for found in planned_ownership(facts))
         time = replace(time, optimizer=time.optimizer + sum(each.max_flops for each in owners) / setup.hardware.flops)
     memory = tuple(_memory(subject, setup, facts, forecast))
     return Projection(subject, setup, facts, forecast, memory, time, owners)

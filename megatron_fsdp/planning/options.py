@@ -188,7 +188,6 @@ class Options:
             args.activation_bytes and args.activation_bytes * workload.micro_batch,
             int(str(self["reserve"])),
             str(self["optimizer"]),
-            int(str(self["max_team"])),
             parallelism,
         )
 
@@ -221,10 +220,7 @@ class Options:
             self.cause("moments_dtype") if moments else "as main weights"
         )
         if setup.optimizer == "muon":
-            team = (
-                f"teams of up to {setup.max_team} ranks share one" if setup.max_team > 1 else "each is one rank's work"
-            )
-            yield f"Muon steps matrices, {team}: {self.cause('optimizer')}, {self.cause('max_team')}"
+            yield f"Muon steps matrices, each is one rank's work: {self.cause('optimizer')}"
         work = setup.workload
         yield (
             f"{work.num_microbatches:,} x {work.micro_batch:,} sequences of {work.sequence_length:,} tokens per rank: "

@@ -36,7 +36,6 @@ DEFAULTS = {
     "reserve": 0,
     "rank": 0,
     "optimizer": "adamw",
-    "max_team": 1,
 }
 
 
@@ -85,9 +84,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sharding.add_argument(
         "--optimizer", choices=("adamw", "muon"), help="muon: Muon for matrices, AdamW for the rest (default adamw)"
-    )
-    sharding.add_argument(
-        "--max-team", type=positive_integer, metavar="N", help="with --optimizer muon: ranks that may share a matrix"
     )
     _add_parallelism_arguments(parser)
     work = parser.add_argument_group("work of one rank")

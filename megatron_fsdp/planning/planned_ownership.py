@@ -19,7 +19,7 @@ _OUTER_UNITS = ("embedding", "head")
 _OUTER_WORDS = ("embed", "lm_head", "pos_emb", "class_token")
 
 
-def planned_ownership(facts: ModelFacts, max_team: int = 1) -> tuple[Ownership, ...]:
+def planned_ownership(facts: ModelFacts) -> tuple[Ownership, ...]:
     """Return the ownership of each set of ranks that shares matrices.
 
     Matrices are the trained parameters of two dims or more that no name calls an embedding or an output; dims before
@@ -30,7 +30,7 @@ def planned_ownership(facts: ModelFacts, max_team: int = 1) -> tuple[Ownership, 
         for group in unit.groups:
             ranks = _ranks_of(group)
             works.setdefault(ranks, []).extend(_works_of(unit, group, ranks[0]))
-    return tuple(plan_ownership(found, *ranks, max_team=max_team) for ranks, found in works.items() if found)
+    return tuple(plan_ownership(found, *ranks) for ranks, found in works.items() if found)
 
 
 def muon_bytes(unit: UnitFacts, group: GroupFacts, itemsize: int) -> int:

@@ -18,21 +18,16 @@ from megatron_fsdp import (
     Muon,
     ParameterGroup,
     Placements,
-    fully_shard,
     fully_shard_optimizer,
 )
 from megatron_fsdp.muon import MuonOptions
 from megatron_fsdp.optim.newton_schulz import Iteration
 from tests.functional.muon_model import (
-    DIVISOR,
-    NUM_MICROBATCHES,
     Matrices,
     Whole,
     cuts_of,
     make_matrices,
-    make_trio,
     param_groups,
-    seed_of,
     shard_matrices,
     train_sharded,
 )
@@ -128,12 +123,6 @@ def each_way() -> dict[str, Any]:
     model = sharded()
     optimizer = Muon(param_groups(model), options=MuonOptions(ns_dtype=torch.float32), **OPTIONS)
     found["fp32"] = run(optimizer, model)
-    for name, options in {"team": {"max_team": 4}, "gram": {"use_gram": True}}.items():
-        trio = fully_shard(make_trio(), make_mesh((dist.get_world_size(),)))
-        trio.set_gradient_divide_factor(DIVISOR)
-        optimizer = Muon(trio.parameters(), options=MuonOptions(ns_dtype=torch.float32, **options), **OPTIONS)
-        found[name] = run(optimizer, trio)
-        found[f"{name}: teams"] = sum(each.exchange.ownership.num_teams for each in optimizer.domains())
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, split_main_params=True, main_grads_dtype=torch.float32)
     for name, chosen in {
         "split": policy,
@@ -221,23 +210,6 @@ def whole_run_in_fp32() -> Weights:
 def test_newton_schulz_in_fp32_equals_whole_matrices_to_the_bit(ways: list[dict[str, Any]]) -> None:
     wanted = whole_run_in_fp32()
     assert [differing(found["fp32"], wanted) for found in ways] == [[]] * 4
-
-
-def test_teams_and_the_gram_form_agree_with_whole_matrices(ways: list[dict[str, Any]]) -> None:
-    trio = make_trio()
-    optimizer = torch.optim.Muon(trio.parameters(), **OPTIONS)
-    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", in_fp32):
-        for step in range(3):
-            for rank in range(4):
-                for index in range(NUM_MICROBATCHES):
-                    (trio(seed_of(rank, step, index)) / DIVISOR).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    wanted = {name: value.detach() for name, value in trio.named_parameters()}
-    for found in ways:
-        assert found["team: teams"] > 0 == found["gram: teams"]
-        assert differing(found["team"], wanted, 1e-5) == []
-        assert differing(found["gram"], wanted, 1e-5) == []
 
 
 def test_split_main_weights_take_the_steps_of_fp32_ones(ways: list[dict[str, Any]]) -> None:

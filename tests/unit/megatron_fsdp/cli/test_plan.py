@@ -108,9 +108,9 @@ def test_json_counts_every_unit_and_byte_once(run: Run) -> None:
 
 
 def test_muon_is_planned_with_its_owners_and_their_state(run: Run) -> None:
-    page = run(*EIGHT_RANKS, "--optimizer", "muon", "--max-team", "4")
+    page = run(*EIGHT_RANKS, "--optimizer", "muon")
     assert re.search(r"muon +224 matrices  28 on each of 8 ranks", page)
-    assert "Muon steps matrices, teams of up to 4 ranks share one: --optimizer muon, --max-team 4" in page
+    assert "Muon steps matrices, each is one rank's work: --optimizer muon" in page
     plain, adamw = (plan_of(run, *EIGHT_RANKS, "--optimizer", name) for name in ("muon", "adamw"))
     parts = {part["name"]: part["num_bytes"] for part in plain["memory"]["parts"]}
     outer = (128256 * 2 + 1) * 4096 + 32 * 2 * 4096
@@ -283,7 +283,6 @@ def test_without_matplotlib_the_extra_is_named(
         ("--model gpt2 --mesh 8 --bandwidth 1G 2G", "--bandwidth has 2 values, --mesh 1 axes; give one for each"),
         ("--model gpt2 --mesh 8 --bandwidth 400Gb/s", "'Gb/s' is no unit that fits here; write it as 50GB/s"),
         ("--model gpt2 --mesh 8 --gpus 8", "--gpus 8 belongs to --fit SIZE"),
-        ("--model gpt2 --mesh 8 --max-team 4", "--max-team 4 belongs to --optimizer muon"),
         ("--model gpt2 --mesh 8 --unit-class A", "--unit-class A belongs to --factory"),
         ("--model gpt2 --fit 80 --gpus 8", "'80' has no unit; write it as 80GiB or 80GB"),
         ("--model gpt2 --fit 80GiB", "--fit needs --gpus N"),

@@ -64,18 +64,6 @@ def test_shards_of_any_length_hold_a_matrix_together(view: MatrixView, step: int
         assert [block.overlap(each) for each in held] == [int((part >= 0).sum()) for part in parts]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 7])
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_parts_of_a_team_cut_the_longer_side_evenly(view: MatrixView, size: int) -> None:
-    for block in view.blocks(SHAPE, "experts"):
-        parts = block.parts(size)
-        along = 0 if block.rows >= block.columns else 1
-        joined = torch.cat([taken(part, range(252)) for part in parts], dim=along)
-        assert torch.equal(joined, taken(block, range(252)))
-        lengths = [(part.rows, part.columns)[along] for part in parts]
-        assert max(lengths) - min(lengths) <= 1
-
-
 def test_a_view_survives_a_param_group() -> None:
     view = VIEWS["both"]
     assert MatrixView.of(view.to_plain()) == view

@@ -13,10 +13,7 @@ from megatron_fsdp.optim.newton_schulz import (
     coefficients,
     newton_schulz,
     newton_schulz_flops,
-    newton_schulz_gram,
-    newton_schulz_team,
     scale_factor,
-    team_flops,
 )
 
 SIMPLE = (3.4445, -4.7750, 2.0315)
@@ -69,38 +66,9 @@ def test_sets_go_on_as_they_should() -> None:
     assert coefficients("deepseekv4", 10) == (*(SIMPLE,) * 8, (2.0, -1.5, 0.5), (2.0, -1.5, 0.5))
 
 
-@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (6, 6)], ids=str)
-def test_the_gram_form_agrees_in_fp32(shape: tuple[int, int]) -> None:
-    matrices = torch.randn(3, *shape)
-    iteration = Iteration(coefficients(SIMPLE, 5), dtype=torch.float32)
-    wanted = newton_schulz(matrices.clone(), iteration)
-    assert (newton_schulz_gram(matrices.clone(), iteration) - wanted).abs().max() < 1e-4
-
-
-class AlonesTeam:
-    """A team of one rank."""
-
-    size, rank = 1, 0
-
-    def sum(self, tensor: torch.Tensor) -> None:
-        """Leave the only part as it is."""
-
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the only part."""
-        return rows
-
-
-def test_a_team_of_one_agrees_with_the_whole_matrix() -> None:
-    matrix = torch.randn(5, 9)
-    iteration = Iteration(coefficients("quintic", 5), dtype=torch.float32)
-    wanted = newton_schulz(matrix.clone()[None], iteration)[0]
-    assert (newton_schulz_team(matrix, iteration, AlonesTeam()) - wanted).abs().max() < 1e-5
-
-
 def test_a_matrix_of_zeros_stays_one() -> None:
-    for form in (newton_schulz, newton_schulz_gram):
-        found = form(torch.zeros(1, 3, 4), Iteration(coefficients(SIMPLE, 5), dtype=torch.float32))
-        assert found.abs().max() == 0
+    found = newton_schulz(torch.zeros(1, 3, 4), Iteration(coefficients(SIMPLE, 5), dtype=torch.float32))
+    assert found.abs().max() == 0
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4)], ids=str)
@@ -116,10 +84,8 @@ def test_factors_of_emerging_optimizers() -> None:
     assert scale_factor(2, 8, "unit_rms_norm") == 0.5 == scale_factor(2, 8, "spectral_unclamped")
 
 
-def test_a_team_divides_the_operations() -> None:
+def test_operations_are_those_of_the_products() -> None:
     assert newton_schulz_flops(2, 3) == 5 * (4 * 4 * 3 + 2 * 8) == newton_schulz_flops(3, 2)
-    assert team_flops(8, 16, 4) == newton_schulz_flops(8, 16) // 4
-    assert team_flops(3, 5, 2) > newton_schulz_flops(3, 5) / 2
 
 
 @pytest.mark.parametrize(

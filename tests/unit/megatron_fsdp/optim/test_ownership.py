@@ -1,6 +1,5 @@
 """Ownership is balanced within what can be proved, covers every matrix once, and keeps to the bytes it promises."""
 
-import itertools
 import warnings
 
 import pytest
@@ -13,8 +12,6 @@ from megatron_fsdp.planning.from_shapes import Sharding, architecture_facts
 from megatron_fsdp.planning.options import mesh_axes_of, placements_of
 from megatron_fsdp.planning.planned_ownership import planned_ownership
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
-
-MAX_TEAM = 64
 
 
 def works(shapes: list[tuple[int, int]], shard_numel: int) -> list[MatrixWork]:
@@ -29,21 +26,21 @@ def works(shapes: list[tuple[int, int]], shard_numel: int) -> list[MatrixWork]:
 
 def test_the_longest_work_goes_first_to_who_has_least() -> None:
     found = plan_ownership(works([(2, 2), (8, 8), (4, 4), (4, 4)], 200), 3)
-    owners = [share.owner for share in found.shares]
+    owners = found.owners
     assert sorted(owners[1:]) == [0, 1, 2]
     assert owners[0] != owners[1]
-    assert found.max_flops == found.works[1].flops() == found.bound_flops
+    assert found.max_flops == found.works[1].flops == found.bound_flops
 
 
 def test_among_equals_the_rank_that_holds_most_owns() -> None:
     # Shards of 30 elements: the second matrix lies on shards 0 to 2, most of it on 1.
     found = plan_ownership(works([(5, 4), (5, 9)], 30), 3)
-    assert [share.owner for share in found.shares] == [0, 1]
+    assert found.owners == (0, 1)
 
 
 def test_replicas_divide_the_work() -> None:
     found = plan_ownership(works([(4, 4)] * 8, 64), 2, 2)
-    counts = [sum(share.owner == rank for share in found.shares) for rank in range(4)]
+    counts = [found.owners.count(rank) for rank in range(4)]
     assert counts == [2, 2, 2, 2]
 
 
@@ -55,51 +52,43 @@ def test_received_elements_are_those_of_a_step_worked_out_by_hand() -> None:
     assert found.received_numel == (16, 16)
 
 
-def test_a_matrix_above_the_mean_is_shared_where_teams_are_allowed() -> None:
-    shapes = [(64, 64), (8, 8), (8, 8), (8, 8)]
-    alone, team = (plan_ownership(works(shapes, 1072), 4, max_team=size) for size in (1, 4))
-    assert alone.num_teams == 0
-    assert team.num_teams == 1
-    assert team.max_flops < 0.3 * alone.max_flops
-    members = [share for share in team.shares if share.work == 0]
-    assert [share.owner for share in members] == [0, 1, 2, 3]
-    assert [share.part for share in members] == [0, 1, 2, 3]
-
-
 def test_the_bound_counts_what_must_pile_up() -> None:
     # Three equal matrices on two ranks: one gets two, above the mean of one and a half.
     found = plan_ownership(works([(4, 4)] * 3, 24), 2)
-    assert found.bound_flops == 2 * found.works[0].flops() == found.max_flops
+    assert found.bound_flops == 2 * found.works[0].flops == found.max_flops
     assert found.gap == 0
 
 
-def test_no_matrix_is_left_out_or_given_twice() -> None:
-    found = plan_ownership(works([(3, 5), (16, 16), (2, 9), (31, 7)], 127), 4, max_team=4)
-    for number, shares in itertools.groupby(found.shares, key=lambda share: share.work):
-        members = list(shares)
-        assert [share.part for share in members] == list(range(members[0].size)), number
-    assert {share.work for share in found.shares} == {0, 1, 2, 3}
-    assert sum(found.owned_numel) == found.matrix_numel
+def test_loads_are_those_of_the_matrices_given() -> None:
+    found = plan_ownership(works([(3, 5), (16, 16), (2, 9), (31, 7)], 127), 4)
+    loads = [0] * 4
+    for work, owner in zip(found.works, found.owners, strict=True):
+        loads[owner] += work.flops
+    assert tuple(loads) == found.load_flops
 
 
-def catalog_ownership(name: str, num_ranks: int, max_team: int = MAX_TEAM) -> Ownership:
+def catalog_ownership(name: str, num_ranks: int) -> Ownership:
     sizes = (num_ranks,)
     sharding = Sharding(mesh_axes_of(sizes), placements_of("optim_grads_params", sizes), MixedPrecisionPolicy())
     architecture = catalog.architecture(catalog.load(name))
     with warnings.catch_warnings():
         # Who owns what does not depend on padding; the plan page lists it.
         warnings.simplefilter("ignore", PaddingWarning)
-        (found,) = planned_ownership(architecture_facts(architecture, sharding), max_team)
+        (found,) = planned_ownership(architecture_facts(architecture, sharding))
     return found
 
 
 def check_balance(found: Ownership) -> None:
     mean_numel = found.matrix_numel / found.num_ranks
-    assert found.max_flops <= 1.05 * max(found.mean_flops, found.largest_flops)
-    assert found.gap <= 0.02
+    # Where a matrix is more than a rank's fair share, some rank has to receive all of it.
+    largest_numel = max(work.block.numel for work in found.works)
+    # LPT is within a third of the best (Graham 1969), and the bound may be below the best.
+    assert found.gap <= 0.2
     # Two bytes each in bf16: 4.2 P / N on average, and for nobody much more.
     assert found.mean_received <= 2.1 * mean_numel
-    assert max(found.received_numel) <= max(1.3 * found.mean_received, 2.1 * mean_numel)
+    assert max(found.received_numel) <= max(
+        1.3 * found.mean_received, 2.1 * mean_numel, mean_numel + 1.1 * largest_numel
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3-8b"])
@@ -115,11 +104,11 @@ def test_owners_of_every_published_model_are_balanced(name: str, num_ranks: int)
 
 
 def test_embeddings_and_heads_are_no_matrices() -> None:
-    found = catalog_ownership("llama3-8b", 8, max_team=1)
+    found = catalog_ownership("llama3-8b", 8)
     assert len(found.works) == 32 * 7
     assert not any("embed" in work.name or "lm_head" in work.name for work in found.works)
 
 
 def test_experts_are_matrices_each() -> None:
-    found = catalog_ownership("mixtral-8x7b", 8, max_team=1)
+    found = catalog_ownership("mixtral-8x7b", 8)
     assert len(found.works) == 32 * (4 + 1 + 8 * 2)

@@ -18,7 +18,7 @@ from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.exchange import OwnerRanks
 from megatron_fsdp.optim.matrix_views import MatrixBlock
 from megatron_fsdp.optim.muon import Domain, Muon, MuonOptions
-from megatron_fsdp.optim.ownership import MatrixWork, Share
+from megatron_fsdp.optim.ownership import MatrixWork
 
 __all__ = ["Shampoo"]
 
@@ -38,9 +38,9 @@ class Shampoo(Muon):
         params, lr, weight_decay, momentum, nesterov, adamw, max_norm, nonfinite: as in ``Muon``.
         beta2: of the means L and R. eps: added to their eigenvalues, relative to the largest.
         frequency: steps between new roots; each takes two eigenvalue decompositions of every matrix.
-        options: as in ``Muon``; everything is computed in FP32, and ``max_team`` is 1.
+        options: as in ``Muon``; everything is computed in FP32.
     Raises:
-        ConfigError: another ``max_team``, or numbers out of range.
+        ConfigError: numbers out of range.
     """
 
     def __init__(
@@ -56,10 +56,9 @@ class Shampoo(Muon):
         **others: Any,
     ) -> None:
         options = others.pop("options", None) or MuonOptions(ns_dtype=torch.float32)
-        if options.max_team != 1 or options.use_gram or not 0 <= beta2 < 1 or frequency < 1:
+        if not 0 <= beta2 < 1 or frequency < 1:
             raise ConfigError(
-                f"Shampoo(beta2={beta2}, frequency={frequency}, max_team={options.max_team}): wanted 0 <= beta2 < 1, "
-                "frequency >= 1, and options with max_team=1 and without use_gram"
+                f"Shampoo(beta2={beta2}, frequency={frequency}): wanted 0 <= beta2 < 1 and frequency >= 1"
             )
         self._solver = _Preconditioning(beta2, eps, frequency)
         nesterov = others.pop("nesterov", False)
@@ -149,16 +148,16 @@ class _Owned:
 
 
 def _owned_by_ranks(domain: Domain) -> Iterator[_Owned]:
-    shares: Iterator[Share] = iter(domain.exchange.ownership.shares)
+    ownership = domain.exchange.ownership
+    owned = zip(ownership.works, ownership.owners, strict=True)
     for group in domain.groups:
         owner = group.group
         assert owner is not None
         faces = tuple(owner.parameters.values())
         for index, member in group.matrices.items():
             for number in range(len(member.blocks)):
-                share = next(shares)
-                work = domain.exchange.ownership.works[share.work]
-                yield _Owned(work, number, faces[index], group.device, domain.ranks, share.owner)
+                work, rank = next(owned)
+                yield _Owned(work, number, faces[index], group.device, domain.ranks, rank)
 
 
 @dataclass(slots=True)
