@@ -33,7 +33,8 @@ FOLDER_ORDER = (
     ("megatron_fsdp.checkpoint", "megatron_fsdp.planning", "megatron_fsdp.config"),
     ("megatron_fsdp.integrations", "megatron_fsdp.observability"),
     ("megatron_fsdp.certify",),
-    ("megatron_fsdp.cli", "megatron_fsdp"),
+    ("megatron_fsdp.cli",),
+    ("megatron_fsdp",),
 )
 # The packages from the lowest floor up.
 FLOORS = tuple(dict.fromkeys(room.partition(".")[0] for line in FOLDER_ORDER for room in line))
