@@ -2,7 +2,11 @@
 # `make help` lists the targets and the variables.
 
 PYTHON ?= python3
-VENV ?= .venv
+# The torch of a machine without a GPU, of constraints/torch-*.txt. Another than the first has an environment of its own.
+FIRST_TORCH := 2.13.0
+NEWEST_TORCH := 2.15.0
+TORCH ?= $(FIRST_TORCH)
+VENV ?= .venv$(if $(filter-out $(FIRST_TORCH),$(TORCH)),-$(TORCH))
 # Passed to `python -m venv`; --system-site-packages uses the torch that the machine already has.
 VENV_ARGS ?=
 # Passed to `pip install`, e.g. --no-build-isolation where no package index can be reached.
@@ -34,8 +38,13 @@ STAMP := $(VENV)/.installed
 CHECKED := benchmarks dbuffer kernels megatron_fsdp examples tests setup.py
 
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
-# With a GPU, torch must match the driver, so its version is the machine's own affair.
-CONSTRAINTS := constraints/tools.txt $(if $(HAS_GPU),,constraints/cpu.txt)
+# With a GPU, torch must match the driver, so its version is the machine's own affair unless it is asked for.
+IS_ASKED := $(filter command environment,$(firstword $(origin TORCH)))
+CONSTRAINTS := constraints/tools.txt $(if $(HAS_GPU),,constraints/cpu.txt) \
+	$(if $(HAS_GPU),$(if $(IS_ASKED),constraints/torch-$(TORCH).txt),constraints/torch-$(TORCH).txt)
+
+KNOWN_TORCH := $(patsubst constraints/torch-%.txt,%,$(sort $(wildcard constraints/torch-*.txt)))
+$(if $(filter $(TORCH),$(KNOWN_TORCH)),,$(error TORCH=$(TORCH) is none of the versions in constraints/: $(KNOWN_TORCH)))
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-nightly test-integrations test-faults test-gpu bench check format clean
@@ -46,6 +55,8 @@ help: ## List targets and variables.
 	@echo "Variables:"
 	@echo "  PYTHON=python3.12                  the Python to use, 3.10 or newer"
 	@echo "  VENV_ARGS=--system-site-packages   use the torch that PYTHON already has"
+	@echo "  TORCH=$(NEWEST_TORCH)                       another torch that is tested, in an environment of its own:"
+	@echo "                                     $(KNOWN_TORCH)"
 	@echo "  TORCH_INDEX=URL                    where to get torch; on a machine without a GPU"
 	@echo "                                     https://download.pytorch.org/whl/cpu saves gigabytes"
 	@echo "  NPROC=4 TRAIN_ARGS='--train-iters 10'"
@@ -61,11 +72,12 @@ train: $(STAMP) ## Train a small GPT with sharded parameters, gradients and opti
 test: $(STAMP) ## Run the unit and functional tests that need no GPU; what is whole in test-nightly is a part here.
 	$(BIN) -m pytest $(TESTS) -m "not gpu and not slow" $(PARALLEL) --durations=15 $(TEST_ARGS)
 
-test-nightly: $(STAMP) ## Run what `make test` leaves out: whole grids, kills, many more random models and uses.
+test-nightly: $(STAMP) ## Run what `make test` leaves out: whole grids, kills, many more models and uses, the newest torch.
 	HYPOTHESIS_PROFILE=nightly $(BIN) -m pytest tests/functional/test_random_models.py --durations=15 $(TEST_ARGS)
 	$(BIN) -m pytest tests/unit tests/functional -m "slow and not gpu" $(PARALLEL) --durations=15 $(TEST_ARGS)
 	$(BIN) -m pytest tests/faults/test_faults.py --durations=15 $(TEST_ARGS)
 	RANDOM_USE=2000 $(BIN) -m pytest tests/functional/test_random_use.py --durations=15 $(TEST_ARGS)
+	$(if $(filter $(FIRST_TORCH),$(TORCH)),$(MAKE) test TORCH=$(NEWEST_TORCH))
 
 test-integrations: $(STAMP) ## Run the tests with Hugging Face, torchtitan and megatron-core, which it installs (pinned).
 	$(BIN) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) $(addprefix --constraint ,$(CONSTRAINTS) constraints/integrations.txt) --editable '.[integrations]'

@@ -18,6 +18,7 @@ from megatron_fsdp.build.grouping import group_parameters
 from megatron_fsdp.build.no_shard import is_no_shard
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, mark_owned
 from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.installation import check_torch
 from megatron_fsdp.optim.flat_step import attend_optimizers
 from megatron_fsdp.policy.megatron_call import refuse_megatron_call
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target
@@ -42,6 +43,7 @@ __all__ = ["fully_shard", "microbatch", "no_sync", "replicate", "share_comm_ctx"
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
 
+check_torch(torch.__version__)
 serve_asked_gradients()
 
 

@@ -1,12 +1,19 @@
-"""Whether the files of this package lie among another's: NVIDIA's megatron-fsdp on PyPI has the same import name."""
+"""Whether this package was installed where it works: on a torch that it is tested with, and in files of its own.
+
+NVIDIA's megatron-fsdp on PyPI has the same import name.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
 
-__all__ = ["check_initialiser", "check_neighbour"]
+__all__ = ["NEWEST_TORCH", "check_initialiser", "check_neighbour", "check_torch"]
+
+NEWEST_TORCH = (2, 15)
+"""The newest torch that the tests run on, whatever its third number."""
 
 _PACKAGE = "megatron_fsdp"
 _CURE = (
@@ -51,3 +58,20 @@ def check_initialiser() -> None:
         name=_PACKAGE,
         path=file,
     )
+
+
+def check_torch(version: str) -> None:
+    """Warn on the first rank if torch is newer than what the tests run on.
+
+    Args:
+        version: as in ``torch.__version__``.
+    """
+    major, minor = (int(number) for number in version.split(".")[:2])
+    if (major, minor) > NEWEST_TORCH and os.environ.get("RANK", "0") == "0":
+        newest = ".".join(map(str, NEWEST_TORCH))
+        warnings.warn(
+            f"torch {version} is newer than {newest}, the newest that megatron_fsdp is tested with, and may do what it "
+            f"relies on differently. Install torch <= {newest}, or a newer megatron_fsdp; check first results against "
+            "the unsharded model.",
+            stacklevel=2,
+        )

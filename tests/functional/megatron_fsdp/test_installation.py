@@ -1,4 +1,7 @@
-"""NVIDIA's megatron-fsdp has the same import name: files of both in one folder are found, and said what to do about."""
+"""What is said at import of files in one folder with NVIDIA's megatron-fsdp, and of a torch that is not tested.
+
+NVIDIA's package has the same import name.
+"""
 
 import os
 import subprocess
@@ -73,3 +76,9 @@ def test_what_uninstalling_the_other_package_leaves_is_refused(site: Path) -> No
     done = run(site, "import megatron_fsdp.api")
     assert done.returncode == 1
     assert f"ImportError: {site / 'megatron_fsdp'} has no __init__.py: NVIDIA's megatron-fsdp" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_newer_torch_is_said_once(site: Path) -> None:
+    code = "import torch; torch.__version__ = '9.1.0'; from megatron_fsdp import fully_shard, AdamW, explain"
+    assert run(site, code).stderr.count("torch 9.1.0 is newer than") == 1
