@@ -6,7 +6,8 @@ parameter's gradient wants that leaf's too, reduced over the ranks (``LeafSource
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,9 @@ class LeafSource(Protocol):
 
     def leaf_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return that leaf; None for a tensor that forward uses itself."""
+
+    def serving(self, leaves: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+        """Let autograd be asked for the gradients of leaves inside, on behalf of whom they stand for."""
 
     def reduce(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
@@ -136,9 +140,10 @@ def _gradients(
         if not leaves:
             return torch.autograd.grad(roots, listed, given, retain_graph, create_graph, **options)
         asked = [*listed, *leaves.values()]
-        found: list[torch.Tensor | None] = list(
-            torch.autograd.grad(roots, asked, given, retain_graph, allow_unused=True)
-        )
+        with _source[0].serving(leaves.values()):
+            found: list[torch.Tensor | None] = list(
+                torch.autograd.grad(roots, asked, given, retain_graph, allow_unused=True)
+            )
     direct = found[: len(listed)]
     from_leaves = found[len(listed) :]
     reduced = _source[0].reduce([listed[index] for index in leaves], from_leaves)

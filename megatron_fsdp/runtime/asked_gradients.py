@@ -6,7 +6,8 @@ Forward uses gathered weights in their place: their gradients are asked for inst
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -27,7 +28,7 @@ def serve_asked_gradients() -> None:
     set_leaf_source(_GatheredLeaves())
 
 
-# Gathered weights, by identity, that the backward under way asks for in the place of sharded ones.
+# Gathered weights, by identity, that a backward under way asks for in the place of sharded ones.
 _served: set[int] = set()
 
 
@@ -71,9 +72,18 @@ class _GatheredLeaves:
         group = group_of_parameter(parameter)
         if group is None:
             return None
-        leaf = group.faces.gathered[_position(group, parameter)]
-        _served.add(id(leaf))
+        leaf: torch.Tensor = group.faces.gathered[_position(group, parameter)]
         return leaf
+
+    @contextmanager
+    def serving(self, leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Do not refuse that autograd is asked for the gradients of leaves."""
+        asked = {id(leaf) for leaf in leaves} - _served
+        _served.update(asked)
+        try:
+            yield
+        finally:
+            _served.difference_update(asked)
 
     def reduce(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
@@ -82,7 +92,6 @@ class _GatheredLeaves:
 
         A group's gradients are packed and reduced together, as at the end of a backward. Every rank calls it.
         """
-        _served.clear()
         asked: dict[int, tuple[ParameterGroup, dict[int, int]]] = {}
         for number, parameter in enumerate(parameters):
             group = group_of_parameter(parameter)

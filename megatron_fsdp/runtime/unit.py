@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -317,14 +317,18 @@ def watchers(tensor: torch.Tensor) -> list[Call]:
     """Return the calls that a tensor is an output of, which a hook on it enters.
 
     There are several where a unit returns its very input, or its last child's output: backward has to enter the later
-    call first, while hooks of their own would run in the order of registration.
+    call first, while hooks of their own would run in the order of registration. A tensor that was changed in place
+    since has another node, which backward reaches before the old one and its hook.
     """
-    calls: list[Call] | None = getattr(tensor, "_fsdp_calls", None)
-    if calls is None:
-        calls = []
-        tensor._fsdp_calls = calls  # type: ignore[attr-defined]  # lives and dies with the tensor
+    node = tensor.grad_fn
+    watched: tuple[Any, list[Call]] | None = getattr(tensor, "_fsdp_watched", None)
+    if watched is None or watched[0] is not node:
+        calls: list[Call] = []
+        tensor._fsdp_watched = (node, calls)  # type: ignore[attr-defined]  # lives and dies with the tensor
         tensor.register_hook(functools.partial(_enter_backward, calls))
-    elif tensor.is_leaf:
+        return calls
+    calls = watched[1]
+    if node is None:
         # A leaf outlives its graphs, and so would the calls of earlier steps.
         calls[:] = [call for call in calls if not call.entered]
     return calls

@@ -125,6 +125,22 @@ def shuffled() -> nn.Module:
     return Shuffled(*(Block(hidden=5 + index) for index in range(5)))
 
 
+class AddedInPlace(nn.Module):
+    """Writes its residual into its own input, which it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += torch.tanh(x.clone() * self.scale)
+        return x
+
+
+def with_residuals_in_place() -> nn.Module:
+    return Stack(Block(), AddedInPlace(), AddedInPlace(), Block())
+
+
 # ---------------------------------------------------------------- kinds of modules, inputs and outputs
 
 
@@ -215,6 +231,7 @@ CASES = {
     "a backward through one of two outputs": Case(ForkModel, left_output_only),
     "another one of two outputs on each rank": Case(ForkModel, one_output_per_rank),
     "another order of blocks at each step": Case(shuffled, squared, prepare=other_order_each_step, steps=4),
+    "residuals that are added in place to what a unit returns": Case(with_residuals_in_place, squared),
     "a recurrent module that assigns its own weights": Case(Recursive, sequence_loss),
     "convolutions with four-dimensional weights": Case(Convolutions, image_loss),
     "outputs that are tuples, dicts and dataclasses": Case(StructuredModel, structured_loss),

@@ -333,6 +333,29 @@ def test_what_autograd_gives_for_gathered_weights_is_refused() -> None:
     assert all(max(found) < 2e-6 for found in run_ranks(2, ask_for_gathered))
 
 
+def ask_for_gathered_after_vain_questions() -> None:
+    """Ask in ways that raise before autograd begins, and while it runs; then by a gathered weight."""
+    model, _ = rooted()
+    sharded = list(model.parameters())
+    with pytest.raises(PlacementError, match="create_graph=True"):
+        torch.autograd.grad(loss_of(model, dist.get_rank()), sharded, create_graph=True)
+    loss = loss_of(model, dist.get_rank())
+    loss.register_hook(_raise)
+    with pytest.raises(RuntimeError, match="a user's hook"):
+        torch.autograd.grad(loss, sharded)
+    loss = loss_of(model, dist.get_rank())
+    with pytest.raises(StateError, match=r"parameter 'head\.weight' by its gathered weight"):
+        torch.autograd.grad(loss, [model.head.weight])
+
+
+def _raise(gradient: torch.Tensor) -> None:
+    raise RuntimeError("a user's hook")
+
+
+def test_a_question_that_raised_leaves_gathered_weights_refused() -> None:
+    run_ranks(2, ask_for_gathered_after_vain_questions)
+
+
 def hook_gathered() -> tuple[list[bool], float]:
     """Square gradients in a hook on a gathered weight; return what it got, and by how much they are off."""
     model, oracle = rooted()
