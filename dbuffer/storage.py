@@ -113,38 +113,49 @@ class FlatStorage:
 
     def release(self) -> None:
         """Give the bytes back; views keep their identity and must not be used until ``reallocate``."""
-        if not self.is_allocated or not self.nbytes:
-            return
-        self.is_allocated = False
+        if self.is_allocated and self.nbytes:
+            self.is_allocated = False
+            self._give_back()
+
+    def _give_back(self) -> None:
         storage, holding = self._tensor.untyped_storage(), self._holding
-        if holding.slot is not None and holding.pool is not None:
-            self._exchange(storage, holding.slot)
-            holding.pool.give_back(holding.slot, holding.slot_bytes)
-            holding.slot = holding.pool = None
-        else:
+        pool, slot, slot_bytes = holding.pool, holding.slot, holding.slot_bytes
+        if pool is None or slot is None:
             if listeners:
                 tell("released", storage)
             storage.resize_(0)
-            _METER.add(-self.nbytes)
+            _METER.add(-holding.own_bytes)
             holding.own_bytes = 0
+            return
+        if storage.nbytes():
+            self._exchange(storage, slot)
+        # First: what another storage can take is nobody's.
+        holding.slot = holding.pool = None
+        pool.give_back(slot, slot_bytes)
 
     def reallocate(self) -> None:
-        """Bring the bytes back, with undefined content, under all existing views."""
+        """Bring the bytes back, with undefined content, under all existing views.
+
+        Where that raises (out of memory, an interrupt) the storage is still released, and may be reallocated again.
+        """
         if self.is_allocated:
             return
         storage, holding, pool = self._tensor.untyped_storage(), self._holding, self._pool
-        self.is_allocated = True
+        if holding.slot is not None:
+            self._give_back()  # what an interrupt left half done
         if pool is None:
             storage.resize_(self.nbytes)
+            _METER.add(self.nbytes - holding.own_bytes)
             holding.own_bytes = self.nbytes
-            _METER.add(self.nbytes)
+            self.is_allocated = True
             if listeners:
                 tell("allocated", self)
         else:
             slot = pool.take(self.nbytes, self._user)
-            holding.pool, holding.slot, holding.slot_bytes = pool, slot, slot.nbytes()
+            holding.pool, holding.slot_bytes, holding.slot = pool, slot.nbytes(), slot
             # The slot's tensor has no bytes from here to ``release``; every view of the storage has them.
             self._exchange(storage, slot)
+            self.is_allocated = True
 
     @staticmethod
     def _exchange(storage: torch.UntypedStorage, slot: torch.UntypedStorage) -> None:

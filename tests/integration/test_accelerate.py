@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import observe_collectives
 from megatron_fsdp import FsdpModule
+from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.huggingface.prepare import accelerate_fsdp2
 from tests.integration.ranks import run_ranks
 from tests.integration.test_transformers_trainer import reset_accelerate
@@ -133,4 +134,25 @@ def test_a_process_alone_that_is_not_on_the_path_is_warned_that_nothing_is_shard
     model = torch.nn.Linear(3, 5)
     with accelerate_fsdp2(), pytest.warns(UserWarning, match="one process, .* nothing is sharded"):
         Accelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters()))
+    reset_accelerate()
+
+
+@pytest.mark.parametrize(
+    "variables", [{"RANK": "0", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}]
+)
+def test_processes_started_together_that_accelerate_sees_alone_are_refused(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reset_accelerate()
+    model = torch.nn.Linear(3, 5)
+    # accelerate looks at LOCAL_RANK, and asks for neither on a machine without an accelerator.
+    accelerator = Accelerator()
+    assert accelerator.num_processes == 1
+    for name, value in {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    with (
+        accelerate_fsdp2(),
+        pytest.raises(ConfigError, match=r"2 processes were started together .* call prepare_model"),
+    ):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     reset_accelerate()

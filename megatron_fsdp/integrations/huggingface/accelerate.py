@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.api import fully_shard
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.huggingface.prepared import keep_in_step
+from megatron_fsdp.policy.launch import job_place
 from megatron_fsdp.runtime.hooks import register_fsdp_forward_method
 from megatron_fsdp.runtime.module import FSDPModule
 
@@ -32,7 +35,8 @@ def accelerate_fsdp2() -> Iterator[None]:
 
     Raises:
         ConfigError: accelerate is not installed, or does not have that path; from ``prepare``, that it takes another
-            one, on which nothing would be sharded by this engine. A process alone is warned only.
+            one, on which nothing would be sharded by this engine; or that it sees one process where torchrun, srun or
+        mpirun started several, each of which would train a model of its own. A process started alone is warned only.
     """
     try:
         importlib.import_module("accelerate.utils.fsdp_utils").fsdp2_prepare_model  # noqa: B018  (looked up, not used)
@@ -81,11 +85,24 @@ def _check_path(accelerator: Any) -> None:
             f"accelerate_fsdp2(): this Accelerator is not on its FSDP2 path (found {found}), so prepare would not "
             f"shard with this engine, but wrap the model in another. {cure}"
         )
+    started = _num_started()
+    if started > 1:
+        raise ConfigError(
+            f"accelerate_fsdp2(): {started} processes were started together and this Accelerator sees one (found "
+            f"{found}), so each would train a model of its own. {cure}"
+        )
     warnings.warn(
         f"accelerate_fsdp2(): one process, and an Accelerator that is not on its FSDP2 path (found {found}): nothing "
         f"is sharded. {cure}",
         stacklevel=4,
     )
+
+
+def _num_started() -> int:
+    if dist.is_initialized():
+        return dist.get_world_size()
+    place = job_place(os.environ)
+    return 1 if place is None else place.size
 
 
 def _serve_generate(prepared: Any) -> None:

@@ -1,8 +1,10 @@
 """Flat storage: released and brought back under views that stay, metered, and guarded against use after release."""
 
+import contextlib
 import gc
 import threading
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from dbuffer import StorageError, guard_released_storage, memory_meter
+from dbuffer.slot_pool import SlotPool, can_exchange_memory
 from dbuffer.storage import FlatStorage
 
 CPU = torch.device("cpu")
@@ -91,6 +94,64 @@ def test_storage_made_in_inference_mode_can_be_trained_on() -> None:
     with torch.inference_mode():
         storage = make()
     assert not storage.tensor.is_inference()
+
+
+# ---------------------------------------------------------------- out of memory, interrupts
+
+
+def resize_of_nothing_but_zero(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    if size:
+        raise torch.OutOfMemoryError("simulated")
+    return _RESIZE(storage, size)
+
+
+_RESIZE = torch.UntypedStorage.resize_
+
+
+def test_a_storage_that_found_no_memory_is_released_and_gets_it_at_the_next_try() -> None:
+    storage, before = make(), memory_meter().current_bytes
+    storage.release()
+    with (
+        mock.patch.object(torch.UntypedStorage, "resize_", resize_of_nothing_but_zero),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        storage.reallocate()
+    assert not storage.is_allocated
+    storage.reallocate()
+    assert storage.tensor.fill_(3).tolist() == [3.0] * 7
+    assert memory_meter().current_bytes == before
+
+
+@pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")
+@pytest.mark.parametrize("action", ["reallocate", "release"])
+@pytest.mark.parametrize("method", ["take", "exchange", "give_back"])
+@pytest.mark.parametrize("is_done", [False, True])
+def test_an_interrupt_leaves_no_storage_without_its_slot_and_no_slot_to_two(
+    action: str, method: str, is_done: bool
+) -> None:
+    pool = SlotPool(CPU, "largest")
+    storage, other = make(), make()
+    for each in (storage, other):
+        each.use_pool(pool)
+        each.release()
+    if action == "release":
+        storage.reallocate()
+    original = getattr(SlotPool, method)
+
+    def interrupted(*args: object) -> None:
+        if is_done:
+            original(*args)
+        raise KeyboardInterrupt
+
+    is_static = method == "exchange"
+    replacement = staticmethod(interrupted) if is_static else interrupted
+    with mock.patch.object(SlotPool, method, replacement), contextlib.suppress(KeyboardInterrupt):
+        getattr(storage, action)()
+    storage.reallocate()
+    other.reallocate()
+    storage.tensor.fill_(1)
+    other.tensor.fill_(2)
+    assert storage.tensor.tolist() == [1.0] * 7
 
 
 # ---------------------------------------------------------------- meter
