@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 __all__ = ["without_states_of_other_ranks"]
 
@@ -69,7 +69,8 @@ def _places_in(keys: Iterable[str]) -> set[Place]:
 
 def _places_of(args: Any) -> set[Place]:
     replicas = args.data_parallel_size if args.data_parallel_random_init else 1
-    return set(product(*map(range, (args.pipeline_model_parallel_size, args.tensor_model_parallel_size, replicas))))
+    stages, tensor = range(args.pipeline_model_parallel_size), range(args.tensor_model_parallel_size)
+    return set(product(stages, tensor, range(replicas)))
 
 
 def _spell(places: set[Place]) -> str:
