@@ -69,6 +69,11 @@ class AdamW(torch.optim.AdamW):
     Raises:
         ConfigError: another ``nonfinite``, ``amsgrad`` or ``differentiable``, or a dtype that is no floating-point one;
             ``moments`` beside ``moments_dtype``, or a ``rounding_seed`` that has nothing to round or is captured.
+
+    Example:
+        optimizer = AdamW(model.parameters(), lr=3e-4, max_norm=1.0, nonfinite="skip")
+        model(batch).square().mean().backward()
+        optimizer.step()
     """
 
     steps_split_weights = True

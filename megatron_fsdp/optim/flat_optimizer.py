@@ -44,6 +44,11 @@ class FlatOptimizer(Optimizer):
         options: of ``kind``. ``foreach`` is True on CUDA unless they say otherwise.
     Raises:
         ConfigError: weights are split. StateError: they are on the meta device.
+
+    Example:
+        optimizer = FlatOptimizer(torch.optim.RMSprop, model.parameters(), lr=1e-3)
+        model(batch).square().mean().backward()
+        optimizer.step()
     """
 
     def __init__(self, kind: type[Optimizer], params: Any, **options: Any) -> None:

@@ -70,6 +70,11 @@ class Muon(Optimizer):
         max_norm, nonfinite: as in ``AdamW``; both look at all gradients, and decide before any matrix is touched.
     Raises:
         ConfigError: a parameter that is no matrix in a group for matrices, by name; options that do not go together.
+
+    Example:
+        optimizer = Muon(muon_param_groups(model), lr=0.02, adamw={"lr": 3e-4})
+        model(batch).square().mean().backward()
+        optimizer.step()
     """
 
     steps_split_weights = True
@@ -336,6 +341,10 @@ class MuonOptions:
         share_replicas: replicas (HSDP, weights that rest whole) divide the work and gather updates; else each does all.
         bucket_bytes: of the matrices that an owner takes at once; two such buckets are in flight.
         moments_dtype: of momentum and moments; None: that of each main weight, FP32 where those are split.
+
+    Example:
+        options = MuonOptions(ns_dtype=torch.float32)
+        optimizer = Muon(muon_param_groups(model), lr=0.02, options=options)
     """
 
     ns_dtype: torch.dtype = torch.bfloat16

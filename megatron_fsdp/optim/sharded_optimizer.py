@@ -45,6 +45,11 @@ def fully_shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     Raises:
         ConfigError: the optimizer has no sharded parameter; it was probably built before ``fully_shard``. Or it has
             weights that are split (``MixedPrecisionPolicy.split_main_params``), which ``AdamW`` alone steps.
+
+    Example:
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
+        model(batch).square().mean().backward()
+        optimizer.step()
     """
     refuse_split_weights(optimizer)
     groups: dict[int, weakref.ref[ParameterGroup]] = {}

@@ -181,6 +181,10 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *positional
         A ``megatron.core.optimizer.FP32Optimizer``.
     Raises:
         ConfigError: another kind of optimizer, or of model.
+
+    Example:
+        model = ShardedDataParallel(transformer_config, ddp_config, gpt_model)
+        optimizer = get_megatron_optimizer(optimizer_config, [model])
     """
     if not model_chunks or not all(isinstance(chunk, DataParallelMethods) for chunk in model_chunks):
         raise ConfigError(
@@ -251,6 +255,11 @@ def install() -> list[str]:
         The names that changed, as "module.name".
     Raises:
         ConfigError: megatron.core cannot be imported.
+
+    Example:
+        from megatron_fsdp.megatron import install
+
+        install()  # before the script imports what it needs of Megatron's
     """
     if _INSTALLED:
         return []
@@ -266,6 +275,11 @@ def uninstall() -> None:
     """Give all names back to Megatron's own classes and functions. Models that were built in between stay as they are.
 
     Nothing happens without an ``install`` before.
+
+    Example:
+        install()
+        model = Float16Module(config, gpt_model)
+        uninstall()
     """
     while _INSTALLED:
         found, wanted = _INSTALLED.pop()
