@@ -104,6 +104,11 @@ class MixedPrecisionPolicy:
         param_dtype_override_fn: called with each parameter when ``fully_shard`` takes it over, with the same result on
             every rank: the parameter's own dtype, which it then computes in, or None or ``param_dtype``. Forward inputs
             are cast to ``param_dtype`` all the same.
+
+    Example:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # computes in bf16, reduces in FP32
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy)
     """
 
     param_dtype: torch.dtype | None = None
