@@ -30,6 +30,7 @@ from megatron_fsdp.integrations.megatron.data_parallel import (
 from megatron_fsdp.integrations.megatron.groups import ModelGroups, size_of
 from megatron_fsdp.integrations.megatron.norms import weight_norm
 from megatron_fsdp.integrations.megatron.optimizer import OptimizerMethods, adopt_optimizer, refuse_optimizer
+from megatron_fsdp.integrations.megatron.random_state import without_states_of_other_ranks
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES
 
 __all__ = [
@@ -243,10 +244,10 @@ def _optimizer_class(cls: Any) -> Any:
 def install() -> list[str]:
     """Make Megatron build and train with this engine wherever it would use Megatron-FSDP, of version 1 or 2.
 
-    Megatron's adapter classes give way to subclasses of them, its ``get_megatron_optimizer``, its preparation of
-    ``fsdp_dtensor`` checkpoints and its norm of weights to functions that hand models of other wrappers on to
-    Megatron's own. All of it is
-    assignment to names of loaded modules: no file is touched, and ``uninstall`` undoes it. A second call does nothing.
+    Megatron's adapter classes give way to subclasses of them, its ``get_megatron_optimizer``, its preparation and
+    loading of ``fsdp_dtensor`` checkpoints and its norm of weights to functions that hand models of other wrappers on
+    to Megatron's own. All of it is assignment to names of loaded modules: no file is touched, and ``uninstall`` undoes
+    it. A second call does nothing.
 
     Call it after ``megatron`` can be imported and before a model is built; names that a script has imported from
     Megatron by then change with the others.
@@ -307,6 +308,7 @@ def _replacements() -> Iterator[tuple[Any, Any]]:
         prepare = getattr(checkpointing, "preprocess_fsdp_dtensor_state_dict", None)
         if prepare is not None:
             yield prepare, _preparing_function(prepare)
+            yield checkpointing.load_checkpoint, _loading_function(checkpointing.load_checkpoint, checkpointing)
     with contextlib.suppress(ImportError):
         measure = getattr(importlib.import_module("megatron.training.utils"), "calc_params_l2_norm", None)
         if measure is not None:
@@ -363,10 +365,22 @@ def _preparing_function(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare
 
 
+def _loading_function(original: Callable[..., Any], checkpointing: Any) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load(model: Any, *positional: Any, **options: Any) -> Any:
+        if not all(isinstance(chunk, DataParallelMethods) for chunk in _chunks(model)):
+            return original(model, *positional, **options)
+        with without_states_of_other_ranks(checkpointing.get_args(), checkpointing.get_load_checkpoint_path_by_args):
+            return original(model, *positional, **options)
+
+    setattr(load, _ORIGINAL, original)
+    return load
+
+
 def _measuring_function(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def measure(model: Any, *positional: Any, **options: Any) -> Any:
-        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+        chunks = _chunks(model)
         if not all(isinstance(chunk, DataParallelMethods) for chunk in chunks):
             return original(model, *positional, **options)
         own = [chunk.module for chunk in chunks]
@@ -374,6 +388,10 @@ def _measuring_function(original: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(measure, _ORIGINAL, original)
     return measure
+
+
+def _chunks(model: Any) -> list[Any]:
+    return list(model) if isinstance(model, (list, tuple)) else [model]
 
 
 def assign_everywhere(found: Any, wanted: Any) -> list[str]:
