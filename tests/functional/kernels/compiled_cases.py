@@ -78,8 +78,7 @@ def compile_for(
     positions = [function.arg_names.index(name) for name in pointers]
     hints = {(position,): [["tt.divisibility", 16]] for position in positions if aligned}
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=hints)
-    options = {"num_warps": launch.NUM_WARPS}
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=dict(launch.OPTIONS))
 
 
 def num_wide(pattern: re.Pattern[str], compiled: Any) -> int:
