@@ -67,7 +67,7 @@ help: ## List targets and variables.
 	@echo "PYTHON and VENV_ARGS count when the environment is made: run make clean before changing them."
 
 train: $(STAMP) ## Train a small GPT with sharded parameters, gradients and optimizer state.
-	$(BIN) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/pretrain_gpt.py $(TRAIN_ARGS)
+	$(BIN) examples/start_ranks.py --standalone --nproc-per-node $(NPROC) examples/pretrain_gpt.py $(TRAIN_ARGS)
 
 test: $(STAMP) ## Run the unit and functional tests that need no GPU; what is whole in test-nightly is a part here.
 	$(BIN) -m pytest $(TESTS) -m "not gpu and not slow" $(PARALLEL) --durations=15 $(TEST_ARGS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import sys
@@ -12,16 +11,19 @@ from pathlib import Path
 from benchmarks.chart import draw
 from benchmarks.harness import Row, markdown, write_rows
 from benchmarks.harness_comparison import comparison_text
+from megatron_fsdp.cli.parser import CommandParser
 
 FOLDER = Path(__file__).parent
+EXAMPLES = """\
+  python -m benchmarks host                                   processor time per step, beside FSDP2
+  python -m benchmarks memory --results benchmarks/results    write the rows that docs/performance.md cites
+  python -m benchmarks compare before.json after.json"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     found = benches()
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("python -m benchmarks", __doc__ or "", EXAMPLES)
     commands = parser.add_subparsers(dest="command", required=True, metavar="BENCH")
     comparison = commands.add_parser("compare", help="Compare two files that --out wrote.")
     comparison.add_argument("before", type=Path)

@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add which models, strategies and ranks."""
     parser.add_argument("--models", nargs="+", default=list(catalog.names()), choices=list(catalog.names()))
     parser.add_argument("--strategies", nargs="+", default=[*STRATEGIES], choices=STRATEGIES)
-    parser.add_argument("--ranks", type=int, default=64, help="of one axis; two axes have 8 inner ranks (default: 64)")
-    parser.add_argument("--microbatches", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=64, help="of one axis; two axes have 8 inner ranks")
+    parser.add_argument("--microbatches", type=int, default=2, help="of a step")
 
 
 def run(args: argparse.Namespace) -> list[Row]:

@@ -34,11 +34,11 @@ PEERS = ("torch DCP", "torch.save")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the size of the model and where to write."""
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--ranks", type=int, default=2, help="gloo ranks (default: 2)")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=6, help="of the model")
+    parser.add_argument("--width", type=int, default=512, help="of the model")
+    parser.add_argument("--vocabulary", type=int, default=8192, help="of the model")
+    parser.add_argument("--ranks", type=int, default=2, help="gloo ranks")
+    parser.add_argument("--rounds", type=int, default=5, help="saves and loads of each")
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary one)")
 
 

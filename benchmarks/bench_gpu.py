@@ -104,12 +104,12 @@ TARGETS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the device, the sizes and what limits the time."""
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="where")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to rehearse")
-    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
-    parser.add_argument("--rounds", type=int, default=11, help="measured calls of everything (default: 11)")
-    parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64], help="for whole steps (default: 8 64)")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4], help="for whole steps (default: 1 4)")
+    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS), help="what to measure")
+    parser.add_argument("--rounds", type=int, default=11, help="measured calls of everything")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64], help="for whole steps")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4], help="for whole steps")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds after which no section is begun")
     add_peer_argument(parser)
 

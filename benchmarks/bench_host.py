@@ -76,10 +76,10 @@ class Model(Layer):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sizes of the model and of the world, and the number of rounds."""
-    parser.add_argument("--layers", type=int, default=24, help="sharded layers beside the root (default: 24)")
-    parser.add_argument("--parameters", type=int, nargs="+", default=[9, 36], help="of a layer (default: 9 36)")
-    parser.add_argument("--worlds", type=int, nargs="+", default=[8, 1024], help="numbers of ranks (default: 8 1024)")
-    parser.add_argument("--rounds", type=int, default=41, help="measured steps of each engine (default: 41)")
+    parser.add_argument("--layers", type=int, default=24, help="sharded layers beside the root")
+    parser.add_argument("--parameters", type=int, nargs="+", default=[9, 36], help="of a layer")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[8, 1024], help="numbers of ranks")
+    parser.add_argument("--rounds", type=int, default=41, help="measured steps of each engine")
 
 
 def run(args: argparse.Namespace) -> list[Row]:

@@ -37,7 +37,7 @@ print(json.dumps(found))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add how often to measure."""
-    parser.add_argument("--rounds", type=int, default=5, help="processes to measure (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="processes to measure")
 
 
 def run(args: argparse.Namespace) -> list[Row]:

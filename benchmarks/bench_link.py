@@ -70,20 +70,20 @@ class MixedLayer(Layer):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sizes, the link, and how long compute takes."""
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--numel", type=int, default=65536, help="parameters of a layer (default: 65536)")
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--collective", type=float, default=10.0, help="ms that a layer's gather takes (default: 10)")
+    parser.add_argument("--layers", type=int, default=12, help="of the model")
+    parser.add_argument("--numel", type=int, default=65536, help="parameters of a layer")
+    parser.add_argument("--ranks", type=int, default=8, help="simulated ranks")
+    parser.add_argument("--collective", type=float, default=10.0, help="ms that a layer's gather takes")
     parser.add_argument(
         "--compute",
         type=float,
         nargs="+",
         default=[2.0, 1.0, 0.5],
-        help="forward of a layer over its gather (default: 2 1 0.5)",
+        help="forward of a layer over its gather",
     )
-    parser.add_argument("--ring", type=int, default=1024, help="ranks of the case of latency (default: 1024)")
-    parser.add_argument("--hop", type=float, default=20.0, help="us of latency from rank to rank there (default: 20)")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--ring", type=int, default=1024, help="ranks of the case of latency")
+    parser.add_argument("--hop", type=float, default=20.0, help="us of latency from rank to rank there")
+    parser.add_argument("--rounds", type=int, default=9, help="measured steps of each engine")
 
 
 def run(args: argparse.Namespace) -> list[Row]:

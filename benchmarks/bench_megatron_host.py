@@ -29,9 +29,9 @@ Step = Callable[[], None]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sizes of the model and of the world, and the number of rounds."""
-    parser.add_argument("--layers", type=int, default=12, help="of the model, a unit each (default: 12)")
-    parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64], help="numbers of ranks (default: 8 64)")
-    parser.add_argument("--rounds", type=int, default=41, help="measured steps of each engine (default: 41)")
+    parser.add_argument("--layers", type=int, default=12, help="of the model, a unit each")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64], help="numbers of ranks")
+    parser.add_argument("--rounds", type=int, default=41, help="measured steps of each engine")
 
 
 def run(args: argparse.Namespace) -> list[Row]:

@@ -42,10 +42,10 @@ Case = Mapping[str, str | int | float]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sizes of model and world."""
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--vocabulary", type=int, default=1024)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64], help="of the worlds (default: 8 64)")
+    parser.add_argument("--layers", type=int, default=12, help="of the model")
+    parser.add_argument("--width", type=int, default=256, help="of the model")
+    parser.add_argument("--vocabulary", type=int, default=1024, help="of the model")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64], help="of the worlds")
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=list(PRECISIONS))
     add_peer_argument(parser)
 

@@ -38,10 +38,10 @@ class Layer(nn.Module):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the size of the model, the ranks and the number of rounds."""
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="gloo ranks (default: 1 2 4)")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=8, help="of the model, four matrices each")
+    parser.add_argument("--width", type=int, default=512, help="of the model")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="gloo ranks")
+    parser.add_argument("--rounds", type=int, default=5, help="measured steps")
 
 
 def run(args: argparse.Namespace) -> list[Row]:

@@ -49,7 +49,7 @@ parameters, weighted by how often each unit occurs; units as in
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command line can change."""
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="file for the table (default: docs/padding.md)")
-    parser.add_argument("--rounds", type=int, default=5, help="repeats of each timing (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="repeats of each timing")
     parser.add_argument("--no-times", action="store_true", help="only write the table")
 
 

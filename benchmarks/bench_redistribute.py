@@ -30,9 +30,9 @@ WAYS = ("DBuffer", "DTensor", "bare")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sizes of the layer and the number of rounds."""
-    parser.add_argument("--widths", type=int, nargs="+", default=[64, 512], help="of the layer (default: 64 512)")
-    parser.add_argument("--ranks", type=int, default=2, help="gloo ranks (default: 2)")
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 512], help="of the layer")
+    parser.add_argument("--ranks", type=int, default=2, help="gloo ranks")
+    parser.add_argument("--rounds", type=int, default=21, help="measured calls")
 
 
 def run(args: argparse.Namespace) -> list[Row]:

@@ -29,13 +29,13 @@ ENGINES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sizes, those of ``make train`` unless told otherwise but for the batch, and how long to train."""
     parser.add_argument("--engines", nargs="+", default=["ours", "FSDP2"], choices=list(ENGINES))
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=2, help="samples per rank; make train has 8 (default: 2)")
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--ranks", type=int, default=2, help="gloo ranks (default: 2)")
-    parser.add_argument("--steps", type=int, default=3000, help="of each engine (default: 3000)")
-    parser.add_argument("--every", type=int, default=50, help="steps between readings (default: 50)")
+    parser.add_argument("--layers", type=int, default=4, help="of the model")
+    parser.add_argument("--width", type=int, default=128, help="of the model")
+    parser.add_argument("--batch", type=int, default=2, help="samples per rank; make train has 8")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a sample")
+    parser.add_argument("--ranks", type=int, default=2, help="gloo ranks")
+    parser.add_argument("--steps", type=int, default=3000, help="of each engine")
+    parser.add_argument("--every", type=int, default=50, help="steps between readings")
     parser.add_argument("--flags", default="", help="more flags of the script, of all engines, as one word")
 
 

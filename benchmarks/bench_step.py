@@ -45,15 +45,17 @@ _NUM_STEPS = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what to measure and how often."""
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, help="batch x length, or experts")
-    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=list(PRECISIONS))
-    parser.add_argument("--engines", nargs="+", default=list(TRAINERS), choices=list(TRAINERS))
-    parser.add_argument("--ranks", type=int, default=2, help="gloo ranks (default: 2)")
-    parser.add_argument("--rounds", type=int, default=9, help="measured steps of each engine (default: 9)")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64], help="with cuda (default: 8 64)")
+    parser.add_argument(
+        "--precisions", nargs="+", default=["fp32", "bf16"], choices=list(PRECISIONS), help="of compute and reduction"
+    )
+    parser.add_argument("--engines", nargs="+", default=list(TRAINERS), choices=list(TRAINERS), help="what to measure")
+    parser.add_argument("--ranks", type=int, default=2, help="gloo ranks")
+    parser.add_argument("--rounds", type=int, default=9, help="measured steps of each engine")
+    parser.add_argument("--layers", type=int, default=8, help="of the model")
+    parser.add_argument("--width", type=int, default=512, help="of the model")
+    parser.add_argument("--vocabulary", type=int, default=8192, help="of the model")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64], help="with cuda")
     add_peer_argument(parser)
 
 

@@ -25,9 +25,9 @@ Times = dict[str, list[tuple[float, float]]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sizes of the model and the number of rounds."""
-    parser.add_argument("--widths", type=int, nargs="+", default=[64, 256], help="of the model (default: 64 256)")
-    parser.add_argument("--ranks", type=int, default=2, help="gloo ranks (default: 2)")
-    parser.add_argument("--rounds", type=int, default=15, help=f"blocks of {_BLOCK} steps of each kind (default: 15)")
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 256], help="of the model")
+    parser.add_argument("--ranks", type=int, default=2, help="gloo ranks")
+    parser.add_argument("--rounds", type=int, default=15, help=f"blocks of {_BLOCK} steps of each kind")
 
 
 def run(args: argparse.Namespace) -> list[Row]:

@@ -7,18 +7,18 @@ Also prints each run's last validation loss.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from gpt.loss_curve import draw_loss_curves
+from megatron_fsdp.cli.parser import CommandParser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Draw the chart and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser("compare_runs.py", __doc__ or "")
     parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER", help="what to call a run, and its --save folder")
     parser.add_argument("--output", type=Path, required=True, help="PNG to write")
     args = parser.parse_args(arguments)

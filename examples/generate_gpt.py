@@ -27,6 +27,7 @@ from megatron_fsdp import ConfigError, FsdpError
 from megatron_fsdp.checkpoint.api import load_checkpoint
 from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
 from megatron_fsdp.checkpoint.reader import open_checkpoint
+from megatron_fsdp.cli.parser import CommandParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +104,9 @@ def load(path: Path, tokenizer_model: Path | None) -> Loaded:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's flags."""
-    parser = argparse.ArgumentParser(description="Continue a text with a saved model.", allow_abbrev=False)
+    parser = CommandParser("generate_gpt.py", __doc__ or "")
     parser.add_argument("--load", type=Path, required=True, help="a run's --save folder, or one iter_... in it")
-    parser.add_argument("--tokenizer-model", type=Path, help="tokenizer.json, default where it was in training")
+    parser.add_argument("--tokenizer-model", type=Path, help="tokenizer.json (default where it was in training)")
     parser.add_argument("--seed", type=int, default=1234, help="of the draws")
     add_sampling_flags(parser)
     return parser

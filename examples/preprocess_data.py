@@ -21,6 +21,7 @@ from gpt.data import DataError
 from gpt.indexed import IndexedWriter
 from gpt.tokenizer import add_tokenizer_flags, build_tokenizer
 from megatron_fsdp import ConfigError
+from megatron_fsdp.cli.parser import CommandParser
 
 
 def preprocess(args: argparse.Namespace) -> int:
@@ -97,10 +98,10 @@ def _text_of(line: str, key: str, where: str) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's flags."""
-    parser = argparse.ArgumentParser(description="Write text as a Megatron indexed data set.", allow_abbrev=False)
+    parser = CommandParser("preprocess_data.py", __doc__ or "")
     parser.add_argument("--input", type=Path, nargs="+", required=True, help="JSONL or text files")
     parser.add_argument("--output-prefix", required=True, help="of the .bin and .idx file")
-    parser.add_argument("--json-keys", default="text", help="where a JSONL document has its text, default text")
+    parser.add_argument("--json-keys", default="text", help="where a JSONL document has its text")
     parser.add_argument("--append-eod", action="store_true", help="end each document with the tokenizer's token for it")
     add_tokenizer_flags(parser)
     return parser

@@ -97,6 +97,11 @@ def fully_shard(
             cure.
         OwnershipError: a parameter that another unit owns.
         PlacementError, LayoutError, MeshError: from the buffers.
+
+    Example:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
     """
     refuse_megatron_call(mesh, others)
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
@@ -232,6 +237,11 @@ def replicate(module: M, mesh: DeviceMesh | None = None, **options: Any) -> M:
     Args:
         mesh: as in ``fully_shard``; every axis of it is one of replicas.
         options: the keyword arguments of ``fully_shard``.
+
+    Example:
+        for block in model.blocks:
+            replicate(block)
+        replicate(model)  # DDP over the same engine
     """
     if options.get("dp_mesh_dims") is None:
         target = sharding_target(mesh, None, None)
@@ -248,6 +258,10 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
     Raises:
         StateError: one of them is not sharded.
+
+    Example:
+        stages = [fully_shard(block) for block in model.blocks]
+        share_comm_ctx(stages)
     """
     backwards = [unit_of(module).backward for module in modules]
     for backward in backwards[1:]:
@@ -259,6 +273,12 @@ def microbatch(model: nn.Module, is_last: bool) -> Iterator[None]:
     """Run one microbatch of an optimizer step: forward and backward go inside.
 
     Gradients that rest sharded are reduced each time; those that rest partial only when ``is_last``.
+
+    Example:
+        for index, part in enumerate(batches, start=1):
+            with microbatch(model, is_last=index == len(batches)):
+                model(part).square().mean().backward()
+        optimizer.step()
     """
     backwards = {id(unit.backward): unit.backward for unit in units_below(model)}.values()
     before = [backward.is_last for backward in backwards]
@@ -277,6 +297,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     reduces the sum.
 
     It costs a packed gradient buffer per unit for as long as that takes.
+
+    Example:
+        with no_sync(model):
+            model(batches[0]).square().mean().backward()
+        model(batches[1]).square().mean().backward()  # reduces the sum of both
     """
     units = list(units_below(model))
     if not units:

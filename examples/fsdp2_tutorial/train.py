@@ -197,7 +197,11 @@ def run(args: argparse.Namespace) -> list[float]:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the parsed command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="example: torchrun --nproc-per-node 2 examples/fsdp2_tutorial/train.py --engine torch --steps 40",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--engine", choices=sorted(ENGINES), default="ours", help="who shards")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps, those of a checkpoint included")
     parser.add_argument("--lr", type=float, default=1e-2, help="learning rate")

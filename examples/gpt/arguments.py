@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,9 +34,7 @@ def parse_arguments(arguments: Sequence[str], *, num_ranks: int) -> argparse.Nam
             (both are named).
     """
     parser = build_parser()
-    args, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        raise ConfigError(_unknown_message(unknown, parser))
+    args = parser.parse_args(arguments)
     missing = [_flag(name) for name in _REQUIRED if getattr(args, name) is None]
     if missing:
         raise ConfigError(f"required flags are missing: {', '.join(missing)}; --help explains them")
@@ -283,18 +280,6 @@ def flags_without_engine(args: argparse.Namespace) -> list[str]:
         for flag in FLAGS
         if flag.dest not in _OF_THE_SCRIPT and getattr(args, flag.dest) not in (flag.default, [])
     ]
-
-
-def _unknown_message(unknown: list[str], parser: argparse.ArgumentParser) -> str:
-    valid = [option for action in parser._actions for option in action.option_strings]
-    given = [word.split("=")[0] for word in unknown if word.startswith("-")]
-    if not given:
-        return f"unexpected argument {unknown[0]!r}: every option is a --flag, and its flag takes no such value"
-    messages = []
-    for flag in given:
-        nearest = difflib.get_close_matches(flag, valid, n=1, cutoff=0.0)[0]
-        messages.append(f"unknown flag {flag}; the nearest valid flag is {nearest}")
-    return "\n".join(messages)
 
 
 def _flag(name: str) -> str:

@@ -10,12 +10,19 @@ from typing import NoReturn
 from gpt.learning_rate import DECAY_STYLES, WSD_DECAY_STYLES
 from gpt.tokenizer import add_tokenizer_flags
 from megatron_fsdp import ConfigError, add_megatron_fsdp_args
+from megatron_fsdp.cli.parser import CommandParser
 from megatron_fsdp.muon import COEFFICIENT_SETS
+
+EXAMPLES = """\
+  torchrun --nproc-per-node 2 examples/pretrain_gpt.py --use-megatron-fsdp --num-layers 4 --hidden-size 192 \\
+      --num-attention-heads 6 --seq-length 128 --micro-batch-size 8 --train-iters 300 --lr 2e-3 --save runs/gpt
+  the same with --load runs/gpt --train-iters 600     go on from the latest checkpoint
+  the same with --data-path my/text                   learn other files"""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all flags: the script's own and those of the sharding engine."""
-    parser = _Parser(description="Train a byte-level GPT, sharded by megatron_fsdp.", allow_abbrev=False)
+    parser = _Parser("pretrain_gpt.py", "Train a byte-level GPT, sharded by megatron_fsdp.", EXAMPLES)
     _add_model_flags(parser)
     _add_architecture_flags(parser)
     _add_parallelism_flags(parser)
@@ -26,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(CommandParser):
     """Raises ConfigError where argparse would print the whole usage and exit, on every rank."""
 
     def error(self, message: str) -> NoReturn:

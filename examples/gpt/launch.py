@@ -103,9 +103,11 @@ def report_error(error: Exception, ranks: Ranks) -> int:
         time.sleep(_GRACE_SECONDS)
     where = "" if ranks.is_main else f" (rank {ranks.rank})"
     print(f"pretrain_gpt.py: error{where}: {error}", file=sys.stderr, flush=True)
-    # torchrun ends with a report of forty lines; what it finds in this file is the reason it states at the very end.
+    # torchrun ends with a report of forty lines; what it finds in this file is the reason it states at the very end,
+    # and examples/start_ranks.py ends without the report.
     if reason_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(reason_file).write_text(json.dumps({"message": str(error), "timestamp": int(time.time())}))
+        reason = {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(reason_file).write_text(json.dumps({"message": reason}))
     return 2
 
 

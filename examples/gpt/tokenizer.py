@@ -78,7 +78,7 @@ def vocabulary_size(args: argparse.Namespace) -> int:
 
 def add_tokenizer_flags(parser: argparse._ActionsContainer) -> None:
     """Add the flags that choose a tokenizer."""
-    parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, default="ByteTokenizer", help="default bytes")
+    parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, default="ByteTokenizer", help="what makes tokens")
     parser.add_argument("--tokenizer-model", type=Path, help="tokenizer.json for HuggingFaceTokenizer, a local file")
     parser.add_argument("--vocab-size", type=int, help="of NullTokenizer, without its end-of-document token")
 

@@ -1,14 +1,26 @@
-"""A parser whose errors are one line that names what was meant."""
+"""A parser whose errors are one line that names what was meant, and whose help has examples and defaults."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatron_fsdp.errors import nearest
 
 __all__ = ["CommandParser"]
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of descriptions and examples, and says the default of every option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_default = action.default not in (None, argparse.SUPPRESS, []) and action.nargs != 0
+        if not action.help or not has_default or "default" in action.help:
+            return action.help
+        values = action.default if isinstance(action.default, list | tuple) else [action.default]
+        return f"{action.help} (default {shlex.join(map(str, values)).replace('%', '%%')})"
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -23,7 +35,7 @@ class CommandParser(argparse.ArgumentParser):
             prog=prog,
             description=description,
             epilog=f"examples:\n{examples}" if examples else None,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_HelpFormatter,
             allow_abbrev=False,
             **others,
         )

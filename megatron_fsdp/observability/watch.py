@@ -31,7 +31,7 @@ from dbuffer.mesh import new_group
 from megatron_fsdp.errors import AgreementError, ConfigError
 from megatron_fsdp.observability.flight_recorder import Journal, RankState, verdict
 from megatron_fsdp.runtime.lanes import latest_submission
-from megatron_fsdp.runtime.meeting import Statement, meet
+from megatron_fsdp.runtime.meeting import Statement, job_store, meet
 from megatron_fsdp.runtime.module import units_below
 
 __all__ = ["Watch"]
@@ -63,6 +63,11 @@ class Watch:
         interval: steps from one comparison to the next; 0 compares only when somebody waits too long.
     Raises:
         ConfigError: no module of the model is sharded.
+
+    Example:
+        with Watch(model, timeout=timedelta(minutes=5)):
+            model(batch).square().mean().backward()
+            optimizer.step()
     """
 
     def __init__(
@@ -74,6 +79,8 @@ class Watch:
         mesh = max((unit.groups[0].main_weight.mesh for unit in units), key=lambda mesh: mesh.size())
         self._backward = units[0].backward
         self._ranks: list[int] = mesh.mesh.flatten().tolist()
+        # Or in a job of fake ranks, where nobody else can come.
+        self._is_alone = len(self._ranks) == 1 or job_store() is None
         self._timeout_s = timeout.total_seconds()
         self._poll_s = min(1.0, self._timeout_s / 10)
         self._poll = datetime.timedelta(seconds=self._poll_s)
@@ -95,7 +102,7 @@ class Watch:
     # ------------------------------------------------------------------ begin, end
 
     def __enter__(self) -> Watch:
-        if len(self._ranks) == 1:
+        if self._is_alone:
             return self
         token = meet(self._ranks, Statement("enters a Watch"))
         self._group = new_group(self._ranks, "megatron_fsdp watch", backend="gloo")
@@ -113,7 +120,7 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if len(self._ranks) == 1:
+        if self._is_alone:
             return
         try:
             if error is None:
@@ -173,7 +180,7 @@ class Watch:
         Raises:
             AgreementError: it was not the same.
         """
-        if len(self._ranks) > 1:
+        if not self._is_alone:
             self._compare()
             self._start_comparison()
             self._compare()

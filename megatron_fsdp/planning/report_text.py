@@ -178,6 +178,11 @@ class Report:
         num_roots: units with no unit around them; each has a schedule of its own.
         unsharded_bytes: parameters that belong to no unit, named in ``unsharded``.
         assumptions: what the peaks and the collectives rest on.
+
+    Example:
+        report = explain(model)
+        print(report)
+        print(f"{report.persistent_bytes:,} bytes at rest, at most {report.backward_peak.num_bytes:,} more in backward")
     """
 
     num_microbatches: int

@@ -28,6 +28,11 @@ class DataParallelMeshDims:
         replicate: the axis, or axes to be flattened into one, of replicas.
     Raises:
         ConfigError: neither is given, or an axis is named twice.
+
+    Example:
+        mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("replicas", "shards", "tp"))
+        dims = DataParallelMeshDims(shard="shards", replicate="replicas")
+        fully_shard(model, mesh, dp_mesh_dims=dims)
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -126,7 +131,7 @@ _DEFAULT_MESHES: dict[dist.ProcessGroup, DeviceMesh] = {}
 
 
 def _default_mesh() -> DeviceMesh:
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type = _device_type()
     if not dist.is_initialized():
         join_job(device_type)
     # One mesh for all units without one: meshes made anew would each bring communicators of their own.
@@ -136,6 +141,16 @@ def _default_mesh() -> DeviceMesh:
     if world not in _DEFAULT_MESHES:
         _DEFAULT_MESHES[world] = init_device_mesh(device_type, (dist.get_world_size(),))
     return _DEFAULT_MESHES[world]
+
+
+def _device_type() -> str:
+    """Return "cuda" where there is one, unless the job's group was made for CPUs."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    # gloo takes CUDA tensors, too, by way of the host: who chose it alone trains on CPUs.
+    pairs = dist.get_backend_config().split(",") if dist.is_initialized() else ["cuda:nccl"]
+    backends = dict(pair.split(":") for pair in pairs)
+    return "cpu" if backends.get("cuda", "gloo") == "gloo" else "cuda"
 
 
 def _default_placements(mesh: DeviceMesh, dp_mesh_dims: Any) -> Placements:

@@ -88,6 +88,11 @@ class MixedPrecisionPolicy:
             communication library chooses. The bytes of 16 bits, and sums that are rounded like those of 32; it takes a
             second buffer of the unit's packed gradients while they are reduced. None: the library adds up, in
             ``reduce_dtype``.
+
+    Example:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # computes in bf16, reduces in FP32
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy)
     """
 
     param_dtype: torch.dtype | None = None

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from dbuffer import MeshError
 from dbuffer.gloo import wait_for
 from dbuffer.mesh import job_timeout
-from megatron_fsdp.errors import AgreementError
+from megatron_fsdp.errors import AgreementError, ConfigError
 from megatron_fsdp.formatting import rank_list
 
 __all__ = ["Statement", "excuse", "job_store", "meet"]
@@ -73,6 +73,7 @@ def meet(ranks: Sequence[int], statement: Statement) -> str:
     Raises:
         MeshError: on all of them, when any two statements differ.
         AgreementError: a rank was excused, or did not come before the job's timeout (or a watch's).
+        ConfigError: the job's store cannot serve for it.
     """
     room = _Room.enter(ranks)
     if room is None:
@@ -141,6 +142,7 @@ class _Room:
         store = job_store()
         if store is None:
             return None
+        _check_store(store)
         world: Any = dist.group.WORLD
         era = _ERAS.get(world)
         if era is None:
@@ -214,11 +216,10 @@ class _Room:
     def comes(self, name: str, timeout_s: float) -> bool:
         """Wait for something to be written under a name; tell whether it was."""
         if timeout_s >= _LOOK_S:
-            try:
+            # A FileStore's wait that ends raises what a broken store's raises, too; to ask once more tells them apart.
+            with contextlib.suppress(RuntimeError):
                 self._store.wait([self._key(name)], datetime.timedelta(seconds=timeout_s))
-            except dist.DistStoreError:
-                return False
-            return True
+            return self.has(name)
         # The store's own wait leaves two warnings in the log each time that nothing comes.
         deadline, pause_s = time.monotonic() + timeout_s, 0.001
         while not self.has(name):
@@ -244,13 +245,34 @@ def _leave_word() -> None:
 def job_store() -> Store | None:
     """Return the job's store; None where one process stands for all ranks, so that nobody else would come."""
     store: Store = dist.distributed_c10d._get_default_store()
+    inner = _innermost(store)
+    backends = {name.rpartition(":")[2] for name in dist.get_backend().split(",")}
+    # A HashStore is memory of this process. Threads as ranks share one.
+    is_own = isinstance(inner, HashStore) and backends != {"threaded"}
+    return None if inner is None or is_own or _keeps_nothing(inner) or backends == {"fake"} else store
+
+
+def _innermost(store: Store) -> Any:
     inner: Any = store
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
-    backend = dist.get_backend()
-    # A HashStore is memory of this process. Threads as ranks share one.
-    is_own = isinstance(inner, HashStore) and backend != "threaded"
-    return None if inner is None or is_own or backend == "fake" else store
+    return inner
+
+
+def _check_store(store: Store) -> None:
+    """Refuse a store written in Python that lacks the one operation by which one of several ranks is the first."""
+    kind = type(_innermost(store))
+    if kind not in (TCPStore, FileStore, HashStore) and kind.compare_set is Store.compare_set:
+        raise ConfigError(
+            f"torch.distributed runs on a store of class {kind.__name__}, which has no compare_set(key, expected, "
+            "desired): the ranks agree in it on what they do. Give init_process_group an address, a TCPStore, a "
+            f"FileStore or a HashStore, or write {kind.__name__}.compare_set"
+        )
+
+
+def _keeps_nothing(store: Store) -> bool:
+    """Whether it is a ``FakeStore``; one of PyTorch before 2.15 that only the process group holds is a bare ``Store``."""
+    return type(store) is Store or type(store).__name__ == "FakeStore"
 
 
 class _Arrival(dist.Work):

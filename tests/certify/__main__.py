@@ -8,14 +8,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_fsdp.cli.parser import CommandParser
 from tests.certify.cases import CASES, SHORT
 from tests.certify.matrix import Run, as_dict, idle_places, run_matrix
 from tests.certify.mutants import mutant_report, survey
 
+EXAMPLES = """\
+  python -m tests.certify                             one configuration of each mechanism
+  python -m tests.certify --matrix --json found.json  all of them
+  python -m tests.certify --mutants                   which waits are needed"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the arguments say; 0 where nothing was found, 1 where something was, 2 where it could not be checked."""
-    parser = argparse.ArgumentParser(prog="python -m tests.certify", description=__doc__)
+    parser = CommandParser("python -m tests.certify", __doc__ or "", EXAMPLES)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--matrix", action="store_true", help="all configurations; without it one of each mechanism")
     what.add_argument("--case", action="append", help="the configuration of this name; may be given again")

@@ -4,13 +4,13 @@
 ``python -m tests.mutation --seed 1 --count 150`` then tries that many mutants, and goes on where it was interrupted.
 """
 
-import argparse
 import os
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
+from megatron_fsdp.cli.parser import CommandParser
 from tests.mutation.mutants import draw
 from tests.mutation.trial import ROOT, Trials, read_rows
 
@@ -19,11 +19,11 @@ FOLDERS = ("megatron_fsdp/runtime", "dbuffer", "megatron_fsdp/optim")
 
 def main() -> None:
     """Trace or try, as the command line says."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
+    parser = CommandParser("python -m tests.mutation", __doc__ or "")
     parser.add_argument("--trace", action="store_true", help="note which test runs which function, and stop")
     parser.add_argument("--marks", default="not gpu and not slow", help="which tests: the -m of pytest")
     parser.add_argument("--folder", type=Path, default=Path(".mutation"), help="for the notes and the results")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="of the draw")
     parser.add_argument("--count", type=int, default=150, help="how many mutants to draw")
     parser.add_argument("--seconds", type=float, default=240.0, help="how long tests may run for one mutant")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")

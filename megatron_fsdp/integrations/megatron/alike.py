@@ -24,8 +24,9 @@ def make_alike(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh | Non
 
     Experts have a mesh of their own (None: the same): other ranks hold other experts.
 
-    A rank's shard comes from its own copy of the model, so what ``--data-parallel-random-init`` draws would be mixed;
-    Megatron's DDP broadcasts the first rank's. Where all are alike it takes one sum per parameter and one reduction.
+    A rank's shard comes from its own copy of the model, so unequal copies would be mixed. Megatron's DDP broadcasts the
+    first rank's under ``--data-parallel-random-init``, and else trains unequal copies, which sharding has no place for.
+    Where all are alike it takes one sum per parameter and one reduction.
     Parameters on the meta device get their values later, alike on all ranks.
     """
     found = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.is_meta]
@@ -54,8 +55,10 @@ def _make_alike(found: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> 
         parameter.copy_(staged)
     if differing and dist.get_rank() == 0:
         logging.getLogger(__name__).warning(
-            "%d parameters differed between data-parallel ranks (--data-parallel-random-init, or a seed that depends "
-            "on the rank): the first rank's count, as in Megatron's DDP. The first one is %r",
+            "%d parameters differed between data-parallel ranks, %r the first of them: the first rank's count, for a "
+            "sharded model has one copy of each. Megatron's DDP does so under --data-parallel-random-init alone, and "
+            "else trains copies that differ (drawing other experts on each rank can leave dense weights unequal): give "
+            "it that flag to compare with it",
             len(differing),
             differing[0][0],
         )

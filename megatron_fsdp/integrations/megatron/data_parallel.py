@@ -148,7 +148,10 @@ def shard_for_megatron(
         config, ddp_config: see ``refuse_configs``.
         groups: over which dense weights and experts are sharded. device_type: "cpu" or "cuda".
         units: classes of modules that become units, besides modules of experts.
+    Raises:
+        ConfigError: weights on the meta device that nothing but their constructors draws.
     """
+    _check_initialisers(module, config)
     _unfuse(module)
     # Every layer keeps them; they are looked through for tensors otherwise, some hundred fields each time.
     treat_as_plain(type(config), type(ddp_config), *_kinds_of_groups(module))
@@ -190,6 +193,21 @@ def shard_for_megatron(
     if num_elements is not None:
         prefetch_elements(model, num_elements)
     return model
+
+
+def _check_initialisers(module: nn.Module, config: Any) -> None:
+    """Refuse layers that took the CPU of ``use_cpu_initialization`` for the meta device around them."""
+    if not (getattr(config, "init_model_with_meta_device", False) and getattr(config, "use_cpu_initialization", False)):
+        return
+    for name, part in module.named_modules():
+        held = [key for key, value in part.named_parameters(recurse=False) if value.is_meta]
+        if held and not any(hasattr(part, method) for method in ("reset_parameters", "_reset_parameters")):
+            raise ConfigError(
+                f"module {name!r} ({type(part).__name__}) left {held} on the meta device, where its constructor drew "
+                "nothing, and has no reset_parameters() to draw it later: use_cpu_initialization=True beside "
+                "init_model_with_meta_device=True. Leave out --use-cpu-initialization, and such layers are drawn on "
+                "the GPU at once; or leave out --init-model-with-meta-device"
+            )
 
 
 def _kinds_of_groups(module: nn.Module) -> set[type]:

@@ -6,7 +6,7 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _VARIABLE = "MEGATRON_LM_PATH"
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 _DESCRIPTION = """\
 Run a training script of a Megatron-LM checkout, with --use-megatron-fsdp on this engine instead of Megatron's own:
@@ -63,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0. What is wrong with the arguments ends the process with status 2 before anything starts; what the script
         raises passes through.
+
+    Example:
+        main(["--megatron-path", "Megatron-LM", "pretrain_gpt.py", "--use-megatron-fsdp"])
     """
     parser = _parser()
     given = parser.parse_args(arguments)
@@ -81,7 +85,8 @@ def plan_launch(script: str, flags: Sequence[str], megatron_path: str | None = N
         script: a file here, or else in the checkout.
         megatron_path: the checkout. None: the environment's MEGATRON_LM_PATH, or else the folder of ``script``.
     Raises:
-        ConfigError: no checkout, no script, or flags that this engine cannot follow.
+        ConfigError: no checkout, no script, or flags that this engine cannot follow; or the environment has
+            CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron refuses beside ``--use-megatron-fsdp``.
     """
     checkout = _checkout(script, megatron_path)
     candidates = [Path(script), checkout / script]
@@ -90,6 +95,7 @@ def plan_launch(script: str, flags: Sequence[str], megatron_path: str | None = N
         raise ConfigError(f"found no script {script!r} here ({Path.cwd()}) or in the checkout ({checkout})")
     notices: list[str] = []
     if not {"-h", "--help"} & set(flags):
+        _check_connections(os.environ)
         notices = notices_under_megatron(check_flags(flags))
     knows_version = any("megatron_fsdp_version" in text or "megatron-fsdp-version" in text for text in _texts(checkout))
     # This engine serves both versions; a Megatron before version 2 does not know the flag.
@@ -143,6 +149,15 @@ def _checkout(script: str, megatron_path: str | None) -> Path:
         f"found no Megatron-LM checkout in {source} ({found}): wanted a folder with megatron/core in it; give "
         f"--megatron-path PATH or set {_VARIABLE}"
     )
+
+
+def _check_connections(environment: Mapping[str, str]) -> None:
+    if environment.get(_CONNECTIONS) == "1":
+        raise ConfigError(
+            f"found {_CONNECTIONS}=1, which Megatron refuses with --use-megatron-fsdp: gathers and reductions would "
+            f"wait in one queue with compute. unset {_CONNECTIONS}, or export {_CONNECTIONS}=8 (also with tensor, "
+            "sequence or context parallelism, for which Megatron's DDP needs 1)"
+        )
 
 
 def _texts(checkout: Path) -> list[str]:

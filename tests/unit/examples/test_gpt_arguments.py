@@ -89,11 +89,11 @@ def test_the_defaults_are_megatron_s(name: str, value: object) -> None:
     ],
 )
 def test_an_unknown_flag_is_refused_with_the_nearest_valid_one(given: tuple[str, ...], nearest: str) -> None:
-    assert refusal(*given) == f"unknown flag {given[0].split('=')[0]}; the nearest valid flag is {nearest}"
+    assert refusal(*given) == f"unknown option {given[0].split('=')[0]}; did you mean {nearest}?"
 
 
 def test_a_misspelt_required_flag_is_called_unknown_rather_than_missing() -> None:
-    assert "nearest valid flag is --num-layers" in refusal("--num-layer", "3", without="--num-layers")
+    assert "did you mean --num-layers?" in refusal("--num-layer", "3", without="--num-layers")
 
 
 def test_a_value_without_a_flag_is_refused() -> None:

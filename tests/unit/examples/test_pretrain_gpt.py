@@ -143,7 +143,7 @@ def test_skipping_and_not_looking_contradict_each_other(capsys: pytest.CaptureFi
 def test_a_wrong_command_line_is_one_line_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain_gpt.main([*TINY.split(), "--hiden-size", "3"]) == 2
     assert capsys.readouterr().err == (
-        "pretrain_gpt.py: error: unknown flag --hiden-size; the nearest valid flag is --hidden-size\n"
+        "pretrain_gpt.py: error: unknown option --hiden-size; did you mean --hidden-size?\n"
     )
     assert not Path("runs").exists()
 

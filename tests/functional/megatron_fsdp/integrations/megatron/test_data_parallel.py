@@ -1,10 +1,13 @@
 """What Megatron's configs ask for and this engine does not do is refused; nothing of it needs Megatron."""
 
+import logging
+import logging.handlers
 import math
 import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.megatron import adapter as mcore_adapter
+from megatron_fsdp.integrations.megatron import alike
 from megatron_fsdp.integrations.megatron.data_parallel import (
     refuse_arguments,
     refuse_configs,
@@ -261,14 +265,17 @@ def shard_what_ranks_drew(given: dict[str, Any], shape: tuple[int, ...], strateg
     config = ddp_config(**settings, check_for_nan_in_grad=False, grad_reduce_in_fp32=True, **given)
     assert dist.group.WORLD is not None
     hybrid = {"outer": mesh.get_group(0), "data_inner": mesh.get_group(1)} if len(shape) > 1 else {}
-    sharded = shard_for_megatron(
-        model, model_config(), config, ModelGroups(dist.group.WORLD, **hybrid), "cpu", [nn.Linear]
-    )
+    said = logging.handlers.BufferingHandler(9)
+    with mock.patch.object(logging.getLogger(alike.__name__), "handlers", [said]):
+        sharded = shard_for_megatron(
+            model, model_config(), config, ModelGroups(dist.group.WORLD, **hybrid), "cpu", [nn.Linear]
+        )
     ahead = [len(unit_of(layer).forward_prefetch or ()) for layer in layers]
     slots = [unit_of(layer).slots for layer in layers]
     state = sharded.state_dict().items()
     whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state}
-    return {"drawn": drawn, "found": whole, "ahead": ahead, "slots": slots}
+    lines = [record.getMessage() for record in said.buffer]
+    return {"drawn": drawn, "found": whole, "ahead": ahead, "slots": slots, "said": lines}
 
 
 @pytest.mark.parametrize(
@@ -281,6 +288,23 @@ def test_weights_that_ranks_drew_differently_become_the_first_rank_s(shape: tupl
     for result in results:
         for name, value in first.items():
             assert torch.equal(result["found"][name].nan_to_num(9.0), value.nan_to_num(9.0)), name
+    (line,) = results[0]["said"]
+    assert line.startswith("2 parameters differed between data-parallel ranks, '1.weight' the first of them: ")
+    assert "Megatron's DDP does so under --data-parallel-random-init alone" in line
+    assert all(not result["said"] for result in results[1:])
+
+
+def test_weights_that_only_a_constructor_on_the_meta_device_drew_are_refused_with_a_flag_to_leave_out() -> None:
+    class Column(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3, 5, device="meta"))
+
+    config = model_config(init_model_with_meta_device=True, use_cpu_initialization=True)
+    model = nn.Sequential(nn.Linear(3, 5, device="meta"), Column())
+    with pytest.raises(ConfigError, match=r"'1' \(Column\) left \['weight'\] .* Leave out --use-cpu-initialization"):
+        shard_for_megatron(model, config, ddp_config(), mock.Mock(), "cpu", [nn.Linear])
+    assert type(model[0]) is nn.Linear
 
 
 def test_megatron_s_settings_of_buffers_and_prefetch_act() -> None:

@@ -79,6 +79,17 @@ def test_the_scripts_own_help_is_passed_on(checkout: Path) -> None:
     assert plan_launch("pretrain_gpt.py", ["--help"], str(checkout)).flags == ("--help",)
 
 
+def test_an_environment_that_megatron_refuses_is_named_before_anything_starts_but_not_for_its_help(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(ConfigError, match=r"found CUDA_DEVICE_MAX_CONNECTIONS=1.* unset CUDA_DEVICE_MAX_CONNECTIONS"):
+        plan_launch("pretrain_gpt.py", GOOD, str(checkout))
+    plan_launch("pretrain_gpt.py", ["--help"], str(checkout))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    plan_launch("pretrain_gpt.py", GOOD, str(checkout))
+
+
 def test_flags_are_refused_before_the_script_runs(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--megatron-path", str(checkout), "pretrain_gpt.py", *GOOD, "--fp8-format", "e4m3"])

@@ -1,0 +1,35 @@
+"""torchrun, without its report of forty lines where a rank has said why it ends; the same arguments.
+
+python examples/start_ranks.py --standalone --nproc-per-node 2 examples/pretrain_gpt.py --help
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+
+
+def run() -> int:
+    """Start the ranks that the command line asks for, and return their exit status.
+
+    Raises:
+        ChildFailedError: a rank failed and left no reason: torchrun's report has what there is to know.
+    """
+    # In this process alone: what torchrun logs of a rank that fails is in its report as well.
+    logging.disable(logging.ERROR)
+    try:
+        main()
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        if not Path(failure.error_file).exists():
+            raise
+        return int(failure.exitcode)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -1,0 +1,106 @@
+"""``fully_shard`` and ``Watch`` in jobs whose ranks meet in other stores than torchrun's, or in none."""
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed has them, but untyped
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_fsdp import ConfigError, Watch, fully_shard
+from megatron_fsdp.runtime import meeting
+from tests.harness import run_ranks
+
+TIMES = 2
+
+
+def train(model: nn.Module) -> None:
+    with Watch(model):
+        for _ in range(TIMES):
+            model(torch.ones(2, 5)).sum().backward()
+
+
+def meet_late_in_a_file(path: str) -> float:
+    """Let the second rank come when the first one has looked for it in vain; return a gradient's sum."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    store = dist.distributed_c10d._get_default_store()
+    follow = meeting._Room.follow
+
+    def tell_and_follow(room: meeting._Room) -> None:
+        store.set("the first has looked", "")
+        follow(room)
+
+    model = nn.Linear(5, 3)
+    # Looks as long as this are the store's own waits, as all long ones are.
+    with mock.patch.object(meeting, "_LOOK_S", 0.02), mock.patch.object(meeting._Room, "follow", tell_and_follow):
+        if rank == 1:
+            store.wait(["the first has looked"])
+        fully_shard(model)
+    train(model)
+    assert model.weight.grad is not None
+    return float(model.weight.grad.full_tensor().sum())
+
+
+def test_a_rank_may_come_late_to_a_rendezvous_in_a_file(tmp_path: Path) -> None:
+    assert run_ranks(2, meet_late_in_a_file, os.fspath(tmp_path / "store")) == [TIMES * 30.0] * 2
+
+
+@pytest.mark.parametrize("backend", ["fake", "cpu:fake", "cpu:fake,cuda:fake"])
+@pytest.mark.parametrize("num_axes", [1, 2])
+def test_a_job_of_fake_ranks_needs_nobody_to_meet(backend: str, num_axes: int) -> None:
+    run_ranks(1, train_among_fakes, backend, num_axes)
+
+
+def train_among_fakes(backend: str, num_axes: int) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=4)
+    model = nn.Linear(5, 3)
+    fully_shard(model, init_device_mesh("cpu", (4,) if num_axes == 1 else (2, 2)))
+    train(model)
+
+
+class Forwarding(Store):
+    """A store in Python with all that a process group of gloo asks for, and no more."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def set(self, key: str, value: str) -> None:
+        self._inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._inner.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self._inner.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._inner.check(keys)
+
+    def wait(self, *arguments: Any) -> None:
+        self._inner.wait(*arguments)
+
+
+def shard_over_forwarding(port: int) -> None:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    store = Forwarding(TCPStore("127.0.0.1", port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    with pytest.raises(
+        ConfigError, match=r"class Forwarding, which has no compare_set.*Give init_process_group an addr"
+    ):
+        fully_shard(nn.Linear(5, 3))
+
+
+def test_a_store_without_compare_set_is_refused_by_its_class() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run_ranks(2, shard_over_forwarding, server.port)
