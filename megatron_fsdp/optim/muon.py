@@ -28,6 +28,7 @@ from megatron_fsdp.optim.ownership import MatrixWork, holders_of, plan_ownership
 from megatron_fsdp.runtime.parameter_group import (
     ParameterGroup,
     catch_up_together,
+    expect_step,
     group_of_parameter,
     refreshes_itself,
 )
@@ -160,6 +161,8 @@ class Muon(Optimizer):
         factor = self._clip_factor(gradients, self.max_norm if max_norm is None else max_norm)
         if not self._may_step(gradients):
             return loss
+        stepped = [each.group for each in (*binding.matrices, *binding.moments) if each.group is not None]
+        expect_step(stepped)
         rows = Rows(self.param_groups)
         others = functools.partial(self._step_others, gradients, rows, factor)
         self._step_matrices(binding, gradients, rows.clip_on, factor, others)
@@ -167,8 +170,7 @@ class Muon(Optimizer):
             group.settle()
         for moments, _ in gradients.moments:
             moments.settle()
-        stepped = (each.group for each in (*binding.matrices, *binding.moments))
-        catch_up_together(group for group in stepped if group is not None)
+        catch_up_together(stepped)
         return loss
 
     def _step_matrices(
