@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 import torch  # noqa: E402
-import triton  # noqa: E402
+from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 
 from dbuffer_kernels.accumulate import accumulate_kernel  # noqa: E402
 from dbuffer_kernels.cast import cast_kernel  # noqa: E402
@@ -54,12 +54,17 @@ def row(name: str, architecture: int) -> str:
 def assembled(ptx: str, architecture: int) -> tuple[int, int]:
     """Return registers a thread and bytes spilled, as the assembler reports them."""
     (target,) = re.findall(r"^\.target (\w+)", ptx, flags=re.MULTILINE)
-    knobs = triton.knobs.nvidia
-    assembler = knobs.ptxas_blackwell if architecture >= 100 else knobs.ptxas
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
-        command = [assembler.path, "-v", f"--gpu-name={target}", str(source), "-o", str(Path(folder, "kernel.o"))]
+        command = [
+            get_ptxas(architecture).path,
+            "-v",
+            f"--gpu-name={target}",
+            str(source),
+            "-o",
+            str(Path(folder, "kernel.o")),
+        ]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     (registers,) = re.findall(r"Used (\d+) registers", report)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)

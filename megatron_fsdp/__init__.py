@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         OwnershipError,
         StateError,
     )
-    from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
+    from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model as fully_shard_model
     from megatron_fsdp.observability.audit import Audit
     from megatron_fsdp.observability.gradient_scale import check_gradient_scale
     from megatron_fsdp.observability.scale_report import GradientScale
@@ -55,8 +55,9 @@ if TYPE_CHECKING:
     from megatron_fsdp.runtime.fused_linear import expert_matmul
     from megatron_fsdp.runtime.hooks import register_fsdp_forward_method
     from megatron_fsdp.runtime.materialize import materialize
-    from megatron_fsdp.runtime.module import FSDPModule, FsdpModule, UnshardHandle
-    from megatron_fsdp.runtime.parameter_group import ParameterGroup
+    from megatron_fsdp.runtime.module import FSDPModule, UnshardHandle
+    from megatron_fsdp.runtime.module import FsdpModule as FsdpModule
+    from megatron_fsdp.runtime.parameter_group import ParameterGroup as ParameterGroup
 
 _check_neighbour(__file__)
 
@@ -135,7 +136,6 @@ __all__ = [
     "FlatOptimizer",
     "FsdpConfig",
     "FsdpError",
-    "FsdpModule",
     "GradientScale",
     "GradientScaleError",
     "MixedPrecisionPolicy",
@@ -143,7 +143,6 @@ __all__ = [
     "NonfiniteGradientError",
     "OffloadPolicy",
     "OwnershipError",
-    "ParameterGroup",
     "Placements",
     "Report",
     "SaveHandle",
@@ -162,7 +161,6 @@ __all__ = [
     "fsdp_no_shard",
     "full_state_dict",
     "fully_shard",
-    "fully_shard_model",
     "fully_shard_optimizer",
     "import_safetensors",
     "load_checkpoint",

@@ -14,7 +14,6 @@ from torch.distributed.tensor import Shard
 from dbuffer import Partial, PlacementError, Replicate
 from dbuffer.mesh import make_reduce_groups, mesh_axes
 from megatron_fsdp.build.builder import GranularityChoice, GroupPlanner
-from megatron_fsdp.build.grouping import group_parameters
 from megatron_fsdp.build.no_shard import is_no_shard
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, mark_owned
 from megatron_fsdp.errors import ConfigError, StateError
@@ -97,6 +96,11 @@ def fully_shard(
             cure.
         OwnershipError: a parameter that another unit owns.
         PlacementError, LayoutError, MeshError: from the buffers.
+
+    Example:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
     """
     refuse_megatron_call(mesh, others)
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
@@ -112,11 +116,11 @@ def fully_shard(
         ignored = tuple(ignored_params or ())
         owned = collect_parameters(modules, _is_unit, ignored, target)
         _check_shard_placement(owned, shard_placement_fn)
-        plan = GroupPlanner(target, policy, offload_of(offload_policy, target.placements), grad_divisor, granularity)
+        planner = GroupPlanner(target, policy, offload_of(offload_policy, target.placements), grad_divisor, granularity)
         # Until all ranks are through, everything can be put back.
         with Originals(modules):
             _move_to(modules, buffer_device(target.mesh), owned)
-            plans = [each for like in group_parameters(owned) for each in plan(like)]
+            plans = planner.plans(owned)
             has_hooks = any(each.extension is not None for each in owned)
             is_asked = (
                 state_to_come(modules, is_released=reshard_after_forward is not False) if has_hooks else nullcontext()
@@ -232,6 +236,11 @@ def replicate(module: M, mesh: DeviceMesh | None = None, **options: Any) -> M:
     Args:
         mesh: as in ``fully_shard``; every axis of it is one of replicas.
         options: the keyword arguments of ``fully_shard``.
+
+    Example:
+        for block in model.blocks:
+            replicate(block)
+        replicate(model)  # DDP over the same engine
     """
     if options.get("dp_mesh_dims") is None:
         target = sharding_target(mesh, None, None)
@@ -248,6 +257,10 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
     Raises:
         StateError: one of them is not sharded.
+
+    Example:
+        stages = [fully_shard(block) for block in model.blocks]
+        share_comm_ctx(stages)
     """
     backwards = [unit_of(module).backward for module in modules]
     for backward in backwards[1:]:
@@ -259,6 +272,12 @@ def microbatch(model: nn.Module, is_last: bool) -> Iterator[None]:
     """Run one microbatch of an optimizer step: forward and backward go inside.
 
     Gradients that rest sharded are reduced each time; those that rest partial only when ``is_last``.
+
+    Example:
+        for index, part in enumerate(batches, start=1):
+            with microbatch(model, is_last=index == len(batches)):
+                model(part).square().mean().backward()
+        optimizer.step()
     """
     backwards = {id(unit.backward): unit.backward for unit in units_below(model)}.values()
     before = [backward.is_last for backward in backwards]
@@ -277,6 +296,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     reduces the sum.
 
     It costs a packed gradient buffer per unit for as long as that takes.
+
+    Example:
+        with no_sync(model):
+            model(batches[0]).square().mean().backward()
+        model(batches[1]).square().mean().backward()  # reduces the sum of both
     """
     units = list(units_below(model))
     if not units:

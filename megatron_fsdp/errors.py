@@ -45,23 +45,56 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 class FsdpError(ValueError):
-    """Base of everything this package raises on purpose."""
+    """Base of everything this package raises on purpose.
+
+    Example:
+        try:
+            fully_shard(nn.Linear(4, 4).weight)
+        except FsdpError as error:
+            print(error)
+    """
 
 
 class ConfigError(FsdpError):
-    """A setting, flag or module that cannot be sharded as asked."""
+    """A setting, flag or module that cannot be sharded as asked.
+
+    Example:
+        try:
+            config = FsdpConfig(data_parallel_sharding_strategy="zero3")
+        except ConfigError as error:
+            print(error)  # names the setting, the valid values and the nearest one
+    """
 
 
 class OwnershipError(ConfigError):
-    """A parameter that two units claim, or that no unit can own."""
+    """A parameter that two units claim, or that no unit can own.
+
+    Example:
+        model.blocks[1].linear.weight = model.blocks[0].linear.weight
+        fully_shard(model.blocks[0])
+        fully_shard(model.blocks[1])  # OwnershipError: names the parameter and both units
+    """
 
 
 class StateError(FsdpError):
-    """A call that does not fit the state that the module is in."""
+    """A call that does not fit the state that the module is in.
+
+    Example:
+        try:
+            explain(nn.Linear(4, 4))
+        except StateError as error:
+            print(error)
+    """
 
 
 class AgreementError(FsdpError):
-    """Ranks that did different things, or one that did nothing while the others waited for it."""
+    """Ranks that did different things, or one that did nothing while the others waited for it.
+
+    Example:
+        with Watch(model):
+            model(batch).sum().backward()  # on a rank whose neighbours took another branch: AgreementError
+            optimizer.step()
+    """
 
     @classmethod
     def raise_for(cls, unit: str, action: str, error: RuntimeError) -> NoReturn:
@@ -76,7 +109,15 @@ class AgreementError(FsdpError):
 
 
 class NonfiniteGradientError(FsdpError, ArithmeticError):
-    """Gradients with NaN or infinity in them."""
+    """Gradients with NaN or infinity in them.
+
+    Example:
+        norm = clip_grad_norm_(model, 1.0)
+        try:
+            check_gradients(model, norm, "raise")
+        except NonfiniteGradientError as error:
+            print(error)  # names the first parameter
+    """
 
 
 class GradientScaleError(FsdpError, ArithmeticError):
@@ -84,6 +125,12 @@ class GradientScaleError(FsdpError, ArithmeticError):
 
     Attributes:
         report: all that was measured, a ``GradientScale``.
+
+    Example:
+        try:
+            check_gradient_scale(model, lambda model, batch: model(batch).square().mean(), batch, expected=3.0)
+        except GradientScaleError as error:
+            print(error.report)
     """
 
     def __init__(self, message: str, report: object = None) -> None:
@@ -92,4 +139,11 @@ class GradientScaleError(FsdpError, ArithmeticError):
 
 
 class CheckpointError(FsdpError):
-    """A checkpoint that is missing, damaged or of another model."""
+    """A checkpoint that is missing, damaged or of another model.
+
+    Example:
+        try:
+            load_checkpoint(model, optimizer, "runs/step_0000100")
+        except CheckpointError as error:
+            print(f"starting anew: {error}")
+    """

@@ -22,6 +22,8 @@ from dbuffer_kernels.switches import is_off
 BLOCK = 4096
 """Elements per program: 16 per thread, so at least two 16-byte loads of 16-bit data are in flight in each thread."""
 NUM_WARPS = 8
+OPTIONS = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}
+"""What a kernel is compiled with. Products and sums fuse, said aloud since Triton's default is about to change."""
 
 Backend = Literal["triton", "reference"]
 _Parameters = ParamSpec("_Parameters")
@@ -118,7 +120,7 @@ def launch(
     # Triton starts kernels on the current device, which need not be the tensors' one.
     guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with guard:
-        jit(kernel)[(num_blocks,)](*arguments, **constants, BLOCK=block, num_warps=NUM_WARPS)
+        jit(kernel)[(num_blocks,)](*arguments, **constants, BLOCK=block, **OPTIONS)
 
 
 @functools.cache

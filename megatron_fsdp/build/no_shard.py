@@ -30,6 +30,11 @@ def fsdp_no_shard(target: T) -> T:
         ``target``.
     Raises:
         ConfigError: ``target`` is neither.
+
+    Example:
+        for block in model.blocks:
+            fsdp_no_shard(block.norm)  # small, and used by every token
+            fully_shard(block)
     """
     if isinstance(target, nn.Module):
         for module in target.modules():

@@ -61,6 +61,11 @@ def save_checkpoint(
         A handle to wait for; it is done already unless ``asynchronous``.
     Raises:
         CheckpointError: it could not be written, or an earlier asynchronous save failed and nobody has asked.
+
+    Example:
+        handle = save_checkpoint(model, optimizer, "runs/step_0000100", extra={"step": 100}, asynchronous=True)
+        model(batch).square().mean().backward()  # training goes on
+        handle.wait()
     """
     return start_save(model, optimizer, Path(path), extra=extra, asynchronous=asynchronous)
 
@@ -109,6 +114,11 @@ def load_checkpoint(
     Raises:
         CheckpointError: no checkpoint there, or one of another model: names and shapes that differ are listed; or
             ``DamagedCheckpointError``, which names the file and the parameters in it. Nothing has changed then.
+
+    Example:
+        save_checkpoint(model, optimizer, "runs/step_0000100", extra={"step": 100})
+        extra = load_checkpoint(model, optimizer, "runs/step_0000100")  # on any number of ranks
+        first_step = extra["step"] + 1
     """
     finish_pending_save()
     ranks = checkpoint_ranks()

@@ -21,6 +21,11 @@ class SaveHandle:
 
     Attributes:
         path: the folder, which is there and whole when ``wait`` has returned.
+
+    Example:
+        handle = save_checkpoint(model, optimizer, "runs/step_0000100", asynchronous=True)
+        model(batch).square().mean().backward()  # training goes on
+        handle.wait()
     """
 
     def __init__(self, path: Path) -> None:

@@ -31,7 +31,14 @@ _CHUNK_BYTES = 1 << 22
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint with a file that is missing, cut short or changed. Nothing of it was loaded."""
+    """A checkpoint with a file that is missing, cut short or changed. Nothing of it was loaded.
+
+    Example:
+        try:
+            load_checkpoint(model, optimizer, path)
+        except DamagedCheckpointError as error:
+            print(error)  # names the file, and the parameters in it
+    """
 
 
 @dataclass(frozen=True, slots=True)

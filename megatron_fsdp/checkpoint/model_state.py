@@ -250,6 +250,11 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the whole state dict on the CPU on rank 0, an empty one elsewhere; every rank calls it.
 
     Rank 0 holds it all, in host memory; the others, and rank 0's GPU, one tensor at a time.
+
+    Example:
+        state = full_state_dict(model)
+        if dist.get_rank() == 0:
+            torch.save(state, "model.pt")
     """
     is_main = checkpoint_ranks().rank == 0
     found = {}

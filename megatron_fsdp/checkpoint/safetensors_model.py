@@ -42,6 +42,10 @@ def export_safetensors(
     Raises:
         CheckpointError: writing failed, on all ranks; or a dtype that the format has not.
         ConfigError: ``name_map`` gives two parameters one name.
+
+    Example:
+        export_safetensors(model, "out", dtype=torch.bfloat16)
+        import_safetensors(model, "out")
     """
     ranks = checkpoint_ranks()
     view = view_model(model)
@@ -79,6 +83,10 @@ def import_safetensors(
     Raises:
         CheckpointError: files are damaged, or names or shapes differ, which are listed. Nothing has changed then.
         ConfigError: the package ``safetensors`` is not installed, or ``name_map`` is ambiguous.
+
+    Example:
+        export_safetensors(model, "out", name_map={"blocks.*.linear.weight": "model.layers.*.mlp.weight"})
+        import_safetensors(model, "out", name_map={"blocks.*.linear.weight": "model.layers.*.mlp.weight"})
     """
     finish_pending_save()
     ranks = checkpoint_ranks()

@@ -55,6 +55,11 @@ class CheckpointSeries:
         prefix: of their names; "iter_" for Megatron's.
         pointer: the file that names the latest one, written when that is whole.
         is_pointer_bare: write the number alone into it, as Megatron's tracker has it, instead of the folder's name.
+
+    Example:
+        series = CheckpointSeries("runs/mine")
+        series.save(model, optimizer, step=100, keep_last=3)
+        latest = series.latest()
     """
 
     root: str | Path

@@ -41,6 +41,11 @@ class FsdpConfig:
     Raises:
         ConfigError: an unknown field (the nearest one is named), a value of the wrong type or not among the choices, or
             fields that contradict each other (both flags are named).
+
+    Example:
+        config = FsdpConfig(data_parallel_sharding_strategy="optim_grads_params", grad_reduce_in_bf16=True, bf16=True)
+        fully_shard(model, mesh, **config.fully_shard_kwargs(mesh))
+        print(config.explain())
     """
 
     use_megatron_fsdp: bool = True

@@ -22,6 +22,11 @@ def add_megatron_fsdp_args(parser: P) -> P:
     """Add Megatron-LM's FSDP flags to a parser, with its names, defaults and choices, and return the parser.
 
     Flags that the parser has already are left as they are. ``FsdpConfig.from_args`` reads and checks the result.
+
+    Example:
+        parser = add_megatron_fsdp_args(argparse.ArgumentParser())
+        args = parser.parse_args(["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads"])
+        config = FsdpConfig.from_args(args)
     """
     for title, flags in SECTIONS.items():
         group = parser.add_argument_group(f"Megatron FSDP: {title[0].lower()}{title[1:]}")

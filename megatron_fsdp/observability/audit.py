@@ -41,6 +41,11 @@ class Audit:
         model: has units below it, or is one.
     Raises:
         ConfigError: no module of the model is sharded.
+
+    Example:
+        with Audit(model):
+            model(batch).square().mean().backward()
+            optimizer.step()
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -94,6 +94,10 @@ def check_gradient_scale(
             was found and wanted, and has the ``report``.
         ConfigError: no module of the model is sharded, or nothing in it is trained.
         StateError: gradients are a sum under way.
+
+    Example:
+        found = check_gradient_scale(model, lambda model, batch: model(batch).square().mean(), batch)
+        print(found)
     """
     probes = _probes(model)
     wanted = _wanted(probes, expected)

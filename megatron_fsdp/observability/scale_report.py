@@ -135,6 +135,11 @@ class GradientScale:
         norm: of the gradients; None where it was left out.
         duplicated: what a batch with each sample twice gives of the gradient of the batch: 1 for a loss that is a mean,
             2 for a sum, anything else for one that depends on the batch otherwise; None where it was left out.
+
+    Example:
+        found = check_gradient_scale(model, lambda model, batch: model(batch).square().mean(), batch)
+        print(found)  # a page
+        worst = max(found.parameters, key=lambda each: each.residual)
     """
 
     parameters: tuple[ParameterScale, ...]

@@ -52,7 +52,7 @@ class Timeline:
 
     Example:
         with torch.profiler.profile() as profiler:
-            train_step()
+            model(batch).square().mean().backward()
         profiler.export_chrome_trace("trace.json")
         print(Timeline.read("trace.json"))
 

@@ -63,6 +63,11 @@ class Watch:
         interval: steps from one comparison to the next; 0 compares only when somebody waits too long.
     Raises:
         ConfigError: no module of the model is sharded.
+
+    Example:
+        with Watch(model, timeout=timedelta(minutes=5)):
+            model(batch).square().mean().backward()
+            optimizer.step()
     """
 
     def __init__(

@@ -28,6 +28,7 @@ from megatron_fsdp.optim.nonfinite import Reading, check_policy, clip_factor, ma
 from megatron_fsdp.runtime.parameter_group import (
     ParameterGroup,
     catch_up_together,
+    expect_step,
     group_of_parameter,
     refreshes_itself,
 )
@@ -68,6 +69,11 @@ class AdamW(torch.optim.AdamW):
     Raises:
         ConfigError: another ``nonfinite``, ``amsgrad`` or ``differentiable``, or a dtype that is no floating-point one;
             ``moments`` beside ``moments_dtype``, or a ``rounding_seed`` that has nothing to round or is captured.
+
+    Example:
+        optimizer = AdamW(model.parameters(), lr=3e-4, max_norm=1.0, nonfinite="skip")
+        model(batch).square().mean().backward()
+        optimizer.step()
     """
 
     steps_split_weights = True
@@ -157,13 +163,15 @@ class AdamW(torch.optim.AdamW):
         factor = self._clip_factor(gradients, self.max_norm if max_norm is None else max_norm)
         if not self._may_step(gradients):
             return loss
+        stepped = [moments.group for moments in binding.groups if moments.group is not None]
+        expect_step(stepped)
         updates = [group_update(*pair, self.state, rows, is_known=is_known) for pair in gradients.groups]
         updates += [self._plain_update(*pair, rows) for pair in gradients.plain]
         for update in updates:
             update.run(rows, factor)
         for moments, _ in gradients.groups:
             moments.settle()
-        catch_up_together(moments.group for moments in binding.groups if moments.group is not None)
+        catch_up_together(stepped)
         self._entries = tuple(self.state.values())
         return loss
 

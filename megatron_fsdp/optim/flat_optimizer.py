@@ -19,6 +19,7 @@ from megatron_fsdp.optim.loaded_state import lay_out_loaded_state
 from megatron_fsdp.runtime.parameter_group import (
     ParameterGroup,
     catch_up_together,
+    expect_step,
     group_of_parameter,
     refreshes_itself,
 )
@@ -43,6 +44,11 @@ class FlatOptimizer(Optimizer):
         options: of ``kind``. ``foreach`` is True on CUDA unless they say otherwise.
     Raises:
         ConfigError: weights are split. StateError: they are on the meta device.
+
+    Example:
+        optimizer = FlatOptimizer(torch.optim.RMSprop, model.parameters(), lr=1e-3)
+        model(batch).square().mean().backward()
+        optimizer.step()
     """
 
     def __init__(self, kind: type[Optimizer], params: Any, **options: Any) -> None:
@@ -103,6 +109,8 @@ class FlatOptimizer(Optimizer):
         for mine, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({name: value for name, value in mine.items() if name not in _NAMES})
         flat = [parameter for parameter in self._flat if isinstance(parameter, FlatParameter)]
+        owners = [group for reference in self._owners if (group := reference()) is not None]
+        expect_step(owners)
         try:
             for parameter in flat:
                 parameter.lend()
@@ -111,8 +119,7 @@ class FlatOptimizer(Optimizer):
             for parameter in flat:
                 parameter.take_back()
         self._publish()
-        owners = (reference() for reference in self._owners)
-        catch_up_together(group for group in owners if group is not None)
+        catch_up_together(owners)
         return loss
 
     # ------------------------------------------------------------------ state

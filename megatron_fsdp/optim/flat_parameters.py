@@ -37,6 +37,11 @@ def flat_parameters(parameters: nn.Module | Iterable[torch.Tensor]) -> list[nn.P
     Raises:
         ConfigError: weights are split, or gradients rest in another dtype than main weights.
         StateError: the parameters are on the meta device.
+
+    Example:
+        optimizer = torch.optim.RMSprop(flat_parameters(model), lr=1e-3)
+        model(batch).square().mean().backward()
+        optimizer.step()
     """
     flat = flat_view(parameters_to_train(parameters))
     for parameter in flat:

@@ -75,6 +75,11 @@ def clip_grad_norm_(
         StateError: gradients are not final: the last backward did not synchronize; or something else is registered in
             the place of a parameter.
         NonfiniteGradientError: on every rank, for ``error_if_nonfinite``; names the first parameter.
+
+    Example:
+        model(batch).square().mean().backward()
+        norm = clip_grad_norm_(model, max_norm=1.0)
+        optimizer.step()
     """
     order = float(norm_type)
     if not order > 0:

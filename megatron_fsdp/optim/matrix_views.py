@@ -123,6 +123,11 @@ class MatrixView:
         column_splits: the same for columns: ``(head_dim,)`` for an output projection.
         is_joined: the blocks of one position of all repetitions are one matrix: with Megatron's interleaved
             ``row_splits=(q, k, v)`` all query rows together, all keys, all values.
+
+    Example:
+        view = MatrixView(batch_dims=1)  # (experts, rows, columns): each expert is a matrix
+        groups = muon_param_groups(model, views={"blocks.*.linear.weight": MatrixView()})
+        optimizer = Muon(groups, lr=0.02)
     """
 
     batch_dims: int = 0

@@ -28,6 +28,7 @@ from megatron_fsdp.optim.ownership import MatrixWork, holders_of, plan_ownership
 from megatron_fsdp.runtime.parameter_group import (
     ParameterGroup,
     catch_up_together,
+    expect_step,
     group_of_parameter,
     refreshes_itself,
 )
@@ -69,6 +70,11 @@ class Muon(Optimizer):
         max_norm, nonfinite: as in ``AdamW``; both look at all gradients, and decide before any matrix is touched.
     Raises:
         ConfigError: a parameter that is no matrix in a group for matrices, by name; options that do not go together.
+
+    Example:
+        optimizer = Muon(muon_param_groups(model), lr=0.02, adamw={"lr": 3e-4})
+        model(batch).square().mean().backward()
+        optimizer.step()
     """
 
     steps_split_weights = True
@@ -155,6 +161,8 @@ class Muon(Optimizer):
         factor = self._clip_factor(gradients, self.max_norm if max_norm is None else max_norm)
         if not self._may_step(gradients):
             return loss
+        stepped = [each.group for each in (*binding.matrices, *binding.moments) if each.group is not None]
+        expect_step(stepped)
         rows = Rows(self.param_groups)
         others = functools.partial(self._step_others, gradients, rows, factor)
         self._step_matrices(binding, gradients, rows.clip_on, factor, others)
@@ -162,8 +170,7 @@ class Muon(Optimizer):
             group.settle()
         for moments, _ in gradients.moments:
             moments.settle()
-        stepped = (each.group for each in (*binding.matrices, *binding.moments))
-        catch_up_together(group for group in stepped if group is not None)
+        catch_up_together(stepped)
         return loss
 
     def _step_matrices(
@@ -334,6 +341,10 @@ class MuonOptions:
         share_replicas: replicas (HSDP, weights that rest whole) divide the work and gather updates; else each does all.
         bucket_bytes: of the matrices that an owner takes at once; two such buckets are in flight.
         moments_dtype: of momentum and moments; None: that of each main weight, FP32 where those are split.
+
+    Example:
+        options = MuonOptions(ns_dtype=torch.float32)
+        optimizer = Muon(muon_param_groups(model), lr=0.02, options=options)
     """
 
     ns_dtype: torch.dtype = torch.bfloat16

@@ -53,6 +53,11 @@ def check_gradients(model: nn.Module, norm: torch.Tensor, nonfinite: str = "rais
     Raises:
         NonfiniteGradientError: on every rank, for "raise"; names the first parameter.
         ConfigError: another ``nonfinite``.
+
+    Example:
+        norm = clip_grad_norm_(model, 1.0)
+        if check_gradients(model, norm, "skip"):
+            optimizer.step()
     """
     check_policy("check_gradients", nonfinite)
     return nonfinite == "ignore" or may_step(norm, nonfinite, lambda: readings_of(model))

@@ -27,6 +27,10 @@ class OwnershipReport:
         mean_received_bytes, max_received_bytes: of matrices and updates, of a rank in a step.
         gathered_bytes: what a rank would receive if every rank gathered every matrix.
         least_owned, most_owned: matrices of a rank.
+
+    Example:
+        for report in explain_ownership(Muon(muon_param_groups(model), lr=0.02)):
+            print(report)  # who owns which matrix, and the bytes on the wire
     """
 
     num_ranks: int
@@ -88,6 +92,11 @@ def explain_ownership(optimizer: Optimizer) -> tuple[OwnershipReport, ...]:
 
     Raises:
         ConfigError: the optimizer is another one.
+
+    Example:
+        optimizer = Muon(muon_param_groups(model), lr=0.02)
+        for report in explain_ownership(optimizer):
+            print(report)
     """
     if not isinstance(optimizer, Muon):
         raise ConfigError(f"explain_ownership: found {type(optimizer).__name__}; wanted a megatron_fsdp.optim.Muon")

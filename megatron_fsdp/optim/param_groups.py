@@ -50,6 +50,10 @@ def muon_param_groups(
         Dicts with ``params``, ``use_muon`` and, for matrices, ``view``.
     Raises:
         ConfigError: a parameter of which nothing is known, a pattern that matches nothing, or no matrix at all.
+
+    Example:
+        groups = muon_param_groups(model, adamw=("head.*",))
+        optimizer = Muon(groups, lr=0.02, adamw={"lr": 3e-4})
     """
     views = dict(views or {})
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

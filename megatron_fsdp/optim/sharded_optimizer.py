@@ -20,6 +20,7 @@ from megatron_fsdp.runtime.grad_binding import GradState, grads_of
 from megatron_fsdp.runtime.parameter_group import (
     ParameterGroup,
     catch_up_together,
+    expect_step,
     group_of_parameter,
     refreshes_itself,
 )
@@ -44,6 +45,11 @@ def fully_shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     Raises:
         ConfigError: the optimizer has no sharded parameter; it was probably built before ``fully_shard``. Or it has
             weights that are split (``MixedPrecisionPolicy.split_main_params``), which ``AdamW`` alone steps.
+
+    Example:
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
+        model(batch).square().mean().backward()
+        optimizer.step()
     """
     refuse_split_weights(optimizer)
     groups: dict[int, weakref.ref[ParameterGroup]] = {}
@@ -66,12 +72,11 @@ def fully_shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
 
 
 def _before_step(references: Iterable[weakref.ref[ParameterGroup]], optimizer: Optimizer, *_: Any) -> None:
-    if getattr(optimizer, "steps_split_weights", False):
-        # The flat AdamW reads gradients of any dtype, and those of split weights may be wider than the parameters.
-        return
-    for reference in references:
-        group = reference()
-        if group is not None and group.gradients is not None:
+    groups = [group for reference in references if (group := reference()) is not None]
+    expect_step(groups)
+    # The flat AdamW reads gradients of any dtype, and those of split weights may be wider than the parameters.
+    for group in groups if not getattr(optimizer, "steps_split_weights", False) else ():
+        if group.gradients is not None:
             group.gradients.binding.match_parameter_dtype()
 
 

@@ -64,6 +64,11 @@ def explain(model: nn.Module | Optimizer, num_microbatches: int = 1) -> Report |
     Raises:
         StateError: ``model`` holds no sharded module.
         ConfigError: ``num_microbatches`` is less than 1.
+
+    Example:
+        for block in model.blocks:
+            fully_shard(block)
+        print(explain(fully_shard(model), num_microbatches=4))
     """
     if isinstance(model, Optimizer):
         return explain_ownership(model)

@@ -28,6 +28,11 @@ class DataParallelMeshDims:
         replicate: the axis, or axes to be flattened into one, of replicas.
     Raises:
         ConfigError: neither is given, or an axis is named twice.
+
+    Example:
+        mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("replicas", "shards", "tp"))
+        dims = DataParallelMeshDims(shard="shards", replicate="replicas")
+        fully_shard(model, mesh, dp_mesh_dims=dims)
     """
 
     shard: str | tuple[str, ...] | None = None

@@ -14,7 +14,13 @@ __all__ = ["CPUOffloadPolicy", "Offload", "OffloadPolicy", "hand_back", "offload
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """No offload. The base of what ``fully_shard(offload_policy=...)`` takes."""
+    """No offload. The base of what ``fully_shard(offload_policy=...)`` takes.
+
+    Example:
+        for block in model.blocks:
+            fully_shard(block, offload_policy=OffloadPolicy())
+        fully_shard(model)
+    """
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,11 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     Args:
         pin_memory: use page-locked memory, which copies run beside compute need; it is not swapped out.
+
+    Example:
+        for block in model.blocks:
+            fully_shard(block, offload_policy=CPUOffloadPolicy())
+        fully_shard(model, offload_policy=CPUOffloadPolicy())
     """
 
     pin_memory: bool = True

@@ -27,6 +27,11 @@ class Placements:
         optimizer: of main weights, final gradients and optimizer state: ``Replicate`` or ``Flat``.
     Raises:
         PlacementError: a triple that has no meaning, naming the axis and the legal choices.
+
+    Example:
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(model, mesh, Placements.optim_grads(0))  # ZeRO-2 over axis 0
+        print(Placements.hsdp(0, 1))  # replicas over axis 0, ZeRO-3 over axis 1
     """
 
     dp_axes: tuple[Axis, ...]

@@ -65,18 +65,18 @@ class Freshness:
         """Whether main weights are known to have changed since the last refresh."""
         version = self._version() + _num_steps[0]
         if version != self._seen:
-            self._seen = version
             self._is_changed = True
+            self._seen = version
         return self._is_changed
 
     def wants_refresh(self) -> bool:
         """Whether they have, or may have."""
         return self.is_changed() or self._is_suspect
 
-    def refreshing(self) -> None:
-        """Weights at rest are about to be made from main weights."""
-        self._is_changed = self._is_suspect = False
+    def refreshed(self) -> None:
+        """Weights at rest are those of main weights: told last, so that a refresh that raised is made again."""
         self.generation += 1
+        self._is_changed = self._is_suspect = False
 
     def look_again(self) -> None:
         """The memory of main weights was written with the values that it had, which is no change of theirs."""
@@ -92,7 +92,7 @@ def _count_step(optimizer: Optimizer, *_: object) -> None:
         _num_steps[0] += 1
 
 
-def _check_parameters(optimizer: Optimizer, *_: object) -> None:
+def _check_parameters(optimizer: Optimizer) -> None:
     """Refuse sums under way; and tensors whose changes would be lost, once per optimizer and when it has got more."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     refuse_pending(parameters)
@@ -105,11 +105,17 @@ def _check_parameters(optimizer: Optimizer, *_: object) -> None:
     _CHECKED[optimizer] = len(parameters)
 
 
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    _check_parameters(optimizer)
+    # As after the step: one that raises has changed some of the weights, and no hook is called then.
+    _count_step(optimizer)
+
+
 @functools.cache
 def _hear_of_steps() -> None:
     # A compiled step calls them as they are: traced, the count would be a constant of the compiled code.
     register_optimizer_step_post_hook(_disable_dynamo(_count_step))
-    register_optimizer_step_pre_hook(_disable_dynamo(_check_parameters))
+    register_optimizer_step_pre_hook(_disable_dynamo(_before_step))
 
 
 def mark_gathered(parameter: torch.Tensor, name: str) -> None:
@@ -132,5 +138,8 @@ def mark_replaced(parameter: torch.Tensor, name: str) -> None:
 
 
 def refreshes_itself(optimizer: Optimizer) -> None:
-    """Say that ``optimizer`` calls ``catch_up`` on its groups after each step, so its steps need no other notice."""
+    """Say that ``optimizer`` tells its groups of each step, so that it needs no other notice.
+
+    It calls ``expect_step`` before it changes anything and ``catch_up_together`` afterwards.
+    """
     _REFRESHING.add(optimizer)

@@ -267,6 +267,11 @@ def expert_matmul(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         input: (experts, tokens, in). weight: (experts, in, out).
     Returns:
         (experts, tokens, out).
+
+    Example:
+        experts = nn.Parameter(torch.randn(8, 16, 32))
+        tokens = torch.randn(8, 100, 16)  # 100 tokens for each of 8 experts
+        output = expert_matmul(tokens, experts)
     """
     target = getattr(weight, _ATTRIBUTE, None)
     if torch.compiler.is_compiling() or not is_recorded_plainly():

@@ -79,6 +79,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Raises:
         ConfigError: the module has no such method.
+
+    Example:
+        fully_shard(model)
+        register_fsdp_forward_method(model, "encode")
+        encoded = model.encode(batch)
     """
     if not isinstance(module, FSDPModule):
         return

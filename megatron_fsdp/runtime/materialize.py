@@ -38,6 +38,11 @@ def materialize(model: nn.Module, init_fn: Initializer | None = None) -> None:
         StateError: no module of ``model`` is sharded.
         ConfigError: a module that holds meta tensors has no ``reset_parameters`` and there is no ``init_fn``; nothing
             was allocated then.
+
+    Example:
+        with torch.device("meta"):
+            model = Model()
+        materialize(fully_shard(model))
     """
     units = list(units_below(model))
     if not units:

@@ -31,7 +31,13 @@ T = TypeVar("T")
 
 
 class UnshardHandle:
-    """Returned by ``FSDPModule.unshard(async_op=True)``."""
+    """Returned by ``FSDPModule.unshard(async_op=True)``.
+
+    Example:
+        handle = model.unshard(async_op=True)
+        inputs = batch * 2  # while the weights are gathered
+        handle.wait()
+    """
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
@@ -44,7 +50,13 @@ class UnshardHandle:
 
 
 class FSDPModule:
-    """Mixed into the class of every module given to ``fully_shard``: ``FSDP<Class>`` is a subclass of both."""
+    """Mixed into the class of every module given to ``fully_shard``: ``FSDP<Class>`` is a subclass of both.
+
+    Example:
+        fully_shard(model)
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(False)  # as in FSDP2
+    """
 
     _fsdp_unit: Unit
     # DDP asks for it before it broadcasts the first rank's parameters over everybody's shards.
@@ -265,7 +277,7 @@ class FSDPModule:
         try:
             result = super()._apply(fn, recurse)  # type: ignore[misc]
             for group in unit.groups:
-                apply_to_group(group, fn, unit.policy, is_awaited=any(unit.outstanding_calls()))
+                apply_to_group(group, fn, is_awaited=any(unit.outstanding_calls()))
         finally:
             for group in unit.groups:
                 group.faces.sites.unhide()

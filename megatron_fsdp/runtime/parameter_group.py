@@ -28,6 +28,7 @@ __all__ = [
     "ParameterGroup",
     "WeightState",
     "catch_up_together",
+    "expect_step",
     "group_of_parameter",
     "is_laid_out_like",
     "refresh_together",
@@ -67,19 +68,27 @@ def start_gathers(groups: Iterable[ParameterGroup], *, check: bool, owner: int =
 
 def refresh_together(groups: Sequence[ParameterGroup]) -> None:
     """Bring ``model_weight`` of groups of one unit up to date: casts, and one gather where weights rest whole."""
-    for group in groups:
-        group.freshness.refreshing()
-        if listeners:
-            tell("refresh", group)
+    for group in groups if listeners else ():
+        tell("refresh", group)
     parts = [part for group in groups for part in group.weights.start_refresh()]
-    if parts:
-        gather_together(parts)
+    try:
+        if parts:
+            gather_together(parts)
+    finally:
+        # Where both share memory the gather writes the main weights' bytes too, with the values that they have.
+        share_memory = [group for group in groups if group.weights.end_refresh()]
     for group in groups:
-        if group.weights.end_refresh():
-            # Where both share memory the gather has written the main weights' bytes too.
-            group.freshness.look_again()
-        if listeners:
-            tell("refreshed", group)
+        group.freshness.refreshed()
+    for group in share_memory:
+        group.freshness.look_again()
+    for group in groups if listeners else ():
+        tell("refreshed", group)
+
+
+def expect_step(groups: Iterable[ParameterGroup]) -> None:
+    """Take notice that an optimizer is about to step main weights: a step that raises has changed some of them."""
+    for group in groups:
+        group.freshness.change()
 
 
 def catch_up_together(groups: Iterable[ParameterGroup]) -> None:

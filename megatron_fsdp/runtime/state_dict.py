@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from dbuffer.dtensor import FlatDTensor
 from megatron_fsdp.runtime.module import units_below
 from megatron_fsdp.runtime.parameter_group import group_of_parameter, is_laid_out_like
 from megatron_fsdp.runtime.unit import Unit
@@ -25,10 +27,14 @@ def _before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str,
     # Whole tensors, and DTensors that torch.distributed.tensor cut, are brought into the rows of each rank.
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value, owner = state_dict.get(prefix + name), group_of_parameter(parameter)
-        if owner is None or not isinstance(value, torch.Tensor) or is_laid_out_like(value, parameter):
+        if owner is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
             continue
-        if value.shape == parameter.shape:
+        if not is_laid_out_like(value, parameter):
             state_dict[prefix + name] = owner.faces.laid_out(parameter, value)
+        elif isinstance(parameter, FlatDTensor) and isinstance(value, DTensor) and not isinstance(value, FlatDTensor):
+            # PyTorch made a DTensor of the parameter's placements. Its own operators, a detach of torch 2.14 even, take
+            # the rows of such a one for those of a plain Shard(0).
+            state_dict[prefix + name] = parameter.with_local(value.to_local())
 
 
 def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any]) -> None:

@@ -16,7 +16,9 @@ from tests.harness.models import inputs, three_blocks
 from tests.harness.oracle import whole
 
 # PyTorch's own rules for forward mode are scripted when they are first needed.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:`torch.jit.script:{kind}") for kind in ("DeprecationWarning", "FutureWarning")
+]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -99,3 +99,25 @@ def test_a_mesh_by_flags_is_that_of_its_ddp_and_resumes(mesh: str, tmp_path: Pat
     second = run(tmp_path, 2, [*flags, "--load", "saved"], is_ours=True, ranks=ranks)
     assert [*first["figures"], *second["figures"]] == found["figures"]
     assert second["weights"] == found["weights"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("one", "tp2"), ("tp2", "one"), ("tp2", "pp2"), ("pp2", "tp2"), ("random", "one")],
+    ids=" to ".join,
+)
+def test_a_checkpoint_loads_on_other_sizes_as_if_there_were_no_break(saved: str, loaded: str, tmp_path: Path) -> None:
+    meshes = {**MESHES, "one": (1, ONE), "random": (2, ["--data-parallel-random-init"])}
+    # A data rank's batches are its own, so both runs have as many.
+    batches = ["--global-batch-size", "8"] if saved == "random" else ONE
+    (ranks, flags), (other_ranks, other_flags) = meshes[saved], meshes[loaded]
+    if saved == "random":
+        other_ranks, other_flags = 2, []
+    whole = run(tmp_path, 4, [*flags, *batches], is_ours=True, ranks=ranks)
+    run(tmp_path, 2, [*flags, *batches, "--save", "saved"], is_ours=True, ranks=ranks)
+    found = run(tmp_path, 2, [*other_flags, *batches, "--load", "saved"], is_ours=True, ranks=other_ranks)
+    assert found["first"] == 2
+    for (loss, norm, _), (wanted_loss, wanted_norm, _) in zip(found["figures"], whole["figures"][2:], strict=True):
+        assert loss == pytest.approx(wanted_loss, rel=1e-5)
+        assert norm == pytest.approx(wanted_norm, rel=1e-5)
+    assert found["weights"] == pytest.approx(whole["weights"], rel=1e-5)

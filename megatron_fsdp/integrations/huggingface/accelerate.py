@@ -37,6 +37,10 @@ def accelerate_fsdp2() -> Iterator[None]:
         ConfigError: accelerate is not installed, or does not have that path; from ``prepare``, that it takes another
             one, on which nothing would be sharded by this engine; or that it sees one process where torchrun, srun or
         mpirun started several, each of which would train a model of its own. A process started alone is warned only.
+
+    Example:
+        with accelerate_fsdp2():
+            trainer.train()
     """
     try:
         importlib.import_module("accelerate.utils.fsdp_utils").fsdp2_prepare_model  # noqa: B018  (looked up, not used)

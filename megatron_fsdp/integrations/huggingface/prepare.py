@@ -60,6 +60,10 @@ def prepare_model(
     Raises:
         ConfigError: settings that contradict the model, the mesh or each other.
         CheckpointError: the checkpoint is damaged or of another model.
+
+    Example:
+        model = prepare_model(AutoModelForCausalLM.from_pretrained("gpt2"))
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
     """
     _refuse_models(model)
     config = config if isinstance(config, FsdpConfig) else FsdpConfig.from_hf({} if config is None else config)

@@ -30,6 +30,7 @@ from megatron_fsdp.integrations.megatron.data_parallel import (
 from megatron_fsdp.integrations.megatron.groups import ModelGroups, size_of
 from megatron_fsdp.integrations.megatron.norms import weight_norm
 from megatron_fsdp.integrations.megatron.optimizer import OptimizerMethods, adopt_optimizer, refuse_optimizer
+from megatron_fsdp.integrations.megatron.random_state import without_states_of_other_ranks
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES
 
 __all__ = [
@@ -181,6 +182,10 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *positional
         A ``megatron.core.optimizer.FP32Optimizer``.
     Raises:
         ConfigError: another kind of optimizer, or of model.
+
+    Example:
+        model = ShardedDataParallel(transformer_config, ddp_config, gpt_model)
+        optimizer = get_megatron_optimizer(optimizer_config, [model])
     """
     if not model_chunks or not all(isinstance(chunk, DataParallelMethods) for chunk in model_chunks):
         raise ConfigError(
@@ -239,10 +244,10 @@ def _optimizer_class(cls: Any) -> Any:
 def install() -> list[str]:
     """Make Megatron build and train with this engine wherever it would use Megatron-FSDP, of version 1 or 2.
 
-    Megatron's adapter classes give way to subclasses of them, its ``get_megatron_optimizer``, its preparation of
-    ``fsdp_dtensor`` checkpoints and its norm of weights to functions that hand models of other wrappers on to
-    Megatron's own. All of it is
-    assignment to names of loaded modules: no file is touched, and ``uninstall`` undoes it. A second call does nothing.
+    Megatron's adapter classes give way to subclasses of them, its ``get_megatron_optimizer``, its preparation and
+    loading of ``fsdp_dtensor`` checkpoints and its norm of weights to functions that hand models of other wrappers on
+    to Megatron's own. All of it is assignment to names of loaded modules: no file is touched, and ``uninstall`` undoes
+    it. A second call does nothing.
 
     Call it after ``megatron`` can be imported and before a model is built; names that a script has imported from
     Megatron by then change with the others.
@@ -251,6 +256,11 @@ def install() -> list[str]:
         The names that changed, as "module.name".
     Raises:
         ConfigError: megatron.core cannot be imported.
+
+    Example:
+        from megatron_fsdp.megatron import install
+
+        install()  # before the script imports what it needs of Megatron's
     """
     if _INSTALLED:
         return []
@@ -266,6 +276,11 @@ def uninstall() -> None:
     """Give all names back to Megatron's own classes and functions. Models that were built in between stay as they are.
 
     Nothing happens without an ``install`` before.
+
+    Example:
+        install()
+        model = Float16Module(config, gpt_model)
+        uninstall()
     """
     while _INSTALLED:
         found, wanted = _INSTALLED.pop()
@@ -293,6 +308,7 @@ def _replacements() -> Iterator[tuple[Any, Any]]:
         prepare = getattr(checkpointing, "preprocess_fsdp_dtensor_state_dict", None)
         if prepare is not None:
             yield prepare, _preparing_function(prepare)
+            yield checkpointing.load_checkpoint, _loading_function(checkpointing.load_checkpoint, checkpointing)
     with contextlib.suppress(ImportError):
         measure = getattr(importlib.import_module("megatron.training.utils"), "calc_params_l2_norm", None)
         if measure is not None:
@@ -349,10 +365,22 @@ def _preparing_function(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare
 
 
+def _loading_function(original: Callable[..., Any], checkpointing: Any) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load(model: Any, *positional: Any, **options: Any) -> Any:
+        if not all(isinstance(chunk, DataParallelMethods) for chunk in _chunks(model)):
+            return original(model, *positional, **options)
+        with without_states_of_other_ranks(checkpointing.get_args(), checkpointing.get_load_checkpoint_path_by_args):
+            return original(model, *positional, **options)
+
+    setattr(load, _ORIGINAL, original)
+    return load
+
+
 def _measuring_function(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def measure(model: Any, *positional: Any, **options: Any) -> Any:
-        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+        chunks = _chunks(model)
         if not all(isinstance(chunk, DataParallelMethods) for chunk in chunks):
             return original(model, *positional, **options)
         own = [chunk.module for chunk in chunks]
@@ -360,6 +388,10 @@ def _measuring_function(original: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(measure, _ORIGINAL, original)
     return measure
+
+
+def _chunks(model: Any) -> list[Any]:
+    return list(model) if isinstance(model, (list, tuple)) else [model]
 
 
 def assign_everywhere(found: Any, wanted: Any) -> list[str]:

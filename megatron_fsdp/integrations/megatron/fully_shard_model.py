@@ -92,6 +92,11 @@ def fully_shard_model(
         ``module``, which is a ``MegatronFSDP`` now.
     Raises:
         ConfigError: an argument that has no meaning for this model or mesh, or that Megatron-FSDP does not have.
+
+    Example:
+        model = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy="optim_grads_params")
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
+        model(batch).square().mean().backward()
     """
     if isinstance(module, MegatronFSDP):
         raise ConfigError(f"{type(module).__name__} is what fully_shard_model returned; call it once on each model")
@@ -140,6 +145,11 @@ def fully_shard_model_and_optimizer(
         options: the arguments of ``fully_shard_model``.
     Raises:
         ConfigError: see ``fully_shard_model``; or the optimizer has state, or none of the model's parameters.
+
+    Example:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        model, optimizer = fully_shard_model_and_optimizer(model, optimizer, fsdp_unit_modules=[Block])
+        model(batch).square().mean().backward()
     """
     if optimizer.state:
         raise ConfigError(

@@ -64,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0. What is wrong with the arguments ends the process with status 2 before anything starts; what the script
         raises passes through.
+
+    Example:
+        main(["--megatron-path", "Megatron-LM", "pretrain_gpt.py", "--use-megatron-fsdp"])
     """
     parser = _parser()
     given = parser.parse_args(arguments)

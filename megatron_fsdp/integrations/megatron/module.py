@@ -29,6 +29,11 @@ class MegatronFSDP(FSDPModule, nn.Module):
 
     The module stays itself: there is no wrapper, so its parameters keep their names, and there is no ``.module``.
     Methods work on all units below it.
+
+    Example:
+        model = fully_shard_model(model, fsdp_unit_modules=[Block])
+        with model.sync():
+            model(batch).square().mean().backward()
     """
 
     # Set where Megatron's configs made the model: its process groups, and its names in the whole model.

@@ -86,6 +86,9 @@ def save_torch_dist(
             optimizers of whole tensors, whose files differ.
     Raises:
         ConfigError: Megatron lays out a parameter as a tensor that is no box of it.
+
+    Example:
+        save_torch_dist([model], optimizer, "checkpoints/iter_0000100")
     """
     from megatron.core import dist_checkpointing
 
@@ -125,6 +128,9 @@ def load_torch_dist(chunks: Sequence[Any], optimizer: Any, folder: str | Path) -
         What stands in the checkpoint beside weights and optimizer state, such as ``iteration`` and ``args``.
     Raises:
         CheckpointError: it lacks weights or state of this model, or the state is laid out by the buckets of one run.
+
+    Example:
+        load_torch_dist([model], optimizer, "checkpoints/iter_0000100")
     """
     from megatron.core import dist_checkpointing
 

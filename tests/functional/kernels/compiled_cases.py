@@ -16,6 +16,7 @@ import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from dbuffer_kernels import launch, reference
@@ -78,8 +79,7 @@ def compile_for(
     positions = [function.arg_names.index(name) for name in pointers]
     hints = {(position,): [["tt.divisibility", 16]] for position in positions if aligned}
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=hints)
-    options = {"num_warps": launch.NUM_WARPS}
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=dict(launch.OPTIONS))
 
 
 def num_wide(pattern: re.Pattern[str], compiled: Any) -> int:
@@ -96,9 +96,8 @@ def assert_no_spills(compiled: Any, folder: Path) -> None:
     (target,) = re.findall(r"^\.target (\w+)", ptx, flags=re.MULTILINE)
     source = folder / "kernel.ptx"
     source.write_text(ptx)
-    knobs = triton.knobs.nvidia
     command = [
-        (knobs.ptxas_blackwell if target.startswith("sm_10") else knobs.ptxas).path,
+        get_ptxas(int(target[3:].rstrip("a"))).path,
         "-v",
         f"--gpu-name={target}",
         str(source),

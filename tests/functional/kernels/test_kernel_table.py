@@ -1,5 +1,6 @@
 """The command that writes the table of docs/design/kernels.md still compiles what the page says."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,5 +19,7 @@ def test_a_line_of_the_table_is_what_the_command_finds() -> None:
     assert done.returncode == 0, done.stderr
     names, line = done.stdout.splitlines()
     page = (ROOT / "docs" / "design" / "kernels.md").read_text(encoding="utf-8")
-    assert line in page
+    # Another release of Triton assembles to other numbers of registers.
+    *accesses, _registers, spills = line.strip("| ").split(" | ")
+    assert re.search(re.escape(" | ".join(accesses)) + rf" \| \d+ \| {spills} \|", page)
     assert all(f"| {name} | sm_90 |" in page for name in names.split(";"))

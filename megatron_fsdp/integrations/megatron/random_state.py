@@ -1,0 +1,82 @@
+"""Whether a checkpoint of Megatron's has this job's random states: its strict load asks for no others."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+__all__ = ["without_states_of_other_ranks"]
+
+# As Megatron's get_rng_state names them, and torch.distributed.checkpoint joins the names of what lies in each other.
+_PLACE = re.compile(r"rng_state\.\((\d+), (\d+)\)\.(\d+)\.")
+
+# Pipeline stage, tensor-parallel rank, data-parallel rank.
+Place = tuple[int, int, int]
+
+
+@contextmanager
+def without_states_of_other_ranks(args: Any, path_of: Callable[[Any], str]) -> Iterator[None]:
+    """Let Megatron load inside the block, without random states where the checkpoint's are those of another mesh.
+
+    A ``fsdp_dtensor`` checkpoint has one for each pipeline stage and tensor-parallel rank (and for each data-parallel
+    rank under ``--data-parallel-random-init``). On other sizes of these Megatron asks for states that are not there,
+    and where some are, it would give ranks that drop out alike different ones. Its other formats leave them out then.
+
+    Args:
+        args: Megatron's, whose ``no_load_rng`` is set for the length of the block.
+        path_of: returns the folder that they have it load.
+    """
+    if args.no_load_rng or args.finetune or args.load is None or _has_the_jobs(args, path_of(args)):
+        yield
+        return
+    args.no_load_rng = True
+    try:
+        yield
+    finally:
+        args.no_load_rng = False
+
+
+def _has_the_jobs(args: Any, path: str) -> bool:
+    try:
+        keys = FileSystemReader(path).read_metadata().state_dict_metadata
+    except FileNotFoundError:
+        # Megatron says so itself, or starts without a checkpoint.
+        return True
+    found, wanted = _places_in(keys), _places_of(args)
+    if found != wanted and dist.get_rank() == 0:
+        logging.getLogger(__name__).warning(
+            "%s has random states of %s, and this job has %s: generators start from --seed, as with --no-load-rng. "
+            "Weights, optimizer and schedule are loaded; what is dropped out from here on is not what it would have "
+            "been without the break",
+            path,
+            _spell(found),
+            _spell(wanted),
+        )
+    return found == wanted
+
+
+def _places_in(keys: Iterable[str]) -> set[Place]:
+    matches = (_PLACE.match(key) for key in keys)
+    return {(int(match[1]), int(match[2]), int(match[3])) for match in matches if match}
+
+
+def _places_of(args: Any) -> set[Place]:
+    replicas = args.data_parallel_size if args.data_parallel_random_init else 1
+    stages, tensor = range(args.pipeline_model_parallel_size), range(args.tensor_model_parallel_size)
+    return set(product(stages, tensor, range(replicas)))
+
+
+def _spell(places: set[Place]) -> str:
+    if not places:
+        return "no ranks"
+    stages, tensor, replicas = (len({place[axis] for place in places}) for axis in range(3))
+    return f"{stages} pipeline stage(s) x {tensor} tensor-parallel rank(s)" + (
+        f" x {replicas} data-parallel ranks" if replicas > 1 else ""
+    )
