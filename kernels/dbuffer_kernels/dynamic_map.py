@@ -76,7 +76,8 @@ def quantize_blocks(
     ``LARGEST_SCALES`` are these: where a square is above what FP32 holds, others of its block stay numbers.
 
     Args:
-        values: fp32, 1-D, none below zero unless ``signed``. first_position: of the first value, for stochastic rounding; None rounds to nearest.
+        values: fp32, 1-D, none below zero unless ``signed``. first_position: of the first value, for stochastic
+            rounding; None rounds to nearest.
         keys: as ``reference.rounding_keys`` returns them.
     Returns:
         uint8 of the same length; fp32, one for each block.
