@@ -30,6 +30,7 @@ from gpt.launch import Ranks, report_error
 from gpt.learning_rate import LearningRate
 from gpt.loss import MeanLoss, TokenLoss, step_weight, token_loss
 from gpt.memory import memory_use
+from gpt.next_steps import next_steps
 from gpt.optimizer import set_learning_rate
 from gpt.parallel import accumulation, clip_gradients, unwrapped, watched
 from gpt.profiling import StepProfiler
@@ -292,11 +293,14 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job, and return the exit status: 0, 2 after an error that the user can mend, 130 when interrupted."""
     ranks = Ranks.from_environment()
     try:
-        pretrain(parse_arguments(arguments, num_ranks=ranks.size), ranks)
+        args = parse_arguments(arguments, num_ranks=ranks.size)
+        pretrain(args, ranks)
     except (FsdpError, DBufferError, DataError, DivergedError) as error:
         return report_error(error, ranks)
     except KeyboardInterrupt:
         return 130
+    if ranks.is_main:
+        print(next_steps(args, arguments, ranks.size), flush=True)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import math
 import os
@@ -47,11 +48,17 @@ class IterationRecord:
     grad_norm: float
     memory: MemoryUse
 
+    @property
+    def time_left(self) -> str:
+        """At this pace until the last iteration, as hours:minutes:seconds."""
+        return str(datetime.timedelta(seconds=round((self.train_iters - self.iteration) * self.elapsed_ms / 1000)))
+
     def line(self) -> str:
         """Return the line in the shape of Megatron's training log."""
         return (
             f" iteration {self.iteration:8d}/{self.train_iters:8d} | consumed samples: {self.consumed_samples:12d} |"
-            f" elapsed time per iteration (ms): {self.elapsed_ms:.1f} | tokens/s: {self.tokens_per_second:.0f} |"
+            f" elapsed time per iteration (ms): {self.elapsed_ms:.1f} | time left: {self.time_left} |"
+            f" tokens/s: {self.tokens_per_second:.0f} |"
             f" learning rate: {self.learning_rate:.6E} | global batch size: {self.global_batch_size:5d} |"
             f" lm loss: {self.lm_loss:.6E} | grad norm: {self.grad_norm:.3f} |"
             f" {self.memory}"

@@ -271,7 +271,7 @@ def _check_store(store: Store) -> None:
 
 
 def _keeps_nothing(store: Store) -> bool:
-    """Whether it is a ``FakeStore``; one of PyTorch before 2.15 that only the process group holds is a bare ``Store``."""
+    """Whether it is a ``FakeStore``; before PyTorch 2.15 one that only the process group holds is a bare ``Store``."""
     return type(store) is Store or type(store).__name__ == "FakeStore"
 
 

@@ -28,7 +28,8 @@ pytestmark = pytest.mark.usefixtures("plain_start")
 def trained_sample(flags: str, capsys: pytest.CaptureFixture[str]) -> str:
     """Train, and return the sample that the training script shows at its end."""
     assert pretrain_gpt.main([*TINY.split(), *flags.split()]) == 0
-    return capsys.readouterr().out.partition(" sample at temperature ")[2].partition("\n")[2].removesuffix("\n")
+    sample, _, _ = capsys.readouterr().out.partition(" sample at temperature ")[2].partition("\nloss curve  ")
+    return sample.partition("\n")[2]
 
 
 def generated(flags: str, capsys: pytest.CaptureFixture[str]) -> str:

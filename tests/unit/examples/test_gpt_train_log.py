@@ -50,7 +50,8 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 def test_a_line_has_the_shape_of_megatron_s_log() -> None:
     assert make_record(10).line() == (
         " iteration       10/     200 | consumed samples:          160 | elapsed time per iteration (ms): 123.4 |"
-        " tokens/s: 16592 | learning rate: 3.000000E-04 | global batch size:    16 | lm loss: 3.123456E+00 |"
+        " time left: 0:00:23 | tokens/s: 16592 | learning rate: 3.000000E-04 | global batch size:    16 |"
+        " lm loss: 3.123456E+00 |"
         " grad norm: 1.234 | resident memory now (MiB): 441.2 | peak resident memory (MiB): 512.1"
     )
 
