@@ -47,7 +47,8 @@ class Precision:
 
     Attributes:
         compute: of the gathered weights; None for that of the model (FP32).
-        reduce: of gradients on the wire; None for that of ``compute``.
+        reduce: of gradients on the wire; None for that of the model, where ``compute`` is None too: beside a
+            ``compute`` engines and versions of PyTorch choose differently.
         main_grads: in which gradients rest; None for that of the main weights. Engines without such a choice ignore it.
         is_split: keep main weights as compute weights and remainders. Likewise.
         fuses: multiply weight gradients into place. Likewise.

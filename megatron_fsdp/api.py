@@ -14,7 +14,6 @@ from torch.distributed.tensor import Shard
 from dbuffer import Partial, PlacementError, Replicate
 from dbuffer.mesh import make_reduce_groups, mesh_axes
 from megatron_fsdp.build.builder import GranularityChoice, GroupPlanner
-from megatron_fsdp.build.grouping import group_parameters
 from megatron_fsdp.build.no_shard import is_no_shard
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, mark_owned
 from megatron_fsdp.errors import ConfigError, StateError
@@ -117,11 +116,11 @@ def fully_shard(
         ignored = tuple(ignored_params or ())
         owned = collect_parameters(modules, _is_unit, ignored, target)
         _check_shard_placement(owned, shard_placement_fn)
-        plan = GroupPlanner(target, policy, offload_of(offload_policy, target.placements), grad_divisor, granularity)
+        planner = GroupPlanner(target, policy, offload_of(offload_policy, target.placements), grad_divisor, granularity)
         # Until all ranks are through, everything can be put back.
         with Originals(modules):
             _move_to(modules, buffer_device(target.mesh), owned)
-            plans = [each for like in group_parameters(owned) for each in plan(like)]
+            plans = planner.plans(owned)
             has_hooks = any(each.extension is not None for each in owned)
             is_asked = (
                 state_to_come(modules, is_released=reshard_after_forward is not False) if has_hooks else nullcontext()

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import Granularity, Plan
 from dbuffer_kernels.switches import is_off
-from megatron_fsdp.build.grouping import gathers_main_weights, granularities
-from megatron_fsdp.build.ownership import OwnedParameter
+from megatron_fsdp.build.grouping import gathers_main_weights, granularities, group_parameters
+from megatron_fsdp.build.ownership import OwnedParameter, settle_grad_dtypes
 from megatron_fsdp.build.packed_layout import is_packed, layout_regions
 from megatron_fsdp.policy.mesh import ShardingTarget, buffer_device
 from megatron_fsdp.policy.offload import Offload
@@ -59,8 +59,19 @@ class GroupPlanner:
         self._granularity = granularity
         self._divisor = target.mesh.size() * grad_divisor
 
-    def __call__(self, like: Sequence[OwnedParameter]) -> Iterator[GroupPlan]:
-        """Yield the groups (one per region) for parameters that can share buffers: apart those that travel packed."""
+    def plans(self, owned: Sequence[OwnedParameter]) -> list[GroupPlan]:
+        """Return the groups of a unit: one per region of parameters that can share buffers.
+
+        Raises:
+            ConfigError: ``param_dtype_override_fn`` returned something else than it may.
+        """
+        for each in owned:
+            each.policy = self._policy.for_parameter(each.name, each.parameter)
+        settle_grad_dtypes(owned, self._policy, [each.parameter for each in owned])
+        return [plan for like in group_parameters(owned) for plan in self._plans(like)]
+
+    def _plans(self, like: Sequence[OwnedParameter]) -> Iterator[GroupPlan]:
+        # Apart those that travel packed.
         gather = None if like[0].is_replicated or like[0].extension is not None else self._policy.gather_dtype
         packed = [one for one in like if one.parameter.is_floating_point() and is_packed(one.shape, gather)]
         others = [one for one in like if not any(one is other for other in packed)]
@@ -71,12 +82,12 @@ class GroupPlanner:
 
     def _groups(self, like: Sequence[OwnedParameter], gather: str | None) -> Iterator[GroupPlan]:
         first = like[0].parameter
-        dtypes = replace(self._policy.dtypes_for(first.dtype, requires_grad=first.requires_grad), gather=gather)
+        dtypes = replace(like[0].dtypes_for(first.dtype, requires_grad=first.requires_grad), gather=gather)
         for parameter in like:
-            parameter.trained_main_dtype = self._policy.dtypes_for(first.dtype, requires_grad=True).stepped
+            parameter.trained_main_dtype = parameter.dtypes_for(first.dtype, requires_grad=True).stepped
         extension = like[0].extension
         if extension is not None and extension.is_packed:
-            dtypes = self._policy.dtypes_for(torch.uint8, requires_grad=False)
+            dtypes = like[0].dtypes_for(torch.uint8, requires_grad=False)
             for parameter in like:
                 parameter.trained_main_dtype = None
         mesh, placements = self._target.mesh, self._target.placements

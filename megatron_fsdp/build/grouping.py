@@ -12,7 +12,7 @@ from torch import nn
 from dbuffer import Flat, Granularity, PaddingLimits, Region, Row, first_dimension_granularity, plan_regions
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.policy.precision import GroupDtypes
+from megatron_fsdp.policy.precision import GradDtype, GroupDtypes
 from megatron_fsdp.policy.strategy import Placements
 
 __all__ = ["GroupKey", "gathers_main_weights", "granularities", "group_parameters", "grouped", "unit_regions"]
@@ -25,6 +25,7 @@ class GroupKey(NamedTuple):
 
     Attributes:
         dtype: the parameters' own. split: how they are sharded over axes that are not data-parallel.
+        param_dtype, grad_dtype: the policy's for these parameters, and what was set on them.
         alone: the identity of a parameter that is a group by itself: it brings an all-gather of its own, or its
             attribute ``fsdp_own_group`` is set, so that nothing but its own shape decides where it is cut.
     """
@@ -34,6 +35,8 @@ class GroupKey(NamedTuple):
     is_replicated: bool
     is_meta: bool = False
     split: object = None
+    param_dtype: torch.dtype | None = None
+    grad_dtype: GradDtype = "own"
     alone: int | None = None
 
 
@@ -54,7 +57,8 @@ def _key(owned: OwnedParameter) -> GroupKey:
     parameter, split = owned.parameter, None if owned.split is None else owned.split.key
     is_alone = owned.extension is not None or getattr(parameter, "fsdp_own_group", False)
     alone = id(owned) if is_alone else None
-    return GroupKey(parameter.dtype, parameter.requires_grad, owned.is_replicated, parameter.is_meta, split, alone)
+    own = (parameter.dtype, parameter.requires_grad, owned.is_replicated, parameter.is_meta)
+    return GroupKey(*own, split, owned.policy.param_dtype, owned.grad_dtype, alone)
 
 
 def gathers_main_weights(placements: Placements, dtypes: GroupDtypes, *, is_offloaded: bool) -> bool:

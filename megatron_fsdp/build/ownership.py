@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from megatron_fsdp.build.no_shard import is_no_shard
 from megatron_fsdp.build.tensor_parallel import TensorParallel, tensor_parallel_of
 from megatron_fsdp.errors import ConfigError, OwnershipError
 from megatron_fsdp.policy.mesh import ShardingTarget
+from megatron_fsdp.policy.precision import GradDtype, GroupDtypes, MixedPrecisionPolicy, grad_dtype_of
 
 __all__ = [
     "OwnedParameter",
@@ -23,6 +24,7 @@ __all__ = [
     "collect_parameters",
     "mark_owned",
     "owner_words",
+    "settle_grad_dtypes",
 ]
 
 # Parameters, sharded ones and the originals, that some unit has taken over, with the name of that unit and of the
@@ -55,6 +57,7 @@ class OwnedParameter:
         name: the first name within the unit. sites: every place where it is registered (several when it is tied).
         split: how it is sharded over axes that are not data-parallel; None for a plain parameter.
         is_replicated: it stays whole on every rank (``fsdp_no_shard``).
+        policy: its mixed precision. grad_dtype: what was set as its attribute of that name.
         trained_main_dtype: of the main weight it would have if it was trained; None: its own.
         extension: of a subclass that brings an all-gather of its own; None for any other.
     """
@@ -63,6 +66,8 @@ class OwnedParameter:
     parameter: nn.Parameter
     split: TensorParallel | None = None
     is_replicated: bool = False
+    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009  # frozen
+    grad_dtype: GradDtype = "own"
     trained_main_dtype: torch.dtype | None = None
     extension: Extension | None = None
     sites: list[ParameterSite] = field(default_factory=list)
@@ -73,6 +78,10 @@ class OwnedParameter:
         if self.extension is not None:
             return self.extension.data
         return self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter.data
+
+    def dtypes_for(self, own: torch.dtype, *, requires_grad: bool) -> GroupDtypes:
+        """Return the dtypes of its copies if its own dtype is ``own``."""
+        return self.policy.dtypes_for(own, requires_grad=requires_grad, grad_dtype=self.grad_dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -118,6 +127,22 @@ def collect_parameters(
                     )
                 owned.sites.append(ParameterSite(module, attribute))
     return list(found.values())
+
+
+def settle_grad_dtypes(
+    owned: Sequence[OwnedParameter], policy: MixedPrecisionPolicy, now: Sequence[nn.Parameter]
+) -> None:
+    """Take notice of the ``grad_dtype`` of a unit's parameters, and choose the dtype in which all are reduced.
+
+    Args:
+        policy: the unit's. now: each parameter itself, or the sharded one that stands for it.
+    """
+    for each, parameter in zip(owned, now, strict=True):
+        each.grad_dtype = grad_dtype_of(parameter)
+    trained = [(one.dtype, each.grad_dtype) for each, one in zip(owned, now, strict=True) if one.requires_grad]
+    common = policy.common_reduce_dtype(trained)
+    for each in owned:
+        each.policy = replace(each.policy, reduce_dtype=common)
 
 
 def _modules_of_unit(

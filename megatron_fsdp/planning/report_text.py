@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatron_fsdp.formatting import _percent, aligned, format_bytes
 
 __all__ = [
@@ -356,6 +358,7 @@ def note_lines(report: Report) -> list[str]:
     frozen = [unit.name for unit in report.units if unit.num_frozen_groups]
     if frozen:
         lines.append(f"frozen groups, without gradients: {_shortened(frozen)}")
+    lines += _reduction_lines(report)
     for words in dict.fromkeys(group.wire for unit in report.units for group in unit.groups if group.wire):
         lines.append(f"{words}: {_shortened([unit.name for unit in report.units if _has_wire(unit, words)])}")
     replicated = [f"{unit.name}: {name}" for unit in report.units for name in unit.replicated]
@@ -377,6 +380,23 @@ def note_lines(report: Report) -> list[str]:
             f"{worst.gap:.2%} above the optimum); what forces it: {worst.binding}"
         )
     return ["notes", *(f"- {line}" for line in lines), "assumed", *(f"- {line}" for line in report.assumptions)]
+
+
+def _reduction_lines(report: Report) -> list[str]:
+    """Say where gradients are reduced in more bytes than weights compute in, which a policy that is silent chooses."""
+    wide: dict[tuple[str, str], list[str]] = {}
+    for unit in report.units:
+        for group in unit.groups:
+            compute, wire = getattr(torch, group.compute_dtype), getattr(torch, group.reduce_dtype)
+            if group.requires_grad and wire.itemsize > compute.itemsize:
+                wide.setdefault((group.compute_dtype, group.reduce_dtype), []).append(unit.name)
+    return [
+        f"gradients of {compute} weights are reduced in {wire}, which is the default (reduce_dtype=None) where that is "
+        f"the parameters' grad_dtype, as in PyTorch 2.15; reduce_dtype=torch.{compute} sends "
+        f"{getattr(torch, compute).itemsize / getattr(torch, wire).itemsize:.0%} of the bytes: "
+        f"{_shortened(list(dict.fromkeys(names)))}"
+        for (compute, wire), names in wide.items()
+    ]
 
 
 def _shortened(names: Sequence[str]) -> str:

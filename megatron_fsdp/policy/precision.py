@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from dbuffer_kernels import QUANT_BLOCK
 from dbuffer_kernels.quantize import MX_BLOCK
 from megatron_fsdp.errors import ConfigError
 
 __all__ = [
+    "GradDtype",
     "GroupDtypes",
     "MixedPrecisionPolicy",
     "as_policy",
+    "grad_dtype_of",
+    "set_grad_dtype",
 ]
 
+GradDtype = torch.dtype | Literal["own", "any"]
+"""What a parameter's attribute ``grad_dtype`` says: the parameter's own dtype (nothing was set), any (None), or one."""
 
 GATHER_DTYPES = ("fp8", "mxfp8", "int8_block")
 
@@ -64,13 +72,18 @@ class MixedPrecisionPolicy:
 
     Args:
         param_dtype: compute and all-gather dtype. None: the parameter's own.
-        reduce_dtype: reduce-scatter dtype. None: the compute dtype.
+        reduce_dtype: reduce-scatter dtype, and that of sums that are not reduced yet. None: that of the gradients:
+            ``main_grads_dtype``; else the parameter's ``grad_dtype``, which is its own dtype where nothing was set
+            and ``param_dtype`` where it was set to None. FP32 parameters that compute in bf16 are reduced in FP32, as
+            in PyTorch 2.15 (before: in ``param_dtype``). Parameters of a unit that ask for several are reduced in the
+            widest.
         output_dtype: floating-point outputs of the module's forward are cast to it.
         cast_forward_inputs: cast floating-point forward inputs to ``param_dtype``.
         main_params_dtype: dtype of the weights the optimizer steps. None: the parameter's own. Give
             ``torch.float32`` to train a
             model whose own parameters are bf16 with FP32 main weights.
-        main_grads_dtype: dtype in which gradients rest and accumulate. None: the main weights'.
+        main_grads_dtype: dtype in which gradients rest and accumulate. None: the parameter's ``grad_dtype`` where that
+            was set, else the main weights'.
         fuse_weight_gradients: let the backward of ``nn.Linear`` multiply the weight's gradient straight into the unit's
             packed gradient buffer, which saves a tensor and a copy, wherever that buffer has the compute dtype. "wide":
             also into an FP32 buffer from bf16 or fp16 weights; what is then summed was never rounded to 16 bits.
@@ -88,6 +101,9 @@ class MixedPrecisionPolicy:
             communication library chooses. The bytes of 16 bits, and sums that are rounded like those of 32; it takes a
             second buffer of the unit's packed gradients while they are reduced. None: the library adds up, in
             ``reduce_dtype``.
+        param_dtype_override_fn: called with each parameter when ``fully_shard`` takes it over, with the same result on
+            every rank: the parameter's own dtype, which it then computes in, or None or ``param_dtype``. Forward inputs
+            are cast to ``param_dtype`` all the same.
 
     Example:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # computes in bf16, reduces in FP32
@@ -106,6 +122,7 @@ class MixedPrecisionPolicy:
     moments: str | None = None
     gather_dtype: str | None = None
     accumulate_dtype: torch.dtype | None = None
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.moments not in (None, "int8"):
@@ -113,25 +130,60 @@ class MixedPrecisionPolicy:
         if self.gather_dtype not in (None, *GATHER_DTYPES):
             names = ", ".join(map(repr, GATHER_DTYPES))
             raise ConfigError(f"MixedPrecisionPolicy(gather_dtype={self.gather_dtype!r}): give {names} or None")
-        for field in fields(self):
-            if field.name in ("moments", "gather_dtype"):
+        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
+            raise ConfigError(
+                f"MixedPrecisionPolicy(param_dtype_override_fn={self.param_dtype_override_fn!r}): give a function of a "
+                "parameter, or None"
+            )
+        for each in fields(self):
+            if each.name in ("moments", "gather_dtype", "param_dtype_override_fn"):
                 continue
-            value = getattr(self, field.name)
-            if field.name == "cast_forward_inputs" or (value is None and field.name != "split_main_params"):
+            value = getattr(self, each.name)
+            if each.name == "cast_forward_inputs" or (value is None and each.name != "split_main_params"):
                 continue
-            if field.name in ("fuse_weight_gradients", "split_main_params"):
-                choices = "True, False or 'wide'" if field.name == "fuse_weight_gradients" else "True or False"
-                if not isinstance(value, bool) and (value != "wide" or field.name != "fuse_weight_gradients"):
-                    raise ConfigError(f"MixedPrecisionPolicy({field.name}={value!r}): give {choices}")
+            if each.name in ("fuse_weight_gradients", "split_main_params"):
+                choices = "True, False or 'wide'" if each.name == "fuse_weight_gradients" else "True or False"
+                if not isinstance(value, bool) and (value != "wide" or each.name != "fuse_weight_gradients"):
+                    raise ConfigError(f"MixedPrecisionPolicy({each.name}={value!r}): give {choices}")
                 continue
             if not isinstance(value, torch.dtype) or not value.is_floating_point:
                 raise ConfigError(
-                    f"MixedPrecisionPolicy({field.name}={value!r}): give a floating-point torch.dtype or None"
+                    f"MixedPrecisionPolicy({each.name}={value!r}): give a floating-point torch.dtype or None"
                 )
 
-    def dtypes_for(self, own: torch.dtype, *, requires_grad: bool) -> GroupDtypes:
+    def for_parameter(self, name: str, parameter: nn.Parameter) -> MixedPrecisionPolicy:
+        """Return the policy of one parameter: with the ``param_dtype`` that ``param_dtype_override_fn`` gives it.
+
+        Raises:
+            ConfigError: that is neither ``param_dtype`` nor the parameter's own dtype.
+        """
+        if self.param_dtype_override_fn is None:
+            return self
+        found = self.param_dtype_override_fn(parameter)
+        if found is not None and found not in (self.param_dtype, parameter.dtype):
+            raise ConfigError(
+                f"parameter {name!r}: param_dtype_override_fn returned {found!r}; give its own dtype "
+                f"{parameter.dtype}, or None or {self.param_dtype} for the policy's param_dtype"
+            )
+        return replace(self, param_dtype=found or self.param_dtype, param_dtype_override_fn=None)
+
+    def common_reduce_dtype(self, asked: Iterable[tuple[torch.dtype, GradDtype]]) -> torch.dtype | None:
+        """Return the ``reduce_dtype`` of a unit's policy: one that keeps all of its gradients, if any asks for a dtype.
+
+        Args:
+            asked: dtype and ``grad_dtype`` of each trained parameter.
+        """
+        asked = list(asked)
+        if self.reduce_dtype is not None or all(grad_dtype == "own" for _, grad_dtype in asked):
+            return self.reduce_dtype
+        dtypes = {self._gradient_dtypes(self.param_dtype or own, own, each)[0] for own, each in asked}
+        return reduce(torch.promote_types, dtypes)
+
+    def dtypes_for(self, own: torch.dtype, *, requires_grad: bool, grad_dtype: GradDtype = "own") -> GroupDtypes:
         """Return the dtypes for parameters of dtype ``own``. Frozen ones get no wider main copy; integers stay.
 
+        Args:
+            grad_dtype: as ``grad_dtype_of`` returns it.
         Raises:
             ConfigError: weights to split that are not bf16 in compute and FP32 in the optimizer.
         """
@@ -148,12 +200,43 @@ class MixedPrecisionPolicy:
             )
         main = torch.bfloat16 if is_split else main
         moments = self.moments if requires_grad else None
-        reduce, accumulate = self.reduce_dtype or compute, self.accumulate_dtype
-        if accumulate is not None and accumulate.itemsize <= reduce.itemsize:
+        dtypes = GroupDtypes(compute, main, main if is_split else own, main, is_split, moments)
+        return self.with_gradients(dtypes, grad_dtype)
+
+    def with_gradients(self, dtypes: GroupDtypes, grad_dtype: GradDtype) -> GroupDtypes:
+        """Return ``dtypes`` with those of gradients as asked; where nothing is, they stay."""
+        wire, main_grad = self._gradient_dtypes(dtypes.compute, dtypes.reduce, grad_dtype)
+        accumulate = self.accumulate_dtype
+        if accumulate is not None and accumulate.itemsize <= wire.itemsize:
             accumulate = None
-        return GroupDtypes(
-            compute, main, reduce, self.main_grads_dtype or main, is_split, moments, accumulate=accumulate
-        )
+        return replace(dtypes, reduce=wire, main_grad=main_grad or dtypes.main_grad, accumulate=accumulate)
+
+    def _gradient_dtypes(
+        self, compute: torch.dtype, own: torch.dtype, grad_dtype: GradDtype
+    ) -> tuple[torch.dtype, torch.dtype | None]:
+        """Return in which dtype gradients travel, and the one in which they shall rest, None for no wish."""
+        if grad_dtype == "any":
+            found = self.reduce_dtype or compute
+            return found, found
+        resting = self.main_grads_dtype if grad_dtype == "own" else grad_dtype
+        return self.reduce_dtype or resting or own, resting
+
+
+def grad_dtype_of(parameter: torch.Tensor) -> GradDtype:
+    """Return what somebody set as the ``grad_dtype`` of a parameter.
+
+    Before PyTorch 2.15 its own dtype looks as if nothing was set.
+    """
+    found = parameter.grad_dtype
+    if not getattr(parameter, "_has_grad_dtype_override", found is not parameter.dtype):
+        return "own"
+    return "any" if found is None else found
+
+
+def set_grad_dtype(parameter: torch.Tensor, grad_dtype: GradDtype) -> None:
+    """Set what ``grad_dtype_of`` returned on another parameter; nothing where that is "own"."""
+    if grad_dtype != "own":
+        parameter.grad_dtype = None if grad_dtype == "any" else grad_dtype
 
 
 def as_policy(policy: Any) -> MixedPrecisionPolicy:
@@ -171,4 +254,6 @@ def as_policy(policy: Any) -> MixedPrecisionPolicy:
         raise ConfigError(
             f"mp_policy is a {type(policy).__name__}; give a MixedPrecisionPolicy, ours or torch.distributed.fsdp's"
         )
-    return MixedPrecisionPolicy(**{name: getattr(policy, name) for name in names})
+    # Since PyTorch 2.15.
+    override = getattr(policy, "param_dtype_override_fn", None)
+    return MixedPrecisionPolicy(**{name: getattr(policy, name) for name in names}, param_dtype_override_fn=override)

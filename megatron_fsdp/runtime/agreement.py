@@ -81,6 +81,7 @@ class FirstUse:
 
     def before_gather(self, unit: Unit) -> None:
         """A unit is about to be gathered; raises as ``agree`` does."""
+        unit.follow_grad_dtypes()
         if not all(group.rests_whole for group in unit.groups):
             self.agree()
 
@@ -100,6 +101,8 @@ class FirstUse:
         assert subject is not None
         root, served = subject()
         units = list(served)
+        for unit in units:
+            unit.follow_grad_dtypes()
         name = (units[0] if root is None else root).name
         meshes = {mesh_ranks(group.spec.mesh) for unit in units for group in unit.groups}
         # Sorted, so that ranks which are in several of them do not wait for each other in a circle.
@@ -132,7 +135,9 @@ def _settings(unit: Unit, ranks: tuple[int, ...]) -> Iterator[str]:
     groups = [group for group in unit.groups if mesh_ranks(group.spec.mesh) == ranks]
     if not groups:
         return
-    plans = [(group.plan.fingerprint(), group.requires_grad, _kept_size(group)) for group in groups]
+    plans = [
+        (group.plan.fingerprint(), group.requires_grad, _kept_size(group), *_gradient_dtypes(group)) for group in groups
+    ]
     settings = {
         "reshard_after_forward": unit.reshard_after_forward,
         "reshard_after_backward": unit.reshard_after_backward,
@@ -145,6 +150,10 @@ def _settings(unit: Unit, ranks: tuple[int, ...]) -> Iterator[str]:
 
 def _names(units: Sequence[weakref.ref[Unit]]) -> list[str]:
     return [unit.name for unit in alive(units)]
+
+
+def _gradient_dtypes(group: ParameterGroup) -> tuple[str, str]:
+    return str(group.spec.dtypes.reduce), str(group.spec.dtypes.main_grad)
 
 
 def _kept_size(group: ParameterGroup) -> int:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
 __all__ = ["apply_to_group"]
@@ -17,7 +16,6 @@ __all__ = ["apply_to_group"]
 def apply_to_group(
     group: ParameterGroup,
     function: Callable[[torch.Tensor], torch.Tensor],
-    policy: MixedPrecisionPolicy,
     *,
     is_awaited: bool,
 ) -> None:
@@ -48,7 +46,7 @@ def apply_to_group(
         )
     if found.dtype != current.dtype:
         _check_dtype(group, found.dtype, is_awaited=is_awaited)
-        _convert(group, found.dtype, policy)
+        _convert(group, found.dtype)
         return
     with torch.no_grad():
         result = function(current)
@@ -57,11 +55,11 @@ def apply_to_group(
             group.freshness.change()
 
 
-def _convert(group: ParameterGroup, dtype: torch.dtype, policy: MixedPrecisionPolicy) -> None:
+def _convert(group: ParameterGroup, dtype: torch.dtype) -> None:
     """Hold and use the parameters, which stay the same objects, in the dtypes that belong to another own one."""
     for owned in group.owned:
-        owned.trained_main_dtype = policy.dtypes_for(dtype, requires_grad=True).stepped
-    dtypes = policy.dtypes_for(dtype, requires_grad=any(face.requires_grad for face in group.faces.sharded))
+        owned.trained_main_dtype = owned.dtypes_for(dtype, requires_grad=True).stepped
+    dtypes = group.owned[0].dtypes_for(dtype, requires_grad=any(face.requires_grad for face in group.faces.sharded))
     weights, values = group.weights, group.main_weight.local_buffer
     group.rebuild(replace(group.spec, dtypes=dtypes))
     group.main_weight.local_buffer.copy_(values)

@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, FlatDTensor
 from megatron_fsdp.errors import StateError
+from megatron_fsdp.policy.precision import grad_dtype_of
 from megatron_fsdp.runtime.lanes import is_capturing
 from megatron_fsdp.runtime.parameters import Faces
 from megatron_fsdp.runtime.pending_sums import PendingSums
@@ -194,6 +195,11 @@ class GradBinding:
         self.watch()
         if self._sums is not None:
             self._sums.follow(self._parameters)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no backward brought a gradient yet."""
+        return self._sums is None
 
     @property
     def has_sum_under_way(self) -> bool:
@@ -377,10 +383,24 @@ class GradBinding:
             _assign_grads(self._parameters, gradients, bytes(map(operator.and_, self.missing, self._had)))
             wanted = bytearray(map(operator.gt, wanted, self.missing))
         # Autograd accumulates into the gathered parameters, so it calls no hook of the sharded ones.
-        for call_hook in _assign_grads(self._parameters, gradients, wanted):
+        try:
+            hooks = _assign_grads(self._parameters, gradients, wanted)
+        except RuntimeError as error:
+            self._refuse_grad_dtype(error)
+        for call_hook in hooks:
             call_hook()
         if 1 not in wanted:
             self.dropped()
+
+    def _refuse_grad_dtype(self, error: RuntimeError) -> NoReturn:
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad_dtype not in (None, self.final.dtype):
+                raise StateError(
+                    f"{self.name}: grad_dtype of parameter {self._faces.name_of(index)!r} was set to "
+                    f"{parameter.grad_dtype} after gradients of {self.final.dtype} were laid out for it; set it before "
+                    "the first forward"
+                ) from error
+        raise error
 
     def _final_gradients(self) -> list[DTensor]:
         if not self._gradients:
@@ -389,8 +409,8 @@ class GradBinding:
             self._gradients = [
                 self._faces.wrap(index, self.final.get_dtensor(index, is_view=True)) for index in indices
             ]
-            if self.final.dtype is not self._dtype:
-                for parameter in self._parameters:
+            for parameter in self._parameters if self.final.dtype is not self._dtype else ():
+                if grad_dtype_of(parameter) == "own":
                     parameter.grad_dtype = None  # any dtype may be assigned then
             self._locals = [gradient._local_tensor for gradient in self._gradients]
             self._references = self._count_references()
@@ -545,7 +565,7 @@ class _CastGradients:
     def __init__(self, dtype: torch.dtype, wrap: Callable[[int, DTensor], DTensor]) -> None:
         self._dtype = dtype
         self._wrap = wrap
-        self._replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._replaced: list[tuple[torch.Tensor, torch.Tensor, torch.dtype | None]] = []
 
     def show(
         self,
@@ -559,15 +579,17 @@ class _CastGradients:
         for index, (parameter, gradient, face) in enumerate(zip(parameters, shown, faces, strict=True)):
             if gradient is None or gradient.dtype is self._dtype:
                 continue
+            allowed, parameter.grad_dtype = parameter.grad_dtype, None
             if gradient is face:
                 cast = cast or buffer.cast(self._dtype)
                 parameter.grad = self._wrap(index, cast.get_dtensor(index))
             else:
                 parameter.grad = gradient.to(self._dtype)
-            self._replaced.append((parameter, gradient))
+            self._replaced.append((parameter, gradient, allowed))
 
     def take_back(self) -> None:
         """Show what was replaced again, but where the step dropped it."""
         replaced, self._replaced = self._replaced, []
-        for parameter, gradient in replaced:
+        for parameter, gradient, allowed in replaced:
             parameter.grad = gradient if parameter.grad is not None else None
+            parameter.grad_dtype = allowed

@@ -16,6 +16,7 @@ from dbuffer.mesh import MeshAxis
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.policy.precision import grad_dtype_of, set_grad_dtype
 from megatron_fsdp.runtime.extension_hooks import ExtensionFaces, ExtensionWeights
 from megatron_fsdp.runtime.freshness import Freshness
 from megatron_fsdp.runtime.fused_linear import fuse_linear_layers
@@ -82,8 +83,9 @@ class GroupParts:
             weights = ExtensionWeights(self.owned[0], self.plan, spec, self.name)
             self.weights, self.faces = weights, ExtensionFaces(self.owned, weights, self)
         self.parameters: dict[str, nn.Parameter] = self.faces.by_name()
-        for face in self.faces.sharded:
+        for owned, face in zip(self.owned, self.faces.sharded, strict=True):
             _GROUPS[face] = weakref.ref(self)
+            set_grad_dtype(face, owned.grad_dtype)
         if self.weights.remainder is not None:
             self.weights.remainder.watch(self.faces.sharded)
         self.faces.adopt_names(self.name)
@@ -106,6 +108,34 @@ class GroupParts:
         self.gradients = GradientBuffer(self.main_weight, like, self.faces)
         self.gradients.rename(self.name)
         self.set_reduction()
+        if dtypes.reduce.itemsize > dtypes.compute.itemsize:
+            # What autograd's functions give in more than the compute dtype is not rounded to it.
+            for face in self.faces.gathered:
+                face.grad_dtype = None
+
+    def follow_grad_dtype(self) -> None:
+        """Make gradients as ``owned`` says now; before any came.
+
+        Raises:
+            StateError: parameters that share the buffer want different dtypes, or have gradients.
+        """
+        first = self.owned[0]
+        other = next((each for each in self.owned if each.grad_dtype != first.grad_dtype), None)
+        if other is not None:
+            raise StateError(
+                f"unit {self.name!r}: parameter {first.name!r} has grad_dtype={first.grad_dtype} and {other.name!r} "
+                f"has {other.grad_dtype}, and their gradients share a buffer. Set grad_dtype before fully_shard, which "
+                "makes two buffers then, or set it on both."
+            )
+        if self.gradients is None:
+            return
+        if any(face.grad is not None for face in self.faces.sharded):
+            raise StateError(
+                f"unit {self.name!r}: grad_dtype of parameter {first.name!r} was changed while it has a gradient. Set "
+                "it before the first forward, or call zero_grad() first."
+            )
+        self.spec = replace(self.spec, dtypes=first.policy.with_gradients(self.spec.dtypes, first.grad_dtype))
+        self._make_gradients()
 
     def _check_main_dtype(self, index: int) -> None:
         wanted = self.owned[index].trained_main_dtype
@@ -211,6 +241,8 @@ class GroupParts:
         """Make a sharded tensor parameter ``index``: its values, and the object itself, over this group's memory."""
         self.faces.adopt(index, value)
         face = self.faces.sharded[index]
+        if grad_dtype_of(face) == "own":
+            set_grad_dtype(face, self.owned[index].grad_dtype)
         self.parameters = self.faces.by_name()
         self.owned[index].parameter = face
         _GROUPS[face] = weakref.ref(self)

@@ -277,7 +277,7 @@ class FSDPModule:
         try:
             result = super()._apply(fn, recurse)  # type: ignore[misc]
             for group in unit.groups:
-                apply_to_group(group, fn, unit.policy, is_awaited=any(unit.outstanding_calls()))
+                apply_to_group(group, fn, is_awaited=any(unit.outstanding_calls()))
         finally:
             for group in unit.groups:
                 group.faces.sites.unhide()

@@ -20,6 +20,7 @@ from tests.harness.oracle import whole
 
 __all__ = [
     "SCENARIOS",
+    "SINCE_2_15",
     "Outcome",
     "Scenario",
     "available",
@@ -53,6 +54,9 @@ class Outcome:
     weights: dict[str, torch.Tensor]
     facts: tuple[object, ...] = ()
 
+
+SINCE_2_15 = "GradientReductionHandle"
+"""A name that PyTorch has from 2.15 on, for scenarios of what it does since."""
 
 Body: TypeAlias = Callable[[Any], Outcome]
 

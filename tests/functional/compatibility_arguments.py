@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.functional.compatibility import (
+    SINCE_2_15,
     Outcome,
     blocks,
     layers,
@@ -23,6 +24,7 @@ from tests.functional.compatibility import (
     train,
 )
 from tests.harness.models import inputs
+from tests.harness.oracle import whole
 
 __all__: list[str] = []
 BF16 = 1e-2
@@ -153,6 +155,82 @@ def reduce_dtype(fsdp: Any) -> Outcome:
     gradients = {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None}
     model.zero_grad()
     return outcome(model, train(model), gradients)
+
+
+@scenario("MixedPrecisionPolicy(reduce_dtype=None)", needs=SINCE_2_15, tolerance=0.0)
+def no_reduce_dtype(fsdp: Any) -> Outcome:
+    """Gradients of FP32 parameters that compute in bf16 are reduced in FP32; before PyTorch 2.15 in bf16."""
+    module = fsdp.fully_shard(nn.Linear(7, 5), mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return gradients_of(module)
+
+
+def gradients_of(module: nn.Module, dtype: torch.dtype = torch.float32) -> Outcome:
+    """Return whole gradients, and what dtypes they have and may have; ``dtype`` is the inputs'."""
+    module(inputs(dist.get_rank(), 1).to(dtype)).float().square().mean().backward()
+    found = {name: whole(one.grad, one) for name, one in module.named_parameters()}
+    dtypes = [(one.grad_dtype, one.grad.dtype) for one in module.parameters() if one.grad is not None]
+    return Outcome((), found, tuple(dtypes))
+
+
+@scenario("grad_dtype of parameters", needs=SINCE_2_15, tolerance=0.0)
+def grad_dtype(fsdp: Any) -> Outcome:
+    """Set before or after ``fully_shard``, on all parameters of a unit or on one, with and without a reduce_dtype."""
+    half, whole_ones = torch.bfloat16, torch.float32
+    plain, mixed = fsdp.MixedPrecisionPolicy(), fsdp.MixedPrecisionPolicy(param_dtype=half)
+    asked = {
+        "narrow": (whole_ones, plain, {"weight": half, "bias": half}),
+        "narrow, computed in it": (whole_ones, mixed, {"weight": half, "bias": half}),
+        "one of two": (whole_ones, mixed, {"weight": half}),
+        "any": (whole_ones, mixed, {"weight": None, "bias": None}),
+        "one of two any": (whole_ones, mixed, {"bias": None}),
+        "wide": (half, plain, {"weight": whole_ones, "bias": whole_ones}),
+        "reduced otherwise": (
+            whole_ones,
+            fsdp.MixedPrecisionPolicy(half, whole_ones),
+            {"weight": half, "bias": half},
+        ),
+    }
+    found: dict[str, torch.Tensor] = {}
+    facts: list[object] = []
+    for name, (own, policy, dtypes) in asked.items():
+        for when in ("before", "after") if len(dtypes) > 1 else ("before",):
+            torch.manual_seed(0)
+            module = nn.Linear(7, 5).to(own)
+            for attribute, dtype in dtypes.items() if when == "before" else ():
+                getattr(module, attribute).grad_dtype = dtype
+            fsdp.fully_shard(module, mp_policy=policy)
+            for attribute, dtype in dtypes.items() if when == "after" else ():
+                getattr(module, attribute).grad_dtype = dtype
+            one = gradients_of(module, own)
+            found |= {f"{name} {when} {key}": value for key, value in one.weights.items()}
+            facts.append((name, when, one.facts))
+    return Outcome((), found, tuple(facts))
+
+
+@scenario("MixedPrecisionPolicy(param_dtype_override_fn)", needs=SINCE_2_15, tolerance=0.0)
+def param_dtype_override(fsdp: Any) -> Outcome:
+    """A gain keeps its own dtype between matrices in bf16."""
+    asked: list[tuple[int, ...]] = []
+
+    def own_for_gains(parameter: nn.Parameter) -> torch.dtype | None:
+        asked.append(tuple(parameter.shape))
+        return parameter.dtype if parameter.ndim == 1 else None
+
+    class Gained(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(7, 5, bias=False)
+            self.gain = nn.Parameter(torch.linspace(1, 2, 5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.extend((x.dtype, self.weight.dtype, self.gain.dtype))
+            return super().forward(x) * self.gain
+
+    seen: list[torch.dtype] = []
+    policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=own_for_gains)
+    found = gradients_of(fsdp.fully_shard(Gained(), mp_policy=policy))
+    third = fsdp.MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda parameter: torch.float16)
+    refuses = raises(lambda: fsdp.fully_shard(nn.Linear(2, 2), mp_policy=third), ValueError)
+    return Outcome((), found.weights, (*found.facts, tuple(seen), sorted(asked), refuses))
 
 
 @scenario("MixedPrecisionPolicy(output_dtype)")

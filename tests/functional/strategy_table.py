@@ -44,7 +44,7 @@ ZERO = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 POLICIES = {
     "fp32": None,
     "bf16 compute": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-    "bf16 reduction": MixedPrecisionPolicy(torch.bfloat16),
+    "bf16 reduction": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16),
 }
 # One rounding to bf16 is off by 2**-9 of the value at most; losses are near 3.4, norms near 0.45, and a step of AdamW
 # moves a weight by its learning rate of 0.001 at most.

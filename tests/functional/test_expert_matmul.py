@@ -77,7 +77,7 @@ def gradients(policy: MixedPrecisionPolicy) -> tuple[list[float], int]:
 
 def in_each_dtype() -> list[tuple[float, int]]:
     found = []
-    for reduce, fuses in ((None, True), (torch.float32, True), (torch.float32, "wide")):
+    for reduce, fuses in ((torch.bfloat16, True), (torch.float32, True), (torch.float32, "wide")):
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce, fuse_weight_gradients=fuses)
         ours, products = gradients(policy)
         wanted, _ = gradients(MixedPrecisionPolicy(torch.bfloat16, reduce, fuse_weight_gradients=False))

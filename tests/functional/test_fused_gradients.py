@@ -67,12 +67,12 @@ class Setting:
 
 SETTINGS = {
     "fp32": Setting("optim_grads_params", MixedPrecisionPolicy(), True),
-    "bf16": Setting("optim_grads_params", MixedPrecisionPolicy(torch.bfloat16), True),
+    "bf16": Setting("optim_grads_params", MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16), True),
     "bf16, summed in fp32": Setting(
-        "optim_grads_params", MixedPrecisionPolicy(torch.bfloat16, main_grads_dtype=torch.float32), True
+        "optim_grads_params", MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, main_grads_dtype=torch.float32), True
     ),
     "bf16, reduced in fp32": Setting("optim_grads_params", MixedPrecisionPolicy(torch.bfloat16, torch.float32), False),
-    "fp16, divided before and after": Setting("optim_grads", MixedPrecisionPolicy(torch.float16), True),
+    "fp16, divided before and after": Setting("optim_grads", MixedPrecisionPolicy(torch.float16, torch.float16), True),
     "halved as they are produced": Setting("no_shard", MixedPrecisionPolicy(), True),
     "divided by three as they are produced": Setting("no_shard", MixedPrecisionPolicy(), False, num_ranks=3),
     "gradients whole until the step": Setting("optim", MixedPrecisionPolicy(), True),
@@ -162,7 +162,10 @@ def bytes_per_parameter(*, is_fused: bool) -> float:
         parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
     least = bytes_of_a_microbatch(plain)
     policy = MixedPrecisionPolicy(
-        main_params_dtype=torch.float32, main_grads_dtype=torch.float32, fuse_weight_gradients=is_fused
+        reduce_dtype=torch.bfloat16,
+        main_params_dtype=torch.float32,
+        main_grads_dtype=torch.float32,
+        fuse_weight_gradients=is_fused,
     )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
     try:

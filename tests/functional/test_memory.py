@@ -70,7 +70,7 @@ class Setting:
 SETTINGS = {
     "fp32": Setting(),
     "two microbatches": Setting(microbatches=2),
-    "bf16, reduced in bf16": Setting(MixedPrecisionPolicy(torch.bfloat16, main_grads_dtype=torch.float32)),
+    "bf16, reduced in bf16": Setting(MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)),
     "bf16, reduced in fp32": Setting(MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "activation checkpointing": Setting(stack=CheckpointedStack),
     "another order of layers each time": Setting(stack=ShuffledStack),

@@ -31,7 +31,7 @@ BF16 = Tolerance(weight=2.5e-4, norm=2**-10, loss=2**-8)
 SLOW_ADAMW = {"lr": 0.001, "weight_decay": 0.1}
 POLICIES = {
     "fp32 reduction": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    "bf16 reduction": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    "bf16 reduction": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
     "bf16 gradients at rest": MixedPrecisionPolicy(param_dtype=torch.bfloat16, main_grads_dtype=torch.bfloat16),
 }
 

@@ -262,7 +262,7 @@ POLICIES = {
         MegatronPolicy(torch.bfloat16, torch.float32),
         (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32),
     ),
-    "ours": (Policy(torch.float16), (torch.float16, torch.bfloat16, torch.float16, torch.bfloat16)),
+    "ours": (Policy(torch.float16), (torch.float16, torch.bfloat16, torch.bfloat16, torch.bfloat16)),
 }
 
 

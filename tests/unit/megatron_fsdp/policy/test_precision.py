@@ -1,14 +1,16 @@
 """The mixed-precision policy: which dtype each copy gets, and what is cast."""
 
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from megatron_fsdp import ConfigError, MixedPrecisionPolicy
-from megatron_fsdp.policy.precision import GroupDtypes, as_policy
+from megatron_fsdp.policy.precision import GradDtype, GroupDtypes, as_policy, grad_dtype_of, set_grad_dtype
 from megatron_fsdp.runtime.pytree import caster
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -19,7 +21,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
     [
         (MixedPrecisionPolicy(), FP32, GroupDtypes(compute=FP32, main=FP32, reduce=FP32, main_grad=FP32)),
         (MixedPrecisionPolicy(), BF16, GroupDtypes(compute=BF16, main=BF16, reduce=BF16, main_grad=BF16)),
-        (MixedPrecisionPolicy(BF16), FP32, GroupDtypes(compute=BF16, main=FP32, reduce=BF16, main_grad=FP32)),
+        (MixedPrecisionPolicy(BF16), FP32, GroupDtypes(compute=BF16, main=FP32, reduce=FP32, main_grad=FP32)),
         (MixedPrecisionPolicy(BF16, FP32), FP32, GroupDtypes(compute=BF16, main=FP32, reduce=FP32, main_grad=FP32)),
         (
             MixedPrecisionPolicy(main_params_dtype=FP32),
@@ -29,7 +31,12 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
         (
             MixedPrecisionPolicy(FP16, main_grads_dtype=BF16),
             FP32,
-            GroupDtypes(compute=FP16, main=FP32, reduce=FP16, main_grad=BF16),
+            GroupDtypes(compute=FP16, main=FP32, reduce=BF16, main_grad=BF16),
+        ),
+        (
+            MixedPrecisionPolicy(BF16, split_main_params=True),
+            FP32,
+            GroupDtypes(compute=BF16, main=BF16, reduce=BF16, main_grad=BF16, is_split=True),
         ),
         (MixedPrecisionPolicy(BF16, FP32), torch.int64, GroupDtypes(*[torch.int64] * 4)),
         (MixedPrecisionPolicy(BF16, FP32), torch.uint8, GroupDtypes(*[torch.uint8] * 4)),
@@ -39,6 +46,70 @@ def test_trainable_parameters_get_the_dtypes_of(
     policy: MixedPrecisionPolicy, own: torch.dtype, wanted: GroupDtypes
 ) -> None:
     assert policy.dtypes_for(own, requires_grad=True) == wanted
+
+
+@pytest.mark.parametrize(
+    ("policy", "own", "asked", "reduce", "main_grad"),
+    [
+        (MixedPrecisionPolicy(), FP32, BF16, BF16, BF16),
+        (MixedPrecisionPolicy(), BF16, FP32, FP32, FP32),
+        (MixedPrecisionPolicy(BF16, FP32), FP32, BF16, FP32, BF16),
+        (MixedPrecisionPolicy(BF16, main_grads_dtype=FP32), FP32, BF16, BF16, BF16),
+        (MixedPrecisionPolicy(BF16), FP32, "any", BF16, BF16),
+        (MixedPrecisionPolicy(BF16, FP16), FP32, "any", FP16, FP16),
+        (MixedPrecisionPolicy(main_params_dtype=FP32), BF16, "any", BF16, BF16),
+    ],
+)
+def test_gradients_travel_and_rest_as_grad_dtype_says_but_for_reduce_dtype(
+    policy: MixedPrecisionPolicy, own: torch.dtype, asked: GradDtype, reduce: torch.dtype, main_grad: torch.dtype
+) -> None:
+    dtypes = policy.dtypes_for(own, requires_grad=True, grad_dtype=asked)
+    assert (dtypes.reduce, dtypes.main_grad) == (reduce, main_grad)
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked", "wanted"),
+    [
+        (MixedPrecisionPolicy(BF16), [(FP32, "own"), (BF16, "own")], None),
+        (MixedPrecisionPolicy(BF16), [(FP32, BF16), (FP32, "own")], FP32),
+        (MixedPrecisionPolicy(BF16), [(FP32, BF16), (FP32, FP16)], FP32),
+        (MixedPrecisionPolicy(BF16), [(FP32, BF16), (FP32, "any")], BF16),
+        (MixedPrecisionPolicy(BF16, FP16), [(FP32, BF16), (FP32, FP32)], FP16),
+        (MixedPrecisionPolicy(BF16), [], None),
+    ],
+)
+def test_gradients_of_a_unit_are_reduced_in_the_widest_that_its_parameters_ask_for(
+    policy: MixedPrecisionPolicy, asked: list[tuple[torch.dtype, GradDtype]], wanted: torch.dtype | None
+) -> None:
+    assert policy.common_reduce_dtype(asked) is wanted
+
+
+def test_what_is_set_as_grad_dtype_of_one_parameter_can_be_set_on_another() -> None:
+    parameter, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    assert grad_dtype_of(parameter) == "own"
+    for value, wanted in ((BF16, BF16), (None, "any")):
+        parameter.grad_dtype = value
+        assert grad_dtype_of(parameter) == wanted
+        set_grad_dtype(other, grad_dtype_of(parameter))
+        assert other.grad_dtype is value
+    set_grad_dtype(other, "own")
+    assert other.grad_dtype is None
+
+
+def test_a_parameter_computes_in_its_own_dtype_where_the_override_says_so() -> None:
+    policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda parameter: FP32 if parameter.ndim == 1 else None)
+    one, two = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, 2))
+    assert policy.for_parameter("one", one) == MixedPrecisionPolicy(FP32)
+    assert policy.for_parameter("two", two) == MixedPrecisionPolicy(BF16)
+
+
+@pytest.mark.parametrize("value", [FP16, "float32", 32])
+def test_an_override_of_another_dtype_is_refused_with_the_parameter(value: object) -> None:
+    policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda parameter: value)  # type: ignore[arg-type, return-value]
+    with pytest.raises(
+        ConfigError, match=r"'up.weight': param_dtype_override_fn returned .* torch.float32, or None or"
+    ):
+        policy.for_parameter("up.weight", nn.Parameter(torch.ones(2)))
 
 
 def test_frozen_parameters_get_no_wider_main_copy() -> None:
@@ -68,6 +139,11 @@ def test_our_policy_is_taken_as_it_is() -> None:
 def test_pytorchs_policy_keeps_all_of_its_fields() -> None:
     policy = as_policy(TorchPolicy(BF16, FP32, FP16, False))
     assert policy == MixedPrecisionPolicy(BF16, FP32, FP16, False)
+
+
+def test_pytorchs_policy_keeps_its_override_which_is_new_in_2_15() -> None:
+    theirs = SimpleNamespace(**vars(TorchPolicy(BF16)) | {"param_dtype_override_fn": len})
+    assert as_policy(theirs) == MixedPrecisionPolicy(BF16, param_dtype_override_fn=len)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("policy", ["bf16", torch.bfloat16, {"param_dtype": BF16}])
