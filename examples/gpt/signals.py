@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from types import FrameType, TracebackType
 from typing import Any
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from dbuffer.gloo import wait_for
 
+_STDERR = 2
 _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
@@ -74,4 +74,4 @@ class StopSignal:
         signal.signal(number, self._previous[number])
         if number == signal.SIGINT and self._on_interrupt:
             # Past Python's buffer, which may be in use by what the signal has interrupted.
-            os.write(sys.__stderr__.fileno(), f"\n{self._on_interrupt}\n".encode())
+            os.write(_STDERR, f"\n{self._on_interrupt}\n".encode())
