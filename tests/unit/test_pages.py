@@ -1,4 +1,4 @@
-"""The numbers of the README are those of the pages that benches and tests write, and its links lead somewhere."""
+"""The pages: numbers of the README are those that benches and tests write, links lead somewhere, tables are whole."""
 
 import re
 from pathlib import Path
@@ -53,3 +53,16 @@ def test_every_link_to_a_file_of_the_repository_leads_there(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)(#[^)\s]*)?\)", page.read_text(encoding="utf-8"))
     missing = [link for link, _ in links if "://" not in link and not (page.parent / link).exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_says_each_thing_once_and_its_tables_are_whole(page: Path) -> None:
+    code = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+    text = code.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ .*$", text, re.MULTILINE)
+    assert len(set(headings)) == len(headings)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        widths = {len(re.split(r"(?<!\\)\|", line)) for line in table.splitlines()}
+        assert len(widths) == 1, table.splitlines()[0]
+    broken = re.findall(r"^\|.*\n(?=[^|\n<])", text, re.MULTILINE)
+    assert not broken, "a line that follows a table without an empty one between is a row of it"
