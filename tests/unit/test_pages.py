@@ -1,13 +1,24 @@
 """The pages: numbers of the README are those that benches and tests write, links lead somewhere, tables are whole."""
 
+import fnmatch
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.docs.blocks import SILENT, blocks_of, pages
+from tests.docs.scenes import SCENES
+from tests.harness.architecture import FOLDERS
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def code_of(folder: Path) -> Iterator[Path]:
+    """Yield the Python files of a folder, and below it unless it is the root."""
+    yield from folder.glob("*.py") if folder == ROOT / "." else folder.rglob("*.py")
 
 
 def measured(ratio: str) -> str:
@@ -66,3 +77,33 @@ def test_a_page_says_each_thing_once_and_its_tables_are_whole(page: Path) -> Non
         assert len(widths) == 1, table.splitlines()[0]
     broken = re.findall(r"^\|.*\n(?=[^|\n<])", text, re.MULTILINE)
     assert not broken, "a line that follows a table without an empty one between is a row of it"
+
+
+BLOCKS = [block for page in pages() for block in blocks_of(page)]
+
+
+def test_every_block_of_code_says_its_language() -> None:
+    assert {block.language for block in BLOCKS} == {"bash", "python", *SILENT}
+
+
+def test_what_is_shortened_or_left_out_when_pages_are_run_is_on_its_page() -> None:
+    for page, scene in SCENES.items():
+        code = "".join(block.code for block in BLOCKS if block.page == page)
+        for words, _ in (*scene.shorter, *scene.elsewhere):
+            assert words in code, (page, words)
+
+
+FILES = {path.relative_to(ROOT).as_posix() for folder in (*FOLDERS, "docs", ".") for path in code_of(ROOT / folder)}
+# A name that the style forbids, and one that a page gives its own script.
+NO_FILES = {"utils.py", "train.py"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_of_code_that_a_page_names_is_there(page: Path) -> None:
+    named = {name.replace("../", "") for name in re.findall(r"[\w/*.]*\w\.py\b", page.read_text(encoding="utf-8"))}
+    missing = {
+        name
+        for name in named - NO_FILES
+        if not any(fnmatch.fnmatch(file, name) or fnmatch.fnmatch(file, f"*/{name.lstrip('/')}") for file in FILES)
+    }
+    assert missing == set()
