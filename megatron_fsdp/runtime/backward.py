@@ -187,12 +187,13 @@ class Backward:
         """
         if listeners:
             tell("enter", call)
+        unit = call.unit
         if torch.is_grad_enabled():
             raise StateError(
-                f"unit {call.unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
+                f"unit {unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
                 "use released weights. Keep the module whose second derivatives are wanted unsharded."
             )
-        now, unit = self.begin(), call.unit
+        now = self.begin()
         if call.entered == self.number:
             self._unshard_again(now, unit)
             return
@@ -202,7 +203,7 @@ class Backward:
         now.enter_call(call, unit)
         if unit.unshards_in_backward:
             self._schedule.unshard(unit, check=False)
-        self._prefetch(call)
+        self._prefetch(call, unit)
 
     def before_reading(self, unit: Unit, call: Call | None) -> None:
         """Gather the unit again, if need be, for the backward of an operator that reads its weights.
@@ -260,14 +261,14 @@ class Backward:
             and any(id(call.trail) in passes for call in other.calls_not_entered(self.number))
         )
 
-    def _prefetch(self, call: Call) -> None:
-        if call.unit.backward_prefetch:
-            for reference in call.unit.backward_prefetch:
+    def _prefetch(self, call: Call, entered: Unit) -> None:
+        if entered.backward_prefetch:
+            for reference in entered.backward_prefetch:
                 self._schedule.start_gather(reference(), check=False)
             return
         for position in range(call.position - 1, -1, -1):
             unit = call.trail[position]()
-            if unit is not None and unit.groups and unit is not call.unit and unit.unshards_in_backward:
+            if unit is not None and unit.groups and unit is not entered and unit.unshards_in_backward:
                 self._schedule.gather_ahead(unit, check=False)
                 return
 
