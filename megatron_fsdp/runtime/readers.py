@@ -33,10 +33,7 @@ class Reader:
     def before_reading(self, call: Any) -> None:
         """Have weights gathered, for the backward of something made in ``call``."""
         owner = self.owner()
-        if owner is None:
-            return
-        # Most operators of a unit find that backward has entered their call already.
-        if call is None or call.task != torch._C._current_graph_task_id() or not owner.is_unsharded:
+        if owner is not None and (call is None or not owner.is_in(call)):
             owner.backward.before_reading(owner, call)
 
     def watch(self, output: Any) -> None:

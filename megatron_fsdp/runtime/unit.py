@@ -266,6 +266,11 @@ class Unit(StateNames):
                 return False
         return True
 
+    def is_in(self, call: Call) -> bool:
+        """Whether the backward under way has come to a call of the unit, and its weights are still there."""
+        is_entered = call.entered == self.backward.number and call.task == torch._C._current_graph_task_id()
+        return is_entered and self.is_unsharded
+
     @property
     def is_sharded(self) -> bool:
         """Whether nothing of it is gathered or being gathered."""
@@ -364,8 +369,7 @@ def watchers(tensor: torch.Tensor) -> list[Call]:
 def _enter_backward(calls: list[Call], gradient: torch.Tensor) -> None:
     for call in calls[::-1]:
         unit = call.unit
-        # Most tensors that a call made are reached when backward has entered it already.
-        if call.task != torch._C._current_graph_task_id() or not unit.is_unsharded:
+        if not unit.is_in(call):
             unit.backward.before_backward(call)
 
 
