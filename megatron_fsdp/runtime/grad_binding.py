@@ -343,8 +343,8 @@ class GradBinding:
             )
         return (
             f"{name} is a sum under way, not reduced over all ranks yet. Run the last microbatch outside of no_sync() "
-            "and of microbatch(model, False) before .grad is read or an optimizer steps; after a backward that raised "
-            "call zero_grad() first."
+            "and of microbatch(model, False), and call finalize_backward() if that is manual, before .grad is read or "
+            "an optimizer steps; after a backward that raised call zero_grad() first."
         )
 
     # ------------------------------------------------------------------ a sum is complete

@@ -82,6 +82,7 @@ class GroupParts:
         else:
             weights = ExtensionWeights(self.owned[0], self.plan, spec, self.name)
             self.weights, self.faces = weights, ExtensionFaces(self.owned, weights, self)
+        self.weights.keeps_gathered = spec.keeps_gathered
         self.parameters: dict[str, nn.Parameter] = self.faces.by_name()
         for owned, face in zip(self.owned, self.faces.sharded, strict=True):
             _GROUPS[face] = weakref.ref(self)

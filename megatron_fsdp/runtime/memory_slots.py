@@ -107,7 +107,9 @@ def place_in_slots(group: ParameterGroup, pools: BufferPools | None, choice: Slo
         return None if pools is None else pools.get(use, of, device, axes, placed)
 
     if not group.rests_whole:
-        of_weights = pool("weights", weights, placements.parameter)
+        # What stays takes no turns.
+        is_kept = group.weights.keeps_gathered
+        of_weights = None if is_kept else pool("weights", weights, placements.parameter)
         group.gathered.storage.use_pool(of_weights, comes_ahead=True)
         if group.weights.post_forward is not None:
             # One for each unit would be held for as long as the allocator's; in an arena it costs nothing.

@@ -149,6 +149,13 @@ class Unit(StateNames):
             group.weights.check_part(size)
         return size
 
+    def keep_gathered(self, keeps: bool) -> None:
+        """Have the memory of gathered weights also when they are resharded, or no more."""
+        for group in self.groups:
+            group.keep_gathered(keeps)
+        if self.slots.sizing is not None:
+            self._place_in_slots()
+
     def use_slots(self, choice: SlotChoice) -> None:
         """Take memory from slots from now on, or from the allocator again."""
         self.slots = choice
