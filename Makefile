@@ -112,6 +112,7 @@ $(STAMP): setup.py pyproject.toml $(CONSTRAINTS)
 	@test -z "$(HAS_GPU)" || test -n "$(VENV_ARGS)" || $(PYTHON) -c 'import importlib.util as u; u.find_spec("torch") and print("note: $(PYTHON) has torch; make VENV_ARGS=--system-site-packages would use it instead of installing another")'
 	@# A folder whose pip does not run is left over from a set-up that failed.
 	@$(BIN) -m pip --version >/dev/null 2>&1 || { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV_ARGS) $(VENV); } || { rm -rf $(VENV); echo "error: '$(PYTHON) -m venv' failed (see above); install the venv module (on Debian: apt-get install python3-venv) or name another Python, as in: make PYTHON=python3.12" >&2; exit 1; }
-	@echo "Installing into $(VENV)$(if $(HAS_GPU),, without CUDA)"
-	$(BIN) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[dev]'
+	@echo "Installing PyTorch and what goes with it into $(VENV)$(if $(HAS_GPU),, without CUDA): minutes, once"
+	@# On a terminal pip shows what it fetches, with the time left; elsewhere its lines would bury what follows.
+	$(BIN) -m pip install $$(test -t 2 || echo -qq) --disable-pip-version-check $(PIP_ARGS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[dev]'
 	@touch $@

@@ -38,6 +38,12 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     author="The DBuffer authors",
+    # What it stands on; the project itself has no address but the folder that it was installed from.
+    project_urls={
+        "PyTorch FSDP2": "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
+        "Megatron-LM": "https://github.com/NVIDIA/Megatron-LM",
+        "ZeRO": "https://arxiv.org/abs/1910.02054",
+    },
     python_requires=">=3.10",
     # An installed package called `kernels` would overwrite another project's; the folder keeps the name, the import
     # does not.

@@ -62,12 +62,12 @@ class StepResult:
 def pretrain(args: argparse.Namespace, ranks: Ranks) -> None:
     """Train from the start or from the latest checkpoint, save on the way, and show a sample; every rank calls it.
 
-    SIGTERM to any rank, or the end of ``--exit-duration-in-mins``, ends the run after the step under way, with a
-    checkpoint.
+    SIGTERM or Ctrl-C to any rank, or the end of ``--exit-duration-in-mins``, ends the run after the step under way,
+    with a checkpoint.
     """
     with (
         started(args, ranks) as job,
-        StopSignal(args.exit_duration_in_mins) as stop,
+        StopSignal(args.exit_duration_in_mins, on_interrupt=interrupt_notice(args) if ranks.is_main else "") as stop,
         StepProfiler(args, ranks, args.save or DEFAULT_FOLDER, job.log, job.model) as profiler,
         watched(job.model, args) as watch,
     ):
@@ -98,11 +98,17 @@ def pretrain(args: argparse.Namespace, ranks: Ranks) -> None:
             if is_last:
                 break
         job.log.end()
-        if stop.is_received or stop.is_time_up:
-            reason = "SIGTERM" if stop.is_received else f"--exit-duration-in-mins {args.exit_duration_in_mins}"
+        if stop.received or stop.is_time_up:
+            reason = stop.received or f"--exit-duration-in-mins {args.exit_duration_in_mins}"
             job.log.message(f"stopped by {reason} after {state.iteration} iterations")
         if state.iteration == args.train_iters:
             show_sample(job)
+
+
+def interrupt_notice(args: argparse.Namespace) -> str:
+    """Return what to say when Ctrl-C comes."""
+    then = "and saved" if args.save is not None else "and nothing saved, for want of --save"
+    return f"Ctrl-C: the step under way is finished {then}; Ctrl-C again ends the run at once"
 
 
 def is_due(state: TrainingState, interval: int | None, args: argparse.Namespace) -> bool:

@@ -9,6 +9,7 @@ import logging
 import sys
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
@@ -23,6 +24,9 @@ def run() -> int:
     logging.disable(logging.ERROR)
     try:
         main()
+    except SignalException as error:
+        # The ranks got the signal, and have ended: torchrun has waited for what they did about it.
+        return 128 + int(error.sigval)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         if not Path(failure.error_file).exists():

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from gpt.checkpoint import check_load
 from gpt.flags import build_parser
 from gpt.meshes import data_parallel_size
 from gpt.tensorboard import check_tensorboard
@@ -53,6 +54,8 @@ def parse_arguments(arguments: Sequence[str], *, num_ranks: int) -> argparse.Nam
         FsdpConfig.from_args(args)
     else:
         _check_without_engine(args)
+    if args.load is not None and not args.load.is_dir():
+        check_load(args, args.load, "there is no such folder")
     return args
 
 

@@ -111,6 +111,21 @@ def resume_folder(args: argparse.Namespace) -> Path | None:
     return folder
 
 
+def check_load(args: argparse.Namespace, folder: Path, found: str) -> None:
+    """Refuse to start anew where ``--load`` says to go on; with the same folder as ``--save`` a job may begin, too.
+
+    Args:
+        folder: to go on from. found: what is wrong with it.
+    Raises:
+        ConfigError: it is another one than that of ``--save``.
+    """
+    if args.save is None or folder.resolve() != args.save.resolve():
+        raise ConfigError(
+            f"--load {folder}: {found}; wanted the --save folder of an earlier run. Leave --load out to start from new "
+            "weights; a job that is to do either, its first time and later, gives --save and --load the same folder"
+        )
+
+
 def check_tracker(checkpoints: CheckpointSeries) -> None:
     """Refuse a folder whose tracker names a checkpoint when there is none: starting anew would hide the loss.
 

@@ -226,7 +226,7 @@ def _add_io_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--save-interval", type=_positive_int, help="steps between checkpoints, default only at the end")
     group.add_argument("--keep-last", type=_positive_int, help="checkpoints to keep in --save, default all")
     group.add_argument("--async-save", action="store_true", help="write checkpoints while training goes on")
-    group.add_argument("--load", type=Path, help="folder of checkpoints to resume from, when it holds any")
+    group.add_argument("--load", type=Path, help="folder of checkpoints to resume from; may be new if it is --save")
     group.add_argument("--log-interval", type=_positive_int, default=100, help="steps between log lines")
     group.add_argument("--tensorboard-dir", type=Path, help="write the log's numbers for TensorBoard too")
     group.add_argument(

@@ -8,6 +8,7 @@ from typing import Any
 from gpt.blend import DEFAULT_SPLIT
 from gpt.checkpoint import (
     TrainingState,
+    check_load,
     check_tracker,
     checkpoints_in,
     differences,
@@ -21,7 +22,11 @@ from megatron_fsdp.checkpoint.partial import load_matching
 
 
 def resume(job: Job) -> TrainingState:
-    """Load the newest whole checkpoint of the run and return where it stands, or a new run's state if there is none."""
+    """Load the newest whole checkpoint of the run and return where it stands, or a new run's state if there is none.
+
+    Raises:
+        ConfigError: there is none where ``--load`` alone says to go on.
+    """
     root = resume_folder(job.args)
     if root is None:
         return TrainingState()
@@ -30,6 +35,7 @@ def resume(job: Job) -> TrainingState:
     loaded = checkpoints_in(root).load(unwrapped(job.model), job.optimizer)
     if loaded is None:
         check_tracker(checkpoints_in(root))
+        check_load(job.args, root, "there is no checkpoint in it")
         job.log.message(f"no checkpoint in {root}: starting from new weights")
         return TrainingState()
     for message in loaded.damaged:

@@ -1,7 +1,8 @@
-"""SIGTERM, or the end of the time, as a request: the step under way is finished and saved, on all ranks alike."""
+"""SIGTERM, Ctrl-C or the end of the time as a request: the step under way is finished and saved, on all ranks alike."""
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from types import FrameType, TracebackType
@@ -12,28 +13,36 @@ import torch.distributed as dist
 
 from dbuffer.gloo import wait_for
 
+_STDERR = 2
+_NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+
 
 class StopSignal:
-    """Notes SIGTERM while its context is open; a second one ends the process at once, as without it.
+    """Notes SIGTERM and SIGINT (Ctrl-C) while its context is open; a second one of a kind does what it does without.
 
     torchrun sends SIGTERM to all ranks when it is stopped itself, and to the others when one rank has failed; cluster
-    schedulers send it before they take a machine away.
+    schedulers send it before they take a machine away. Ctrl-C reaches torchrun alone, which sends it on.
     """
 
-    def __init__(self, minutes: float | None = None) -> None:
-        """Start the time; after ``minutes`` of it (None: never) the run is to stop as if the signal had come."""
-        self._is_received = False
+    def __init__(self, minutes: float | None = None, *, on_interrupt: str = "") -> None:
+        """Start the time; after ``minutes`` of it (None: never) the run is to stop as if a signal had come.
+
+        Args:
+            on_interrupt: what to say on stderr when Ctrl-C comes, as the step under way may take its time.
+        """
+        self._received = 0
         self._is_time_up = False
+        self._on_interrupt = on_interrupt
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
-        self._previous: Any = signal.SIG_DFL
+        self._previous: dict[int, Any] = {}
         # A flag on the host must not wait for the GPU, so it has a gloo group of its own.
         has_others = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
         self._group = dist.new_group(backend="gloo", group_desc="stop signal") if has_others else None
 
     @property
-    def is_received(self) -> bool:
-        """Whether this rank, or at the last look any rank, got the signal."""
-        return self._is_received
+    def received(self) -> str:
+        """The name of the signal that this rank, or at the last look any rank, got; empty for none."""
+        return _NAMES[signal.Signals(self._received)] if self._received else ""
 
     @property
     def is_time_up(self) -> bool:
@@ -45,20 +54,24 @@ class StopSignal:
         self._is_time_up = self._deadline is not None and time.monotonic() >= self._deadline
         if self._group is not None:
             # Clocks differ between ranks: without agreement some would go on alone into the next step.
-            flags = torch.tensor([self._is_received, self._is_time_up], dtype=torch.int32)
+            flags = torch.tensor([self._received, self._is_time_up], dtype=torch.int32)
             wait_for(dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
-            self._is_received, self._is_time_up = (bool(flag) for flag in flags.tolist())
-        return self._is_received or self._is_time_up
+            self._received, self._is_time_up = int(flags[0]), bool(flags[1])
+        return self._received > 0 or self._is_time_up
 
     def __enter__(self) -> StopSignal:
-        self._previous = signal.signal(signal.SIGTERM, self._receive)
+        self._previous = {number: signal.signal(number, self._receive) for number in _NAMES}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.signal(signal.SIGTERM, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._is_received = True
-        signal.signal(signal.SIGTERM, self._previous)
+        self._received = number
+        signal.signal(number, self._previous[number])
+        if number == signal.SIGINT and self._on_interrupt:
+            # Past Python's buffer, which may be in use by what the signal has interrupted.
+            os.write(_STDERR, f"\n{self._on_interrupt}\n".encode())

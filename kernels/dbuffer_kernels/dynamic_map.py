@@ -16,6 +16,8 @@ from dbuffer_kernels.reference import rounding_bits
 QUANT_BLOCK = 256
 """Elements that share one scale."""
 NUM_CODES = 256
+LARGEST_SCALES = (2.0**64, torch.finfo(torch.float32).max)
+"""Of signed and of unsigned values: the largest square, and its root."""
 _EXPONENTS = 7
 
 
@@ -69,8 +71,13 @@ def quantize_blocks(
     with probability (distance to the lower) / (distance of the two), in steps of 2 ** -16, by bits that its position
     and the keys alone decide.
 
+    Unsigned values are what a step divides by the root of: where one rounded to zero, a moment beside it that did not
+    would make a step of any size. So one above zero never has the code of zero. And larger scales than
+    ``LARGEST_SCALES`` are these: where a square is above what FP32 holds, others of its block stay numbers.
+
     Args:
-        values: fp32, 1-D. first_position: of the first value, for stochastic rounding; None rounds to nearest.
+        values: fp32, 1-D, none below zero unless ``signed``. first_position: of the first value, for stochastic
+            rounding; None rounds to nearest.
         keys: as ``reference.rounding_keys`` returns them.
     Returns:
         uint8 of the same length; fp32, one for each block.
@@ -78,18 +85,20 @@ def quantize_blocks(
     numel = values.numel()
     padded = torch.nn.functional.pad(values, (0, -numel % QUANT_BLOCK)).view(-1, QUANT_BLOCK)
     scales = padded.abs().amax(1) if padded.numel() else padded.new_empty(0)
+    scales.clamp_(max=LARGEST_SCALES[0 if signed else 1])
     ratios = (padded / scales.masked_fill(scales == 0, 1.0)[:, None]).view(-1)[:numel]
     # Infinity over infinity, in a block that is spoiled either way.
     ratios = torch.where(ratios.isnan(), 0.0, ratios)
     tables = map_tables(values.device)
+    least = 0 if signed else (values > 0).to(torch.uint8)
     if first_position is None:
-        return torch.bucketize(ratios, tables[2 if signed else 3][:-1]).to(torch.uint8), scales
+        return torch.bucketize(ratios, tables[2 if signed else 3][:-1]).to(torch.uint8).clamp_(min=least), scales
     table = tables[0 if signed else 1]
     lower = torch.bucketize(ratios, table[1:], right=True)
     below, above = table[lower], table[(lower + 1).clamp_(max=NUM_CODES - 1)]
     index = torch.arange(first_position, first_position + numel, device=values.device)
     is_up = rounding_bits(index, *keys).float() * (above - below) < (ratios - below) * 65536.0
-    return (lower + is_up).clamp_(max=NUM_CODES - 1).to(torch.uint8), scales
+    return (lower + is_up).clamp_(max=NUM_CODES - 1).to(torch.uint8).clamp_(min=least), scales
 
 
 def dequantize_blocks(codes: Tensor, scales: Tensor, *, signed: bool, first_element: int = 0) -> Tensor:

@@ -260,7 +260,11 @@ def store_coded(
     if mask is not None:
         bits = tl.where(mask, bits, 0)
     # Magnitudes order as their bits do, and NaN comes last, so that it reaches the scale.
-    scale = tl.max(bits, axis=1).to(tl.float32, bitcast=True)
+    most = tl.max(bits, axis=1)
+    # LARGEST_SCALES in bits.
+    largest: tl.constexpr = 0x5F800000 if MAP == 0 else 0x7F7FFFFF
+    most = tl.where(most <= 0x7F800000, tl.minimum(most, largest), most)
+    scale = most.to(tl.float32, bitcast=True)
     divisor = tl.where(scale == 0.0, 1.0, scale)
     ratio = divide(value, tl.broadcast_to(divisor[:, None], value.shape))
     # Infinity over infinity, in a block that is spoiled either way.
@@ -278,5 +282,8 @@ def store_coded(
         for step in tl.static_range(8):
             probe = code + (128 >> step)
             code = tl.where(tl.load(maps + 512 + MAP + probe - 1) < ratio, probe, code)
+    if MAP != 0:
+        # Of squares none above zero becomes zero: see quantize_blocks.
+        code = tl.maximum(code, (value > 0.0).to(tl.int32))
     tl.store(codes, code.to(tl.uint8), mask=mask)
     tl.store(scales, scale, mask=is_part)

@@ -212,7 +212,7 @@ _OTHER = (
     Flag("--dist-ckpt-strictness", "assume_ok_unexpected", Effect.NOTHING, "of torch_dist checkpoints",
          "a checkpoint of another model is refused", choices=_STRICTNESS, kind=str),
     Flag("--async-save", False, Effect.ACTS, "write checkpoints while training goes on",
-         "copied to host memory, then written; the next save, SIGTERM and the end of the run wait for it"),
+         "copied to host memory, then written; the next save, SIGTERM, Ctrl-C and the end of the run wait for it"),
     Flag("--clip-grad", 1.0, Effect.ACTS, "largest global norm of the gradients",
          "over all ranks and units; 0 only measures", kind=float),
     Flag("--check-for-nan-in-loss-and-grad", True, Effect.ACTS, "look for NaN; switched off by --no-check-...",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 import torch
@@ -101,9 +101,8 @@ class Backward:
         is_last: whether the next backward ends an optimizer step's gradient accumulation.
         number: how many backwards there were so far.
         max_packed_buffers: how many units' packed gradients may live at once.
-        is_manual: whether gradients become final in ``finish`` outside of a backward, not when a backward ends.
-        is_unfinished: whether a backward ended, and that ``finish`` is still to come.
-        reduction: identifies the last ``start_finishing``, of whose handle nobody waited for; else None.
+        is_manual: whether a backward leaves it to a ``finish`` outside of it to complete the gradients.
+        is_unfinished: whether that is still to come. awaited: refuses what may not come before; None for nothing.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -111,7 +110,7 @@ class Backward:
         self.number = 0
         self.max_packed_buffers = 1
         self.is_manual = self.is_unfinished = False
-        self.reduction: object | None = None
+        self.awaited: Callable[[str], NoReturn] | None = None
         self._schedule = schedule
         self._pass: _Pass | None = None
         self._has_sums = False
@@ -165,7 +164,7 @@ class Backward:
             for buffer in unit.gradients:
                 if buffer.binding.is_void or self.is_unfinished:
                     buffer.discard()
-        self.is_unfinished, self.reduction = False, None
+        self.is_unfinished, self.awaited = False, None
 
     def _abandon(self) -> None:
         for unit in self._schedule.units():
@@ -342,8 +341,7 @@ class Backward:
     def finish(self) -> None:
         """End the backward: close what is open, complete the reductions, hand the gradients to the parameters.
 
-        Outside of any, finish what earlier ones left under way; a backward leaves the completion to that if
-        ``is_manual``.
+        Outside of any, finish what earlier ones left under way.
         """
         tell("finish", self)
         is_inside = is_in_backward()
@@ -356,7 +354,13 @@ class Backward:
             self._leave(unit)
         self.is_unfinished = is_inside and self.is_manual
         if not self.is_unfinished:
-            self._complete(units)
+            self._reduce_filled(units)
+            self._reducing.drain(0)
+            # Hooks waited on the streams that autograd gave them. The caller's follows all of it from here on, also in
+            # a graph that ends with the backward (docs/design/order.md, "Streams"). Not before: compute would wait for
+            # the gather of the unit that comes next.
+            join_lanes()
+            self._finalize(units)
         self._show_pending(units)
         self._end()
         for pool in self._schedule.pools.planned:
@@ -366,53 +370,16 @@ class Backward:
         if (self.is_last or self.is_manual) and not self.is_unfinished:
             tell("backward", self)
 
-    def start_finishing(self) -> object:
-        """Issue the reductions that ``finish`` would wait for, and return what identifies this (``finish_started``)."""
+    def start_reductions(self) -> None:
+        """Issue, outside of a backward, the reductions that ``finish`` completes."""
         self.recover()
         self._settle()
-        self._reduce_filled(list(self._schedule.units()))
-        self.reduction = object()
-        return self.reduction
+        self._reduce_filled(self._schedule.units())
 
-    def finish_started(self, reduction: object) -> None:
-        """Do what ``finish`` does after ``start_finishing``.
-
-        Raises:
-            StateError: ``reset`` came in between.
-        """
-        if reduction is not self.reduction:
-            raise StateError(
-                "the handle of finalize_backward(async_op=True) is void: reset_iter_state() dropped the gradients that "
-                "it stood for. Run the iteration again."
-            )
-        self.finish()
-        self.reduction = None
-
-    def refuse_before_wait(self, what: str) -> NoReturn:
-        """Refuse ``what`` while nobody has waited for the last ``start_finishing``.
-
-        Raises:
-            StateError: always.
-        """
-        raise StateError(
-            f"{what} before wait() of the handle that finalize_backward(async_op=True) returned last; wait for it first"
-        )
-
-    def _reduce_filled(self, units: list[Unit]) -> None:
-        """Issue the reductions of what is packed."""
+    def _reduce_filled(self, units: Iterable[Unit]) -> None:
         for unit in units:
             if unit.requires_gradient_sync and any(buffer.is_filled for buffer in unit.gradients):
                 self._reduce(unit)
-
-    def _complete(self, units: list[Unit]) -> None:
-        """Complete the reductions and hand the gradients to the parameters."""
-        self._reduce_filled(units)
-        self._reducing.drain(0)
-        # Hooks waited on the streams that autograd gave them. The caller's follows all of it from here on, also in a
-        # graph that ends with the backward (docs/design/order.md, "Streams"). Not before: compute would wait for the
-        # gather of the unit that comes next.
-        join_lanes()
-        self._finalize(units)
 
     def _finalize(self, units: list[Unit]) -> None:
         finals = [found for unit in units if (found := list(self._final(unit)))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.runtime.conversion import apply_to_group
-from megatron_fsdp.runtime.memory_slots import SlotChoice, communicator_has_memory
+from megatron_fsdp.runtime.memory_slots import SlotChoice, communicator_has_memory, keep_gathered
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.runtime.rewrapping import refuse_ddp
 from megatron_fsdp.runtime.unit import Unit, alive, is_in_backward
@@ -47,8 +48,10 @@ class GradientReductionHandle:
     """
 
     def __init__(self, backward: Backward | None) -> None:
-        self._backward = backward
-        self._reduction = None if backward is None else backward.start_finishing()
+        self._backward = None if backward is None else weakref.ref(backward)
+        if backward is not None:
+            backward.start_reductions()
+            backward.awaited = self._refuse
 
     def wait(self) -> None:
         """Make compute wait for the reductions; ``.grad`` of the parameters is final afterwards.
@@ -56,9 +59,21 @@ class GradientReductionHandle:
         Raises:
             StateError: ``reset_iter_state`` dropped the gradients.
         """
-        backward, self._backward = self._backward, None
-        if backward is not None:
-            backward.finish_started(self._reduction)
+        backward = None if self._backward is None else self._backward()
+        if backward is None:
+            return
+        if backward.awaited != self._refuse:
+            raise StateError(
+                "the handle of finalize_backward(async_op=True) is void: reset_iter_state() dropped the gradients that "
+                "it stood for. Run the iteration again."
+            )
+        backward.finish()
+        backward.awaited = self._backward = None
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise StateError(
+            f"{what} before wait() of the handle that finalize_backward(async_op=True) returned last; wait for it first"
+        )
 
 
 class UnshardHandle:
@@ -132,7 +147,10 @@ class FSDPModule:
         may not be read.
         """
         for unit in self._units(recurse):
-            unit.keep_gathered(keep)
+            for group in unit.groups:
+                keep_gathered(group, keeps=keep)
+            if unit.slots.sizing is not None:
+                unit.use_slots(unit.slots)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: the next backwards keep gradients on this rank, unreduced. The first one with True reduces the sum."""
@@ -168,7 +186,7 @@ class FSDPModule:
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Make the gradients of all backwards so far final, after ``set_manual_backward_finalization(True)``.
 
-        No-op before the first forward. Of several backwards that come before, all but the last may run with
+        No-op before the first backward. Of several backwards that come before, all but the last may run with
         ``set_requires_gradient_sync(False)``, which saves their reductions.
 
         Args:
@@ -179,11 +197,11 @@ class FSDPModule:
                 ``wait()`` of the last handle.
         """
         unit, backward = unit_of(self), unit_of(self).backward
-        if not unit.schedule.has_run:
+        if not backward.number:
             return GradientReductionHandle(None) if async_op else None
         self._check_root("finalize_backward")
-        if backward.reduction is not None:
-            backward.refuse_before_wait("finalize_backward()")
+        if backward.awaited is not None:
+            backward.awaited("finalize_backward()")
         if not backward.is_manual:
             raise StateError(
                 f"unit {unit.name!r}: finalize_backward() without set_manual_backward_finalization(True): gradients "

@@ -56,7 +56,11 @@ class PackedGradients:
         spec, placements = self._spec, self._spec.placements
         partial: tuple[BufferPlacement, ...] = tuple(Partial("sum") for _ in placements.gradient)
         self.rests_partial = placements.gradient == partial
-        main_grad = self._buffer(placements.gradient, spec.main_dtype, "main_grad", self._template.device)
+        resting = placements.gradient
+        if not self.rests_partial and self._is_alone_on_the_rest():
+            # Replicas of one rank, say: what a microbatch's reduction leaves here is final.
+            resting = placements.optimizer
+        main_grad = self._buffer(resting, spec.main_dtype, "main_grad", self._template.device)
         self.packed = reduced = final = main_grad
         if not self.rests_partial:
             self.packed = self._buffer(partial, spec.reduce_dtype, "packed gradients", spec.device)
@@ -64,7 +68,7 @@ class PackedGradients:
                 reduced = self.packed.slice_view(placements.gradient)
             else:
                 reduced = self._buffer(placements.gradient, spec.accumulate_dtype, "reduced gradients", spec.device)
-        if placements.gradient != placements.optimizer:
+        if resting != placements.optimizer:
             final = main_grad.slice_view(placements.optimizer)
         self.rests_final = final is main_grad and not self.rests_partial
         self.binding = GradBinding(main_grad, final, self._faces, self._template.dtype)
@@ -73,6 +77,12 @@ class PackedGradients:
         self.reduction = Reduction(
             self.packed, reduced, main_grad, final, is_offloaded=spec.is_offloaded, is_pinned=spec.is_pinned
         )
+
+    def _is_alone_on_the_rest(self) -> bool:
+        """Whether the axes that are left to reduce at the end have one rank each."""
+        placements = self._spec.placements
+        pairs = zip(self._template.axes, placements.gradient, placements.optimizer, strict=True)
+        return all(axis.size == 1 for axis, now, last in pairs if now != last)
 
     def _buffer(
         self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, what: str, device: torch.device

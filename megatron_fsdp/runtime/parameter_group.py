@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
@@ -193,16 +192,6 @@ class ParameterGroup(GroupParts):
             self._release(keep_part=keep_part, is_unchanged=changed is None and not is_raising)
         if changed is not None:
             self.faces.refuse_change(changed)
-
-    def keep_gathered(self, keeps: bool) -> None:
-        """Have the memory of gathered weights from now on also when they are resharded, or no more."""
-        self.spec = replace(self.spec, keeps_gathered=keeps)
-        self.weights.keeps_gathered = keeps
-        if self.weight_state is WeightState.SHARDED and not self.rests_whole:
-            if keeps:
-                self.gathered.reallocate_storage()
-            else:
-                self.weights.release()
 
     def _release(self, *, keep_part: bool, is_unchanged: bool) -> None:
         self.faces.released(is_unchanged=is_unchanged)

@@ -63,11 +63,6 @@ class Schedule:
             self._units.append(unit.reference)
 
     @property
-    def has_run(self) -> bool:
-        """Whether any of the units was called."""
-        return self._clock > 0
-
-    @property
     def root(self) -> Unit | None:
         """The outermost unit."""
         return self._root()
@@ -160,8 +155,8 @@ class Schedule:
             given: to the module, tensors in any structure.
         """
         if unit is self.root and not unit.awaits(module):
-            if unit.backward.reduction is not None:
-                unit.backward.refuse_before_wait("forward")
+            if unit.backward.awaited is not None:
+                unit.backward.awaited("forward")
             self._start_pass()
         if not self.open_call(unit, module):
             return

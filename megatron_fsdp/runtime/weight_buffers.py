@@ -39,7 +39,7 @@ class WeightBuffers:
         rests_whole: whether it does.
         post_forward: the part kept from forward to backward, if any.
         gather_function: used instead of the all-gather.
-        keeps_gathered: ``release`` leaves the memory of gathered weights where it is, with values that nobody may read.
+        keeps_gathered: ``release`` leaves the memory of gathered weights where it is.
     """
 
     def __init__(self, plan: Plan, spec: GroupSpec, name: str) -> None:

@@ -151,3 +151,22 @@ def bytes_per_parameter() -> float:
         if isinstance(module, FsdpModule):
             module.reshard()
     return (memory_meter().current_bytes - before) * dist.get_world_size() / (2 * 512 * 512)
+
+
+def distance_after_spike(spike: float, seed: int | None) -> float:
+    """Return how far weights are from those of FP32 moments, in learning rates, some steps after a larger gradient."""
+    found = []
+    for moments in (None, "int8"):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(64, 70, bias=False), mp_policy=INT8)
+        optimizer = AdamW(model.parameters(), lr=0.01, moments=moments, rounding_seed=None if moments is None else seed)
+        for step in range(6):
+            output = model(torch.randn(5, 64))
+            factor = torch.ones_like(output)
+            # Larger for three rows: of a block of 256 elements, one part and not the rest.
+            factor[:, 5:8] = spike if step == 1 else 1.0
+            (output.square() * factor).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model.weight.full_tensor().detach())
+    return float((found[0] - found[1]).abs().max()) / 0.01

@@ -14,6 +14,7 @@ from tests.functional.int8_training import (
     Outcome,
     bytes_after_backward,
     bytes_per_parameter,
+    distance_after_spike,
     loaded,
     resume,
     train,
@@ -59,6 +60,15 @@ def test_split_weights_train_to_the_same_bits_on_two_axes() -> None:
     (alone,) = run_ranks(1, train, Job(policy=SPLIT))
     for found in run_ranks(4, train, Job(("first",), "hfsdp", policy=SPLIT)):
         assert_same(found, alone)
+
+
+# The second is more than FP32 holds squares of.
+@pytest.mark.parametrize("spike", [1e4, 1e30])
+@pytest.mark.parametrize("seed", [None, 5])
+def test_after_a_spike_weights_stay_near_those_of_fp32_moments(spike: float, seed: int | None) -> None:
+    (distance,) = run_ranks(1, distance_after_spike, spike, seed)
+    # Four steps after it, of which Adam makes none longer than a few learning rates.
+    assert distance < 6
 
 
 def test_codes_load_as_their_values_into_fp32_moments_and_back(tmp_path: Path) -> None:

@@ -2,14 +2,13 @@
 
 import os
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed has them, but untyped
+from torch._C._distributed_c10d import Store  # torch.distributed has it, but untyped
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -67,40 +66,17 @@ def train_among_fakes(backend: str, num_axes: int) -> None:
     train(model)
 
 
-class Forwarding(Store):
-    """A store in Python with all that a process group of gloo asks for, and no more."""
-
-    def __init__(self, inner: Store) -> None:
-        super().__init__()
-        self._inner = inner
-
-    def set(self, key: str, value: str) -> None:
-        self._inner.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        return self._inner.get(key)
-
-    def add(self, key: str, value: int) -> int:
-        return self._inner.add(key, value)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._inner.check(keys)
-
-    def wait(self, *arguments: Any) -> None:
-        self._inner.wait(*arguments)
+class Bare(Store):
+    """A store in Python that has not all methods."""
 
 
-def shard_over_forwarding(port: int) -> None:
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    store = Forwarding(TCPStore("127.0.0.1", port, is_master=False))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    with pytest.raises(
-        ConfigError, match=r"class Forwarding, which has no compare_set.*Give init_process_group an addr"
+def shard_over_a_bare_store() -> None:
+    with (
+        mock.patch.object(dist.distributed_c10d, "_get_default_store", return_value=Bare()),
+        pytest.raises(ConfigError, match=r"class Bare, which has no compare_set.*Give init_process_group an address"),
     ):
         fully_shard(nn.Linear(5, 3))
 
 
 def test_a_store_without_compare_set_is_refused_by_its_class() -> None:
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    run_ranks(2, shard_over_forwarding, server.port)
+    run_ranks(2, shard_over_a_bare_store)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tests.functional.checkpoint_cases import LAYOUTS
 from tests.harness import run_ranks
 
 README = Path(__file__).parents[2] / "README.md"
@@ -36,3 +37,7 @@ def test_the_readmes_trainer_shards_its_parameters() -> None:
     assert sum(whole for _, _, whole in run_ranks(3, run_trainer)) < num_parameters
     ((_, _, alone),) = run_ranks(1, run_trainer)
     assert alone == num_parameters
+
+
+def test_the_readme_counts_the_pairs_of_layouts_whose_checkpoints_are_exchanged() -> None:
+    assert f"with no conversion between | {len(LAYOUTS) ** 2} |" in README.read_text(encoding="utf-8")

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
 from tests.integration.megatron_meshes import BATCH as BATCH
 from tests.integration.megatron_meshes import (
@@ -91,3 +92,67 @@ def resume(task: Task, mesh: Mesh, folder: Path) -> tuple[Steps, Steps]:
 def test_a_run_goes_on_with_the_scale_that_it_had(tmp_path: Path) -> None:
     for wanted, found in run_ranks(2, resume, Task(HALF, data=2, optimizer=SCALER), Mesh(), tmp_path / "step12"):
         assert found == wanted
+
+
+def losses(model: dict[str, Any], mesh: Mesh) -> torch.Tensor:
+    task = Task(model, data=2, optimizer={"lr": 1e-2, **({"fp16": True, "loss_scale": 1024.0} if model else {})})
+    figures = train(task, *build(task, replace(mesh, model=model)), range(24))
+    return torch.tensor([loss for *_, loss in figures], dtype=torch.float64)
+
+
+def drift() -> dict[str, float]:
+    """Return how far losses of 24 steps are from those of Megatron's DDP in FP32: root of the mean square."""
+    plain, half = {"ddp": {"grad_reduce_in_fp32": True}}, {"ddp": {"grad_reduce_in_fp32": False}}
+    with megatron_processes():
+        exact = losses({}, Mesh(strategy=None, **plain))
+        found = {
+            "fp32": losses({}, Mesh(**plain)),
+            "fp16 ddp": losses(HALF, Mesh(strategy=None, **half)),
+            "fp16": losses(HALF, Mesh(**half)),
+        }
+    return {name: (each / exact - 1).square().mean().sqrt().item() for name, each in found.items()}
+
+
+def test_what_fp16_drifts_from_ddp_is_rounding_for_both_are_as_far_from_fp32() -> None:
+    (found, _) = run_ranks(2, drift)
+    assert found["fp32"] < 1e-6
+    assert found["fp16 ddp"] > 1e-4
+    assert found["fp16"] < 1.5 * found["fp16 ddp"]
+
+
+def gradients(mesh: Mesh) -> torch.Tensor:
+    """Return the gradients of the first step before they are unscaled, one after the other."""
+    task = Task(HALF, data=2, optimizer={"fp16": True, "loss_scale": 1024.0})
+    chunks, optimizer = build(task, replace(mesh, model=HALF))
+    model, config = chunks[0], chunks[0].config
+    config.no_sync_func, config.finalize_model_grads_func = model.no_sync, finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=microbatches(task, parallel_state.get_data_parallel_rank(), 0),
+        model=model,
+        num_microbatches=task.num_microbatches,
+        seq_length=LENGTH,
+        micro_batch_size=BATCH,
+        forward_only=False,
+    )
+    found = [value if (value := getattr(p, "main_grad", None)) is not None else p.grad for p in model.parameters()]
+    return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).double().flatten() for g in found])
+
+
+def errors_of_sums() -> dict[str, float]:
+    with megatron_processes():
+        exact = gradients(Mesh(strategy=None, ddp={"grad_reduce_in_fp32": True}))
+        found = {
+            "fp32 sums": gradients(Mesh(ddp={"grad_reduce_in_fp32": True})),
+            "ddp": gradients(Mesh(strategy=None, ddp={"grad_reduce_in_fp32": False})),
+            "fp16 sums": gradients(Mesh(ddp={"grad_reduce_in_fp32": False})),
+        }
+    return {name: ((each - exact).norm() / exact.norm()).item() for name, each in found.items()}
+
+
+def test_sums_of_fp16_gradients_are_exact_in_fp32_and_else_rounded_no_more_than_ddps() -> None:
+    (found, _) = run_ranks(2, errors_of_sums)
+    assert found["fp32 sums"] < 1e-6
+    assert found["ddp"] > 1e-4
+    assert found["fp16 sums"] < found["ddp"]

@@ -49,7 +49,8 @@ class MegatronFSDP(FSDPModule, nn.Module):
         """Run all but the last microbatch of a step: forward and backward go inside.
 
         As in Megatron-FSDP, gradients that rest sharded are reduced all the same; what waits for the last microbatch
-        is the reduction of those that rest whole (ZeRO-0 and 1), and over the outer axis.
+        is the reduction of those that rest whole (ZeRO-0 and 1), and over the outer axis. Where nothing waits (ZeRO-2
+        and 3 on one axis, or with one replica), ``.grad`` shows the sum so far.
         """
         with self._auto_sync(False):
             yield

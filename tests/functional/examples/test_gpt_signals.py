@@ -1,8 +1,9 @@
-"""SIGTERM is noted while the context is open, once, and is the process's own affair before and after."""
+"""SIGTERM and Ctrl-C are noted while the context is open, once, and are the process's own affair before and after."""
 
 import os
 import signal
 
+import pytest
 import torch.distributed as dist
 
 from gpt.signals import StopSignal
@@ -15,14 +16,15 @@ def send_sigterm() -> None:
 
 def test_nothing_is_received_without_a_signal() -> None:
     with StopSignal() as stop:
-        assert not stop.is_received
+        assert not stop.received
         assert not stop.is_received_anywhere()
 
 
-def test_a_signal_is_received_and_the_process_goes_on() -> None:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+def test_a_signal_is_received_and_the_process_goes_on(number: int, name: str) -> None:
     with StopSignal() as stop:
-        send_sigterm()
-        assert stop.is_received
+        os.kill(os.getpid(), number)
+        assert stop.received == name
         assert stop.is_received_anywhere()
 
 
@@ -41,13 +43,25 @@ def test_a_second_signal_goes_where_the_first_would_have_gone() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def stop_the_last_rank() -> list[bool]:
+def test_ctrl_c_says_what_happens_and_a_second_one_interrupts(capfd: pytest.CaptureFixture[str]) -> None:
+    with StopSignal(on_interrupt="the step is finished"):
+        send_sigterm()
+        assert capfd.readouterr().err == ""
+        os.kill(os.getpid(), signal.SIGINT)
+        assert capfd.readouterr().err == "\nthe step is finished\n"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def stop_the_last_rank(number: int) -> tuple[bool, bool, str]:
     with StopSignal() as stop:
-        answers = [stop.is_received_anywhere()]
+        before = stop.is_received_anywhere()
         if dist.get_rank() == dist.get_world_size() - 1:
-            send_sigterm()
-        return [*answers, stop.is_received_anywhere(), stop.is_received]
+            os.kill(os.getpid(), number)
+        return before, stop.is_received_anywhere(), stop.received
 
 
-def test_all_ranks_stop_when_one_is_asked_to() -> None:
-    assert run_ranks(3, stop_the_last_rank) == [[False, True, True]] * 3
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+def test_all_ranks_stop_when_one_is_asked_to(number: int, name: str) -> None:
+    assert run_ranks(3, stop_the_last_rank, number) == [(False, True, name)] * 3

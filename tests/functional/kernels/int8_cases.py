@@ -133,3 +133,31 @@ def test_int8_adamw_keeps_zero_blocks_zero_and_a_nan_in_its_block() -> None:
         assert torch.equal(scale.isnan(), is_spoiled)
         assert not scale[~is_spoiled].any()
     assert weight.isnan().nonzero().tolist() == [[600]]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("is_random", [False, True])
+def test_int8_adamw_keeps_squares_above_zero_and_numbers_beside_overflows(is_random: bool) -> None:
+    numel = 4096 + 700
+    codes = [torch.full((numel,), zero, dtype=torch.uint8, device=DEVICE) for zero in (127, 0)]
+    scales = [torch.zeros(19, device=DEVICE) for _ in range(2)]
+    nothing = [torch.zeros(0, device=DEVICE) for _ in range(2)]
+    moments = Int8Moments(*codes, *scales, *nothing)
+    gradient = torch.zeros(numel, device=DEVICE)
+    gradient[::3] = 1.0
+    gradient[0], gradient[300], gradient[4800 - 5] = 1e15, -1e30, 1e30
+    exp_avg, exp_avg_sq = torch.zeros_like(gradient), torch.zeros_like(gradient)
+    weight = torch.ones(numel, device=DEVICE)
+    plain = AdamWBuffers(gradient, weight.clone(), exp_avg, exp_avg_sq)
+    table = [[*rounding_keys(4), *rounding_keys(5)]]
+    keys = torch.tensor(table, device=DEVICE) if is_random else None
+    segments = CodedSegments([CodedSegment(0, numel)], numel)
+    int8_adamw(Int8AdamWBuffers(gradient, weight, moments), segments, rows()[:1], keys=keys)
+    adamw(plain, Segments([Segment(0, numel, 0)], numel), rows()[:1])
+    assert torch.equal(weight, plain.weight)
+    for number, values in enumerate((exp_avg, exp_avg_sq)):
+        found = encoded(values, signed=number == 0, keys=tuple(table[0][2 * number :][:2]) if is_random else None)
+        assert np.array_equal(codes[number].cpu().numpy(), found.codes)
+        assert np.array_equal(scales[number].cpu().numpy(), found.scales)
+    assert torch.equal(codes[1] > 0, exp_avg_sq > 0)
+    assert torch.stack(scales).isfinite().all()

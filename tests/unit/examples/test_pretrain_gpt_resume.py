@@ -1,4 +1,4 @@
-"""The training script in one process: which checkpoints it keeps, what it resumes from, and how SIGTERM ends it."""
+"""The training script in one process: which checkpoints it keeps, what it resumes from, what signals do to it."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 import pretrain_gpt
 from tests.harness.grids import nightly_but
@@ -74,19 +75,22 @@ def test_a_restart_by_torchrun_resumes_without_being_told(monkeypatch: pytest.Mo
     assert train() == wanted
 
 
-def test_sigterm_ends_the_run_after_the_step_with_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
+    number: int, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     wanted = train()
     shutil.rmtree("run")
     step = pretrain_gpt.train_step
 
     def send_in_third(job: Any, state: Any) -> Any:
         if state.iteration == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return step(job, state)
 
     with mock.patch.object(pretrain_gpt, "train_step", send_in_third):
         assert train() == wanted[:3]
-    assert "stopped by SIGTERM after 3 iterations" in capsys.readouterr().out
+    assert f"stopped by {name} after 3 iterations" in capsys.readouterr().out
     assert kept() == ["iter_0000003"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert train("--load run") == wanted
@@ -102,3 +106,22 @@ def test_a_number_to_keep_without_a_folder_is_refused(capsys: pytest.CaptureFixt
     words = TINY.replace("--save run", "--keep-last 2").split()
     assert pretrain_gpt.main(words) == 2
     assert "--keep-last 2 without --save" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("folder", "found"), [("elsewhere", "there is no such folder"), ("here", "there is no checkpoint in it")]
+)
+def test_a_folder_to_load_from_that_holds_nothing_is_refused(
+    folder: str, found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("here").mkdir()
+    assert pretrain_gpt.main([*TINY.split(), "--data-path", "text", "--load", folder]) == 2
+    assert f"--load {folder}: {found}; wanted the --save folder of an earlier run" in capsys.readouterr().err
+    assert not kept()
+    if dist.is_initialized():
+        # A run that ends with an error leaves its group to the end of the process.
+        dist.destroy_process_group()
+
+
+def test_a_job_that_loads_where_it_saves_may_be_new() -> None:
+    assert train("--load ./run") == train("--train-iters 6")

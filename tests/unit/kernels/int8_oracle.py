@@ -34,15 +34,19 @@ def decoded(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch
 
 
 def encoded(values: torch.Tensor, *, signed: bool, position: int = 0, keys: tuple[int, int] | None = None) -> Encoded:
-    """Find codes by looking at all 256 values, and for random rounding draw with Python's integers."""
+    """Find codes by looking at all 256 values, and for random rounding draw with Python's integers.
+
+    Unsigned, nothing above zero is zero. Scales end at the largest number, and at its root.
+    """
     table = np.array(dynamic_map(signed=signed), dtype=np.float32)
     flat = values.cpu().numpy()
     codes, scales = [], []
     for start in range(0, len(flat), 256):
         block = flat[start : start + 256]
         scale = np.abs(block).max()
+        scale = np.minimum(scale, np.float32(2.0**64) if signed else np.finfo(np.float32).max)
         scales.append(scale)
-        ratios = np.zeros_like(block) if scale == 0 else (block / scale).astype(np.float32)
+        ratios = np.zeros_like(block) if scale == 0 else np.clip((block / scale).astype(np.float32), -1, 1)
         if keys is None:
             # argmin takes the first of two that are as near: the lower one.
             codes += [int(np.argmin(np.abs(table.astype(np.float64) - float(ratio)))) for ratio in ratios]
@@ -53,6 +57,8 @@ def encoded(values: torch.Tensor, *, signed: bool, position: int = 0, keys: tupl
             draw = np.float32(hashed(position + start + number, *keys))
             is_up = draw * (table[upper] - table[lower]) < (ratio - table[lower]) * np.float32(65536)
             codes.append(upper if is_up else lower)
+    if not signed:
+        codes = [max(code, 1) if value > 0 else code for code, value in zip(codes, flat, strict=True)]
     return Encoded(np.array(codes, dtype=np.uint8), np.array(scales, dtype=np.float32))
 
 

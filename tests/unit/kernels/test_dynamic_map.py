@@ -50,6 +50,33 @@ def test_stochastic_codes_depend_on_position_and_keys_alone_and_are_right_on_ave
     assert (draws.mean(0) - values).abs().mean() < 0.0005
 
 
+@pytest.mark.parametrize("keys", [None, rounding_keys(3)])
+def test_a_square_above_zero_is_never_stored_as_zero(keys: tuple[int, int] | None) -> None:
+    values = torch.tensor([1e20, 1e-20, 0.0, 1e-38]).repeat(100)
+    position = None if keys is None else 0
+    codes, scales = quantize_blocks(values, signed=False, first_position=position, keys=keys or (0, 0))
+    assert torch.equal(dequantize_blocks(codes, scales, signed=False) > 0, values > 0)
+    assert np.array_equal(codes.numpy(), encoded(values, signed=False, keys=keys).codes)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("keys", [None, rounding_keys(3)])
+def test_a_value_beyond_the_largest_scale_leaves_others_of_its_block_numbers(
+    signed: bool, keys: tuple[int, int] | None
+) -> None:
+    values = torch.tensor([3e38, 0.0, 1e10, float("inf")])
+    values = torch.cat([values, -values]) if signed else values
+    position = None if keys is None else 0
+    codes, scales = quantize_blocks(values, signed=signed, first_position=position, keys=keys or (0, 0))
+    wanted = encoded(values, signed=signed, keys=keys)
+    assert np.array_equal(codes.numpy(), wanted.codes)
+    assert np.array_equal(scales.numpy(), wanted.scales)
+    found = dequantize_blocks(codes, scales, signed=signed)
+    assert found.isfinite().all()
+    assert found[1] == 0
+    assert found[3] >= found[0] > 1e19
+
+
 @pytest.mark.parametrize(
     "segments", [[CodedSegment(100, 300)], [CodedSegment(0, 300), CodedSegment(300, 512)], [CodedSegment(0, 600)]]
 )
