@@ -62,15 +62,16 @@ def allow_any(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def refuse_late(unit: str, faces: Faces, dtype: torch.dtype, error: RuntimeError) -> NoReturn:
-    """Name the parameter to which no gradient of ``dtype`` could be assigned.
+    """Name the parameter to which no gradient of ``dtype`` could be assigned, and take back what was set.
 
     Raises:
         StateError: its ``grad_dtype`` is another one. RuntimeError: ``error``, where that of none is.
     """
     for index, parameter in enumerate(faces.sharded):
         if parameter.grad_dtype not in (None, dtype):
+            found, parameter.grad_dtype = parameter.grad_dtype, dtype
             raise StateError(
-                f"{unit}: grad_dtype of parameter {faces.name_of(index)!r} was set to {parameter.grad_dtype} after "
-                f"gradients of {dtype} were laid out for it; set it before the first forward"
+                f"{unit}: grad_dtype of parameter {faces.name_of(index)!r} was set to {found} after gradients of "
+                f"{dtype} were laid out for it; set it before the first forward"
             ) from error
     raise error
