@@ -17,6 +17,7 @@ from torch import nn
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError, StateError
 from megatron_fsdp.runtime.asked_gradients import refuse_gathered
+from megatron_fsdp.runtime.freshness import MOMENTS
 from megatron_fsdp.runtime.grad_binding import GradState
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.lanes import join_lanes
@@ -183,7 +184,7 @@ class Backward:
         """Gather the unit again for its backward, end the units that backward has left, start the next gather.
 
         Raises:
-            StateError: the backward is itself recorded (``create_graph=True``).
+            StateError: the backward is itself recorded (``create_graph=True``), or weights were stepped since forward.
         """
         if listeners:
             tell("enter", call)
@@ -192,6 +193,8 @@ class Backward:
                 f"unit {call.unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
                 "use released weights. Keep the module whose second derivatives are wanted unsharded."
             )
+        if call.moment != MOMENTS[0]:
+            call.unit.refuse_step(call)
         now, unit = self.begin(), call.unit
         if call.entered == self.number:
             self._unshard_again(now, unit)

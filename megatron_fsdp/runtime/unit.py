@@ -16,6 +16,7 @@ from dbuffer_kernels.switches import is_off
 from megatron_fsdp.build.ownership import settle_grad_dtypes
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy, grad_dtype_of
+from megatron_fsdp.runtime.freshness import MOMENTS
 from megatron_fsdp.runtime.fsdp2_view import StateNames
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.memory_slots import SlotChoice, place_in_slots
@@ -40,11 +41,13 @@ class Call:
         first_begin: when the unit's first watched call in the same pass began.
         entered: the number of the last backward that reached its outputs; 0 for none so far. task: autograd's number of
             the graph in which it did; that of one inside of another is higher.
+        moment: of optimizers' steps when it began (``freshness.MOMENTS``).
         first_node: autograd's nodes that were made since it began have this number or a higher one.
     """
 
     __slots__ = (
-        "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "first_node", "position", "task", "trail",
+        "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "first_node", "moment", "position", "task",
+        "trail",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, begin: int) -> None:
@@ -54,6 +57,7 @@ class Call:
         self.position = 0
         self.trail: list[weakref.ref[Unit]] = []
         self.entered = self.task = 0
+        self.moment = MOMENTS[0]
         self.first_node: int = torch._C._autograd._get_sequence_nr()
 
     @property
@@ -281,6 +285,21 @@ class Unit(StateNames):
     def calls_not_entered(self, backward: int, end: float = math.inf) -> list[Call]:
         """Return the calls that a backward has not entered and may still enter, or not, that began until ``end``."""
         return [call for call in self.outstanding_calls() if call.entered != backward and call.begin <= end]
+
+    def refuse_step(self, call: Call) -> None:
+        """Refuse the backward of a call, if an optimizer has stepped the unit's weights since.
+
+        Raises:
+            StateError: one has.
+        """
+        for group in self.groups:
+            if group.freshness.has_changed_since(call.moment):
+                raise StateError(
+                    f"unit {self.name!r}: an optimizer has stepped its weights ({next(iter(group.parameters))!r} or "
+                    "others of that group) between a forward and the backward through it: gradients would be of the "
+                    "old activations and the new weights. Call backward() before optimizer.step(), or run forward "
+                    "again after it."
+                )
 
     def awaits_gradients(self) -> bool:
         """Whether the graph that autograd is going through brings gradients that have not come yet."""
