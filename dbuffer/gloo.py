@@ -73,12 +73,17 @@ def _finish(work: dist.Work | None, works: list[dist.Work] | None) -> None:
 
 
 class _WorkThen(dist.Work):
-    """A collective and what the waiting thread does, once, when it is over; it can be polled as the collective can."""
+    """A collective and what the waiting thread does when it is over; it can be polled as the collective can.
 
-    def __init__(self, work: dist.Work, then: Callable[[], None]) -> None:
+    Args:
+        then: done once; again where it was interrupted. scratch: given back after it.
+    """
+
+    def __init__(self, work: dist.Work, then: Callable[[], None], *scratch: torch.Tensor) -> None:
         super().__init__()
         self._work = work
         self._then: Callable[[], None] | None = then
+        self._scratch = scratch
 
     def is_completed(self) -> bool:
         """Whether the ranks are done with the collective."""
@@ -91,9 +96,12 @@ class _WorkThen(dist.Work):
             RuntimeError: it failed, or takes longer.
         """
         self._work.wait(timeout)
-        then, self._then = self._then, None
-        if then is not None:
-            then()
+        if self._then is not None:
+            self._then()
+            self._then = None
+            scratch, self._scratch = self._scratch, ()
+            for each in scratch:
+                _give_scratch_back(each)
         return True
 
 
@@ -128,9 +136,8 @@ def _reduce_by_exchange(full: torch.Tensor, output: torch.Tensor, axis: MeshAxis
 
     def add_up() -> None:
         _add_up(output, slices[axis.rank], received.view(full.dtype).view(-1, output.numel()), axis, op)
-        _give_scratch_back(scratch)
 
-    return _WorkThen(work, add_up)
+    return _WorkThen(work, add_up, scratch)
 
 
 def _all_reduce_by_message(tensors: Sequence[torch.Tensor], axis: MeshAxis, op: str) -> dist.Work:
@@ -145,9 +152,8 @@ def _all_reduce_by_message(tensors: Sequence[torch.Tensor], axis: MeshAxis, op: 
     def take_apart() -> None:
         for tensor, part in zip(tensors, whole.split(sizes), strict=True):
             tensor.view(-1).copy_(part)
-        _give_scratch_back(scratch)
 
-    return _WorkThen(work, take_apart)
+    return _WorkThen(work, take_apart, scratch)
 
 
 def _add_up(output: torch.Tensor, mine: torch.Tensor, others: torch.Tensor, axis: MeshAxis, op: str) -> None:
@@ -238,10 +244,8 @@ def _gather_by_message(parts: Sequence[_Part], axis: MeshAxis) -> dist.Work:
             for row, other in zip(arriving, others, strict=True):
                 if other != axis.rank:
                     rows[other].copy_(row[place])
-        _give_scratch_back(sent)
-        _give_scratch_back(received)
 
-    return _WorkThen(work, sort)
+    return _WorkThen(work, sort, sent, received)
 
 
 def _reduce_by_message(parts: Sequence[_Part], axis: MeshAxis, op: str) -> dist.Work:
@@ -259,10 +263,8 @@ def _reduce_by_message(parts: Sequence[_Part], axis: MeshAxis, op: str) -> dist.
     def add_up() -> None:
         for (whole, output), rows, place in zip(parts, slices, places, strict=True):
             _add_up(output, rows[axis.rank], arriving[:, place].contiguous().view(whole.dtype), axis, op)
-        _give_scratch_back(sent)
-        _give_scratch_back(received)
 
-    return _WorkThen(work, add_up)
+    return _WorkThen(work, add_up, sent, received)
 
 
 def _exchange(arriving: torch.Tensor, leaving: torch.Tensor, axis: MeshAxis, group: dist.ProcessGroup) -> dist.Work:

@@ -7,9 +7,10 @@ they are closed, which is where their gradients are reduced, and released (docs/
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -23,7 +24,6 @@ from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.lanes import join_lanes
 from megatron_fsdp.runtime.missing_gradients import MissingGradients
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.pending_sums import open_backwards
 from megatron_fsdp.runtime.reduction import Reduction
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Call, Unit, alive, is_in_backward
@@ -31,23 +31,11 @@ from megatron_fsdp.runtime.unit import Call, Unit, alive, is_in_backward
 __all__ = ["Backward", "InFlight"]
 
 
-class _Ending:
-    """Ends a backward when called; lives as long as autograd's task."""
-
-    __slots__ = ("__weakref__", "_finish")
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish = finish
-
-    def __call__(self) -> None:
-        self._finish()
-
-
 class _Pass:
     """One backward.
 
     Attributes:
-        ending: what autograd calls at the end; dead when the backward has ended or raised.
+        ending: what autograd calls at the end; dead when the backward has raised.
         active: units that it is in, or whose weights it has gathered once more. Weak, so that a model whose backward
             raised is freed when it is deleted. entered: the oldest call of each unit that it has come to. repeated: the
             last one of each unit that it has computed again. closed: units whose gradients it has done with. All by
@@ -56,8 +44,8 @@ class _Pass:
         has_gradients: whether anything has.
     """
 
-    def __init__(self, ending: _Ending) -> None:
-        self.ending = weakref.ref(ending)
+    def __init__(self, ending: weakref.ref[functools.partial[None]]) -> None:
+        self.ending = ending
         self.active: dict[int, weakref.ref[Unit]] = {}
         self.entered: dict[int, Call] = {}
         self.repeated: dict[int, Call] = {}
@@ -127,18 +115,24 @@ class Backward:
         Args:
             packs: gradients are about to be packed; make room for one more buffer, oldest first.
         """
-        if self._pass is not None:
+        now = self._pass
+        if now is None or now.ending() is None:
             self.recover()
-        if self._pass is None:
             self.number += 1
-            ending = _Ending(self.finish)
-            self._pass = _Pass(ending)
-            open_backwards[id(self)] = weakref.ref(self)
-            torch.autograd.Variable._execution_engine.queue_callback(ending)
+            self._pass = now = _Pass(self._follow_task())
             self._settle()
         if packs:
             self._reducing.drain(self.max_packed_buffers - 1)
-        return self._pass
+        return now
+
+    def _follow_task(self) -> weakref.ref[functools.partial[None]]:
+        """Have autograd call ``finish`` at the end of its task; what is returned dies with a task that raises.
+
+        No frame may refer to what is called, as a traceback would keep it: a partial has none of its own.
+        """
+        ending = functools.partial(Backward.finish, self)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
+        return weakref.ref(ending, functools.partial(_raised, weakref.ref(self)))
 
     def _settle(self) -> None:
         """Take notice of sums under way that users threw away."""
@@ -147,6 +141,18 @@ class Backward:
                 for buffer in unit.gradients:
                     buffer.settle()
             self._has_sums = False
+
+    def void(self, ending: weakref.ref[functools.partial[None]]) -> None:
+        """Let ``.grad`` refuse to be read, as the backward of that ending has raised.
+
+        Before whoever called backward hears of it. No more than that, as ranks that wait for this one may hold it up:
+        ``recover`` gives memory back.
+        """
+        if self._pass is not None and self._pass.ending is ending:
+            for unit in self._schedule.units():
+                for buffer in unit.gradients:
+                    buffer.void(self.number)
+            self._has_sums = True
 
     def recover(self) -> None:
         """Forget a backward that raised: its graph task is gone, but never ran the final callback."""
@@ -171,12 +177,11 @@ class Backward:
         self._end()
 
     def _end(self) -> None:
-        self._pass = None
         for unit in self._schedule.units():
             for buffer in unit.gradients:
                 buffer.end_backward()
-        open_backwards.pop(id(self), None)
         self._schedule.end_backward()
+        self._pass = None
 
     # ------------------------------------------------------------------ enter
 
@@ -404,6 +409,12 @@ class Backward:
                 yield group
 
 
+def _raised(backward: weakref.ref[Backward], ending: weakref.ref[functools.partial[None]]) -> None:
+    found = backward()
+    if found is not None:
+        found.void(ending)
+
+
 class InFlight:
     """Units whose gradients are being reduced, in the order of issue."""
 
@@ -416,13 +427,13 @@ class InFlight:
 
     def drain(self, num_kept: int) -> None:
         """Make compute wait for all reductions but the newest ``num_kept``, and release their packed buffers."""
-        count = max(len(self._units) - num_kept, 0)
-        done, self._units = self._units[:count], self._units[count:]
-        for unit in alive(done):
-            for buffer in unit.gradients:
+        while len(self._units) > num_kept:
+            unit = self._units[0]()
+            for buffer in unit.gradients if unit is not None else ():
                 if buffer.is_reducing:
                     tell("fold", unit)
                     try:
                         buffer.wait()
                     except RuntimeError as error:
-                        AgreementError.raise_for(unit.name, "the reduction of its gradients", error)
+                        AgreementError.raise_for(buffer.unit, "the reduction of its gradients", error)
+            del self._units[0]

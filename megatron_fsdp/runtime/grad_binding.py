@@ -237,8 +237,8 @@ class GradBinding:
             self._sums.show()
         else:
             self._adopt_user_gradients(shown)
-            _clear_grads(self._parameters)
             self._sums.begin(_either(self.trained, _given(shown)))
+            _clear_grads(self._parameters)
             self.become(GradState.PARTIAL)
             if self.final is not self.main_grad:
                 # The memory around the final slice holds what the last reduction left: keep the slice aside, start
@@ -296,7 +296,6 @@ class GradBinding:
             if is_wanted and (pending is None or pending.is_zeroed):
                 dropped.append(index)
         if len(dropped) == sum(sums.wanted):
-            sums.end()
             return None
         if sums.is_void:
             raise StateError(self._describe(next(i for i, one in enumerate(sums.wanted) if one and i not in dropped)))
@@ -315,24 +314,23 @@ class GradBinding:
     def void(self) -> None:
         """Let ``.grad`` of a sum that a backward left incomplete refuse to be read until it is dropped."""
         assert self._sums is not None
-        if self._sums.is_thrown_away(self._shown()):
-            self._sums.end()
-        else:
+        if not self._sums.is_void:
             self._sums.show()
             self._sums.is_void = True
 
-    def discard(self) -> None:
-        """Drop ``.grad`` of a sum under way."""
-        assert self._sums is not None
-        _clear_grads(self._parameters)
-        self._sums.forget()
-        self._sums.end()
-
-    def drop(self) -> None:
-        """Hold nothing."""
+    def empty(self) -> None:
+        """Hold nothing of a sum under way."""
         self._carry = None
         self.become(GradState.EMPTY)
         self.let_go()
+
+    def end_sum(self, *, clears: bool) -> None:
+        """Have no sum under way any more; ``clears``: where ``.grad`` says that there is one."""
+        assert self._sums is not None
+        if clears:
+            _clear_grads(self._parameters)
+        self._sums.forget()
+        self._sums.end()
 
     def _describe(self, index: int) -> str:
         name = f"{self.name}: the gradient of parameter {self._faces.name_of(index)!r}"
@@ -371,22 +369,22 @@ class GradBinding:
     def show(self) -> None:
         """Set ``.grad`` of every sharded parameter to its part of the final gradients, but of those in ``missing``."""
         gradients, wanted = self._final_gradients(), self.trained
-        if self._sums is not None and self._sums.is_under_way:
-            if 0 in self.trained:
-                # One that was frozen in between keeps what was accumulated before.
-                wanted = _either(self.trained, self._sums.wanted)
-            self._sums.forget()
-            self._sums.end()
+        is_sum = self.has_sum_under_way
+        if self._sums is not None and is_sum and 0 in self.trained:
+            # One that was frozen in between keeps what was accumulated before.
+            wanted = _either(self.trained, self._sums.wanted)
         if 1 in self.missing:
             # They keep what they had, and nothing was accumulated of which hooks could be told.
             _clear_grads(itertools.compress(self._parameters, self.missing))
             _assign_grads(self._parameters, gradients, bytes(map(operator.and_, self.missing, self._had)))
             wanted = bytearray(map(operator.gt, wanted, self.missing))
-        # Autograd accumulates into the gathered parameters, so it calls no hook of the sharded ones.
         try:
             hooks = _assign_grads(self._parameters, gradients, wanted)
         except RuntimeError as error:
             self._refuse_grad_dtype(error)
+        if is_sum:
+            self.end_sum(clears=False)
+        # Autograd accumulates into the gathered parameters, so it calls no hook of the sharded ones.
         for call_hook in hooks:
             call_hook()
         if 1 not in wanted:
@@ -405,13 +403,13 @@ class GradBinding:
     def _final_gradients(self) -> list[DTensor]:
         if not self._gradients:
             self.hold()
+            for parameter in self._parameters if self.final.dtype is not self._dtype else ():
+                if grad_dtype_of(parameter) == "own":
+                    parameter.grad_dtype = None  # any dtype may be assigned then
             indices = range(len(self._parameters))
             self._gradients = [
                 self._faces.wrap(index, self.final.get_dtensor(index, is_view=True)) for index in indices
             ]
-            for parameter in self._parameters if self.final.dtype is not self._dtype else ():
-                if grad_dtype_of(parameter) == "own":
-                    parameter.grad_dtype = None  # any dtype may be assigned then
             self._locals = [gradient._local_tensor for gradient in self._gradients]
             self._references = self._count_references()
         return self._gradients

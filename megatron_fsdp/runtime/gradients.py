@@ -155,9 +155,9 @@ class GradientBuffer(PackedGradients):
             return
         self._follow_freezing()
         if 1 in self._trained:
-            self._begun[0] = True
             self._copies = self._pack_scale == 1.0 and not self._faces.has_splits
             self._begin()
+            self._begun[0] = True
             observer = self._observer() if self._observer is not None else None
             if observer is not None:
                 observer.backward.gradient_arrived(observer)
@@ -242,9 +242,8 @@ class GradientBuffer(PackedGradients):
         packed = [buffer for buffer in buffers if not buffer.rests_partial]
         if packed:
             all_stages = [buffer._stages() for buffer in packed]
-            ticket = submit_reductions(packed[0]._spec.device, all_stages, owner)
+            submit_reductions(packed[0]._spec.device, all_stages, owner, [buffer._tickets for buffer in packed])
             for buffer in packed:
-                buffer._tickets.append(ticket)
                 buffer.binding.become(GradState.PARTIAL)
                 tell("reducing", buffer)
 
@@ -260,12 +259,12 @@ class GradientBuffer(PackedGradients):
 
     def wait(self) -> None:
         """Make compute wait for the reduction and release the packed buffer."""
-        tickets, self._tickets = self._tickets, []
-        for ticket in tickets:
-            ticket.wait()
-        if tickets:
+        if self._tickets:
+            for ticket in self._tickets:
+                ticket.wait()
             self.packed.release_storage()
             self.reduction.release()
+            self._tickets.clear()
 
     # ------------------------------------------------------------------ sums that are given up
 
@@ -277,32 +276,47 @@ class GradientBuffer(PackedGradients):
         """
         dropped = self.binding.settle()
         if dropped is None:
-            self._drop()
+            self._empty()
+            self.binding.end_sum(clears=False)
             return
         for index in dropped:
             self._filled[index] = 0
 
-    def abandon(self, backward: int) -> None:
-        """Forget what a backward that raised left here; ``.grad`` refuses to be read until it is dropped.
+    def void(self, backward: int) -> None:
+        """Let ``.grad`` refuse to be read until it is dropped.
 
         Args:
-            backward: the number of that backward; nothing happens where it brought no gradient, or all of them.
+            backward: the number of one that has raised; nothing happens where it brought no gradient, or all of them.
         """
         if self._backward == backward and self.binding.has_sum_under_way:
-            self._drop()
             self.binding.void()
+
+    def abandon(self, backward: int) -> None:
+        """Forget what a backward that raised left here; what earlier ones keep for the next stays.
+
+        Args:
+            backward: its number.
+        """
+        self.void(backward)
+        self._begun[0] = False
+        # Autograd may have been about to tell of any of them.
+        _plainly(deque, (), (map(_set_grad, self._faces.gathered, repeat(None)), 0))
+        if self._backward == backward:
+            self._empty()
 
     def discard(self) -> None:
         """Drop a sum under way, and ``.grad`` with it."""
         if self.binding.has_sum_under_way:
-            self._drop()
-            self.binding.discard()
+            self._empty()
+            self.binding.end_sum(clears=True)
 
-    def _drop(self) -> None:
-        self.wait()
-        self._drop_waiting()
+    def _empty(self) -> None:
+        for ticket in self._tickets:
+            ticket.give_up()
         self._filled = bytearray(len(self._views))
-        self._begun[0] = False
         if not self.rests_partial:
             self.packed.release_storage()
-        self.binding.drop()
+        self.reduction.release()
+        self._tickets.clear()
+        if self.binding.has_sum_under_way:
+            self.binding.empty()

@@ -42,6 +42,8 @@ def _before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if unit is unit.schedule.root:
+        if not is_in_backward():
+            unit.backward.recover()
         unit.trees[id(module)].check(module, lambda: units_below(module))
     if _innermost_transform() is None:
         _gather(unit, module, (args, kwargs))
@@ -60,7 +62,6 @@ def _gather(unit: Unit, module: nn.Module, given: Any) -> None:
     if is_in_backward():
         unit.backward.before_recomputation(unit, module)
     else:
-        unit.backward.recover()
         unit.schedule.before_forward(unit, module, given)
 
 

@@ -8,8 +8,8 @@ of them by way of ``Streams``, in whose place a test puts a double that notes wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -52,7 +52,13 @@ class Ticket(Protocol):
     works: list[dist.Work]
 
     def wait(self) -> None:
-        """Make all later compute see the result. On CUDA this orders streams and does not block the host."""
+        """Make all later compute see the result. On CUDA this orders streams and does not block the host.
+
+        One that was interrupted is not over: it may be made again.
+        """
+
+    def give_up(self) -> None:
+        """Wait until nothing is written any more; whether it failed or not, there will be no result."""
 
 
 class Lane(Protocol):
@@ -65,6 +71,7 @@ class Lane(Protocol):
         on_host: Callable[[], None] | None = None,
         *,
         owner: int = 0,
+        tickets: Iterable[list[Ticket]] = (),
     ) -> Ticket:
         """Queue ``operation`` after all compute issued so far, and ``then`` after it.
 
@@ -73,6 +80,7 @@ class Lane(Protocol):
             then: device work on their result.
             on_host: work of the CPU on what ``then`` copied to it; ``Ticket.wait`` blocks the host for it.
             owner: told to listeners with the ticket.
+            tickets: these get the ticket before anything is issued: if that raises, somebody has to ``give_up``.
         """
 
 
@@ -86,20 +94,28 @@ class _CpuTicket:
 
     def wait(self) -> None:
         """Block until the collectives are done, then run what follows them, once."""
-        works, self.works = self.works, []
-        then, self._then = self._then, []
-        if not works and not then:
+        if not self.works and not self._then:
             return
         if listeners:
             tell("wait", self)
-        for work in works:
+        for work in self.works:
             wait_for(work)
+        self.works = []
         if listeners:
             tell("landed", self)
-        for step in then:
+        for step in self._then:
             step()
+        self._then = []
         if listeners:
             tell("waited", self)
+
+    def give_up(self) -> None:
+        """Wait for the collectives, and let what would have followed them be."""
+        self._then = []
+        for work in self.works:
+            with suppress(RuntimeError):
+                wait_for(work)
+        self.works = []
 
 
 class CpuLane:
@@ -115,9 +131,12 @@ class CpuLane:
         on_host: Callable[[], None] | None = None,
         *,
         owner: int = 0,
+        tickets: Iterable[list[Ticket]] = (),
     ) -> Ticket:
         """Start the collectives; ``then`` and ``on_host`` run in ``Ticket.wait``."""
         ticket = _CpuTicket(self._name, owner, [step for step in (then, on_host) if step is not None])
+        for known in tickets:
+            known.append(ticket)
         if listeners:
             tell("issue", ticket)
         operation(ticket.works)
@@ -259,13 +278,19 @@ class _CudaTicket:
         for stream in streams:
             stream.wait_event(self._event)
         self._followed = (self._followed or set()) | {id(stream) for stream in streams}
-        on_host, self._on_host = self._on_host, None
-        if on_host is not None:
+        if self._on_host is not None:
             self._event.synchronize()
             with self._compute.streams.on_host():
-                on_host()
+                self._on_host()
+            self._on_host = None
         if listeners:
             tell("waited", self)
+
+    def give_up(self) -> None:
+        """Order compute after what was submitted; its end is known even where the submission raised."""
+        self._on_host = None
+        if self._event is not None:
+            self.wait()
 
 
 class CudaLane:
@@ -286,25 +311,30 @@ class CudaLane:
         on_host: Callable[[], None] | None = None,
         *,
         owner: int = 0,
+        tickets: Iterable[list[Ticket]] = (),
     ) -> Ticket:
         """Run the operation on the lane's stream, after what compute streams hold now."""
         streams = self._compute.streams
         ticket = _CudaTicket(self._name, owner, self._compute, on_host)
+        for known in tickets:
+            known.append(ticket)
         # The wait also covers memory: a block that compute has finished with may be handed out again on this stream.
         for stream in self._compute.all():
             self._stream.wait_stream(stream)
         with streams.use(self._stream):
-            if listeners:
-                tell("issue", ticket)
-            operation(None)
-            if listeners:
-                tell("landed", ticket)
-            if then is not None:
-                then()
             event = streams.event()
-            event.record(self._stream)
-            ticket._event = self._last = event
-            self._is_last_captured = streams.is_capturing()
+            try:
+                if listeners:
+                    tell("issue", ticket)
+                operation(None)
+                if listeners:
+                    tell("landed", ticket)
+                if then is not None:
+                    then()
+            finally:
+                event.record(self._stream)
+                ticket._event = self._last = event
+                self._is_last_captured = streams.is_capturing()
         _latest[:] = [] if self._is_last_captured else [event]
         if listeners:
             tell("issued", ticket)

@@ -205,6 +205,7 @@ class PackedWeights(WeightBuffers):
 
     def gather(self, works: list[dist.Work] | None) -> list[Part]:
         """Return the gather of the codes: those of backward's grid where one is under way."""
+        self._arrived = None
         if self._is_from_part and self.post_forward is not None:
             self.gathered.reallocate_storage()
             return [self.post_forward.gather()]
@@ -220,7 +221,7 @@ class PackedWeights(WeightBuffers):
         super().gathered_is_used()
         if self._arrived is None:
             return
-        grid, self._arrived = self._arrived, None
+        grid = self._arrived
         rows = self._wire.local_buffer.view(self._axis.size, -1)
         codes = rows[:, : self._local_numel].reshape(-1)
         scales = rows[:, self._local_numel :].reshape(-1)
@@ -228,6 +229,7 @@ class PackedWeights(WeightBuffers):
         with torch.no_grad():
             for part, values in self._decoded(codes, scales, grid):
                 out[part].copy_(values.view(-1))
+        self._arrived = None
         self._wire.release_storage()
 
     def _decoded(self, codes: torch.Tensor, scales: torch.Tensor, grid: int) -> Iterator[tuple[slice, torch.Tensor]]:

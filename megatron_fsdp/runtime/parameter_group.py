@@ -115,6 +115,8 @@ class WeightState(enum.Enum):
 _CHANGES = (
     (WeightState.SHARDED, WeightState.GATHERING),
     (WeightState.GATHERING, WeightState.UNSHARDED),
+    # It failed.
+    (WeightState.GATHERING, WeightState.SHARDED),
     (WeightState.UNSHARDED, WeightState.SHARDED),
 )
 
@@ -153,13 +155,15 @@ class ParameterGroup(GroupParts):
             try:
                 self.gather_ticket.wait()
             except RuntimeError as error:
+                self._become(WeightState.SHARDED)
                 AgreementError.raise_for(self.name, "the gather of its weights", error)
-            self.gather_ticket = None
+        # Each of these may be done again, by whoever comes after an interrupt.
         self.weights.gathered_is_used()
-        self._become(WeightState.UNSHARDED)
         if not self.rests_whole:
             self.faces.brought_back()
         self.faces.sites.show_unsharded()
+        self.gather_ticket = None
+        self._become(WeightState.UNSHARDED)
 
     def reveal(self) -> None:
         """Show gathered weights that ``conceal`` took away."""

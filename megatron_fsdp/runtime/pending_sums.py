@@ -3,16 +3,14 @@
 Between microbatches that keep gradients on this rank, and after a backward that raised, there is nothing that a reader
 of ``.grad`` could be shown. None would hide what users do meanwhile: who sets ``.grad`` to None or zeroes it throws the
 sum away, and who steps an optimizer would step without it. So ``.grad`` is a tensor that may be dropped and zeroed,
-that takes what autograd adds to it, and that no operator reads. During a backward one parameter of each group shows
-it, in case that the backward raises.
+that takes what autograd adds to it, and that no operator reads.
 """
 
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,10 +18,7 @@ from torch.distributed.tensor import DTensor
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from megatron_fsdp.errors import StateError
 
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.backward import Backward
-
-__all__ = ["PendingSum", "PendingSums", "open_backwards", "refuse_pending"]
+__all__ = ["PendingSum", "PendingSums", "refuse_pending"]
 
 _ATEN = torch.ops.aten
 _GRAD: Any = torch._C.TensorBase.grad
@@ -168,13 +163,10 @@ class PendingSums:
         self.is_under_way = self.is_void = False
 
     def begin(self, wanted: bytearray) -> None:
-        """Say that sums of some parameters are under way; the first of them shows it, the others when ``show`` says."""
-        self.wanted, self.is_under_way = wanted, True
+        """Say that sums of some parameters are under way; ``.grad`` shows it when ``show`` says."""
+        self.wanted, self._expected = wanted, [None] * len(wanted)
         _num_under_way[0] += 1
-        first = wanted.index(1)
-        self._expected = [None] * len(wanted)
-        self._expected[first] = self._gradients[first]
-        self._parameters[first].grad = self._gradients[first]
+        self.is_under_way = True
 
     def show(self) -> None:
         """Set ``.grad`` of all parameters concerned."""
@@ -200,11 +192,6 @@ class PendingSums:
                 pending.forget()
             self._touched[0] = False
 
-    def is_thrown_away(self, shown: Sequence[torch.Tensor | None]) -> bool:
-        """Whether every ``.grad`` that said that a sum is under way was dropped or zeroed."""
-        sums = (self.sum_of(index, gradient) for index, gradient in enumerate(shown))
-        return all(pending is None or pending.is_zeroed for pending in sums)
-
     def is_untouched(self, shown: Sequence[torch.Tensor | None]) -> bool:
         """Whether every ``.grad`` is what was set here, and nothing was added to any."""
         return not self._touched[0] and all(map(operator.is_, shown, self._expected))
@@ -217,10 +204,6 @@ class PendingSums:
         return self._sums[index]
 
 
-open_backwards: dict[int, weakref.ref[Backward]] = {}
-"""Whose backward is open, by identity: one that raised is noticed before an optimizer steps."""
-
-
 def refuse_pending(parameters: Iterable[torch.Tensor]) -> None:
     """Refuse to step parameters whose gradients are sums under way, before anything is changed.
 
@@ -229,10 +212,6 @@ def refuse_pending(parameters: Iterable[torch.Tensor]) -> None:
     """
     if not _num_under_way[0]:
         return
-    for reference in tuple(open_backwards.values()):
-        backward = reference()
-        if backward is not None:
-            backward.recover()
     for parameter in parameters:
         rows = getattr(parameter.grad, "_local_tensor", None)
         if isinstance(rows, _PendingRows):

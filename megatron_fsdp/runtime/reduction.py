@@ -66,8 +66,10 @@ class Stages:
     on_host: Callable[[], None] | None
 
 
-def submit_reductions(device: torch.device, all_stages: Sequence[Stages], owner: int) -> Ticket:
-    """Issue reductions together on their lane; waiting for the ticket sees all of them folded."""
+def submit_reductions(
+    device: torch.device, all_stages: Sequence[Stages], owner: int, tickets: Sequence[list[Ticket]]
+) -> None:
+    """Issue reductions together on their lane; who waits for the ticket, which each list gets, sees them folded."""
 
     def start(works: list[dist.Work] | None) -> None:
         reduce_together([part for stages in all_stages for part in stages.start(works)], works)
@@ -82,7 +84,7 @@ def submit_reductions(device: torch.device, all_stages: Sequence[Stages], owner:
         for step in on_host:
             step()
 
-    return lane("reduce", device).submit(start, fold, fold_on_host if on_host else None, owner=owner)
+    lane("reduce", device).submit(start, fold, fold_on_host if on_host else None, owner=owner, tickets=tickets)
 
 
 def _wide_part(packed: DBuffer, reduced: DBuffer) -> list[Part]:

@@ -85,9 +85,6 @@ _LAST = ("reshard 2", "recompute reentrant, reshard 2", "slots by_size, hfsdp", 
 
 # Mutants that no order of device work can tell from the engine, with the reason.
 EQUIVALENT: dict[str, str] = {
-    "FlatStorage.release: `holding.pool.give_back(holding.slot, holding.slot_bytes)` at the start of its block": (
-        "nobody takes a slot between the two places"
-    ),
     "Turns.take: without `compute.note()`": (
         "who closes the unit takes the next turn after this stream, so lanes wait for it by way of that one"
     ),
@@ -124,10 +121,6 @@ EQUIVALENT: dict[str, str] = {
     ),
     "PackedGradients.keep: `self.reduction.keep(keeps)` at the start of its block": (
         "each has memory of its own, and nothing is issued between the two places"
-    ),
-    "GradientBuffer._drop: `self.wait()` at the end of its block": ("nothing is allocated between the two places"),
-    "GradientBuffer._drop: `self.binding.drop()` at the start of its block": (
-        "nothing is allocated between the two places"
     ),
     "wait_for_event: `if compute is not None` taken as True": ("on a device with streams it is never None"),
     "Backward.begin: `if packs` taken as False": (

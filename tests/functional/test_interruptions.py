@@ -5,24 +5,40 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from dbuffer.gloo import wait_with
+from dbuffer.storage import FlatStorage
 from megatron_fsdp import AdamW, Placements, fully_shard, fully_shard_optimizer
 from tests.harness import run_ranks
-from tests.harness.models import Block, Headed, inputs, squared, world_mesh
+from tests.harness.models import WIDTH, Block, Headed, Stack, inputs, squared, world_mesh
 from tests.harness.oracle import whole
 
 ZERO = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
-def pair(strategy: str) -> tuple[Any, nn.Module]:
-    """Return a sharded model and the same one whole."""
+# What ends in a norm has small gradients alone when backward begins, which wait to be copied together.
+LAST: dict[str, Callable[[], Any]] = {
+    "head": lambda: Headed(Block(), Block(), nn.LayerNorm(WIDTH)),
+    "norm": lambda: Stack(Block(), Block(), nn.LayerNorm(WIDTH)),
+}
+
+
+def pair(strategy: str, last: str = "head", *, frozen: bool = False) -> tuple[Any, Any]:
+    """Return a sharded model and the same one whole.
+
+    Args:
+        frozen: norms are; they have buffers of their own, which are gathered with the others'.
+    """
     torch.manual_seed(0)
-    plain = Headed(Block(), Block(), nn.LayerNorm(7))
+    plain = LAST[last]()
+    for layer in plain.layers[:2] if frozen else ():
+        layer.norm.requires_grad_(False)
     model = copy.deepcopy(plain)
     for part in (*model.layers, model):
         fully_shard(part, world_mesh(), getattr(Placements, strategy)(0))
@@ -30,9 +46,13 @@ def pair(strategy: str) -> tuple[Any, nn.Module]:
 
 
 @contextmanager
-def interrupted_at(file: str, function: str, number: int = 1) -> Iterator[None]:
-    """Interrupt, as Ctrl-C does, the ``number``-th call of a function while the block runs; it has to come."""
-    calls = 0
+def interrupted_at(file: str, function: str, number: int = 1) -> Iterator[list[Any]]:
+    """Interrupt, as Ctrl-C does, the ``number``-th call of a function while the block runs; it has to come.
+
+    Yields:
+        A list, which gets the interrupt.
+    """
+    calls, kept = 0, list[Any]()
 
     def profile(frame: Any, event: str, _: object) -> None:
         nonlocal calls
@@ -43,8 +63,9 @@ def interrupted_at(file: str, function: str, number: int = 1) -> Iterator[None]:
 
     sys.setprofile(profile)
     try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
+        with pytest.raises(KeyboardInterrupt) as caught:
+            yield kept
+        kept.append(caught.value)
     finally:
         sys.setprofile(None)
 
@@ -54,6 +75,16 @@ def distance(model: nn.Module, plain: nn.Module, step: int) -> float:
     x = inputs(dist.get_rank(), step)
     # With gradients: an evaluation refreshes weights in any case.
     return (model(x) - plain(x)).abs().max().item()
+
+
+def gradient_distance(model: nn.Module, plain: nn.Module, step: int) -> float:
+    """Run a forward and a backward of both, and return how far gradients are from the plain model's."""
+    size = dist.get_world_size()
+    squared(model, dist.get_rank(), step).backward()
+    for rank in range(size):
+        (squared(plain, rank, step) / size).backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(float((whole(one.grad, one) - other.grad).abs().max()) for one, other in pairs if other.grad is not None)
 
 
 def train_plain(plain: nn.Module, step: int) -> None:
@@ -134,3 +165,106 @@ def test_weights_that_an_interrupted_step_has_changed_are_those_of_the_next_forw
     strategy: str, build: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> None:
     assert max(run_ranks(2, output_after_a_step_that_raised, strategy, build)) < 1e-6
+
+
+def output_after_a_gather_that_failed() -> float:
+    model, plain = pair("optim_grads_params")
+    assert distance(model, plain, 0) < 1e-6
+    failed: list[dist.Work] = []
+
+    def fail(work: dist.Work) -> None:
+        work.wait()
+        if work is (failed or [work])[0]:
+            failed.append(work)
+            raise RuntimeError("timed out")
+
+    with wait_with(fail):
+        with pytest.raises(RuntimeError, match="timed out"):
+            model(inputs(dist.get_rank(), 1))
+        return distance(model, plain, 2)
+
+
+def test_a_gather_that_failed_is_made_again_by_the_next_forward() -> None:
+    assert max(run_ranks(2, output_after_a_gather_that_failed)) < 1e-6
+
+
+def output_after_an_interrupted_wait() -> float:
+    model, plain = pair("optim_grads_params", frozen=True)
+    with interrupted_at("gloo.py", "sort"):
+        model(inputs(dist.get_rank(), 1))
+    return distance(model, plain, 2)
+
+
+def test_a_wait_that_was_interrupted_is_made_again_before_weights_are_used() -> None:
+    assert max(run_ranks(2, output_after_an_interrupted_wait)) < 1e-6
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def gradients_after_no_memory_for_the_first(strategy: str, last: str) -> list[float]:
+    """Run out of memory where the first backward allocates what gradients of one group are added up in."""
+    model, plain = pair(strategy, last)
+    wanted = model.layers[1].parameter_groups[0].main_grad.storage
+    reallocate, asked = FlatStorage.reallocate, []
+
+    def no_memory(storage: FlatStorage) -> None:
+        if storage is wanted and not asked:
+            asked.append(storage)
+            raise torch.OutOfMemoryError("simulated")
+        reallocate(storage)
+
+    with mock.patch.object(FlatStorage, "reallocate", no_memory), pytest.raises(torch.OutOfMemoryError):
+        squared(model, dist.get_rank(), 0).backward()
+    found = []
+    for step in (1, 2):
+        model.zero_grad()
+        plain.zero_grad()
+        found.append(gradient_distance(model, plain, step))
+    return found
+
+
+@pytest.mark.parametrize("last", LAST)
+@pytest.mark.parametrize("strategy", ZERO)
+def test_gradients_are_right_after_there_was_no_memory_for_the_first_ones(strategy: str, last: str) -> None:
+    for found in run_ranks(2, gradients_after_no_memory_for_the_first, strategy, last):
+        assert max(found) < 1e-6
+
+
+# The last two are for what is reduced while backward runs, and for weights that come and go.
+INTERRUPTED = (
+    ("gradients.py", "wait"),
+    ("grad_binding.py", "begin_sum"),
+    ("backward.py", "begin"),
+    ("backward.py", "finish"),
+    ("backward.py", "drain"),
+    ("reduction.py", "fold"),
+    ("read_guard.py", "allow"),
+)
+INTERRUPTS = [
+    *(("no_shard", *place) for place in INTERRUPTED[:-2]),
+    *(("optim_grads_params", *place) for place in INTERRUPTED),
+]
+
+
+def gradients_after_an_interrupted_backward(strategy: str, file: str, function: str) -> list[float]:
+    model, plain = pair(strategy, "norm")
+    squared(model, dist.get_rank(), 0).backward()
+    model.zero_grad()
+    loss = squared(model, dist.get_rank(), 1)
+    found = []
+    # What is raised refers to all frames that it went through, for as long as the next steps take.
+    with interrupted_at(file, function) as kept:
+        loss.backward()
+    for step in (2, 3):
+        model.zero_grad()
+        plain.zero_grad()
+        found.append(gradient_distance(model, plain, step))
+    assert kept
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "file", "function"), INTERRUPTS)
+def test_gradients_are_right_after_an_interrupt_inside_of_a_backward(strategy: str, file: str, function: str) -> None:
+    for found in run_ranks(2, gradients_after_an_interrupted_backward, strategy, file, function):
+        assert max(found) < 1e-6

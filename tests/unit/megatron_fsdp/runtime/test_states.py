@@ -11,7 +11,7 @@ from megatron_fsdp import StateError, fully_shard
 from megatron_fsdp.runtime.grad_binding import GradState
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
 
-WEIGHTS = {("sharded", "gathering"), ("gathering", "unsharded"), ("unsharded", "sharded")}
+WEIGHTS = {("sharded", "gathering"), ("gathering", "unsharded"), ("gathering", "sharded"), ("unsharded", "sharded")}
 GRADIENTS = {
     ("empty", "empty"),
     ("empty", "partial"),
