@@ -26,6 +26,7 @@ from megatron_fsdp.runtime.missing_gradients import MissingGradients
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.reduction import Reduction
 from megatron_fsdp.runtime.schedule import Schedule
+from megatron_fsdp.runtime.step_between import refuse_stepped
 from megatron_fsdp.runtime.unit import Call, Unit, alive, is_in_backward
 
 __all__ = ["Backward", "InFlight"]
@@ -199,7 +200,7 @@ class Backward:
                 "use released weights. Keep the module whose second derivatives are wanted unsharded."
             )
         if call.moment != MOMENTS[0]:
-            call.unit.refuse_step(call)
+            refuse_stepped(call)
         now, unit = self.begin(), call.unit
         if call.entered == self.number:
             self._unshard_again(now, unit)

@@ -286,21 +286,6 @@ class Unit(StateNames):
         """Return the calls that a backward has not entered and may still enter, or not, that began until ``end``."""
         return [call for call in self.outstanding_calls() if call.entered != backward and call.begin <= end]
 
-    def refuse_step(self, call: Call) -> None:
-        """Refuse the backward of a call, if an optimizer has stepped the unit's weights since.
-
-        Raises:
-            StateError: one has.
-        """
-        for group in self.groups:
-            if group.freshness.has_changed_since(call.moment):
-                raise StateError(
-                    f"unit {self.name!r}: an optimizer has stepped its weights ({next(iter(group.parameters))!r} or "
-                    "others of that group) between a forward and the backward through it: gradients would be of the "
-                    "old activations and the new weights. Call backward() before optimizer.step(), or run forward "
-                    "again after it."
-                )
-
     def awaits_gradients(self) -> bool:
         """Whether the graph that autograd is going through brings gradients that have not come yet."""
         return any(buffer.awaits_gradients() for buffer in self.gradients)
