@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -90,12 +91,16 @@ class Backward:
         is_last: whether the next backward ends an optimizer step's gradient accumulation.
         number: how many backwards there were so far.
         max_packed_buffers: how many units' packed gradients may live at once.
+        is_manual: whether a backward leaves it to a ``finish`` outside of it to complete the gradients.
+        is_unfinished: whether that is still to come. awaited: refuses what may not come before; None for nothing.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self.is_last = True
         self.number = 0
         self.max_packed_buffers = 1
+        self.is_manual = self.is_unfinished = False
+        self.awaited: Callable[[str], NoReturn] | None = None
         self._schedule = schedule
         self._pass: _Pass | None = None
         self._has_sums = False
@@ -161,12 +166,13 @@ class Backward:
             self._abandon()
 
     def reset(self) -> None:
-        """Forget a forward or backward that raised, and the gradients that it left incomplete."""
+        """Forget a forward or backward that raised, and the gradients that are incomplete or not finished."""
         self._abandon()
         for unit in self._schedule.units():
             for buffer in unit.gradients:
-                if buffer.binding.is_void:
+                if buffer.binding.is_void or self.is_unfinished:
                     buffer.discard()
+        self.is_unfinished, self.awaited = False, None
 
     def _abandon(self) -> None:
         for unit in self._schedule.units():
@@ -355,23 +361,35 @@ class Backward:
         is_for_others = is_inside and (now is None or not now.has_gradients)
         for unit in now.latest_first() if now is not None else ():
             self._leave(unit)
-        for unit in units:
-            if unit.requires_gradient_sync and any(buffer.is_filled for buffer in unit.gradients):
-                self._reduce(unit)
-        self._reducing.drain(0)
-        # Hooks waited on the streams that autograd gave them. The caller's follows all of it from here on, also in a
-        # graph that ends with the backward (docs/design/order.md, "Streams"). Not before: compute would wait for the
-        # gather of the unit that comes next.
-        join_lanes()
-        self._finalize(units)
+        is_left = is_inside and self.is_manual
+        if not is_left:
+            self._reduce_filled(units)
+            self._reducing.drain(0)
+            # Hooks waited on the streams that autograd gave them. The caller's follows all of it from here on, also in
+            # a graph that ends with the backward (docs/design/order.md, "Streams"). Not before: compute would wait for
+            # the gather of the unit that comes next.
+            join_lanes()
+            self._finalize(units)
         self._show_pending(units)
         self._end()
         for pool in self._schedule.pools.planned:
             pool.settle()
+        self.is_unfinished = is_left
         if is_for_others:
             refuse_gathered(group for unit in units for group in unit.groups)
-        if self.is_last:
+        if (self.is_last or self.is_manual) and not is_left:
             tell("backward", self)
+
+    def start_reductions(self) -> None:
+        """Issue, outside of a backward, the reductions that ``finish`` completes."""
+        self.recover()
+        self._settle()
+        self._reduce_filled(self._schedule.units())
+
+    def _reduce_filled(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            if unit.requires_gradient_sync and any(buffer.is_filled for buffer in unit.gradients):
+                self._reduce(unit)
 
     def _finalize(self, units: list[Unit]) -> None:
         finals = [found for unit in units if (found := list(self._final(unit)))]
@@ -390,7 +408,7 @@ class Backward:
         for group in final:
             assert group.gradients is not None
             group.gradients.binding.show()
-            if self.is_last:
+            if self.is_last or self.is_manual:
                 group.freshness.suspect()
 
     def _show_pending(self, units: list[Unit]) -> None:
@@ -403,7 +421,7 @@ class Backward:
 
     def _final(self, unit: Unit) -> Iterator[ParameterGroup]:
         """Yield the groups whose sums are complete when this backward ends."""
-        is_last = self.is_last and unit.requires_all_reduce
+        is_last = (self.is_last or self.is_manual) and unit.requires_all_reduce
         for group in unit.groups if unit.requires_gradient_sync else ():
             buffer = group.gradients
             if buffer is not None and buffer.binding.state is GradState.PARTIAL and (buffer.rests_final or is_last):

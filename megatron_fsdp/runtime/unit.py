@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from dbuffer_kernels.switches import is_off
-from megatron_fsdp.build.ownership import settle_grad_dtypes
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.policy.precision import MixedPrecisionPolicy, grad_dtype_of
+from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.runtime.freshness import MOMENTS
 from megatron_fsdp.runtime.fsdp2_view import StateNames
 from megatron_fsdp.runtime.gradients import GradientBuffer
@@ -188,23 +187,6 @@ class Unit(StateNames):
         changed = [group.follow_requires_grad() for group in self.groups]
         if any(changed):
             self.follow_gradients()
-
-    def follow_grad_dtypes(self) -> None:
-        """Take notice of ``grad_dtype`` that was set on sharded parameters, as long as no gradient came.
-
-        Raises:
-            StateError: parameters of one buffer want different ones.
-        """
-        if not all(buffer.binding.is_untouched for buffer in self.gradients):
-            return
-        owned = [each for group in self.groups for each in group.owned]
-        faces = [face for group in self.groups for face in group.faces.sharded]
-        if all(each.grad_dtype == grad_dtype_of(face) for each, face in zip(owned, faces, strict=True)):
-            return
-        settle_grad_dtypes(owned, self.policy, faces)
-        for group in self.groups:
-            group.follow_grad_dtype()
-        self.follow_gradients()
 
     def meet_strangers(self) -> None:
         """Decide what becomes of what somebody else registered in the places of the unit's parameters.
