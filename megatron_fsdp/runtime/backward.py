@@ -19,6 +19,7 @@ from torch import nn
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError, StateError
 from megatron_fsdp.runtime.asked_gradients import refuse_gathered
+from megatron_fsdp.runtime.freshness import MOMENTS
 from megatron_fsdp.runtime.grad_binding import GradState
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.lanes import join_lanes
@@ -26,6 +27,7 @@ from megatron_fsdp.runtime.missing_gradients import MissingGradients
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.reduction import Reduction
 from megatron_fsdp.runtime.schedule import Schedule
+from megatron_fsdp.runtime.step_between import refuse_stepped
 from megatron_fsdp.runtime.unit import Call, Unit, alive, is_in_backward
 
 __all__ = ["Backward", "InFlight"]
@@ -87,7 +89,7 @@ class Backward:
 
     Attributes:
         is_last: whether the next backward ends an optimizer step's gradient accumulation.
-        number: how many backwards there were so far.
+        number: of the backward under way, or else of the next one.
         max_packed_buffers: how many units' packed gradients may live at once.
         is_manual: whether a backward leaves it to a ``finish`` outside of it to complete the gradients.
         is_unfinished: whether that is still to come. awaited: refuses what may not come before; None for nothing.
@@ -95,7 +97,7 @@ class Backward:
 
     def __init__(self, schedule: Schedule) -> None:
         self.is_last = True
-        self.number = 0
+        self.number = 1
         self.max_packed_buffers = 1
         self.is_manual = self.is_unfinished = False
         self.awaited: Callable[[str], NoReturn] | None = None
@@ -122,7 +124,6 @@ class Backward:
         now = self._pass
         if now is None or now.ending() is None:
             self.recover()
-            self.number += 1
             self._pass = now = _Pass(self._follow_task())
             self._settle()
         if packs:
@@ -187,6 +188,7 @@ class Backward:
                 buffer.end_backward()
         self._schedule.end_backward()
         self._pass = None
+        self.number += 1
 
     # ------------------------------------------------------------------ enter
 
@@ -194,16 +196,19 @@ class Backward:
         """Gather the unit again for its backward, end the units that backward has left, start the next gather.
 
         Raises:
-            StateError: the backward is itself recorded (``create_graph=True``).
+            StateError: the backward is itself recorded (``create_graph=True``), or weights were stepped since forward.
         """
         if listeners:
             tell("enter", call)
+        unit = call.unit
         if torch.is_grad_enabled():
             raise StateError(
-                f"unit {call.unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
+                f"unit {unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
                 "use released weights. Keep the module whose second derivatives are wanted unsharded."
             )
-        now, unit = self.begin(), call.unit
+        if call.moment != MOMENTS[0]:
+            refuse_stepped(call)
+        now = self.begin()
         if call.entered == self.number:
             self._unshard_again(now, unit)
             return
@@ -213,7 +218,7 @@ class Backward:
         now.enter_call(call, unit)
         if unit.unshards_in_backward:
             self._schedule.unshard(unit, check=False)
-        self._prefetch(call)
+        self._prefetch(call, unit)
 
     def before_reading(self, unit: Unit, call: Call | None) -> None:
         """Gather the unit again, if need be, for the backward of an operator that reads its weights.
@@ -271,14 +276,14 @@ class Backward:
             and any(id(call.trail) in passes for call in other.calls_not_entered(self.number))
         )
 
-    def _prefetch(self, call: Call) -> None:
-        if call.unit.backward_prefetch:
-            for reference in call.unit.backward_prefetch:
+    def _prefetch(self, call: Call, entered: Unit) -> None:
+        if entered.backward_prefetch:
+            for reference in entered.backward_prefetch:
                 self._schedule.start_gather(reference(), check=False)
             return
         for position in range(call.position - 1, -1, -1):
             unit = call.trail[position]()
-            if unit is not None and unit.groups and unit is not call.unit and unit.unshards_in_backward:
+            if unit is not None and unit.groups and unit is not entered and unit.unshards_in_backward:
                 self._schedule.gather_ahead(unit, check=False)
                 return
 

@@ -182,7 +182,7 @@ class GroupParts:
         """Divide summed gradients by ``divisor`` from now on."""
         self.spec = replace(self.spec, divisor=divisor)
         if self.gradients is not None:
-            self.gradients.divisor = divisor
+            self.gradients.divide_by(divisor)
 
     def set_reduction(
         self, *, hook: Callable[[torch.Tensor], None] | None = None, function: ReduceFunction | None = None
