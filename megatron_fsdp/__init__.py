@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from megatron_fsdp.runtime.fused_linear import expert_matmul
     from megatron_fsdp.runtime.hooks import register_fsdp_forward_method
     from megatron_fsdp.runtime.materialize import materialize
-    from megatron_fsdp.runtime.module import FSDPModule, UnshardHandle
+    from megatron_fsdp.runtime.module import FSDPModule, GradientReductionHandle, UnshardHandle
     from megatron_fsdp.runtime.module import FsdpModule as FsdpModule
     from megatron_fsdp.runtime.parameter_group import ParameterGroup as ParameterGroup
 
@@ -97,7 +97,7 @@ _HOMES = {
     "runtime.fused_linear": "expert_matmul",
     "runtime.hooks": "register_fsdp_forward_method",
     "runtime.materialize": "materialize",
-    "runtime.module": "FSDPModule FsdpModule UnshardHandle",
+    "runtime.module": "FSDPModule FsdpModule GradientReductionHandle UnshardHandle",
     "runtime.parameter_group": "ParameterGroup",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -136,6 +136,7 @@ __all__ = [
     "FlatOptimizer",
     "FsdpConfig",
     "FsdpError",
+    "GradientReductionHandle",
     "GradientScale",
     "GradientScaleError",
     "MixedPrecisionPolicy",

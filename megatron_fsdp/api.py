@@ -163,6 +163,11 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             raise ConfigError(
                 f"{type(module).__name__} is sharded already; call fully_shard once on each module, children first"
             )
+        if any(isinstance(child, FSDPModule) and unit_of(child).backward.is_manual for child in module.modules()):
+            raise ConfigError(
+                f"a module below {type(module).__name__} has set_manual_backward_finalization(True), which is the "
+                "root's to call: call it on the outermost module, after the last fully_shard"
+            )
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ConfigError(
                 f"{type(module).__name__} has no forward, so there is no moment to gather its weights; call "

@@ -1,11 +1,13 @@
-"""How amounts are written for people: bytes, counts, seconds, aligned columns."""
+"""How amounts are written for people: bytes, counts, seconds, tables and lists."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 __all__ = [
-    "aligned",
+    "Listing",
+    "Table",
     "format_bytes",
     "format_count",
     "format_seconds",
@@ -17,16 +19,51 @@ def _percent(part: int, whole: int) -> str:
     return f"{part / whole:.2%}" if whole else "0.00%"
 
 
-def aligned(rows: Sequence[Sequence[str]], num_left: int) -> list[str]:
-    """Return rows with columns of equal width; the first ``num_left`` columns are flush left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if position < num_left else cell.rjust(width)
-            for position, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table for a terminal (``lines``) or a page.
+
+    Attributes:
+        rows: cells; the first row holds the headings.
+        num_left: how many columns are flush left; the others hold amounts.
+        has_note: the last column is text, flush left.
+        title: a line above it, "" for none.
+    """
+
+    rows: Sequence[Sequence[str]]
+    num_left: int = 1
+    has_note: bool = False
+    title: str = ""
+
+    def is_left(self, column: int) -> bool:
+        """Whether a column is flush left."""
+        return column < self.num_left or (self.has_note and column == len(self.rows[0]) - 1)
+
+    def lines(self) -> list[str]:
+        """Return the title, if any, and the rows with columns of equal width; or that there are none."""
+        if len(self.rows) == 1:
+            return [f"{self.title or self.rows[0][0]}: none"]
+        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+        rows = [
+            "  ".join(
+                cell.ljust(width) if self.is_left(column) else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in self.rows
+        ]
+        return [self.title, *rows] if self.title else rows
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A title and what it is the title of, one line each."""
+
+    title: str
+    entries: Sequence[str]
+
+    def lines(self) -> list[str]:
+        """Return them for a terminal."""
+        return [self.title, *(f"- {entry}" for entry in self.entries)]
 
 
 def format_bytes(num_bytes: int) -> str:

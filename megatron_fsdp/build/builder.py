@@ -121,6 +121,7 @@ class GroupSpec:
             reads.
         is_meta: the parameters are on the meta device: nothing is allocated before ``materialize``.
         fuses_weight_gradients: as the policy's ``fuse_weight_gradients``.
+        keeps_gathered: the memory of gathered weights stays when they are resharded.
     """
 
     mesh: DeviceMesh
@@ -132,6 +133,7 @@ class GroupSpec:
     is_pinned: bool = False
     is_meta: bool = False
     fuses_weight_gradients: bool | str = True
+    keeps_gathered: bool = False
 
     @property
     def gathers_main_weights(self) -> bool:

@@ -13,7 +13,7 @@ from megatron_fsdp.errors import ConfigError, FsdpError
 from megatron_fsdp.planning.estimate import Projection, project, project_stages
 from megatron_fsdp.planning.options import Options
 from megatron_fsdp.planning.plan_html import draw_png, html_page
-from megatron_fsdp.planning.plan_text import page, stage_dict, stage_lines, to_dict
+from megatron_fsdp.planning.plan_text import page, stage_dict, stage_table, to_dict
 from megatron_fsdp.planning.search import Search, fit_dict, fit_page, search
 
 __all__ = ["run_plan"]
@@ -90,7 +90,7 @@ def _write(
     beside: tuple[Search | None, tuple[Projection, ...]],
 ) -> None:
     found, stages = beside
-    _write_files(args, best, decisions, found)
+    _write_files(args, best, decisions, beside)
     if args.json:
         plain = to_dict(best, decisions) if best is not None else {}
         if stages:
@@ -102,11 +102,14 @@ def _write(
     if best is not None:
         print(page(best, decisions, args.fit))
     if len(stages) > 1:
-        print("\n" + "\n".join(stage_lines(stages)))
+        print("\n" + "\n".join(stage_table(stages).lines()))
 
 
 def _write_files(
-    args: argparse.Namespace, best: Projection | None, decisions: tuple[str, ...], found: Search | None
+    args: argparse.Namespace,
+    best: Projection | None,
+    decisions: tuple[str, ...],
+    beside: tuple[Search | None, tuple[Projection, ...]],
 ) -> None:
     if not args.html and not args.png:
         return
@@ -116,6 +119,6 @@ def _write_files(
         if args.png:
             draw_png(args.png, best, args.fit)
         if args.html:
-            Path(args.html).write_text(html_page(best, decisions, args.fit, found), encoding="utf-8")
+            Path(args.html).write_text(html_page(best, decisions, args.fit, beside), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{error}; give a file that can be written") from error

@@ -21,8 +21,10 @@ __all__ = [
     "Hardware",
     "Link",
     "Machine",
+    "Span",
     "StepTime",
     "UnitTime",
+    "microbatch_spans",
     "predict_step",
     "transfer_seconds",
 ]
@@ -136,7 +138,7 @@ def predict_step(
     compute = microbatches * sum(time.forward + time.backward for time in times)
     overlapping = microbatches * sum(time.forward_gather + time.backward_gather + time.reduce for time in times)
     tail = sum(time.tail for time in times)
-    passes = microbatches * (_forward_seconds(facts, times) + _backward_seconds(facts, times))
+    passes = microbatches * max(span.stop for span in microbatch_spans(facts, times))
     return StepTime(
         compute=compute,
         communication=overlapping + tail,
@@ -184,20 +186,48 @@ def _unit_time(
     )
 
 
-def _forward_seconds(facts: ModelFacts, times: Sequence[UnitTime]) -> float:
-    order = [times[visit.unit] for visit in facts.visits if visit.kind is VisitKind.OPEN]
-    gathers = [time.forward_gather for time in order]
-    return gathers[0] + sum(max(time.forward, ahead) for time, ahead in zip(order, [*gathers[1:], 0.0], strict=True))
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a rank does for one unit, in seconds from the start of a microbatch.
+
+    Attributes:
+        lane: "gather", "compute" or "reduce". unit: its position in the facts.
+    """
+
+    lane: str
+    unit: int
+    phase: Phase
+    start: float
+    stop: float
 
 
-def _backward_seconds(facts: ModelFacts, times: Sequence[UnitTime]) -> float:
-    order = [times[visit.unit] for visit in reversed(facts.visits) if visit.kind is VisitKind.CLOSE]
-    ahead = [*(time.backward_gather for time in order[1:]), 0.0]
-    behind = [0.0, *(time.reduce for time in order[:-1])]
-    overlapped = (
-        max(time.backward, gather + reduce) for time, gather, reduce in zip(order, ahead, behind, strict=True)
-    )
-    return order[0].backward_gather + sum(overlapped) + order[-1].reduce
+def microbatch_spans(facts: ModelFacts, times: Sequence[UnitTime]) -> list[Span]:
+    """Return the forward and the backward of one microbatch, in the order of units, as ``predict_step`` has them."""
+    spans: list[Span] = []
+    forward = [visit.unit for visit in facts.visits if visit.kind is VisitKind.OPEN]
+    backward = [visit.unit for visit in reversed(facts.visits) if visit.kind is VisitKind.CLOSE]
+
+    def add(lane: str, unit: int, phase: Phase, start: float, seconds: float) -> float:
+        spans.append(Span(lane, unit, phase, start, start + seconds))
+        return start + seconds
+
+    now = add("gather", forward[0], Phase.FORWARD, 0.0, times[forward[0]].forward_gather)
+    for unit, ahead in zip(forward, [*forward[1:], None], strict=True):
+        ends = [add("compute", unit, Phase.FORWARD, now, times[unit].forward)]
+        if ahead is not None:
+            ends.append(add("gather", ahead, Phase.FORWARD, now, times[ahead].forward_gather))
+        now = max(ends)
+    now = add("gather", backward[0], Phase.BACKWARD, now, times[backward[0]].backward_gather)
+    behind = None
+    for unit, ahead in zip(backward, [*backward[1:], None], strict=True):
+        computed = add("compute", unit, Phase.BACKWARD, now, times[unit].backward)
+        if ahead is not None:
+            now = add("gather", ahead, Phase.BACKWARD, now, times[ahead].backward_gather)
+        if behind is not None:
+            now = add("reduce", behind, Phase.BACKWARD, now, times[behind].reduce)
+        now, behind = max(computed, now), unit
+    add("reduce", backward[-1], Phase.BACKWARD, now, times[backward[-1]].reduce)
+    return spans
 
 
 def _optimizer_bytes(facts: ModelFacts) -> int:

@@ -19,7 +19,6 @@ from megatron_fsdp.planning.parallelism import (
     Parallelism,
     Stage,
     bubble_share,
-    in_flight,
     model_transfers,
     stages_of,
 )
@@ -145,14 +144,7 @@ def project_stages(subject: Subject, setup: Setup) -> tuple[Projection, ...]:
             "--tp, --ep, --pp and --cp divide models of the catalog and of --hf-config, whose layers are known; with "
             "--factory build what one rank of a stage has"
         )
-    found: dict[object, Projection] = {}
-    projections = []
-    for stage in stages_of(subject.architecture, parallelism):
-        alike = (stage.architecture.units, stage.number == 0, stage.has_head)
-        key = (*alike, in_flight(stage, parallelism, workload.num_microbatches))
-        if key not in found:
-            found[key] = _project_stage(subject, setup, stage)
-        projections.append(replace(found[key], stage=stage))
+    projections = [_project_stage(subject, setup, stage) for stage in stages_of(subject.architecture, parallelism)]
     # All stages wait for the slowest.
     slowest = max(each.time.compute + each.time.exposed + each.time.model_parallel for each in projections)
     bubble = bubble_share(parallelism, workload.num_microbatches) * slowest

@@ -124,19 +124,28 @@ def _key(parameter: ShapedParameter) -> GroupKey:
 # ---------------------------------------------------------------------- a catalog architecture
 
 
-def architecture_facts(architecture: Architecture, sharding: Sharding) -> ModelFacts:
+_ENDS = ("embedding", "head")
+
+
+def architecture_facts(architecture: Architecture, sharding: Sharding, first_layer: int = 0) -> ModelFacts:
     """Return the facts of a catalog architecture: its units inside a root that owns nothing.
 
     Routed experts are a unit inside of their layer. Where the output matrix is tied, the unit of the embedding holds
     the last norm too, so its call ends with the model's.
+
+    Args:
+        first_layer: the number in the whole model of the first layer here.
     """
     root = UnitFacts("model", (), modules=("model",), reshards_after_forward=False, reason=_root_reason())
     builder = _Builder([root], [], sharding)
     builder.visits.append(Visit(VisitKind.OPEN, 0))
     closing: list[Visit] = []
+    layer = first_layer
     for shapes, nested in _nested(architecture.units):
-        for number in range(shapes.count):
-            rest = builder.add(shapes, nested, f"{shapes.name}.{number}" if shapes.count > 1 else shapes.name)
+        for _ in range(shapes.count):
+            is_layer = shapes.name not in _ENDS
+            rest = builder.add(shapes, nested, f"{shapes.name}.{layer}" if is_layer else shapes.name)
+            layer += is_layer
             if architecture.tied and shapes is architecture.units[0]:
                 closing = rest
             else:

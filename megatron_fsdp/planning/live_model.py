@@ -123,6 +123,7 @@ def _group_facts(group: ParameterGroup) -> GroupFacts:
         holds_gradients=_holds_gradients(group, is_trained=is_trained),
         hooks_bytes=_hooks_bytes(group),
         is_offloaded=group.spec.is_offloaded,
+        keeps_gathered=group.spec.keeps_gathered,
         part_of=0 if part is None else part.axis.size,
         weight_slot=None if group.rests_whole else group.gathered.storage.slot,
         gradient_slot=None if group.gradients is None else group.gradients.packed.storage.slot,

@@ -58,7 +58,7 @@ def stage_subject(subject: Subject, stage: Stage, parallelism: Parallelism, num_
     num_held = in_flight(stage, parallelism, num_microbatches)
     return replace(
         subject,
-        facts=lambda sharding: architecture_facts(stage.architecture, sharding),
+        facts=lambda sharding: architecture_facts(stage.architecture, sharding, stage.layers[0]),
         work=_work_of(transformer),
         activations=lambda workload, itemsize: transformer.activation_bytes(workload, itemsize, num_held),
         architecture=stage.architecture,

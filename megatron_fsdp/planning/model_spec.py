@@ -108,6 +108,7 @@ class GroupFacts:
         part_of: between forward and backward a rank keeps one part in so many of the whole weights, and as many
             neighbours gather them; 0: nothing but its shard.
         is_offloaded: what rests lies in CPU memory.
+        keeps_gathered: gathered weights have their memory all the time.
         hooks_bytes: what all ranks send where the parameter's class says what is gathered; 0 for any other.
         weight_slot, gradient_slot: what gathered weights and packed gradients take turns in: some key of the pool, and
             the bytes of a slot, 0 for a place in an arena; None: memory of the allocator.
@@ -126,6 +127,7 @@ class GroupFacts:
     gradient_slot: tuple[int, int] | None = None
     hooks_bytes: int = 0
     is_offloaded: bool = False
+    keeps_gathered: bool = False
 
     @property
     def wire(self) -> WireFacts | None:
@@ -150,21 +152,27 @@ class GroupFacts:
         return tuple(Partial("sum") for _ in self.axes)
 
     @property
+    def rests_whole(self) -> bool:
+        """Whether compute weights are whole on every rank all the time."""
+        return self.placements.parameter == self.whole
+
+    @property
     def whole_bytes(self) -> int:
         """Bytes of all weights in compute dtype, padding included."""
         return self.plan.numel * self.dtypes.compute.itemsize
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes that are allocated to use the weights; 0 where weights rest whole."""
-        if self.placements.parameter == self.whole:
+        """Bytes that are allocated to use the weights; 0 where weights rest whole, or their memory stays."""
+        if self.rests_whole:
             return 0
-        return self.whole_bytes if self.wire is None else self.wire.gathered_bytes
+        num_bytes = self.whole_bytes if self.wire is None else self.wire.gathered_bytes
+        return num_bytes - self.whole_bytes if self.keeps_gathered else num_bytes
 
     @property
     def part_bytes(self) -> int:
         """Bytes that are kept from forward to backward, in place of the whole weights."""
-        return self.whole_bytes // self.part_of if self.part_of and self.gathered_bytes else 0
+        return self.whole_bytes // self.part_of if self.part_of and not self.rests_whole else 0
 
     @property
     def packed_bytes(self) -> int:
@@ -218,8 +226,9 @@ class GroupFacts:
     def resting(self) -> tuple[BufferFacts, ...]:
         """Return the buffers that are always there."""
         placements, dtypes = self.placements, self.dtypes
+        kept = (BufferFacts("gathered weights", self.whole, dtypes.compute),) * self._keeps_whole
         if self.wire is not None:
-            return self._resting_packed(self.wire)
+            return (*self._resting_packed(self.wire), *kept)
         # Of one dtype, the optimizer's shard is a slice of the compute weights.
         is_alone = gathers_main_weights(placements, dtypes, is_offloaded=self.is_offloaded)
         shares = "model_weight" if not is_alone and not self.has_compute_copy else ""
@@ -228,7 +237,11 @@ class GroupFacts:
             *(BufferFacts("remainder", placements.optimizer, torch.int16),) * dtypes.is_split,
             *(BufferFacts("model_weight", placements.parameter, dtypes.compute),) * (not is_alone),
         )
-        return (*weights, *self._gradients(rest=True), *self._reduced(rest=True))
+        return (*weights, *kept, *self._gradients(rest=True), *self._reduced(rest=True))
+
+    @property
+    def _keeps_whole(self) -> bool:
+        return self.keeps_gathered and not self.rests_whole
 
     def _gradients(self, *, rest: bool) -> tuple[BufferFacts, ...]:
         """Return the gradient accumulator if it is one that rests, or one that comes and goes."""
@@ -264,7 +277,7 @@ class GroupFacts:
         packed = BufferFacts("packed gradients", self.partial, self.dtypes.reduce)
         part = BufferFacts("post-forward shard", self.whole, self.dtypes.compute, num_parts=self.part_of)
         return (
-            *(gathered,) * bool(self.gathered_bytes),
+            *(gathered,) * (bool(self.gathered_bytes) and not self._keeps_whole),
             *(part,) * bool(self.part_bytes),
             *(packed,) * bool(self.packed_bytes),
             *self._reduced(rest=False),
@@ -388,7 +401,7 @@ def reshard_reason(groups: Sequence[GroupFacts], asked: bool | int | None, *, is
     """Return in words why a unit keeps or releases its weights after forward; ``asked``: reshard_after_forward."""
     if not groups:
         return "nothing to release: it has no parameters of its own"
-    if not any(group.gathered_bytes for group in groups):
+    if all(group.rests_whole for group in groups):
         return "nothing to release: its weights rest whole on every rank"
     if asked is not None and not isinstance(asked, bool):
         return f"released after forward but for one part in {asked}: reshard_after_forward={asked}"

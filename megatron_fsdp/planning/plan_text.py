@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dbuffer.planner.arena import Lifetime, plan_arena
-from megatron_fsdp.formatting import aligned, format_bytes, format_count, format_seconds
+from megatron_fsdp.formatting import Listing, Table, format_bytes, format_count, format_seconds
 from megatron_fsdp.planning.estimate import MemoryPart, Projection
 from megatron_fsdp.planning.report import Report, UnitReport
-from megatron_fsdp.planning.report_text import note_lines, traffic_lines, unit_lines
+from megatron_fsdp.planning.report_text import notes, traffic_table, unit_table
 
 __all__ = [
     "FORMAT",
     "Folded",
+    "decided",
+    "folded",
     "headline",
+    "memory_rows",
     "page",
     "stage_dict",
-    "stage_lines",
+    "stage_table",
+    "tables",
     "to_dict",
+    "unit_names",
 ]
 
 # Of the JSON; it grows by one whenever a key changes its meaning or goes away.
@@ -57,21 +62,36 @@ def page(projection: Projection, decisions: Sequence[str], limit_bytes: int | No
         limit_bytes: memory of one accelerator, drawn into the chart.
     """
     report = projection.report()
+    remarks, assumed = notes(report)
+    units, *others = tables(projection, report)
     parts = (
         [headline(projection)],
-        ["what decided it", *(f"- {line}" for line in decisions)],
-        unit_lines(report),
+        decided(decisions).lines(),
+        units.lines(),
         _memory_lines(projection, limit_bytes),
         *(each.lines() for each in projection.owners),
-        _peak_lines(report, projection.forecast.lifetimes),
-        _padding_lines(report),
-        traffic_lines(report),
-        _transfer_lines(projection),
-        _time_lines(projection),
-        _hiding_lines(projection, report),
-        note_lines(report),
+        *(each.lines() for each in others),
+        [*remarks.lines(), *assumed.lines()],
     )
-    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def tables(projection: Projection, report: Report) -> Iterator[Table]:
+    """Yield the tables of a plan: its units, and then all but that of memory."""
+    yield unit_table(report)
+    yield _peak_table(report, projection.forecast.lifetimes)
+    yield _padding_table(report)
+    yield traffic_table(report)
+    if projection.transfers:
+        yield _transfer_table(projection)
+    yield _time_table(projection)
+    if projection.time.communication:
+        yield _hiding_table(projection, report)
+
+
+def decided(decisions: Sequence[str]) -> Listing:
+    """Return the choices, each with the setting that caused it."""
+    return Listing("what decided it", decisions)
 
 
 def headline(projection: Projection) -> str:
@@ -94,24 +114,34 @@ def headline(projection: Projection) -> str:
     return f"{subject.name}: {parameters}, on {world:,} ranks ({sizes}), {setup.strategy}{stage}"
 
 
-def _memory_lines(projection: Projection, limit_bytes: int | None) -> list[str]:
+def memory_rows(projection: Projection, limit_bytes: int | None) -> list[tuple[str, str, str, str]]:
+    """Return the table of memory: what, on one rank, on all of them, and whether the limit holds."""
     total = projection.memory_bytes
-    scale = max(total, limit_bytes or 0, 1)
     inside = projection.setup.parallelism
     num_ranks = projection.setup.sharding.num_ranks * inside.tensor
-    whom = "all of the stage" if inside.pipeline > 1 else "all ranks"
-    rows: list[tuple[str, ...]] = [("memory", "one rank", whom, "")]
-    drawn = 0
-    for part in projection.memory:
-        start, drawn = drawn, drawn + part.num_bytes
-        rows.append((part.name, *_amounts(part, num_ranks), _bar(start, drawn, scale)))
-    rows.append(("total", format_bytes(total), format_bytes(total * num_ranks), _bar(0, total, scale)))
+    rows = [("memory", "one rank", "all of the stage" if inside.pipeline > 1 else "all ranks", "")]
+    rows += [(part.name, *_amounts(part, num_ranks), "") for part in projection.memory]
+    rows.append(("total", format_bytes(total), format_bytes(total * num_ranks), ""))
     if limit_bytes is not None:
         left = limit_bytes - total
         verdict = f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much"
-        rows.append(("limit", format_bytes(limit_bytes), "", f"{_bar(0, limit_bytes, scale)} {verdict}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows]
+        rows.append(("limit", format_bytes(limit_bytes), "", verdict))
+    return rows
+
+
+def _memory_lines(projection: Projection, limit_bytes: int | None) -> list[str]:
+    """Return that table with a bar for each part, which begins where the one before it ends."""
+    total = projection.memory_bytes
+    scale = max(total, limit_bytes or 0, 1)
+    bars = [""]
+    drawn = 0
+    for part in projection.memory:
+        bars.append(_bar(drawn, drawn + part.num_bytes, scale))
+        drawn += part.num_bytes
+    bars += [_bar(0, total, scale), _bar(0, limit_bytes or 0, scale)]
+    rows = memory_rows(projection, limit_bytes)
+    drawn_rows = [(*row[:3], f"{bar} {row[3]}".rstrip()) for row, bar in zip(rows, bars, strict=False)]
+    return Table(drawn_rows, has_note=True).lines()
 
 
 def _amounts(part: MemoryPart, num_ranks: int) -> tuple[str, str]:
@@ -127,21 +157,20 @@ def _bar(start: int, stop: int, scale: int) -> str:
     return " " * first + "#" * length
 
 
-def _peak_lines(report: Report, lifetimes: Sequence[Lifetime]) -> list[str]:
+def _peak_table(report: Report, lifetimes: Sequence[Lifetime]) -> Table:
     rows: list[tuple[str, ...]] = [("transient peak", "bytes", "reached by")]
     phases = {"forward": report.forward_peak, "backward": report.backward_peak, "optimizer step": report.step_peak}
     for name, peak in phases.items():
         rows.append((name, format_bytes(peak.num_bytes), peak.unit))
-    rows.append(("the largest unit, B", format_bytes(report.largest_unit_bytes), report.largest_unit))
+    rows.append(("largest unit, gathered", format_bytes(report.largest_unit_bytes), report.largest_unit))
     if lifetimes:
         arena = plan_arena(lifetimes)
         held = f"{format_bytes(arena.lower_bound)} of it held at most, gap {arena.gap:.2%}: set_slot_pool('static')"
         rows.append(("as a static arena", format_bytes(arena.num_bytes), held))
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]}".rstrip() for row in rows]
+    return Table(rows, has_note=True)
 
 
-def _padding_lines(report: Report) -> list[str]:
+def _padding_table(report: Report) -> Table:
     rows: list[tuple[str, ...]] = [("padding", "of the data", "least possible", "what forces it")]
     seen: dict[tuple[str, ...], list[str]] = {}
     for unit in report.units:
@@ -150,23 +179,22 @@ def _padding_lines(report: Report) -> list[str]:
             key = (f"{group.padding_ratio:.3%}", f"{least:.3%}", group.binding)
             if group.padding_ratio:
                 seen.setdefault(key, []).append(unit.name)
-    if not seen:
-        return ["padding: none"]
-    rows += [(_names(tuple(dict.fromkeys(names))), *key) for key, names in seen.items()]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows]
+    rows += [(unit_names(tuple(dict.fromkeys(names))), *key) for key, names in seen.items()]
+    return Table(rows, has_note=True)
 
 
-def _names(names: Sequence[str]) -> str:
+def unit_names(names: Sequence[str]) -> str:
+    """Return units that are alike as the first, the last and how many."""
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
-def _time_lines(projection: Projection) -> list[str]:
+def _time_table(projection: Projection) -> Table:
     time, workload = projection.time, projection.setup.workload
     hidden = time.communication - time.exposed
     share = f"{hidden / time.communication:.0%} of it hidden" if time.communication else "none"
     needed = "" if time.tokens_to_hide is None else f"{time.tokens_to_hide:,} tokens per rank and microbatch hide it"
     rows = [
+        ("time", "", ""),
         ("one optimizer step", format_seconds(time.total), f"{projection.tokens_per_second:,.0f} tokens/s and rank"),
         (
             "compute",
@@ -185,22 +213,20 @@ def _time_lines(projection: Projection) -> list[str]:
         rows.append(("inside the model", format_seconds(time.model_parallel), "taken not to be hidden"))
     if projection.setup.parallelism.pipeline > 1:
         rows.append(("waiting for stages", format_seconds(time.bubble), "one forward, one backward in turn"))
-    return [f"{label:<20}{amount:>12}  {note}".rstrip() for label, amount, note in rows]
+    return Table(rows, has_note=True)
 
 
-def _transfer_lines(projection: Projection) -> list[str]:
+def _transfer_table(projection: Projection) -> Table:
     """Return what is sent over axes that are not data-parallel."""
-    if not projection.transfers:
-        return []
     rows: list[tuple[str, ...]] = [("inside the model, per step", "collective", "over", "ranks", "count", "bytes each")]
     for each in projection.transfers:
         transfer = each.transfer
         cells = (each.what, transfer.kind, transfer.axis, f"{transfer.num_ranks:,}", f"{each.count:,}")
         rows.append((*cells, format_bytes(transfer.num_bytes)))
-    return aligned(rows, num_left=3)
+    return Table(rows, num_left=3)
 
 
-def stage_lines(stages: Sequence[Projection]) -> list[str]:
+def stage_table(stages: Sequence[Projection]) -> Table:
     """Return a table of the stages of a pipeline: layers, memory and time of one rank of each."""
     rows: list[tuple[str, ...]] = [("stage", "layers", "parameters", "activations", "memory", "busy in a step")]
     for each in stages:
@@ -217,7 +243,7 @@ def stage_lines(stages: Sequence[Projection]) -> list[str]:
                 format_seconds(time.total - time.bubble),
             )
         )
-    return aligned(rows, num_left=1)
+    return Table(rows)
 
 
 def stage_dict(stage: Projection) -> dict[str, Any]:
@@ -254,10 +280,8 @@ def _inside_dict(projection: Projection) -> dict[str, Any]:
     }
 
 
-def _hiding_lines(projection: Projection, report: Report) -> list[str]:
+def _hiding_table(projection: Projection, report: Report) -> Table:
     """Return, for each kind of unit, the time of its collectives beside that of its compute."""
-    if not projection.time.communication:
-        return []
     rows: list[tuple[str, ...]] = [
         ("unit, per microbatch", "gather", "forward", "gather again", "reduce", "backward", "per step, at the end")
     ]
@@ -265,8 +289,8 @@ def _hiding_lines(projection: Projection, report: Report) -> list[str]:
         time = projection.time.units[alike.positions[0]]
         times = (time.forward_gather, time.forward, time.backward_gather, time.reduce, time.backward, time.tail)
         if any(times):
-            rows.append((_names(alike.names), *(format_seconds(seconds) if seconds else "-" for seconds in times)))
-    return aligned(rows, num_left=1)
+            rows.append((unit_names(alike.names), *(format_seconds(seconds) if seconds else "-" for seconds in times)))
+    return Table(rows)
 
 
 def to_dict(projection: Projection, decisions: Sequence[str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp.formatting import _percent, aligned, format_bytes
+from megatron_fsdp.formatting import Listing, Table, _percent, format_bytes
 
 __all__ = [
     "ArenaReport",
@@ -20,9 +20,9 @@ __all__ = [
     "PeakReport",
     "Report",
     "UnitReport",
-    "note_lines",
-    "traffic_lines",
-    "unit_lines",
+    "notes",
+    "traffic_table",
+    "unit_table",
 ]
 
 ASSUMPTIONS = (
@@ -173,7 +173,7 @@ class Report:
             of it that holds no parameter.
         gradient_bytes: what gradients take from a unit's backward until ``zero_grad`` sets them to None.
         optimizer_bytes: what ``torch.optim.AdamW`` will add: two moments, and 4 bytes per parameter for its step count.
-        largest_unit, largest_unit_bytes: the unit B with most bytes of gathered weights in compute dtype.
+        largest_unit, largest_unit_bytes: the unit with most bytes of gathered weights in compute dtype.
         forward_peak, backward_peak, step_peak: the most bytes held beyond ``persistent_bytes``, and at which unit.
         slot_bytes: of these, what is held in all phases once the first step is over: slots (``set_slot_pool``).
         arenas: those among these, of ``set_slot_pool("static")``.
@@ -213,7 +213,13 @@ class Report:
         return plain
 
     def __str__(self) -> str:
-        parts = (unit_lines(self), _total_lines(self), traffic_lines(self), note_lines(self))
+        remarks, assumed = notes(self)
+        parts = (
+            unit_table(self).lines(),
+            _total_lines(self),
+            traffic_table(self).lines(),
+            [*remarks.lines(), *assumed.lines()],
+        )
         return "\n\n".join("\n".join(lines) for lines in parts)
 
 
@@ -223,7 +229,7 @@ def _plain(value: Any) -> Any:
     return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
-def unit_lines(report: Report) -> list[str]:
+def unit_table(report: Report) -> Table:
     """Return the table of units, alike ones in one row."""
     rows: list[tuple[str, ...]] = [
         ("unit", "module", "dtype", "params", "elements", "padding", "at rest", "gathered", "packed", "after forward")
@@ -239,7 +245,7 @@ def unit_lines(report: Report) -> list[str]:
     padding = _percent(sum(group.buffer_numel for group in groups) - numel, numel)
     counts = (f"{sum(group.num_parameters for group in groups):,}", f"{numel:,}", padding)
     rows.append(("total", "", "", *counts, format_bytes(report.persistent_bytes), "", "", ""))
-    return aligned(rows, num_left=3)
+    return Table(rows, num_left=3)
 
 
 def _has_wire(unit: UnitReport, words: str) -> bool:
@@ -278,7 +284,7 @@ def _total_lines(report: Report) -> list[str]:
 
     def peak(found: PeakReport) -> tuple[str, str]:
         buffers = found.num_bytes - found.gradient_bytes
-        ratio = f"{buffers / largest:.2f} B" if largest else ""
+        ratio = f"{buffers / largest:.2f} x the largest unit" if largest else ""
         gradients = f" beside {format_bytes(found.gradient_bytes)} of gradients" if found.gradient_bytes else ""
         where = f", reached by {found.unit}" if found.unit else ""
         return format_bytes(buffers), f"{ratio}{gradients}{where}" if found.num_bytes else ""
@@ -295,7 +301,7 @@ def _total_lines(report: Report) -> list[str]:
         ("AdamW state (expected)", format_bytes(report.optimizer_bytes), "two moments and a step count"),
         *[("gradients", format_bytes(report.gradient_bytes), "from a unit's backward until zero_grad()")]
         * bool(report.gradient_bytes),
-        ("B, the largest unit", format_bytes(largest), f"{report.largest_unit}, weights in compute dtype"),
+        ("largest unit, gathered", format_bytes(largest), f"{report.largest_unit}, weights in compute dtype"),
         ("transient, forward", *peak(report.forward_peak)),
         ("transient, backward", *peak(report.backward_peak)),
         ("transient, optimizer step", *peak(report.step_peak)),
@@ -314,12 +320,10 @@ def _total_lines(report: Report) -> list[str]:
     return [f"{label:<26}{size:>12}  {note}".rstrip() for label, size, note in rows]
 
 
-def traffic_lines(report: Report) -> list[str]:
+def traffic_table(report: Report) -> Table:
     """Return the table of collectives by phase, kind and axis."""
     plural = "" if report.num_microbatches == 1 else "es"
     title = f"collectives per optimizer step of {report.num_microbatches} microbatch{plural}, bytes of the full side"
-    if not report.collectives:
-        return [f"{title}: none"]
     rows: list[tuple[str, ...]] = [("phase", "collective", "axis", "ranks", "count", "bytes")]
     for total in report.collectives:
         rows.append(
@@ -332,20 +336,14 @@ def traffic_lines(report: Report) -> list[str]:
                 format_bytes(total.num_bytes),
             )
         )
-    rows.append(
-        (
-            "all",
-            "",
-            "",
-            "",
-            f"{sum(t.count for t in report.collectives):,}",
-            format_bytes(sum(t.num_bytes for t in report.collectives)),
-        )
-    )
-    return [title, *aligned(rows, num_left=3)]
+    if report.collectives:
+        count = sum(total.count for total in report.collectives)
+        num_bytes = sum(total.num_bytes for total in report.collectives)
+        rows.append(("all", "", "", "", f"{count:,}", format_bytes(num_bytes)))
+    return Table(rows, num_left=3, title=title)
 
 
-def note_lines(report: Report) -> list[str]:
+def notes(report: Report) -> tuple[Listing, Listing]:
     """Return what is worth knowing of single units, and what the report assumes."""
     lines = []
     for reason in dict.fromkeys(unit.reason for unit in report.units):
@@ -379,7 +377,7 @@ def note_lines(report: Report) -> list[str]:
             f"most padding: {name}, {worst.buffer_numel - worst.numel:,} elements ({worst.padding_ratio:.2%}; at most "
             f"{worst.gap:.2%} above the optimum); what forces it: {worst.binding}"
         )
-    return ["notes", *(f"- {line}" for line in lines), "assumed", *(f"- {line}" for line in report.assumptions)]
+    return Listing("notes", lines), Listing("assumed", report.assumptions)
 
 
 def _reduction_lines(report: Report) -> list[str]:

@@ -10,14 +10,14 @@ from typing import Any
 
 from dbuffer.errors import LayoutError
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.formatting import aligned, format_bytes, format_seconds
+from megatron_fsdp.formatting import Listing, Table, format_bytes, format_seconds
 from megatron_fsdp.planning.estimate import Projection, play, project
 from megatron_fsdp.planning.model_source import Subject
 from megatron_fsdp.planning.options import Options
 from megatron_fsdp.planning.plan_arguments import HYBRID
 from megatron_fsdp.planning.transformer import Recompute, Workload
 
-__all__ = ["Rejection", "Search", "fit_dict", "fit_page", "search"]
+__all__ = ["Rejection", "Search", "fit_dict", "fit_page", "fit_parts", "search"]
 
 # Sequences of a rank and step when no batch is given; rows of the table.
 _PER_RANK, _ROWS = 8, 12
@@ -176,23 +176,27 @@ def _rejection(smallest: Projection, sizes: tuple[int, ...], limit_bytes: int) -
 
 def fit_page(found: Search) -> str:
     """Return the table of what fits, fastest first, and why the rest does not."""
+    return "\n\n".join("\n".join(part.lines()) for part in fit_parts(found))
+
+
+def fit_parts(found: Search) -> Iterator[Listing | Table]:
+    """Yield how many setups fit, the table of the fastest, and why the rest does not."""
     unknown = "" if found.is_complete else "; activations are not known and not counted"
-    lines = [
+    yield Listing(
         f"{len(found.fitting):,} of {found.num_tried:,} setups fit {format_bytes(found.limit_bytes)} on "
-        f"{found.num_ranks:,} ranks, {found.per_rank * found.num_ranks:,} sequences per step{unknown}"
-    ]
+        f"{found.num_ranks:,} ranks, {found.per_rank * found.num_ranks:,} sequences per step{unknown}",
+        (),
+    )
     if found.fitting:
         rows: list[tuple[str, ...]] = [
             ("", "strategy", "mesh", "micro-batch", "recompute", "memory", "step", "tokens/s and rank", "not hidden")
         ]
-        rows += [_row(number, each) for number, each in enumerate(found.fitting[:_ROWS], start=1)]
-        lines += ["", *aligned(rows, num_left=3)]
-        more = len(found.fitting) - _ROWS
-        lines += [f"and {more:,} slower ones"] * (more > 0)
+        yield Table([*rows, *(_row(number, each) for number, each in enumerate(found.fitting[:_ROWS], start=1))], 3)
+        if (more := len(found.fitting) - _ROWS) > 0:
+            yield Listing(f"and {more:,} slower ones", ())
     if found.rejected:
-        lines += ["", "what does not fit"]
-        lines += [f"- {each.strategy} on {_mesh(each.sizes)}: {each.reason}" for each in found.rejected]
-    return "\n".join(lines)
+        entries = [f"{each.strategy} on {_mesh(each.sizes)}: {each.reason}" for each in found.rejected]
+        yield Listing("what does not fit", entries)
 
 
 def _row(number: int, projection: Projection) -> tuple[str, ...]:

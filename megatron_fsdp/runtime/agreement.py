@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_fsdp.runtime.grad_dtypes import follow_grad_dtypes
 from megatron_fsdp.runtime.meeting import Statement, excuse, meet
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.unit import Unit, alive
@@ -81,7 +82,7 @@ class FirstUse:
 
     def before_gather(self, unit: Unit) -> None:
         """A unit is about to be gathered; raises as ``agree`` does."""
-        unit.follow_grad_dtypes()
+        follow_grad_dtypes(unit)
         if not all(group.rests_whole for group in unit.groups):
             self.agree()
 
@@ -102,7 +103,7 @@ class FirstUse:
         root, served = subject()
         units = list(served)
         for unit in units:
-            unit.follow_grad_dtypes()
+            follow_grad_dtypes(unit)
         name = (units[0] if root is None else root).name
         meshes = {mesh_ranks(group.spec.mesh) for unit in units for group in unit.groups}
         # Sorted, so that ranks which are in several of them do not wait for each other in a circle.

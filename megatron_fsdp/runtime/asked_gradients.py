@@ -132,7 +132,7 @@ class _AskedGradients(GradientBuffer):
         like.binding.watch()
         self.rename(like.unit)
         self.binding.name += ": gradients asked for"
-        self.divisor = like.divisor
+        self.divide_by(like.divisor)
         self.reduction.hook, self.reduction.function = like.reduction.hook, like.reduction.function
 
     def _begin_sum(self) -> None:

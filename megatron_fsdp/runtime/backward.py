@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -86,14 +87,18 @@ class Backward:
 
     Attributes:
         is_last: whether the next backward ends an optimizer step's gradient accumulation.
-        number: how many backwards there were so far.
+        number: of the backward under way, or else of the next one.
         max_packed_buffers: how many units' packed gradients may live at once.
+        is_manual: whether a backward leaves it to a ``finish`` outside of it to complete the gradients.
+        is_unfinished: whether that is still to come. awaited: refuses what may not come before; None for nothing.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self.is_last = True
-        self.number = 0
+        self.number = 1
         self.max_packed_buffers = 1
+        self.is_manual = self.is_unfinished = False
+        self.awaited: Callable[[str], NoReturn] | None = None
         self._schedule = schedule
         self._pass: _Pass | None = None
         self._has_sums = False
@@ -117,7 +122,6 @@ class Backward:
         now = self._pass
         if now is None or now.ending() is None:
             self.recover()
-            self.number += 1
             self._pass = now = _Pass(self._follow_task())
             self._settle()
         if packs:
@@ -159,12 +163,13 @@ class Backward:
             self._abandon()
 
     def reset(self) -> None:
-        """Forget a forward or backward that raised, and the gradients that it left incomplete."""
+        """Forget a forward or backward that raised, and the gradients that are incomplete or not finished."""
         self._abandon()
         for unit in self._schedule.units():
             for buffer in unit.gradients:
-                if buffer.binding.is_void:
+                if buffer.binding.is_void or self.is_unfinished:
                     buffer.discard()
+        self.is_unfinished, self.awaited = False, None
 
     def _abandon(self) -> None:
         for unit in self._schedule.units():
@@ -181,6 +186,7 @@ class Backward:
                 buffer.end_backward()
         self._schedule.end_backward()
         self._pass = None
+        self.number += 1
 
     # ------------------------------------------------------------------ enter
 
@@ -192,12 +198,13 @@ class Backward:
         """
         if listeners:
             tell("enter", call)
+        unit = call.unit
         if torch.is_grad_enabled():
             raise StateError(
-                f"unit {call.unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
+                f"unit {unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
                 "use released weights. Keep the module whose second derivatives are wanted unsharded."
             )
-        now, unit = self.begin(), call.unit
+        now = self.begin()
         if call.entered == self.number:
             self._unshard_again(now, unit)
             return
@@ -207,7 +214,7 @@ class Backward:
         now.enter_call(call, unit)
         if unit.unshards_in_backward:
             self._schedule.unshard(unit, check=False)
-        self._prefetch(call)
+        self._prefetch(call, unit)
 
     def before_reading(self, unit: Unit, call: Call | None) -> None:
         """Gather the unit again, if need be, for the backward of an operator that reads its weights.
@@ -265,14 +272,14 @@ class Backward:
             and any(id(call.trail) in passes for call in other.calls_not_entered(self.number))
         )
 
-    def _prefetch(self, call: Call) -> None:
-        if call.unit.backward_prefetch:
-            for reference in call.unit.backward_prefetch:
+    def _prefetch(self, call: Call, entered: Unit) -> None:
+        if entered.backward_prefetch:
+            for reference in entered.backward_prefetch:
                 self._schedule.start_gather(reference(), check=False)
             return
         for position in range(call.position - 1, -1, -1):
             unit = call.trail[position]()
-            if unit is not None and unit.groups and unit is not call.unit and unit.unshards_in_backward:
+            if unit is not None and unit.groups and unit is not entered and unit.unshards_in_backward:
                 self._schedule.gather_ahead(unit, check=False)
                 return
 
@@ -351,23 +358,35 @@ class Backward:
         is_for_others = is_inside and (now is None or not now.has_gradients)
         for unit in now.latest_first() if now is not None else ():
             self._leave(unit)
-        for unit in units:
-            if unit.requires_gradient_sync and any(buffer.is_filled for buffer in unit.gradients):
-                self._reduce(unit)
-        self._reducing.drain(0)
-        # Hooks waited on the streams that autograd gave them. The caller's follows all of it from here on, also in a
-        # graph that ends with the backward (docs/design/order.md, "Streams"). Not before: compute would wait for the
-        # gather of the unit that comes next.
-        join_lanes()
-        self._finalize(units)
+        is_left = is_inside and self.is_manual
+        if not is_left:
+            self._reduce_filled(units)
+            self._reducing.drain(0)
+            # Hooks waited on the streams that autograd gave them. The caller's follows all of it from here on, also in
+            # a graph that ends with the backward (docs/design/order.md, "Streams"). Not before: compute would wait for
+            # the gather of the unit that comes next.
+            join_lanes()
+            self._finalize(units)
         self._show_pending(units)
         self._end()
         for pool in self._schedule.pools.planned:
             pool.settle()
+        self.is_unfinished = is_left
         if is_for_others:
             refuse_gathered(group for unit in units for group in unit.groups)
-        if self.is_last:
+        if (self.is_last or self.is_manual) and not is_left:
             tell("backward", self)
+
+    def start_reductions(self) -> None:
+        """Issue, outside of a backward, the reductions that ``finish`` completes."""
+        self.recover()
+        self._settle()
+        self._reduce_filled(self._schedule.units())
+
+    def _reduce_filled(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            if unit.requires_gradient_sync and any(buffer.is_filled for buffer in unit.gradients):
+                self._reduce(unit)
 
     def _finalize(self, units: list[Unit]) -> None:
         finals = [found for unit in units if (found := list(self._final(unit)))]
@@ -386,7 +405,7 @@ class Backward:
         for group in final:
             assert group.gradients is not None
             group.gradients.binding.show()
-            if self.is_last:
+            if self.is_last or self.is_manual:
                 group.freshness.suspect()
 
     def _show_pending(self, units: list[Unit]) -> None:
@@ -399,7 +418,7 @@ class Backward:
 
     def _final(self, unit: Unit) -> Iterator[ParameterGroup]:
         """Yield the groups whose sums are complete when this backward ends."""
-        is_last = self.is_last and unit.requires_all_reduce
+        is_last = (self.is_last or self.is_manual) and unit.requires_all_reduce
         for group in unit.groups if unit.requires_gradient_sync else ():
             buffer = group.gradients
             if buffer is not None and buffer.binding.state is GradState.PARTIAL and (buffer.rests_final or is_last):

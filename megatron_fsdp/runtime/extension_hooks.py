@@ -219,7 +219,7 @@ class ExtensionWeights(WeightBuffers):
     def release(self, *, keep_generation: int | None = None) -> None:
         """Release the gathered tensors; see ``WeightBuffers``."""
         for wire in self._wires.values():
-            for storage in wire.outputs:
+            for storage in wire.outputs if not self.keeps_gathered else ():
                 storage.release()
             wire.gathered.release_storage()
         super().release(keep_generation=keep_generation)

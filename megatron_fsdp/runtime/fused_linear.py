@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.runtime.gathered_weight import KINDS
-from megatron_fsdp.runtime.readers import reader_of
+from megatron_fsdp.runtime.readers import READER, Reader
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.gradients import GradientBuffer
@@ -42,19 +42,11 @@ _ATTRIBUTE = "_fsdp_product_target"
 class _Target:
     """A receiver, which it does not keep alive, and the number of a parameter there."""
 
-    __slots__ = ("_receiver", "index")
+    __slots__ = ("index", "receiver")
 
     def __init__(self, receiver: GradientBuffer, index: int) -> None:
-        self._receiver = weakref.ref(receiver)
+        self.receiver = weakref.ref(receiver)
         self.index = index
-
-    def take(self, left: torch.Tensor, right: torch.Tensor) -> bool:
-        """Add ``left @ right`` to the gradient; False where the receiver cannot."""
-        receiver = self._receiver()
-        if receiver is None or not receiver.takes_products():
-            return False
-        receiver.receive_product(self.index, left, right)
-        return True
 
 
 class FusedLinear(nn.Linear):
@@ -71,13 +63,13 @@ class FusedLinear(nn.Linear):
             return functional.linear(input, self.weight, self.bias)
         weight = self.weight
         bias: torch.Tensor | None = self.bias
-        target = getattr(weight, _ATTRIBUTE, None)
-        if target is None or not weight.requires_grad or not is_recorded_plainly():
-            return _watched(functional.linear(input, weight, bias), weight)
-        factor = _as_factor(input, weight)
+        target, reader = getattr(weight, _ATTRIBUTE, None), getattr(weight, READER, None)
+        if (target is None and reader is None) or not is_recorded_plainly():
+            return functional.linear(input, weight, bias)
+        factor = _as_factor(input, weight) if weight.requires_grad else None
         if factor is None or (bias is not None and bias.dtype is not weight.dtype):
-            return _watched(functional.linear(input, weight, bias), weight)
-        output: torch.Tensor = _LinearIntoBuffer.apply(factor, weight, bias, target)  # type: ignore[no-untyped-call]
+            return _watched(functional.linear(input, weight, bias), reader)
+        output: torch.Tensor = _linear_into_buffer(factor, weight, bias, target, reader)
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -85,10 +77,9 @@ class FusedLinear(nn.Linear):
         return copyreg._reconstructor, (self._plain_class, object, None), *state  # type: ignore[attr-defined]
 
 
-def _watched(output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Have ``weight`` gathered before backward goes through the output of PyTorch's own operator, and return that."""
-    reader = reader_of(weight)
-    if reader is not None and is_recorded_plainly():
+def _watched(output: torch.Tensor, reader: Reader | None) -> torch.Tensor:
+    """Have weights gathered before backward goes through the output of PyTorch's own operator, and return that."""
+    if reader is not None:
         reader.watch(output)
     return output
 
@@ -119,56 +110,65 @@ def _as_factor(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None
     return input if input.dtype is weight.dtype else None
 
 
-def _note_call(ctx: Any, weight: torch.Tensor) -> None:
-    """Keep with a node what its backward needs to have the weights gathered, whatever leads there."""
-    ctx.reader = reader = reader_of(weight)
-    ctx.call = None if reader is None else reader.open_call()
+def _open_call(reader: Reader | None) -> Any:
+    """Return the call that runs now of the unit whose weights are read; None where it is none, or releases none."""
+    owner = None if reader is None else reader.owner()
+    return None if owner is None else owner.open_call
 
 
 class _LinearIntoBuffer(torch.autograd.Function):
-    """``functional.linear``, with the gradient of the weight added to its unit's buffer."""
+    """``functional.linear``, with the gradient of the weight added to its unit's buffer, where there is a target.
+
+    Its backward has the weights gathered first, whatever leads there.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: _Target
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: _Target | None,
+        reader: Reader | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
-        ctx.target = target
-        _note_call(ctx, weight)
-        ctx.set_materialize_grads(False)
+        ctx.target, ctx.reader, ctx.call = target, reader, _open_call(reader)
+        ctx.materialize_grads = False
         return functional.linear(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
-            return None, None, None, None
+            return None, None, None, None, None
         if ctx.reader is not None:
             ctx.reader.before_reading(ctx.call)
         input, weight = ctx.saved_tensors
-        rows = _rows(gradient)
+        rows, inputs = (gradient, input) if input.ndim == 2 else (_rows(gradient), _rows(input))
         of_input = None if weight is None else torch.mm(rows, weight)
-        if of_input is not None and input.dim() != 2:
+        if of_input is not None and inputs is not input:
             of_input = of_input.view(input.shape)
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        of_weight = _weight_gradient(ctx.next_functions[1][0], ctx.target, rows.t(), _rows(input))
-        return of_input, of_weight, of_bias, None
+        of_weight = _weight_gradient(ctx.next_functions[1][0], ctx.target, rows.T, inputs)
+        return of_input, of_weight, of_bias, None, None
+
+
+# ``Function.apply`` looks for transforms of functions first, which callers here have done (``is_recorded_plainly``).
+_linear_into_buffer: Any = super(torch.autograd.Function, _LinearIntoBuffer).apply
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as a matrix of its last dimension's rows."""
-    if tensor.dim() == 2:
-        return tensor
-    return tensor.flatten(0, -2) if tensor.dim() > 2 else tensor.unsqueeze(0)
+    return tensor.flatten(0, -2) if tensor.ndim > 1 else tensor.unsqueeze(0)
 
 
-def _weight_gradient(node: Any, target: _Target, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+def _weight_gradient(node: Any, target: _Target | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient ``left @ right`` of a weight for autograd; None where the buffer took it, or none is wanted.
 
     Args:
         node: the end of the weight in the graph: it accumulates, and then calls the hook that counts arrivals.
     """
-    if torch.is_grad_enabled():
+    if target is None or torch.is_grad_enabled():
         return left @ right
     if not node.variable.requires_grad:
         # Frozen since forward.
@@ -180,14 +180,13 @@ def _weight_gradient(node: Any, target: _Target, left: torch.Tensor, right: torc
     except RuntimeError:
         # torch.autograd.grad for this very weight, or a call of the node by hand: the caller gets the gradient.
         return left @ right
-    if _has_foreign_hooks(node.variable) or not target.take(left, right):
+    receiver, weight = target.receiver(), node.variable
+    # The unit's own hook counts arrivals; whoever has another wants to see the gradient.
+    is_watched = weight._backward_hooks or len(weight._post_accumulate_grad_hooks or ()) > 1
+    if receiver is None or is_watched or not receiver.takes_products:
         return left @ right
+    receiver.receive_product(target.index, left, right)
     return None
-
-
-def _has_foreign_hooks(weight: torch.Tensor) -> bool:
-    """Whether somebody but the unit wants to see a gathered weight's gradient."""
-    return bool(weight._backward_hooks) or len(getattr(weight, "_post_accumulate_grad_hooks", None) or ()) > 1
 
 
 def fuse_linear_layers(owned: Iterable[OwnedParameter]) -> None:
@@ -242,7 +241,7 @@ def add_product(
     if out.dtype is not left.dtype and not out.is_cuda:
         # Only CUDA has products of another dtype than their factors.
         left, right = left.to(out.dtype), right.to(out.dtype)
-    is_batched = left.dim() == 3
+    is_batched = left.ndim == 3
     beta = 0.0 if overwrite else 1.0
     if out.dtype is not left.dtype:
         add = torch.baddbmm if is_batched else torch.addmm
@@ -273,13 +272,13 @@ def expert_matmul(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         tokens = torch.randn(8, 100, 16)  # 100 tokens for each of 8 experts
         output = expert_matmul(tokens, experts)
     """
-    target = getattr(weight, _ATTRIBUTE, None)
     if torch.compiler.is_compiling() or not is_recorded_plainly():
         return torch.bmm(input, weight)
+    target, reader = getattr(weight, _ATTRIBUTE, None), getattr(weight, READER, None)
     factor = _as_factor(input, weight) if target is not None and weight.requires_grad else None
     if target is None or factor is None:
-        return _watched(torch.bmm(input, weight), weight)
-    output: torch.Tensor = _ExpertsIntoBuffer.apply(factor, weight, target)  # type: ignore[no-untyped-call]  # of torch
+        return _watched(torch.bmm(input, weight), reader)
+    output: torch.Tensor = _experts_into_buffer(factor, weight, target, reader)
     return output
 
 
@@ -287,20 +286,24 @@ class _ExpertsIntoBuffer(torch.autograd.Function):
     """``torch.bmm``, with the gradient of the weight added to its unit's buffer."""
 
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, target: _Target) -> torch.Tensor:
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, target: _Target, reader: Reader | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
-        ctx.target = target
-        _note_call(ctx, weight)
-        ctx.set_materialize_grads(False)
+        ctx.target, ctx.reader, ctx.call = target, reader, _open_call(reader)
+        ctx.materialize_grads = False
         return torch.bmm(input, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
-            return None, None, None
+            return None, None, None, None
         if ctx.reader is not None:
             ctx.reader.before_reading(ctx.call)
         input, weight = ctx.saved_tensors
         of_input = None if weight is None else torch.bmm(gradient, weight.mT)
-        return of_input, _weight_gradient(ctx.next_functions[1][0], ctx.target, input.mT, gradient), None
+        return of_input, _weight_gradient(ctx.next_functions[1][0], ctx.target, input.mT, gradient), None, None
+
+
+_experts_into_buffer: Any = super(torch.autograd.Function, _ExpertsIntoBuffer).apply

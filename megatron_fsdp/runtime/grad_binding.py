@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,10 +24,11 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, FlatDTensor
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.policy.precision import grad_dtype_of
+from megatron_fsdp.runtime.grad_dtypes import allow_any, refuse_late
 from megatron_fsdp.runtime.lanes import is_capturing
 from megatron_fsdp.runtime.parameters import Faces
 from megatron_fsdp.runtime.pending_sums import PendingSums
+from megatron_fsdp.runtime.shown_gradients import CastGradients, outside
 
 __all__ = ["GradBinding", "GradState", "grads_of"]
 
@@ -97,7 +98,7 @@ class GradBinding:
         self.keeps = self.is_taken = False
         self.watch()
         self._sums: PendingSums | None = None
-        self._cast = _CastGradients(dtype, faces.wrap)
+        self._cast = CastGradients(dtype, faces.wrap)
 
     def become(self, state: GradState) -> None:
         """Change the state.
@@ -195,11 +196,6 @@ class GradBinding:
         self.watch()
         if self._sums is not None:
             self._sums.follow(self._parameters)
-
-    @property
-    def is_untouched(self) -> bool:
-        """Whether no backward brought a gradient yet."""
-        return self._sums is None
 
     @property
     def has_sum_under_way(self) -> bool:
@@ -341,8 +337,8 @@ class GradBinding:
             )
         return (
             f"{name} is a sum under way, not reduced over all ranks yet. Run the last microbatch outside of no_sync() "
-            "and of microbatch(model, False) before .grad is read or an optimizer steps; after a backward that raised "
-            "call zero_grad() first."
+            "and of microbatch(model, False), and call finalize_backward() if that is manual, before .grad is read or "
+            "an optimizer steps; after a backward that raised call zero_grad() first."
         )
 
     # ------------------------------------------------------------------ a sum is complete
@@ -381,7 +377,7 @@ class GradBinding:
         try:
             hooks = _assign_grads(self._parameters, gradients, wanted)
         except RuntimeError as error:
-            self._refuse_grad_dtype(error)
+            refuse_late(self.name, self._faces, self.final.dtype, error)
         if is_sum:
             self.end_sum(clears=False)
         # Autograd accumulates into the gathered parameters, so it calls no hook of the sharded ones.
@@ -390,22 +386,11 @@ class GradBinding:
         if 1 not in wanted:
             self.dropped()
 
-    def _refuse_grad_dtype(self, error: RuntimeError) -> NoReturn:
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad_dtype not in (None, self.final.dtype):
-                raise StateError(
-                    f"{self.name}: grad_dtype of parameter {self._faces.name_of(index)!r} was set to "
-                    f"{parameter.grad_dtype} after gradients of {self.final.dtype} were laid out for it; set it before "
-                    "the first forward"
-                ) from error
-        raise error
-
     def _final_gradients(self) -> list[DTensor]:
         if not self._gradients:
             self.hold()
-            for parameter in self._parameters if self.final.dtype is not self._dtype else ():
-                if grad_dtype_of(parameter) == "own":
-                    parameter.grad_dtype = None  # any dtype may be assigned then
+            if self.final.dtype is not self._dtype:
+                allow_any(self._parameters)
             indices = range(len(self._parameters))
             self._gradients = [
                 self._faces.wrap(index, self.final.get_dtensor(index, is_view=True)) for index in indices
@@ -441,7 +426,7 @@ class GradBinding:
 
     def scale(self, factor: torch.Tensor | float) -> None:
         """Multiply the gradients that ``settled`` returned, and the user's own tensors where they are not those."""
-        for tensor in (self.final.local_buffer, *_outside(self._shown(), self._gradients, self.final)):
+        for tensor in (self.final.local_buffer, *outside(self._shown(), self._gradients, self.final)):
             tensor.mul_(factor.to(tensor) if isinstance(factor, torch.Tensor) else factor)
 
     def match_parameter_dtype(self) -> None:
@@ -532,62 +517,3 @@ def _assign_grads(
         if hooks
         for hook in hooks.values()
     ]
-
-
-def _outside(
-    gradients: Sequence[torch.Tensor | None], faces: Sequence[torch.Tensor], buffer: DBuffer
-) -> list[torch.Tensor]:
-    """Return this rank's parts of those gradients that are tensors of their own, not the buffer's.
-
-    Args:
-        gradients: DTensors, in the order of the buffer's tensors; None for none.
-        faces: known to be the buffer's, in the same order; none where they were not made yet.
-    """
-    if faces and all(map(operator.is_, gradients, faces)):
-        return []
-    found = []
-    for index, gradient in enumerate(gradients):
-        local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-        if local is not None and local.numel() and local.data_ptr() != buffer.get_local_tensor(index).data_ptr():
-            found.append(local)
-    return found
-
-
-class _CastGradients:
-    """Gradients shown in another dtype for the length of an optimizer's step.
-
-    Args:
-        dtype: which. wrap: returns the DTensor of a parameter, by its index, over another buffer.
-    """
-
-    def __init__(self, dtype: torch.dtype, wrap: Callable[[int, DTensor], DTensor]) -> None:
-        self._dtype = dtype
-        self._wrap = wrap
-        self._replaced: list[tuple[torch.Tensor, torch.Tensor, torch.dtype | None]] = []
-
-    def show(
-        self,
-        parameters: Sequence[torch.Tensor],
-        shown: Sequence[torch.Tensor | None],
-        faces: Sequence[torch.Tensor],
-        buffer: DBuffer,
-    ) -> None:
-        """Replace ``.grad`` where it has another dtype: those of ``buffer`` by one cast, the user's own one by one."""
-        cast: DBuffer | None = None
-        for index, (parameter, gradient, face) in enumerate(zip(parameters, shown, faces, strict=True)):
-            if gradient is None or gradient.dtype is self._dtype:
-                continue
-            allowed, parameter.grad_dtype = parameter.grad_dtype, None
-            if gradient is face:
-                cast = cast or buffer.cast(self._dtype)
-                parameter.grad = self._wrap(index, cast.get_dtensor(index))
-            else:
-                parameter.grad = gradient.to(self._dtype)
-            self._replaced.append((parameter, gradient, allowed))
-
-    def take_back(self) -> None:
-        """Show what was replaced again, but where the step dropped it."""
-        replaced, self._replaced = self._replaced, []
-        for parameter, gradient, allowed in replaced:
-            parameter.grad = gradient if parameter.grad is not None else None
-            parameter.grad_dtype = allowed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import weakref
 from collections import deque
@@ -135,19 +134,16 @@ class GradientBuffer(PackedGradients):
         gradient = self._faces.local_gradient(index, gradient)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        accumulate(gradient, self._views[index], scale=self._pack_scale, overwrite=not self._filled[index])
-
-    def takes_products(self) -> bool:
-        """Whether the scale of gradients is a power of two, so that a scaled product is rounded as an unscaled one."""
-        return math.frexp(self._pack_scale)[0] == 0.5
+        accumulate(gradient, self._views[index], scale=self.pack_scale, overwrite=not self._filled[index])
 
     def receive_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add ``left @ right`` to the packed gradient of a parameter."""
         if self._turns is not None:
             self._turns.take(self._pack_waiting)
-        self._begin_once()
+        if not self._begun[0]:
+            self._begin_once()
         if self._trained[index]:
-            add_product(left, right, self._views[index], scale=self._pack_scale, overwrite=not self._filled[index])
+            add_product(left, right, self._views[index], scale=self.pack_scale, overwrite=not self._filled[index])
             self._filled[index], self.binding.missing[index] = 1, 0
 
     def _begin_once(self) -> None:
@@ -155,7 +151,7 @@ class GradientBuffer(PackedGradients):
             return
         self._follow_freezing()
         if 1 in self._trained:
-            self._copies = self._pack_scale == 1.0 and not self._faces.has_splits
+            self._copies = self.pack_scale == 1.0 and not self._faces.has_splits
             self._begin()
             self._begun[0] = True
             observer = self._observer() if self._observer is not None else None
@@ -189,18 +185,6 @@ class GradientBuffer(PackedGradients):
 
     def _begin_sum(self) -> None:
         self.binding.begin_sum()
-
-    @property
-    def _pack_scale(self) -> float:
-        return 1.0 / self.divisor if self.rests_partial else self._wire_scale
-
-    @property
-    def _wire_scale(self) -> float:
-        # fp16 sums of many ranks overflow and fp16 averages underflow, so half of the division (in powers of two) is
-        # done before.
-        if self.packed.dtype is not torch.float16:
-            return 1.0
-        return 2.0 ** -(math.frexp(max(self.divisor, 1.0))[1] // 2)
 
     # ------------------------------------------------------------------ reduce
 
@@ -250,7 +234,7 @@ class GradientBuffer(PackedGradients):
     def _stages(self) -> Stages:
         self.binding.hold()
         overwrite = self.binding.state is GradState.EMPTY
-        return self.reduction.stages(1.0 / (self.divisor * self._wire_scale), overwrite=overwrite)
+        return self.reduction.stages(1.0 / (self.divisor * self.wire_scale), overwrite=overwrite)
 
     @property
     def is_reducing(self) -> bool:

@@ -16,7 +16,7 @@ from dbuffer.mesh import MeshAxis
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.policy.precision import grad_dtype_of, set_grad_dtype
+from megatron_fsdp.policy.precision import GradDtype, MixedPrecisionPolicy, grad_dtype_of, set_grad_dtype
 from megatron_fsdp.runtime.extension_hooks import ExtensionFaces, ExtensionWeights
 from megatron_fsdp.runtime.freshness import Freshness
 from megatron_fsdp.runtime.fused_linear import fuse_linear_layers
@@ -82,6 +82,7 @@ class GroupParts:
         else:
             weights = ExtensionWeights(self.owned[0], self.plan, spec, self.name)
             self.weights, self.faces = weights, ExtensionFaces(self.owned, weights, self)
+        self.weights.keeps_gathered = spec.keeps_gathered
         self.parameters: dict[str, nn.Parameter] = self.faces.by_name()
         for owned, face in zip(self.owned, self.faces.sharded, strict=True):
             _GROUPS[face] = weakref.ref(self)
@@ -113,29 +114,11 @@ class GroupParts:
             for face in self.faces.gathered:
                 face.grad_dtype = None
 
-    def follow_grad_dtype(self) -> None:
-        """Make gradients as ``owned`` says now; before any came.
-
-        Raises:
-            StateError: parameters that share the buffer want different dtypes, or have gradients.
-        """
-        first = self.owned[0]
-        other = next((each for each in self.owned if each.grad_dtype != first.grad_dtype), None)
-        if other is not None:
-            raise StateError(
-                f"unit {self.name!r}: parameter {first.name!r} has grad_dtype={first.grad_dtype} and {other.name!r} "
-                f"has {other.grad_dtype}, and their gradients share a buffer. Set grad_dtype before fully_shard, which "
-                "makes two buffers then, or set it on both."
-            )
-        if self.gradients is None:
-            return
-        if any(face.grad is not None for face in self.faces.sharded):
-            raise StateError(
-                f"unit {self.name!r}: grad_dtype of parameter {first.name!r} was changed while it has a gradient. Set "
-                "it before the first forward, or call zero_grad() first."
-            )
-        self.spec = replace(self.spec, dtypes=first.policy.with_gradients(self.spec.dtypes, first.grad_dtype))
-        self._make_gradients()
+    def make_gradients_as(self, policy: MixedPrecisionPolicy, grad_dtype: GradDtype) -> None:
+        """Make other gradient buffers, of the dtypes that are asked for; before any gradient came."""
+        if self.gradients is not None:
+            self.spec = replace(self.spec, dtypes=policy.with_gradients(self.spec.dtypes, grad_dtype))
+            self._make_gradients()
 
     def _check_main_dtype(self, index: int) -> None:
         wanted = self.owned[index].trained_main_dtype
@@ -199,7 +182,7 @@ class GroupParts:
         """Divide summed gradients by ``divisor`` from now on."""
         self.spec = replace(self.spec, divisor=divisor)
         if self.gradients is not None:
-            self.gradients.divisor = divisor
+            self.gradients.divide_by(divisor)
 
     def set_reduction(
         self, *, hook: Callable[[torch.Tensor], None] | None = None, function: ReduceFunction | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,9 @@ from dbuffer.arena_pool import ArenaPool
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import flat_axes
 from dbuffer.slot_pool import Allocate, from_communicator, from_symmetric_memory
-from megatron_fsdp.runtime.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
 
-__all__ = ["BufferPools", "SlotChoice", "communicator_has_memory", "place_in_slots"]
+__all__ = ["BufferPools", "SlotChoice", "communicator_has_memory", "keep_gathered", "place_in_slots"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,9 @@ def place_in_slots(group: ParameterGroup, pools: BufferPools | None, choice: Slo
         return None if pools is None else pools.get(use, of, device, axes, placed)
 
     if not group.rests_whole:
-        of_weights = pool("weights", weights, placements.parameter)
+        # What stays takes no turns.
+        is_kept = group.weights.keeps_gathered
+        of_weights = None if is_kept else pool("weights", weights, placements.parameter)
         group.gathered.storage.use_pool(of_weights, comes_ahead=True)
         if group.weights.post_forward is not None:
             # One for each unit would be held for as long as the allocator's; in an arena it costs nothing.
@@ -118,6 +120,17 @@ def place_in_slots(group: ParameterGroup, pools: BufferPools | None, choice: Slo
         group.gradients.packed.storage.use_pool(pool("gradients", choice, placements.gradient))
     # With slots a step calls no allocator.
     group.gradients.keep(pools is not None or group.spec.is_offloaded)
+
+
+def keep_gathered(group: ParameterGroup, *, keeps: bool) -> None:
+    """Have the memory of gathered weights from now on also while they are resharded, or no more."""
+    group.spec = replace(group.spec, keeps_gathered=keeps)
+    group.weights.keeps_gathered = keeps
+    if group.weight_state is WeightState.SHARDED and not group.rests_whole:
+        if keeps:
+            group.gathered.reallocate_storage()
+        else:
+            group.weights.release()
 
 
 def communicator_has_memory(axes: Sequence[MeshAxis], device: torch.device) -> bool:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.runtime.conversion import apply_to_group
-from megatron_fsdp.runtime.memory_slots import SlotChoice, communicator_has_memory
+from megatron_fsdp.runtime.memory_slots import SlotChoice, communicator_has_memory, keep_gathered
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.runtime.rewrapping import refuse_ddp
-from megatron_fsdp.runtime.unit import Unit, alive
+from megatron_fsdp.runtime.unit import Unit, alive, is_in_backward
+
+if TYPE_CHECKING:
+    from megatron_fsdp.runtime.backward import Backward
 
 __all__ = [
     "FSDPModule",
     "FsdpModule",
+    "GradientReductionHandle",
     "UnshardHandle",
     "sharded_class",
     "unit_of",
@@ -28,6 +33,47 @@ __all__ = [
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 T = TypeVar("T")
+
+
+class GradientReductionHandle:
+    """Returned by ``FSDPModule.finalize_backward(async_op=True)``.
+
+    Example:
+        model.set_manual_backward_finalization(True)
+        model(batch).sum().backward()
+        handle = model.finalize_backward(async_op=True)
+        metrics = batch.mean()  # while gradients are reduced
+        handle.wait()
+        optimizer.step()
+    """
+
+    def __init__(self, backward: Backward | None) -> None:
+        self._backward = None if backward is None else weakref.ref(backward)
+        if backward is not None:
+            backward.start_reductions()
+            backward.awaited = self._refuse
+
+    def wait(self) -> None:
+        """Make compute wait for the reductions; ``.grad`` of the parameters is final afterwards.
+
+        Raises:
+            StateError: ``reset_iter_state`` dropped the gradients.
+        """
+        backward = None if self._backward is None else self._backward()
+        if backward is None:
+            return
+        if backward.awaited != self._refuse:
+            raise StateError(
+                "the handle of finalize_backward(async_op=True) is void: reset_iter_state() dropped the gradients that "
+                "it stood for. Run the iteration again."
+            )
+        backward.finish()
+        backward.awaited = self._backward = None
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise StateError(
+            f"{what} before wait() of the handle that finalize_backward(async_op=True) returned last; wait for it first"
+        )
 
 
 class UnshardHandle:
@@ -94,6 +140,18 @@ class FSDPModule:
         unit = unit_of(self)
         unit.schedule.reshard(unit)
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """True: gathered weights have their memory from now on, whether gathered or not, so that their addresses stay.
+
+        For steps that a CUDA graph holds. It takes the bytes of the whole weights; what lies there after ``reshard``
+        may not be read.
+        """
+        for unit in self._units(recurse):
+            for group in unit.groups:
+                keep_gathered(group, keeps=keep)
+            if unit.slots.sizing is not None:
+                unit.use_slots(unit.slots)
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: the next backwards keep gradients on this rank, unreduced. The first one with True reduces the sum."""
         for unit in self._units(recurse):
@@ -107,6 +165,61 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the last microbatch of an optimizer step."""
         unit_of(self).backward.is_last = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """True: reductions start in backward, and gradients become final in ``finalize_backward``, on the root alone.
+
+        For schedules in which the reduction of gradients is an action of its own, as in a pipeline.
+
+        Raises:
+            StateError: this is no root; or a backward is under way, or not finalized.
+        """
+        unit, backward = unit_of(self), unit_of(self).backward
+        self._check_root("set_manual_backward_finalization")
+        if enabled != backward.is_manual and (is_in_backward() or backward.is_unfinished):
+            raise StateError(
+                f"unit {unit.name!r}: set_manual_backward_finalization({enabled}) in or after a backward that is not "
+                "finalized; call finalize_backward() or reset_iter_state() first"
+            )
+        backward.is_manual = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Make the gradients of all backwards so far final, after ``set_manual_backward_finalization(True)``.
+
+        No-op before the first backward. Of several backwards that come before, all but the last may run with
+        ``set_requires_gradient_sync(False)``, which saves their reductions.
+
+        Args:
+            async_op: issue the reductions and return a handle; ``.grad`` may be read, and another forward run, after
+                its ``wait()``.
+        Raises:
+            StateError: called in a backward, on another module than the root, without manual finalization, or before
+                ``wait()`` of the last handle.
+        """
+        unit, backward = unit_of(self), unit_of(self).backward
+        if not backward.number:
+            return GradientReductionHandle(None) if async_op else None
+        self._check_root("finalize_backward")
+        if backward.awaited is not None:
+            backward.awaited("finalize_backward()")
+        if not backward.is_manual:
+            raise StateError(
+                f"unit {unit.name!r}: finalize_backward() without set_manual_backward_finalization(True): gradients "
+                "were final when backward returned"
+            )
+        if is_in_backward():
+            raise StateError(f"unit {unit.name!r}: finalize_backward() in a backward; call it when that has returned")
+        if async_op:
+            return GradientReductionHandle(backward)
+        backward.finish()
+        return None
+
+    def _check_root(self, method: str) -> None:
+        unit = unit_of(self)
+        root = unit.schedule.root
+        if root is not unit:
+            found = "another module" if root is None else repr(root.name)
+            raise StateError(f"unit {unit.name!r}: {method}() is the root's to call, which is {found}")
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int | None, recurse: bool = True) -> None:
         """Choose whether weights are released after forward and gathered again; as in ``fully_shard``."""
@@ -182,7 +295,8 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Forget a forward or backward that raised: weights are released, gradients that it left incomplete dropped.
 
-        What was accumulated before into the same gradients goes with them.
+        What was accumulated before into the same gradients goes with them, and what ``finalize_backward`` was to make
+        final.
         """
         unit_of(self).backward.reset()
 

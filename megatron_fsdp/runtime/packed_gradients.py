@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from dbuffer import DBuffer, Partial
@@ -29,14 +31,17 @@ class PackedGradients:
         rests_final: whether each microbatch's reduction gives what the optimizer reads: no axis is left to reduce at
             the end.
         reduction: the way from packed gradients to ``main_grad``.
-        divisor: the sum over ranks is divided by it. unit: the name of the unit.
+        divisor: the sum over ranks is divided by it. wire_scale: what of the division is done before the sum.
+        pack_scale: what gradients are multiplied by where they are packed.
+        takes_products: whether that is a power of two, so that a scaled product is rounded as an unscaled one.
+        unit: the name of the unit.
     """
 
     def __init__(self, main_weight: DBuffer, spec: GradientSpec, faces: Faces) -> None:
-        self.divisor = spec.divisor
         self.unit = ""
         self._spec, self._template, self._faces = spec, main_weight, faces
         self._make_buffers()
+        self.divide_by(spec.divisor)
         self._views = [self.packed.get_local_tensor(index) for index in range(len(faces.sharded))]
         self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
         if self.rests_partial:
@@ -51,6 +56,18 @@ class PackedGradients:
             self.packed.release_storage()
         self.reduction.release()
         self.binding.let_go()
+
+    def divide_by(self, divisor: float) -> None:
+        """Divide sums by ``divisor``, partly before they are made.
+
+        fp16 sums of many ranks overflow and fp16 averages underflow, so half of the division (in powers of two) is done
+        before.
+        """
+        self.divisor = divisor
+        is_half = self.packed.dtype is torch.float16
+        self.wire_scale = 2.0 ** -(math.frexp(max(divisor, 1.0))[1] // 2) if is_half else 1.0
+        self.pack_scale = 1.0 / divisor if self.rests_partial else self.wire_scale
+        self.takes_products = math.frexp(self.pack_scale)[0] == 0.5
 
     def _make_buffers(self) -> None:
         spec, placements = self._spec, self._spec.placements

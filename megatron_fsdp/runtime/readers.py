@@ -16,33 +16,29 @@ import torch
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.unit import Unit
 
-__all__ = ["Reader", "mark_read", "reader_of"]
+__all__ = ["READER", "Reader", "mark_read"]
 
-_ATTRIBUTE = "_fsdp_reader"
+READER = "_fsdp_reader"
+"""The attribute of a gathered parameter that holds its reader; where weights are never released, none has it."""
 
 
 class Reader:
     """A unit, which it does not keep alive."""
 
-    __slots__ = ("_owner",)
+    __slots__ = ("owner",)
 
     def __init__(self, owner: Unit) -> None:
-        self._owner = weakref.ref(owner)
-
-    def open_call(self) -> Any:
-        """Return the call of the unit under way; None for none."""
-        owner = self._owner()
-        return None if owner is None else owner.open_call
+        self.owner = weakref.ref(owner)
 
     def before_reading(self, call: Any) -> None:
         """Have weights gathered, for the backward of something made in ``call``."""
-        owner = self._owner()
-        if owner is not None:
+        owner = self.owner()
+        if owner is not None and (call is None or not owner.is_in(call)):
             owner.backward.before_reading(owner, call)
 
     def watch(self, output: Any) -> None:
         """Have weights gathered before backward goes through ``output``."""
-        owner = self._owner()
+        owner = self.owner()
         if owner is not None:
             owner.schedule.watch(owner, output)
 
@@ -51,9 +47,4 @@ def mark_read(weights: Iterable[torch.Tensor], owner: Unit) -> None:
     """Note whose weights some gathered parameters are."""
     reader = Reader(owner)
     for weight in weights:
-        setattr(weight, _ATTRIBUTE, reader)
-
-
-def reader_of(weight: torch.Tensor) -> Reader | None:
-    """Return the reader of a gathered parameter; None of any other tensor, and where weights are never released."""
-    return getattr(weight, _ATTRIBUTE, None)
+        setattr(weight, READER, reader)

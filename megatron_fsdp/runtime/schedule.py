@@ -155,6 +155,8 @@ class Schedule:
             given: to the module, tensors in any structure.
         """
         if unit is self.root and not unit.awaits(module):
+            if unit.backward.awaited is not None:
+                unit.backward.awaited("forward")
             self._start_pass()
         if not self.open_call(unit, module):
             return

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from dbuffer_kernels.switches import is_off
-from megatron_fsdp.build.ownership import settle_grad_dtypes
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.policy.precision import MixedPrecisionPolicy, grad_dtype_of
+from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.runtime.fsdp2_view import StateNames
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.memory_slots import SlotChoice, place_in_slots
@@ -41,10 +40,12 @@ class Call:
         entered: the number of the last backward that reached its outputs; 0 for none so far. task: autograd's number of
             the graph in which it did; that of one inside of another is higher.
         first_node: autograd's nodes that were made since it began have this number or a higher one.
+        is_expected: whether the unit has it among the calls whose backward may still come.
     """
 
     __slots__ = (
-        "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "first_node", "position", "task", "trail",
+        "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "first_node", "is_expected", "position",
+        "task", "trail",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, begin: int) -> None:
@@ -54,6 +55,7 @@ class Call:
         self.position = 0
         self.trail: list[weakref.ref[Unit]] = []
         self.entered = self.task = 0
+        self.is_expected = False
         self.first_node: int = torch._C._autograd._get_sequence_nr()
 
     @property
@@ -185,23 +187,6 @@ class Unit(StateNames):
         if any(changed):
             self.follow_gradients()
 
-    def follow_grad_dtypes(self) -> None:
-        """Take notice of ``grad_dtype`` that was set on sharded parameters, as long as no gradient came.
-
-        Raises:
-            StateError: parameters of one buffer want different ones.
-        """
-        if not all(buffer.binding.is_untouched for buffer in self.gradients):
-            return
-        owned = [each for group in self.groups for each in group.owned]
-        faces = [face for group in self.groups for face in group.faces.sharded]
-        if all(each.grad_dtype == grad_dtype_of(face) for each, face in zip(owned, faces, strict=True)):
-            return
-        settle_grad_dtypes(owned, self.policy, faces)
-        for group in self.groups:
-            group.follow_grad_dtype()
-        self.follow_gradients()
-
     def meet_strangers(self) -> None:
         """Decide what becomes of what somebody else registered in the places of the unit's parameters.
 
@@ -263,6 +248,11 @@ class Unit(StateNames):
                 return False
         return True
 
+    def is_in(self, call: Call) -> bool:
+        """Whether the backward under way has come to a call of the unit, and its weights are still there."""
+        is_entered = call.entered == self.backward.number and call.task == torch._C._current_graph_task_id()
+        return is_entered and self.is_unsharded
+
     @property
     def is_sharded(self) -> bool:
         """Whether nothing of it is gathered or being gathered."""
@@ -303,13 +293,19 @@ class Unit(StateNames):
 
     def forget(self, backward: int) -> None:
         """Expect no further backward of the calls entered in the given one; a retained graph may bring it anyway."""
-        self.calls = [
-            reference for reference in self.calls if (call := reference()) is not None and call.entered != backward
-        ]
+        kept = []
+        for reference in self.calls:
+            call = reference()
+            if call is not None:
+                call.is_expected = call.entered != backward
+                if call.is_expected:
+                    kept.append(reference)
+        self.calls = kept
 
     def expect(self, call: Call) -> None:
         """Expect a backward of ``call``, as long as the hooks on its outputs keep it alive."""
-        if all(reference() is not call for reference in self.calls):
+        if not call.is_expected:
+            call.is_expected = True
             self.calls.append(weakref.ref(call))
             if len(self.calls) > 1:
                 self.calls.sort(key=_begin)
@@ -353,8 +349,10 @@ def watchers(tensor: torch.Tensor) -> list[Call]:
 
 
 def _enter_backward(calls: list[Call], gradient: torch.Tensor) -> None:
-    for call in reversed(calls):
-        call.unit.backward.before_backward(call)
+    for call in calls[::-1]:
+        unit = call.unit
+        if not unit.is_in(call):
+            unit.backward.before_backward(call)
 
 
 def _begin(reference: weakref.ref[Call]) -> int:

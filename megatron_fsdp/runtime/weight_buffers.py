@@ -39,6 +39,7 @@ class WeightBuffers:
         rests_whole: whether it does.
         post_forward: the part kept from forward to backward, if any.
         gather_function: used instead of the all-gather.
+        keeps_gathered: ``release`` leaves the memory of gathered weights where it is.
     """
 
     def __init__(self, plan: Plan, spec: GroupSpec, name: str) -> None:
@@ -50,6 +51,7 @@ class WeightBuffers:
         self.rests_whole = resting == whole
         self.post_forward: PostForwardShard | None = None
         self.gather_function: GatherFunction | None = None
+        self.keeps_gathered = False
         if spec.gathers_main_weights:
             self.main = self.model = self._buffer(stepped, dtypes.main, spec.resting_device)
         elif dtypes.main is not dtypes.compute:
@@ -172,7 +174,8 @@ class WeightBuffers:
             return
         if keep_generation is not None and self.post_forward is not None:
             self.post_forward.keep(keep_generation)
-        self.gathered.release_storage()
+        if not self.keeps_gathered:
+            self.gathered.release_storage()
 
     def start_refresh(self) -> list[Part]:
         """Begin to bring weights at rest up to date with main weights: cast them.

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.functional.compatibility import blocks, engine, layers, shard, train
+from tests.functional.compatibility import SINCE_2_15, blocks, engine, layers, shard, train
 from tests.harness.models import inputs
 from tests.harness.oracle import whole
 
@@ -252,6 +252,35 @@ def between_microbatches(fsdp: Any) -> object:
     return gradient if gradient is None else gradient.norm()
 
 
+@difference(
+    ".grad before finalize_backward",
+    theirs=[False, True, True],
+    ours=[False] * 3,
+    num_ranks=2,
+    needs=SINCE_2_15,
+)
+def before_finalization(fsdp: Any) -> object:
+    model = shard(fsdp)
+    model.set_manual_backward_finalization(True)
+    return has_gradients(model)
+
+
+@difference(
+    "finalize_backward without the all-reduce",
+    theirs="RuntimeError: FSDP manual backward finalization",
+    ours=[False] * 3,
+    num_ranks=4,
+    needs=SINCE_2_15,
+)
+def finalize_without_all_reduce(fsdp: Any) -> object:
+    model = hsdp(fsdp)
+    model.set_manual_backward_finalization(True)
+    model.set_requires_all_reduce(False)
+    has_gradients(model)
+    model.finalize_backward()
+    return [is_readable(layer.norm.weight.grad) for layer in layers(model)]
+
+
 @difference("set_is_last_backward(False) on HSDP", theirs=[True] * 3, ours=[False] * 3, num_ranks=4)
 def not_last(fsdp: Any) -> object:
     model = hsdp(fsdp)
@@ -333,6 +362,21 @@ def step_gathered_weights(fsdp: Any) -> object:
     model(inputs(0, 0)).square().mean().backward()
     optimizer.step()
     return "trained" if not torch.equal(before, whole(layers(model)[0].up.weight, before)) else "not trained"
+
+
+@difference(
+    "a weight kept across reshard",
+    theirs=True,
+    ours="StorageError: unit 'Linear': parameter 'weight': sum of its gathered weight, which was released",
+    needs=SINCE_2_15,
+)
+def kept_across_reshard(fsdp: Any) -> object:
+    module = fsdp.fully_shard(nn.Linear(2, 2))
+    module.set_keep_unsharded_storage(True)
+    module.unshard()
+    weight = module.weight
+    module.reshard()
+    return bool(weight.sum().isfinite())
 
 
 @difference("set_symm_mem_for_comm", theirs="symmetric", ours="StorageError: symmetric memory is memory of GPUs, found")

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.functional.compatibility import (
+    SINCE_2_15,
     Outcome,
     blocks,
     layers,
@@ -175,7 +176,108 @@ def accumulate_with_communication(fsdp: Any) -> Outcome:
     return outcome(model, train(model, microbatches=2))
 
 
+# ---------------------------------------------------------------- finalization
+
+
+def finalize(fsdp: Any, model: Any, *, async_op: bool, microbatches: int = 2) -> Outcome:
+    """Train with gradients that are finalized by hand, unsynchronized but for the last microbatch."""
+    seen: list[object] = [model.finalize_backward()]
+    model.set_manual_backward_finalization(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for index in range(3 * microbatches):
+        is_last = index % microbatches == microbatches - 1
+        model.set_requires_gradient_sync(is_last)
+        loss = model(inputs(dist.get_rank(), index)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        if not is_last:
+            continue
+        handle = model.finalize_backward(async_op=async_op)
+        seen.append(handle is None)
+        if handle is not None:
+            seen.append(isinstance(handle, fsdp.GradientReductionHandle))
+            seen.append(raises(lambda: model(inputs(0, 0)), RuntimeError, ValueError))
+            seen.append(raises(model.finalize_backward, RuntimeError, ValueError))
+            handle.wait()
+            handle.wait()
+        seen.append(gradients(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return outcome(model, losses, seen)
+
+
+@scenario("set_manual_backward_finalization, finalize_backward", needs=SINCE_2_15)
+def finalize_by_hand(fsdp: Any) -> Outcome:
+    return finalize(fsdp, shard(fsdp), async_op=False)
+
+
+@scenario("finalize_backward(async_op=True), GradientReductionHandle.wait", needs=SINCE_2_15)
+def finalize_later(fsdp: Any) -> Outcome:
+    return finalize(fsdp, shard(fsdp), async_op=True)
+
+
+@scenario("finalize_backward on HSDP", needs=SINCE_2_15, num_ranks=4)
+def finalize_on_two_axes(fsdp: Any) -> Outcome:
+    return finalize(fsdp, hsdp(fsdp), async_op=True, microbatches=1)
+
+
+@scenario("finalize_backward is refused", needs=SINCE_2_15)
+def finalize_refused(fsdp: Any) -> Outcome:
+    """By parts of the model, in a backward, without manual finalization; and a handle that was reset."""
+    model = shard(fsdp)
+    errors = (RuntimeError, ValueError)
+
+    def step() -> None:
+        model(inputs(dist.get_rank(), 0)).square().mean().backward()
+
+    step()
+    seen = [raises(model.finalize_backward, *errors)]
+    model.zero_grad()
+    model.set_manual_backward_finalization(True)
+    seen.append(raises(lambda: layers(model)[0].set_manual_backward_finalization(True), *errors))
+    seen.append(raises(layers(model)[0].finalize_backward, *errors))
+    layers(model)[2].register_forward_hook(
+        lambda module, args, out: (
+            out.register_hook(lambda gradient: seen.append(raises(model.finalize_backward, *errors))) and None
+        )
+    )
+    step()
+    seen.append(raises(lambda: model.set_manual_backward_finalization(False), *errors))
+    handle = model.finalize_backward(async_op=True)
+    model.reset_iter_state()
+    seen.append(raises(handle.wait, *errors))
+    step()
+    model.finalize_backward()
+    model.finalize_backward()
+    model.set_manual_backward_finalization(False)
+    return outcome(model, [], seen, gradients(model))
+
+
 # ---------------------------------------------------------------- resharding
+
+
+@scenario("set_keep_unsharded_storage", needs=SINCE_2_15)
+def keep_storage(fsdp: Any) -> Outcome:
+    """Addresses of gathered weights stay from step to step, and the weights are those of the last step."""
+    model = shard(fsdp, reshard_after_forward=True)
+    model.set_keep_unsharded_storage(True)
+    seen: list[set[int]] = [set() for _ in layers(model)]
+    for layer, found in zip(layers(model), seen, strict=True):
+        layer.register_forward_hook(lambda module, args, out, found=found: found.add(module.up.weight.data_ptr()))
+    losses = train(model)
+    model.set_keep_unsharded_storage(False)
+    return outcome(model, losses + train(model), [len(found) > 0 for found in seen], shows_dtensors(model))
+
+
+@scenario("set_keep_unsharded_storage(recurse=False)", needs=SINCE_2_15)
+def keep_storage_of_one_unit(fsdp: Any) -> Outcome:
+    model = shard(fsdp)
+    layer, seen = layers(model)[0], set()
+    layer.set_keep_unsharded_storage(True, recurse=False)
+    layer.register_forward_hook(lambda module, args, out: seen.add(module.up.weight.data_ptr()))
+    losses = train(model)
+    return outcome(model, losses, len(seen))
 
 
 @scenario("set_reshard_after_forward")

@@ -225,6 +225,9 @@ def refused() -> list[str]:
     model.zero_grad()
     ask(model, {"two": BF16})
     collect(lambda: gradients(model))
+    # What was set is taken back.
+    model.zero_grad()
+    assert {dtype for dtype, *_ in gradients(model).values()} == {FP32}
     return errors
 
 

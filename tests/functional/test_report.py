@@ -200,6 +200,13 @@ def weights_kept_after_backward(shard: Shard) -> nn.Module:
     return model
 
 
+def memory_kept_after_reshard(shard: Shard) -> nn.Module:
+    model = every_part_a_unit(shard)
+    assert isinstance(model, FsdpModule)
+    model.set_keep_unsharded_storage(True)
+    return model
+
+
 MODELS: dict[str, Callable[[Shard], nn.Module]] = {
     build.__name__: build
     for build in (
@@ -214,6 +221,7 @@ MODELS: dict[str, Callable[[Shard], nn.Module]] = {
         no_common_root,
         explicit_prefetch,
         weights_kept_after_backward,
+        memory_kept_after_reshard,
     )
 }
 MODELS_OF_FOUR_RANKS = {part_kept_for_backward.__name__: part_kept_for_backward}

@@ -21,16 +21,12 @@ from torch import nn
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.megatron.checkpoint import lay_out_for_megatron
-from megatron_fsdp.integrations.megatron.data_parallel import (
-    DataParallelMethods,
-    refuse_arguments,
-    refuse_configs,
-    shard_for_megatron,
-)
+from megatron_fsdp.integrations.megatron.data_parallel import DataParallelMethods, shard_for_megatron
 from megatron_fsdp.integrations.megatron.groups import ModelGroups, size_of
 from megatron_fsdp.integrations.megatron.norms import weight_norm
-from megatron_fsdp.integrations.megatron.optimizer import OptimizerMethods, adopt_optimizer, refuse_optimizer
+from megatron_fsdp.integrations.megatron.optimizer import OptimizerMethods, adopt_optimizer
 from megatron_fsdp.integrations.megatron.random_state import without_states_of_other_ranks
+from megatron_fsdp.integrations.megatron.settings import refuse_arguments, refuse_configs, refuse_optimizer
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES
 
 __all__ = [
@@ -341,57 +337,61 @@ def _modules_below(package: ModuleType) -> Iterator[ModuleType]:
                 yield from _modules_below(module)
 
 
+def _in_place_of(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate what hands models of other wrappers on to a function of Megatron's, by whose name it goes."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        functools.update_wrapper(function, original)
+        setattr(function, _ORIGINAL, original)
+        return function
+
+    return decorate
+
+
+def _ours_among(model: Any) -> list[Any]:
+    """Return those of a wrapped model, or of chunks of one, that are wrapped by this engine."""
+    chunks = model if isinstance(model, (list, tuple)) else [model]
+    return [chunk for chunk in chunks if isinstance(chunk, DataParallelMethods)]
+
+
 def _optimizer_function(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
+    @_in_place_of(original)
     def get_optimizer(config: Any, model_chunks: Sequence[Any], *positional: Any, **options: Any) -> Any:
-        is_ours = any(isinstance(chunk, DataParallelMethods) for chunk in model_chunks)
-        function = get_megatron_optimizer if is_ours else original
+        function = get_megatron_optimizer if _ours_among(model_chunks) else original
         return function(config, model_chunks, *positional, **options)
 
-    setattr(get_optimizer, _ORIGINAL, original)
     return get_optimizer
 
 
 def _preparing_function(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
+    @_in_place_of(original)
     def prepare(args: Any, raw_state_dict: dict[str, Any], model: Any) -> Any:
         # Megatron has taken its wrapper off the model by now, so the weights tell whose they are.
-        is_ours = any(isinstance(value, FlatDTensor) for value in raw_state_dict["model"].values())
-        if is_ours:
+        if any(isinstance(value, FlatDTensor) for value in raw_state_dict["model"].values()):
             return lay_out_for_megatron(raw_state_dict, model, is_gated=bool(getattr(args, "swiglu", False)))
         return original(args, raw_state_dict, model)
 
-    setattr(prepare, _ORIGINAL, original)
     return prepare
 
 
 def _loading_function(original: Callable[..., Any], checkpointing: Any) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load(model: Any, *positional: Any, **options: Any) -> Any:
-        if not all(isinstance(chunk, DataParallelMethods) for chunk in _chunks(model)):
-            return original(model, *positional, **options)
+    @_in_place_of(original)
+    def load(ddp_model: Any, *positional: Any, **options: Any) -> Any:
+        if not _ours_among(ddp_model):
+            return original(ddp_model, *positional, **options)
         with without_states_of_other_ranks(checkpointing.get_args(), checkpointing.get_load_checkpoint_path_by_args):
-            return original(model, *positional, **options)
+            return original(ddp_model, *positional, **options)
 
-    setattr(load, _ORIGINAL, original)
     return load
 
 
 def _measuring_function(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
+    @_in_place_of(original)
     def measure(model: Any, *positional: Any, **options: Any) -> Any:
-        chunks = _chunks(model)
-        if not all(isinstance(chunk, DataParallelMethods) for chunk in chunks):
-            return original(model, *positional, **options)
-        own = [chunk.module for chunk in chunks]
-        return weight_norm(own, own[0].model_groups).item()
+        own = [chunk.module for chunk in _ours_among(model)]
+        return weight_norm(own, own[0].model_groups).item() if own else original(model, *positional, **options)
 
-    setattr(measure, _ORIGINAL, original)
     return measure
-
-
-def _chunks(model: Any) -> list[Any]:
-    return list(model) if isinstance(model, (list, tuple)) else [model]
 
 
 def assign_everywhere(found: Any, wanted: Any) -> list[str]:

@@ -1,10 +1,10 @@
-"""What Megatron's training loop calls on a data-parallel model, over units of this engine; imports no Megatron."""
+"""Megatron-LM's wrapper around a data-parallel model, over units of this engine; imports no Megatron."""
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,112 +22,102 @@ from megatron_fsdp.integrations.megatron.checkpoint import (
     without_wrappers,
 )
 from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
-from megatron_fsdp.integrations.megatron.groups import ModelGroups, reduce_over, size_of
+from megatron_fsdp.integrations.megatron.groups import ModelGroups, reduce_over
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from megatron_fsdp.integrations.megatron.names import WholeNames
-from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+from megatron_fsdp.integrations.megatron.settings import policy_of
 from megatron_fsdp.runtime.pytree import treat_as_plain
 
-__all__ = [
-    "DataParallelMethods",
-    "combinations_of",
-    "forget_main_grads",
-    "refusals_of",
-    "refuse_arguments",
-    "refuse_configs",
-    "shard_for_megatron",
-    "spell_field",
-    "spell_flag",
-]
-
-# Field, what it may be, and what to do where it is something else.
-_MODEL_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    *(
-        (field, lambda size: size in (None, 1), "weights are sharded over data-parallel ranks in any case: give 1")
-        for field in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
-    ),
-    ("fp8", lambda recipe: not recipe, "weights are stored in the dtypes of PyTorch: leave it off"),
-    ("fp4", lambda recipe: not recipe, "weights are stored in the dtypes of PyTorch: leave it off"),
-    (
-        "overlap_moe_expert_parallel_comm",
-        lambda is_on: not is_on,
-        "it calls Megatron's own engine between layers: leave it off",
-    ),
-    ("cuda_graph_impl", lambda kind: kind == "none", "graphs do not record the gathers: give 'none'"),
-    ("enable_cuda_graph", lambda is_on: not is_on, "graphs do not record the gathers: leave it off"),
-)
-_DDP_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("fp8_param_gather", lambda is_on: not is_on, "weights are gathered in the dtype they compute in: leave it off"),
-    ("delay_wgrad_compute", lambda is_on: not is_on, "gradients are reduced when backward has them: leave it off"),
-    (
-        "check_for_large_grads",
-        lambda is_on: not is_on,
-        "Megatron looks into buffers of its own DDP, which are not there: leave it off",
-    ),
-)
-# Fields of Megatron's configs whose flag has another name.
-_FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
+__all__ = ["DataParallelMethods", "shard_for_megatron"]
 
 
-def refuse_configs(config: Any, ddp_config: Any) -> None:
-    """Check what Megatron's configs ask for before anything is sharded.
+def _of_model(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a wrapper that is one of the ``MegatronFSDP`` in it."""
+
+    @functools.wraps(method)
+    def handed_on(self: Any, *positional: Any, **options: Any) -> Any:
+        return method(self.module, *positional, **options)
+
+    return handed_on
+
+
+class DataParallelMethods:
+    """A model of megatron.core whose weights, gradients and optimizer state are sharded over data-parallel ranks.
+
+    It takes the place of ``megatron.core.distributed.DistributedDataParallel`` in a training loop, with the optimizer
+    of ``megatron_fsdp.megatron.get_megatron_optimizer``. ``ddp_config.data_parallel_sharding_strategy`` says what
+    is sharded. Parameters between steps are DTensors that keep the attributes Megatron gave them.
 
     Args:
         config: ``TransformerConfig``. ddp_config: ``DistributedDataParallelConfig``.
+        module: the model, on this rank's device; it is sharded in place.
+        fsdp_unit_modules: classes of modules that become units. None: layers, and the embedding where it is not tied.
+        disable_bucketing: Megatron's; units are not split into buckets.
+        pg_collection: Megatron's process groups; ``dp_cp`` is the one to shard over. None: that of parallel_state.
     Raises:
-        ConfigError: for all settings that this engine does not do under Megatron, with the cure for each.
+        ConfigError: settings that this engine does not do under Megatron, each with a cure.
     """
-    found = [*refusals_of(config, ddp_config), *combinations_of(config)]
-    if config.calculate_per_token_loss and ddp_config.average_in_collective:
-        found.append(
-            "calculate_per_token_loss=True and average_in_collective=True: gradients are either summed and divided by "
-            "tokens, or averaged over ranks; give one of them"
-        )
-    if found:
-        raise ConfigError("; ".join(found))
 
+    module: MegatronFSDP
+    config: Any
+    ddp_config: Any
+    force_all_reduce: bool
 
-def refuse_arguments(others: Mapping[str, Any]) -> None:
-    """Check the constructor arguments of Megatron's adapter classes that are not known here.
+    no_sync = _of_model(MegatronFSDP.no_sync)
+    start_param_sync = _of_model(MegatronFSDP.start_param_sync)
+    synchronize_param_gather = _of_model(MegatronFSDP.synchronize_param_gather)
+    start_grad_sync = _of_model(MegatronFSDP.start_grad_sync)
+    finish_grad_sync = _of_model(MegatronFSDP.finish_grad_sync)
+    scale_gradients = _of_model(MegatronFSDP.scale_gradients)
+    zero_grad_buffer = _of_model(MegatronFSDP.zero_grad_buffer)
+    broadcast_params = _of_model(MegatronFSDP.broadcast_params)
 
-    Raises:
-        ConfigError: one of them asks for something.
-    """
-    found = [f"{name}={value!r}" for name, value in others.items() if value not in (None, False)]
-    if found:
-        raise ConfigError(f"{', '.join(found)}: this wrapper does not know what they ask for; leave them out")
+    def stop_communication(self) -> None:
+        """Make compute wait for everything under way, before an evaluation or a checkpoint."""
+        self.module.synchronize_gradient_reduce()
+        self.module.synchronize_param_gather()
 
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """Return the model's state dict with DTensors under Megatron-FSDP's names, for torch.distributed.checkpoint.
 
-def spell_field(field: str, value: object) -> str:
-    """Return how a field of Megatron's configs is written in code: ``fp16=True``."""
-    return f"{field}={value!r}"
+        Layers and experts have their numbers in the whole model. What tensor-parallel ranks have parts of are parts of
+        whole tensors, which are saved and loaded in place.
+        """
+        state = self.module.state_dict(keep_vars=keep_vars)
+        return with_wrapper(self.module.whole_names.outgoing(state), prefix)
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the model's state dict with DTensors, the format that Megatron calls fsdp_dtensor.
 
-def spell_flag(field: str, value: object) -> str:
-    """Return how a field of Megatron's configs is written on the command line: ``--fp16``."""
-    flag = _FLAGS.get(field, f"--{field.replace('_', '-')}")
-    return flag if value is True else f"{flag} {value}"
+        Megatron's own ShardedTensors describe equal slices of the first dimension, which shards of a flat buffer are
+        not.
 
+        Args:
+            prefix: before each name. metadata: Megatron's; the format is the same whatever it says.
+        Raises:
+            ConfigError: ``sharded_offsets``, which pipeline stages add.
+        """
+        if sharded_offsets:
+            raise ConfigError(
+                f"sharded_state_dict(sharded_offsets={sharded_offsets!r}): wanted (); there are no stages"
+            )
+        return self.state_dict_for_save_checkpoint(prefix=prefix)
 
-def refusals_of(config: Any, ddp_config: Any, spell: Callable[[str, object], str] = spell_field) -> list[str]:
-    """Return a line with the cure for each field of Megatron's configs, or arguments, that cannot be followed."""
-    return [
-        f"{spell(field, getattr(owner, field))}: {cure}"
-        for owner, rules in ((config, _MODEL_RULES), (ddp_config, _DDP_RULES))
-        for field, is_allowed, cure in rules
-        if hasattr(owner, field) and not is_allowed(getattr(owner, field))
-    ]
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
+        """Load a state dict, sharded or of whole tensors, into the model; return what is missing or unexpected.
 
-
-def combinations_of(config: Any, spell: Callable[[str, object], str] = spell_field) -> list[str]:
-    """Return a line with the cure for settings, or arguments, that cannot be followed together."""
-    stages, predicted = (getattr(config, name, None) for name in ("pipeline_model_parallel_size", "mtp_num_layers"))
-    if (stages or 1) > 1 and predicted:
-        return [
-            f"{spell('mtp_num_layers', predicted)} and {spell('pipeline_model_parallel_size', stages)}: which stage "
-            "has which copy of the embedding is not known here; give one stage, or none of these layers"
-        ]
-    return []
+        Args:
+            state_dict: of this wrapper, of the model, or of Megatron-FSDP's wrapper around it.
+        Raises:
+            CheckpointError: the checkpoint that was read into it before lacks weights, and ``strict``.
+        """
+        check_was_read(self.module, strict=strict)
+        own = self.module.whole_names.incoming(without_wrappers(state_dict, self.module))
+        found = self.module.load_state_dict(own, strict=strict)
+        self.module.install_optimized_model_weights()
+        return found
 
 
 def shard_for_megatron(
@@ -155,7 +145,7 @@ def shard_for_megatron(
     _unfuse(module)
     # Every layer keeps them; they are looked through for tensors otherwise, some hundred fields each time.
     treat_as_plain(type(config), type(ddp_config), *_kinds_of_groups(module))
-    _separate(_tied(module, groups))
+    _separate(groups.tied(module))
     mesh, expert_mesh = groups.dense_mesh(device_type), groups.expert_mesh(device_type)
     make_alike(module, mesh, expert_mesh)
     model = fully_shard_model(
@@ -166,7 +156,7 @@ def shard_for_megatron(
         device_mesh=mesh,
         expt_device_mesh=expert_mesh,
         init_model_with_meta_device=getattr(config, "init_model_with_meta_device", False),
-        mixed_precision_policy=_policy(ddp_config),
+        mixed_precision_policy=policy_of(ddp_config),
         # finalize_model_grads says when gradients are final, with or without no_sync around the microbatches before.
         sync_model_each_microbatch=False,
         # The grad scaler expects what overflows, and leaves the step out.
@@ -187,7 +177,7 @@ def shard_for_megatron(
             "save_checkpoint and load_checkpoint know no ranks with other layers, experts or parts of weights: save "
             "sharded_state_dict() of Megatron's wrapper with torch.distributed.checkpoint, or through Megatron"
         )
-    for parameter in _tied(model, groups):
+    for parameter in groups.tied(model):
         _check_cut(parameter, groups)
     num_elements = getattr(ddp_config, "suggested_communication_unit_size", None)
     if num_elements is not None:
@@ -214,13 +204,6 @@ def _kinds_of_groups(module: nn.Module) -> set[type]:
     kept = [value for part in module.modules() for value in vars(part).values()]
     collections = [vars(part)["pg_collection"] for part in module.modules() if "pg_collection" in vars(part)]
     return {type(value) for value in kept if isinstance(value, ProcessGroup)} | set(map(type, collections))
-
-
-def _tied(module: nn.Module, groups: ModelGroups) -> list[nn.Parameter]:
-    """Return the embedding that another pipeline stage has, too."""
-    if size_of(groups.embedding) == 1:
-        return []
-    return [parameter for parameter in module.parameters() if getattr(parameter, "shared_embedding", False)]
 
 
 def _separate(parameters: Sequence[nn.Parameter]) -> None:
@@ -265,136 +248,3 @@ def _unfuse(module: nn.Module) -> None:
             "weights do not have",
             switched,
         )
-
-
-def _policy(ddp_config: Any) -> MixedPrecisionPolicy:
-    """Return the dtypes that a ``DistributedDataParallelConfig`` asks for, with its older and newer fields."""
-    preserved = torch.float32 if getattr(ddp_config, "preserve_fp32_weights", True) else None
-    whole = torch.float32 if ddp_config.grad_reduce_in_fp32 else None
-    main_grads = getattr(ddp_config, "megatron_fsdp_main_grads_dtype", None) or whole
-    return MixedPrecisionPolicy(
-        reduce_dtype=getattr(ddp_config, "megatron_fsdp_grad_comm_dtype", None) or main_grads,
-        main_params_dtype=getattr(ddp_config, "megatron_fsdp_main_params_dtype", preserved),
-        main_grads_dtype=main_grads,
-        accumulate_dtype=torch.float32 if getattr(ddp_config, "reduce_scatter_with_fp32_accumulation", False) else None,
-        # Float16Module casts what goes into the model; positions and masks are nobody's to cast.
-        cast_forward_inputs=False,
-    )
-
-
-def forget_main_grads(model: MegatronFSDP) -> None:
-    """Take back what ``finish_grad_sync`` showed to ``finalize_model_grads``."""
-    for parameter in _tied(model, model.model_groups):
-        vars(parameter).pop("main_grad", None)
-
-
-class DataParallelMethods:
-    """A model of megatron.core whose weights, gradients and optimizer state are sharded over data-parallel ranks.
-
-    It takes the place of ``megatron.core.distributed.DistributedDataParallel`` in a training loop, with the optimizer
-    of ``megatron_fsdp.megatron.get_megatron_optimizer``. ``ddp_config.data_parallel_sharding_strategy`` says what
-    is sharded. Parameters between steps are DTensors that keep the attributes Megatron gave them.
-
-    Args:
-        config: ``TransformerConfig``. ddp_config: ``DistributedDataParallelConfig``.
-        module: the model, on this rank's device; it is sharded in place.
-        fsdp_unit_modules: classes of modules that become units. None: layers, and the embedding where it is not tied.
-        disable_bucketing: Megatron's; units are not split into buckets.
-        pg_collection: Megatron's process groups; ``dp_cp`` is the one to shard over. None: that of parallel_state.
-    Raises:
-        ConfigError: settings that this engine does not do under Megatron, each with a cure.
-    """
-
-    module: MegatronFSDP
-    config: Any
-    ddp_config: Any
-    force_all_reduce: bool
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Run all but the last microbatch of a step: as outside of it, gradients are final in ``finish_grad_sync``."""
-        with self.module.no_sync():
-            yield
-
-    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Start the gather that the next forward needs first; ``force_sync`` makes compute wait for it as well."""
-        self.module.start_param_sync(force_sync=force_sync)
-
-    def synchronize_param_gather(self) -> None:
-        """Make compute wait for the gathers that were started."""
-        self.module.synchronize_param_gather()
-
-    def start_grad_sync(self, *unused: Any) -> None:
-        """Do nothing: backward starts each unit's reduction when its last gradient is there."""
-
-    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Make the gradients of all microbatches so far final, and show them as ``.grad``.
-
-        Args:
-            force_all_reduce: Megatron's; gradients are always reduced over all ranks.
-        """
-        self.module.finish_grad_sync()
-        for parameter in _tied(self.module, self.module.model_groups):
-            # finalize_model_grads sums this rank's rows over stages in place, and then assigns a plain tensor to what
-            # it took them from, which .grad does not take.
-            parameter.main_grad = parameter.grad  # type: ignore[attr-defined]
-
-    def scale_gradients(self, scaling_factor: float) -> None:
-        """Multiply all gradients, after ``finish_grad_sync``; a 0-d tensor will do."""
-        self.module.scale_gradients(scaling_factor)
-
-    def zero_grad_buffer(self) -> None:
-        """Drop all gradients, those of microbatches that are not final yet among them."""
-        forget_main_grads(self.module)
-        self.module.zero_grad_buffer()
-
-    def stop_communication(self) -> None:
-        """Make compute wait for everything under way, before an evaluation or a checkpoint."""
-        self.module.synchronize_gradient_reduce()
-        self.module.synchronize_param_gather()
-
-    def broadcast_params(self) -> None:
-        """Give all replicas the weights of the first one; see ``MegatronFSDP.broadcast_params``."""
-        self.module.broadcast_params()
-
-    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Return the model's state dict with DTensors under Megatron-FSDP's names, for torch.distributed.checkpoint.
-
-        Layers and experts have their numbers in the whole model. What tensor-parallel ranks have parts of are parts of
-        whole tensors, which are saved and loaded in place.
-        """
-        state = self.module.state_dict(keep_vars=keep_vars)
-        return with_wrapper(self.module.whole_names.outgoing(state), prefix)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Return the model's state dict with DTensors, the format that Megatron calls fsdp_dtensor.
-
-        Megatron's own ShardedTensors describe equal slices of the first dimension, which shards of a flat buffer are
-        not.
-
-        Args:
-            prefix: before each name. metadata: Megatron's; the format is the same whatever it says.
-        Raises:
-            ConfigError: ``sharded_offsets``, which pipeline stages add.
-        """
-        if sharded_offsets:
-            raise ConfigError(
-                f"sharded_state_dict(sharded_offsets={sharded_offsets!r}): wanted (); there are no stages"
-            )
-        return self.state_dict_for_save_checkpoint(prefix=prefix)
-
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
-        """Load a state dict, sharded or of whole tensors, into the model; return what is missing or unexpected.
-
-        Args:
-            state_dict: of this wrapper, of the model, or of Megatron-FSDP's wrapper around it.
-        Raises:
-            CheckpointError: the checkpoint that was read into it before lacks weights, and ``strict``.
-        """
-        check_was_read(self.module, strict=strict)
-        own = self.module.whole_names.incoming(without_wrappers(state_dict, self.module))
-        found = self.module.load_state_dict(own, strict=strict)
-        self.module.install_optimized_model_weights()
-        return found

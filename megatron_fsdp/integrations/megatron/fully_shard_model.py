@@ -18,6 +18,7 @@ from megatron_fsdp.api import fully_shard
 from megatron_fsdp.config.fsdp_config import FsdpConfig
 from megatron_fsdp.errors import ConfigError, FsdpError
 from megatron_fsdp.integrations.megatron.accepted import notices_for
+from megatron_fsdp.integrations.megatron.groups import is_expert
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP, as_megatron
 from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target
@@ -296,7 +297,7 @@ def _experts(module: nn.Module) -> Iterator[nn.Module]:
 def _is_expert(module: nn.Module) -> bool:
     """Whether all parameters of a module are marked as Megatron marks those of experts."""
     parameters = list(module.parameters())
-    return bool(parameters) and all(getattr(parameter, "allreduce", True) is False for parameter in parameters)
+    return bool(parameters) and all(is_expert(parameter) for parameter in parameters)
 
 
 def _check_experts(model: nn.Module, experts: Container[int]) -> None:
@@ -304,7 +305,7 @@ def _check_experts(model: nn.Module, experts: Container[int]) -> None:
     taken = {id(below) for module in model.modules() if id(module) in experts for below in module.modules()}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if id(module) not in taken and getattr(parameter, "allreduce", True) is False:
+            if id(module) not in taken and is_expert(parameter):
                 full = f"{path}.{name}".lstrip(".")
                 raise ConfigError(
                     f"parameter {full!r} of a {type(module).__name__} is marked as one of experts (allreduce = False) "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,7 +15,15 @@ from dbuffer.collectives import all_reduce
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError
 
-__all__ = ["ModelGroups", "hybrid_mesh", "is_cut", "is_expert", "rank_in", "reduce_over", "size_of"]
+__all__ = [
+    "ModelGroups",
+    "hybrid_mesh",
+    "is_cut",
+    "is_expert",
+    "rank_in",
+    "reduce_over",
+    "size_of",
+]
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,26 @@ class ModelGroups:
         """Return the groups over which a number that each rank counts its part of is summed, one after the other."""
         wanted = (self.data, self.model) if self.model is not None else (self.data, self.tensor, self.pipeline)
         return [group for group in wanted if group is not None and group.size() > 1]
+
+    def tied(self, model: nn.Module) -> list[nn.Parameter]:
+        """Return the embedding that another pipeline stage has, too."""
+        if size_of(self.embedding) == 1:
+            return []
+        return [parameter for parameter in model.parameters() if getattr(parameter, "shared_embedding", False)]
+
+    def show_main_grads(self, model: nn.Module) -> None:
+        """Show final gradients of what stages share to Megatron's ``finalize_model_grads``.
+
+        It sums this rank's rows over stages in place, and then assigns a plain tensor to what it took them from, which
+        ``.grad`` does not take.
+        """
+        for parameter in self.tied(model):
+            parameter.main_grad = parameter.grad  # type: ignore[attr-defined]
+
+    def forget_main_grads(self, model: nn.Module) -> None:
+        """Take back what ``show_main_grads`` showed."""
+        for parameter in self.tied(model):
+            vars(parameter).pop("main_grad", None)
 
     def counts(self, parameter: torch.Tensor) -> bool:
         """Whether this rank counts a parameter that other model-parallel ranks may hold the same of.

@@ -14,8 +14,14 @@ from megatron_fsdp.config.fsdp_config import FsdpConfig
 from megatron_fsdp.config.parser import FLAGS, Effect, add_megatron_fsdp_args
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.megatron.adapter import install, uninstall
-from megatron_fsdp.integrations.megatron.data_parallel import combinations_of, refusals_of, spell_flag
-from megatron_fsdp.integrations.megatron.optimizer import optimizer_refusals_of
+from megatron_fsdp.integrations.megatron.settings import (
+    DDP_RULES,
+    MODEL_RULES,
+    OPTIMIZER_RULES,
+    combinations_of,
+    refusals_of,
+    spell_flag,
+)
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES
 
 __all__ = [
@@ -226,8 +232,9 @@ def check_flags(flags: Sequence[str]) -> FsdpConfig:
         config = FsdpConfig.from_args(args)
     except ConfigError as error:
         found.append(str(error))
-    found += [*refusals_of(args, args, spell_flag), *combinations_of(args, spell_flag)]
-    found += [*_refused_together(args), *optimizer_refusals_of(args, spell_flag)]
+    found += refusals_of((args, MODEL_RULES), (args, DDP_RULES), spell=spell_flag)
+    found += [*combinations_of(args, spell_flag), *_refused_together(args)]
+    found += refusals_of((args, OPTIMIZER_RULES), spell=spell_flag)
     if args.optimizer in MUON_NAMES:
         found.append(
             f"--optimizer {args.optimizer}: Megatron's scripts refuse it beside --use-megatron-fsdp; take "

@@ -1,9 +1,9 @@
-"""MegatronFSDP: what ``fully_shard_model`` returns, with the methods that Megatron-FSDP's training loops call."""
+"""MegatronFSDP: a sharded model with the methods that training loops of Megatron-FSDP and Megatron-LM call."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -24,11 +24,20 @@ from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
 __all__ = ["MegatronFSDP", "as_megatron"]
 
 
+def _refused(message: str) -> Callable[..., NoReturn]:
+    """Return a method of Megatron-FSDP's that always raises a ConfigError, which says what to do instead."""
+
+    def refuse(self: object, *unused: Any, **options: Any) -> NoReturn:
+        raise ConfigError(message)
+
+    return refuse
+
+
 class MegatronFSDP(FSDPModule, nn.Module):
     """Mixed into the class of the module that ``fully_shard_model`` was given, beside ``FSDPModule``.
 
     The module stays itself: there is no wrapper, so its parameters keep their names, and there is no ``.module``.
-    Methods work on all units below it.
+    Methods work on all units below it. ``ShardedDataParallel``, which Megatron-LM needs around it, hands its own on.
 
     Example:
         model = fully_shard_model(model, fsdp_unit_modules=[Block])
@@ -94,6 +103,8 @@ class MegatronFSDP(FSDPModule, nn.Module):
                 backward.finish()
             finally:
                 backward.is_last = before
+        if self._megatrons_groups is not None:
+            self._megatrons_groups.show_main_grads(self)
 
     def synchronize_gradient_reduce(self) -> None:
         """Do nothing: when backward returns, all that compute issues next waits for its reductions."""
@@ -118,6 +129,8 @@ class MegatronFSDP(FSDPModule, nn.Module):
 
     def zero_grad_buffer(self) -> None:
         """Drop all gradients, those of microbatches that are not final yet among them."""
+        if self._megatrons_groups is not None:
+            self._megatrons_groups.forget_main_grads(self)
         self.zero_grad(set_to_none=True)
         for buffer in self._gradients():
             buffer.discard()
@@ -169,42 +182,19 @@ class MegatronFSDP(FSDPModule, nn.Module):
 
     # ------------------------------------------------------------------ refused
 
-    def mixed_precision_context(self, mixed_precision_policy: Any) -> NoReturn:
-        """Refuse another policy for the length of a block.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "mixed_precision_context: the policy decides the dtypes of the buffers, which exist already; pass it as "
-            "fully_shard_model(mixed_precision_policy=...)"
-        )
-
-    def reset_mixed_precision_policy(self, mixed_precision_policy: Any) -> NoReturn:
-        """Refuse another policy from now on; see ``mixed_precision_context``."""
-        self.mixed_precision_context(mixed_precision_policy)
-
-    def get_distributed_index(self) -> NoReturn:
-        """Refuse to make Megatron-FSDP's table of process groups.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "get_distributed_index: there is no such table; the mesh of each group of model.parameter_groups is its "
-            "main_weight.mesh"
-        )
-
-    def all_gather_and_wait_parameters_ready(self, *unused: Any, **options: Any) -> NoReturn:
-        """Refuse a gather of chosen parameters: units are gathered whole.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "all_gather_and_wait_parameters_ready: weights are gathered by unit; call unshard() and reshard() of the "
-            "unit that owns them"
-        )
+    mixed_precision_context = _refused(
+        "mixed_precision_context: the policy decides the dtypes of the buffers, which exist already; pass it as "
+        "fully_shard_model(mixed_precision_policy=...)"
+    )
+    reset_mixed_precision_policy = mixed_precision_context
+    get_distributed_index = _refused(
+        "get_distributed_index: there is no such table; the mesh of each group of model.parameter_groups is its "
+        "main_weight.mesh"
+    )
+    all_gather_and_wait_parameters_ready = _refused(
+        "all_gather_and_wait_parameters_ready: weights are gathered by unit; call unshard() and reshard() of the unit "
+        "that owns them"
+    )
 
     # ------------------------------------------------------------------ parts
 
@@ -216,6 +206,10 @@ class MegatronFSDP(FSDPModule, nn.Module):
         for group in self._groups():
             if group.gradients is not None:
                 yield group.gradients
+
+    @property
+    def _megatrons_groups(self) -> ModelGroups | None:
+        return vars(self).get("model_groups")
 
     def _backwards(self) -> list[Backward]:
         return list({id(unit.backward): unit.backward for unit in units_below(self)}.values())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.megatron.checkpoint import describe_by_name, load_by_name
-from megatron_fsdp.integrations.megatron.data_parallel import forget_main_grads, spell_field
 from megatron_fsdp.integrations.megatron.groups import ModelGroups
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from megatron_fsdp.integrations.megatron.norms import (
@@ -23,48 +21,7 @@ from megatron_fsdp.optim.megatron_muon import MUON_NAMES, megatron_muon
 from megatron_fsdp.optim.nonfinite import clip_factor
 from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
 
-__all__ = ["OptimizerMethods", "adopt_optimizer", "optimizer_refusals_of", "refuse_optimizer"]
-
-
-# Field of OptimizerConfig, what it may be, and what to do where it is something else.
-_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("optimizer", lambda name: name in ("adam", "sgd", *MUON_NAMES), "wanted 'adam', 'sgd' or 'muon'"),
-    (
-        "optimizer_cpu_offload",
-        lambda is_on: not is_on,
-        "Megatron's optimizer for it takes whole parameters: leave it off, optimizer state is sharded over ranks",
-    ),
-    (
-        "use_precision_aware_optimizer",
-        lambda is_on: not is_on,
-        "it needs TransformerEngine's optimizer over whole buffers: leave it off",
-    ),
-    (
-        "overlap_param_gather_with_optimizer_step",
-        lambda is_on: not is_on,
-        "gathers start when the next forward does: leave it off",
-    ),
-)
-
-
-def refuse_optimizer(config: Any) -> None:
-    """Check an ``OptimizerConfig``.
-
-    Raises:
-        ConfigError: it asks for more than Adam, SGD or Muon over FP32 main weights.
-    """
-    found = optimizer_refusals_of(config)
-    if found:
-        raise ConfigError("; ".join(found))
-
-
-def optimizer_refusals_of(config: Any, spell: Callable[[str, object], str] = spell_field) -> list[str]:
-    """Return a line with the cure for each field of an ``OptimizerConfig`` that cannot be followed."""
-    return [
-        f"{spell(field, getattr(config, field))}: {cure}"
-        for field, is_allowed, cure in _RULES
-        if not is_allowed(getattr(config, field))
-    ]
+__all__ = ["OptimizerMethods", "adopt_optimizer"]
 
 
 def adopt_optimizer(
@@ -123,7 +80,7 @@ class OptimizerMethods:
             Whether the step is to be left out: under a grad scaler, a gradient of some rank is not finite.
         """
         for chunk in self._chunks:
-            forget_main_grads(chunk)
+            self._groups.forget_main_grads(chunk)
         super().prepare_grads()  # type: ignore[misc]  # the class this is mixed into
         if self._scaler is None:
             return False

@@ -233,13 +233,31 @@ def test_the_html_page_needs_nothing_from_elsewhere(run: Run, tmp_path: Path) ->
     run(*EIGHT_RANKS, "--html", str(file))
     text = file.read_text()
     assert not re.search(r"(src|href)=|https?:|@import|url\(", text)
-    svg = re.search(r"<svg.*</svg>", text, re.DOTALL)
+    svg = re.search(r"<svg.*?</svg>", text, re.DOTALL)
     assert svg is not None
     widths = [
         float(shape.get("width", 0)) for shape in xml.etree.ElementTree.fromstring(svg[0]) if shape.get("y") == "0"
     ]
     assert sum(widths) == pytest.approx(820, abs=1)
     assert "rows of 4096 in lm_head.weight" in text
+
+
+def test_the_html_page_has_a_chart_of_memory_time_and_units_and_tables_that_scroll(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    flags = "plan --model llama3-70b --world 64 --tp 4 --pp 4 --stage 3"
+    run(*flags.split(), "--html", str(file))
+    text = file.read_text()
+    charts = [xml.etree.ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+    assert [chart.get("aria-label", "").partition(",")[0] for chart in charts] == [
+        "memory of one rank",
+        "timeline of a step",
+        "bytes of each unit on one rank",
+    ]
+    assert text.count("<table>") == text.count("<div class=scroll><table>") >= 8
+    # The last stage, whose layers have the numbers of the whole model.
+    names = {title.text for chart in charts[1:] for title in chart.iter("title")}
+    assert any(name is not None and name.startswith("layer.60, forward: ") for name in names)
+    assert not any(name is not None and name.startswith("layer.0") for name in names)
 
 
 def test_the_picture_is_a_png(run: Run, tmp_path: Path) -> None:

@@ -1,11 +1,24 @@
 """Time: collectives by the formulas of rings, steps by what overlaps, against numbers worked out by hand."""
 
+from itertools import pairwise
+
 import pytest
 
-from megatron_fsdp import Placements
-from megatron_fsdp.planning.cost_model import Hardware, Link, Machine, StepTime, predict_step, transfer_seconds
+from megatron_fsdp import MixedPrecisionPolicy, Placements
+from megatron_fsdp.planning import catalog
+from megatron_fsdp.planning.cost_model import (
+    Hardware,
+    Link,
+    Machine,
+    StepTime,
+    microbatch_spans,
+    predict_step,
+    transfer_seconds,
+)
+from megatron_fsdp.planning.from_shapes import Sharding, architecture_facts
 from megatron_fsdp.planning.model_spec import ModelFacts, Transfer, UnitFacts
 from megatron_fsdp.planning.options import mesh_axes_of
+from megatron_fsdp.planning.parallelism import Parallelism, stages_of
 from megatron_fsdp.planning.step_simulator import forecast_step
 from megatron_fsdp.planning.transformer import Recompute, UnitWork, Workload
 from tests.unit.megatron_fsdp.planning.chains import BF16, chain, group_of, three_units
@@ -113,3 +126,34 @@ def test_an_axis_gets_the_ports_of_its_members_in_a_node(sizes: tuple[int, ...],
 def test_given_bandwidths_replace_those_of_the_nodes() -> None:
     links = Machine().hardware(mesh_axes_of((2, 8)), (1e9, 2e9)).links
     assert (links["outer"].bytes_per_second, links["inner"].bytes_per_second) == (1e9, 2e9)
+
+
+def test_spans_of_a_lane_follow_each_other_and_hold_all_that_is_computed_and_sent() -> None:
+    facts = three_units()
+    time = step(facts, 1e-2)
+    spans = microbatch_spans(facts, time.units)
+    for lanes, seconds in ((("compute",), time.compute), (("gather", "reduce"), time.communication)):
+        lane = sorted((span for span in spans if span.lane in lanes), key=lambda span: span.start)
+        assert sum(span.stop - span.start for span in lane) == pytest.approx(seconds)
+        assert all(before.stop <= after.start + 1e-9 for before, after in pairwise(lane))
+    gathered = {(span.unit, span.phase): span.stop for span in spans if span.lane == "gather"}
+    for span in spans:
+        if span.lane == "compute":
+            assert gathered.get((span.unit, span.phase), 0.0) <= span.start
+
+
+def test_layers_of_a_stage_have_their_numbers_in_the_whole_model() -> None:
+    found = catalog.architecture(catalog.load("deepseek-v3"))
+    axes = mesh_axes_of((2,), 0)
+    whole = architecture_facts(found, Sharding(axes, Placements.optim_grads_params(0), MixedPrecisionPolicy()))
+    names = [unit.name for unit in whole.units]
+    assert names[2:6] == ["dense_layer.0", "dense_layer.1", "dense_layer.2", "moe_layer.3"]
+    staged = []
+    for stage in stages_of(found, Parallelism(pipeline=4)):
+        facts = architecture_facts(
+            stage.architecture,
+            Sharding(axes, Placements.optim_grads_params(0), MixedPrecisionPolicy()),
+            stage.layers[0],
+        )
+        staged += [unit.name for unit in facts.units[1:]]
+    assert staged == names[1:]

@@ -235,8 +235,8 @@ def test_the_total_line_sums_the_units() -> None:
 
 def test_peaks_are_printed_as_multiples_of_the_largest_unit() -> None:
     page = str(report_of(three_units()))
-    assert "1.50 B, reached by unit2" in page
-    assert "2.50 B beside 32 B of gradients, reached by unit2" in page
+    assert "1.50 x the largest unit, reached by unit2" in page
+    assert "2.50 x the largest unit beside 32 B of gradients, reached by unit2" in page
 
 
 @pytest.mark.parametrize(

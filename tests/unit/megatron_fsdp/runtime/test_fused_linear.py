@@ -23,11 +23,8 @@ class Receiver:
     def __init__(self, weight: torch.Tensor, *, is_willing: bool = True) -> None:
         self.view = torch.zeros(weight.shape, dtype=weight.dtype)
         self.num_products = 0
-        self.is_willing = is_willing
+        self.takes_products = is_willing
         offer_products([weight], [self.view], self)
-
-    def takes_products(self) -> bool:
-        return self.is_willing
 
     def receive_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
         assert index == 0

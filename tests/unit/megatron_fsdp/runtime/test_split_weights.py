@@ -84,7 +84,7 @@ def test_trained_parameters_get_the_dtypes_of(
 
 
 def test_frozen_parameters_are_not_split() -> None:
-    assert SPLIT.dtypes_for(FP32, requires_grad=False) == GroupDtypes(BF16, FP32, BF16, FP32)
+    assert SPLIT.dtypes_for(FP32, requires_grad=False) == GroupDtypes(BF16, FP32, FP32, FP32)
 
 
 def test_the_optimizer_reads_and_writes_halves_and_fp32_moments() -> None:

@@ -19,14 +19,11 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.megatron import adapter as mcore_adapter
 from megatron_fsdp.integrations.megatron import alike
-from megatron_fsdp.integrations.megatron.data_parallel import (
-    refuse_arguments,
-    refuse_configs,
-    shard_for_megatron,
-)
+from megatron_fsdp.integrations.megatron.data_parallel import shard_for_megatron
 from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
 from megatron_fsdp.integrations.megatron.groups import ModelGroups, hybrid_mesh
-from megatron_fsdp.integrations.megatron.optimizer import adopt_optimizer, refuse_optimizer
+from megatron_fsdp.integrations.megatron.optimizer import adopt_optimizer
+from megatron_fsdp.integrations.megatron.settings import refuse_arguments, refuse_configs, refuse_optimizer
 from megatron_fsdp.runtime.module import unit_of
 from tests.harness import run_ranks
 

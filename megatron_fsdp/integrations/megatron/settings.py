@@ -1,0 +1,161 @@
+"""What Megatron's configs and flags ask for: what of it is refused, and the dtypes; imports no Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import not_
+from typing import Any
+
+import torch
+
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.optim.megatron_muon import MUON_NAMES
+from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+
+__all__ = [
+    "DDP_RULES",
+    "MODEL_RULES",
+    "OPTIMIZER_RULES",
+    "combinations_of",
+    "policy_of",
+    "refusals_of",
+    "refuse_arguments",
+    "refuse_configs",
+    "refuse_optimizer",
+    "spell_field",
+    "spell_flag",
+]
+
+# Field, what it may be, and why it is nothing else, with what to do.
+_Rules = tuple[tuple[str, Callable[[Any], bool], str], ...]
+MODEL_RULES: _Rules = (
+    *(
+        (field, lambda size: size in (None, 1), "weights are sharded over data-parallel ranks in any case: give 1")
+        for field in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+    ),
+    ("fp8", not_, "weights are stored in the dtypes of PyTorch: leave it off"),
+    ("fp4", not_, "weights are stored in the dtypes of PyTorch: leave it off"),
+    ("overlap_moe_expert_parallel_comm", not_, "it calls Megatron's own engine between layers: leave it off"),
+    ("cuda_graph_impl", lambda kind: kind == "none", "graphs do not record the gathers: give 'none'"),
+    ("enable_cuda_graph", not_, "graphs do not record the gathers: leave it off"),
+)
+DDP_RULES: _Rules = (
+    ("fp8_param_gather", not_, "weights are gathered in the dtype they compute in: leave it off"),
+    ("delay_wgrad_compute", not_, "gradients are reduced when backward has them: leave it off"),
+    (
+        "check_for_large_grads",
+        not_,
+        "Megatron looks into buffers of its own DDP, which are not there: leave it off",
+    ),
+)
+OPTIMIZER_RULES: _Rules = (
+    ("optimizer", lambda name: name in ("adam", "sgd", *MUON_NAMES), "wanted 'adam', 'sgd' or 'muon'"),
+    (
+        "optimizer_cpu_offload",
+        not_,
+        "Megatron's optimizer for it takes whole parameters: leave it off, optimizer state is sharded over ranks",
+    ),
+    (
+        "use_precision_aware_optimizer",
+        not_,
+        "it needs TransformerEngine's optimizer over whole buffers: leave it off",
+    ),
+    (
+        "overlap_param_gather_with_optimizer_step",
+        not_,
+        "gathers start when the next forward does: leave it off",
+    ),
+)
+# Fields of Megatron's configs whose flag has another name.
+_FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
+
+
+def refuse_configs(config: Any, ddp_config: Any) -> None:
+    """Check what Megatron's configs ask for before anything is sharded.
+
+    Args:
+        config: ``TransformerConfig``. ddp_config: ``DistributedDataParallelConfig``.
+    Raises:
+        ConfigError: for all settings that this engine does not do under Megatron, with the cure for each.
+    """
+    found = [*refusals_of((config, MODEL_RULES), (ddp_config, DDP_RULES)), *combinations_of(config)]
+    if config.calculate_per_token_loss and ddp_config.average_in_collective:
+        found.append(
+            "calculate_per_token_loss=True and average_in_collective=True: gradients are either summed and divided by "
+            "tokens, or averaged over ranks; give one of them"
+        )
+    if found:
+        raise ConfigError("; ".join(found))
+
+
+def refuse_optimizer(config: Any) -> None:
+    """Check an ``OptimizerConfig``.
+
+    Raises:
+        ConfigError: it asks for more than Adam, SGD or Muon over FP32 main weights.
+    """
+    found = refusals_of((config, OPTIMIZER_RULES))
+    if found:
+        raise ConfigError("; ".join(found))
+
+
+def refuse_arguments(others: Mapping[str, Any]) -> None:
+    """Check the constructor arguments of Megatron's adapter classes that are not known here.
+
+    Raises:
+        ConfigError: one of them asks for something.
+    """
+    found = [f"{name}={value!r}" for name, value in others.items() if value not in (None, False)]
+    if found:
+        raise ConfigError(f"{', '.join(found)}: this wrapper does not know what they ask for; leave them out")
+
+
+def spell_field(field: str, value: object) -> str:
+    """Return how a field of Megatron's configs is written in code: ``fp16=True``."""
+    return f"{field}={value!r}"
+
+
+def spell_flag(field: str, value: object) -> str:
+    """Return how a field of Megatron's configs is written on the command line: ``--fp16``."""
+    flag = _FLAGS.get(field, f"--{field.replace('_', '-')}")
+    return flag if value is True else f"{flag} {value}"
+
+
+def refusals_of(*asked: tuple[Any, _Rules], spell: Callable[[str, object], str] = spell_field) -> list[str]:
+    """Return a line with the cure for each field that cannot be followed.
+
+    Args:
+        asked: configs of Megatron's, or arguments with the same names, each with the rules for it.
+    """
+    return [
+        f"{spell(field, getattr(owner, field))}: {cure}"
+        for owner, rules in asked
+        for field, is_allowed, cure in rules
+        if hasattr(owner, field) and not is_allowed(getattr(owner, field))
+    ]
+
+
+def combinations_of(config: Any, spell: Callable[[str, object], str] = spell_field) -> list[str]:
+    """Return a line with the cure for settings, or arguments, that cannot be followed together."""
+    stages, predicted = (getattr(config, name, None) for name in ("pipeline_model_parallel_size", "mtp_num_layers"))
+    if (stages or 1) > 1 and predicted:
+        return [
+            f"{spell('mtp_num_layers', predicted)} and {spell('pipeline_model_parallel_size', stages)}: which stage "
+            "has which copy of the embedding is not known here; give one stage, or none of these layers"
+        ]
+    return []
+
+
+def policy_of(ddp_config: Any) -> MixedPrecisionPolicy:
+    """Return the dtypes that a ``DistributedDataParallelConfig`` asks for, with its older and newer fields."""
+    preserved = torch.float32 if getattr(ddp_config, "preserve_fp32_weights", True) else None
+    whole = torch.float32 if ddp_config.grad_reduce_in_fp32 else None
+    main_grads = getattr(ddp_config, "megatron_fsdp_main_grads_dtype", None) or whole
+    return MixedPrecisionPolicy(
+        reduce_dtype=getattr(ddp_config, "megatron_fsdp_grad_comm_dtype", None) or main_grads,
+        main_params_dtype=getattr(ddp_config, "megatron_fsdp_main_params_dtype", preserved),
+        main_grads_dtype=main_grads,
+        accumulate_dtype=torch.float32 if getattr(ddp_config, "reduce_scatter_with_fp32_accumulation", False) else None,
+        # Float16Module casts what goes into the model; positions and masks are nobody's to cast.
+        cast_forward_inputs=False,
+    )

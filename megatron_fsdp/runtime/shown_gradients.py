@@ -1,0 +1,72 @@
+"""What ``.grad`` shows beside a buffer of gradients: a cast for an optimizer's step, and tensors of users."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dbuffer import DBuffer
+
+__all__ = ["CastGradients", "outside"]
+
+
+class CastGradients:
+    """Gradients shown in another dtype for the length of an optimizer's step.
+
+    Args:
+        dtype: which. wrap: returns the DTensor of a parameter, by its index, over another buffer.
+    """
+
+    def __init__(self, dtype: torch.dtype, wrap: Callable[[int, DTensor], DTensor]) -> None:
+        self._dtype = dtype
+        self._wrap = wrap
+        self._replaced: list[tuple[torch.Tensor, torch.Tensor, torch.dtype | None]] = []
+
+    def show(
+        self,
+        parameters: Sequence[torch.Tensor],
+        shown: Sequence[torch.Tensor | None],
+        faces: Sequence[torch.Tensor],
+        buffer: DBuffer,
+    ) -> None:
+        """Replace ``.grad`` where it has another dtype: those of ``buffer`` by one cast, the user's own one by one."""
+        cast: DBuffer | None = None
+        for index, (parameter, gradient, face) in enumerate(zip(parameters, shown, faces, strict=True)):
+            if gradient is None or gradient.dtype is self._dtype:
+                continue
+            allowed, parameter.grad_dtype = parameter.grad_dtype, None
+            if gradient is face:
+                cast = cast or buffer.cast(self._dtype)
+                parameter.grad = self._wrap(index, cast.get_dtensor(index))
+            else:
+                parameter.grad = gradient.to(self._dtype)
+            self._replaced.append((parameter, gradient, allowed))
+
+    def take_back(self) -> None:
+        """Show what was replaced again, but where the step dropped it."""
+        replaced, self._replaced = self._replaced, []
+        for parameter, gradient, allowed in replaced:
+            parameter.grad = gradient if parameter.grad is not None else None
+            parameter.grad_dtype = allowed
+
+
+def outside(
+    gradients: Sequence[torch.Tensor | None], faces: Sequence[torch.Tensor], buffer: DBuffer
+) -> list[torch.Tensor]:
+    """Return this rank's parts of those gradients that are tensors of their own, not the buffer's.
+
+    Args:
+        gradients: DTensors, in the order of the buffer's tensors; None for none.
+        faces: known to be the buffer's, in the same order; none where they were not made yet.
+    """
+    if faces and all(map(operator.is_, gradients, faces)):
+        return []
+    found = []
+    for index, gradient in enumerate(gradients):
+        local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+        if local is not None and local.numel() and local.data_ptr() != buffer.get_local_tensor(index).data_ptr():
+            found.append(local)
+    return found

@@ -1,0 +1,132 @@
+"""Gathered weights whose memory stays when they are resharded: the same addresses, the same training."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dbuffer import StorageError, memory_meter
+from dbuffer.slot_pool import can_exchange_memory
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from tests.harness import run_ranks
+from tests.harness.models import inputs, three_blocks
+from tests.harness.oracle import whole
+
+
+def sharded(policy: MixedPrecisionPolicy | None, keeps: bool) -> Any:
+    torch.manual_seed(0)
+    model: Any = three_blocks()
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    if keeps:
+        model.set_keep_unsharded_storage(True)
+    return model
+
+
+def train(model: Any) -> tuple[list[float], list[set[int]]]:
+    """Return the losses of three steps of two microbatches, and by layer the addresses of its gathered weights."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    seen: list[set[int]] = [set() for _ in model.layers]
+    for layer, found in zip(model.layers, seen, strict=True):
+        layer.register_forward_hook(lambda module, args, out, found=found: found.add(module.up.weight.data_ptr()))
+    losses = []
+    for step in range(6):
+        loss = model(inputs(dist.get_rank(), step)).float().square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, seen
+
+
+POLICIES = {
+    "fp32": None,
+    "bf16": MixedPrecisionPolicy(torch.bfloat16),
+    "in 8 bits": MixedPrecisionPolicy(torch.bfloat16, gather_dtype="int8_block"),
+}
+
+
+def both(name: str) -> tuple[bool, float, list[int]]:
+    kept, usual = sharded(POLICIES[name], True), sharded(POLICIES[name], False)
+    (losses, seen), (wanted, _) = train(kept), train(usual)
+    pairs = zip(kept.parameters(), usual.parameters(), strict=True)
+    worst = max(float((whole(one, one) - whole(other, other)).abs().max()) for one, other in pairs)
+    return losses == wanted, worst, [len(found) for found in seen]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_training_is_the_same_and_so_are_the_addresses(name: str) -> None:
+    for is_same, worst, addresses in run_ranks(2, both, name):
+        assert is_same
+        assert worst == 0.0
+        assert addresses == [1, 1, 1]
+
+
+def with_slots() -> tuple[bool, list[int]]:
+    """One layer keeps its memory, and the others take turns in slots."""
+    model, usual = sharded(None, False), sharded(None, False)
+    model.set_slot_pool("largest")
+    model.layers[1].set_keep_unsharded_storage(True, recurse=False)
+    (losses, seen), (wanted, _) = train(model), train(usual)
+    return losses == wanted, [len(seen[1])]
+
+
+@pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")
+def test_a_unit_that_keeps_its_memory_takes_no_turns_in_slots() -> None:
+    for is_same, addresses in run_ranks(2, with_slots):
+        assert is_same
+        assert addresses == [1]
+
+
+def bytes_at_rest() -> list[int]:
+    """Return bytes at rest without, with and once more without the memory that stays, above the first."""
+    meter = memory_meter()
+    model = sharded(None, False)
+    found = [meter.current_bytes]
+    for keep in (True, False):
+        model.set_keep_unsharded_storage(keep)
+        for step in range(2):
+            model(inputs(dist.get_rank(), step)).square().mean().backward()
+            model.zero_grad()
+        found.append(meter.current_bytes)
+    groups = [group for layer in model.layers for group in layer.parameter_groups]
+    return [*(value - found[0] for value in found), sum(group.gathered.nbytes for group in groups)]
+
+
+def test_it_takes_the_bytes_of_the_whole_weights_until_it_is_switched_off() -> None:
+    for none, kept, after, whole_bytes in run_ranks(2, bytes_at_rest):
+        assert (none, kept, after) == (0, whole_bytes, 0)
+
+
+def read_after_reshard() -> str:
+    model = sharded(None, True)
+    layer = model.layers[0]
+    layer.unshard()
+    weight = layer.up.weight
+    layer.reshard()
+    with pytest.raises(StorageError) as error:
+        weight + 1
+    return str(error.value)
+
+
+def test_what_lies_there_after_reshard_is_not_read() -> None:
+    for message in run_ranks(2, read_after_reshard):
+        assert "parameter 'up.weight': add of its gathered weight, which was released" in message
+
+
+def converted() -> bool:
+    """``model.to(dtype)`` makes other buffers, which stay as well."""
+    model = sharded(None, True).to(torch.bfloat16)
+    seen = set()
+    model.layers[0].register_forward_hook(lambda module, args, out: seen.add(module.up.weight.data_ptr()))
+    for step in range(2):
+        model(inputs(dist.get_rank(), step).bfloat16()).square().mean().backward()
+        model.zero_grad()
+    return len(seen) == 1 and all(group.gathered.is_allocated for group in model.layers[0].parameter_groups)
+
+
+def test_other_buffers_under_the_same_parameters_stay_too() -> None:
+    assert run_ranks(2, converted) == [True, True]

@@ -1,0 +1,261 @@
+"""Gradients that become final in finalize_backward(), not when a backward returns: equal to a plain model's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fsdp import ConfigError, GradientReductionHandle, Placements, StateError, fully_shard
+from megatron_fsdp.observability.flight_recorder import record_transcript
+from tests.harness import run_ranks
+from tests.harness.models import inputs, three_blocks
+from tests.harness.oracle import whole
+
+STRATEGIES: dict[str, Placements] = {
+    name: getattr(Placements, name)(0) for name in ("no_shard", "optim", "optim_grads", "optim_grads_params")
+} | {"hsdp": Placements.hsdp(0, 1)}
+NUM_MICROBATCHES = 3
+
+
+def sharded(strategy: str, *, is_manual: bool = True) -> Any:
+    torch.manual_seed(0)
+    model: Any = three_blocks()
+    shape = (2, 2) if strategy == "hsdp" else (dist.get_world_size(),)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[: len(shape)])
+    for layer in model.layers:
+        fully_shard(layer, mesh, STRATEGIES[strategy])
+    fully_shard(model, mesh, STRATEGIES[strategy])
+    model.set_manual_backward_finalization(is_manual)
+    return model
+
+
+def plain_gradients(steps: range) -> list[torch.Tensor]:
+    """Return the mean over ranks of the sums over microbatches, of one model that sees all of them."""
+    torch.manual_seed(0)
+    model = three_blocks()
+    ranks = dist.get_world_size()
+    for step in steps:
+        for rank in range(ranks):
+            (loss_of(model, rank, step) / ranks).backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    output: torch.Tensor = model(inputs(rank, step))
+    return output.square().mean()
+
+
+def run(model: Any, step: int) -> None:
+    loss_of(model, dist.get_rank(), step).backward()
+
+
+def worst(model: Any, wanted: list[torch.Tensor]) -> float:
+    pairs = zip(model.parameters(), wanted, strict=True)
+    return max(float((whole(one.grad, one) - other).abs().max()) for one, other in pairs)
+
+
+def each_backward(model: Any, finalize: Callable[[Any], None]) -> None:
+    for step in range(NUM_MICROBATCHES):
+        run(model, step)
+        finalize(model)
+
+
+def all_backwards(model: Any, finalize: Callable[[Any], None]) -> None:
+    for step in range(NUM_MICROBATCHES):
+        run(model, step)
+    finalize(model)
+
+
+def without_sync(model: Any, finalize: Callable[[Any], None]) -> None:
+    model.set_requires_gradient_sync(False)
+    for step in range(NUM_MICROBATCHES):
+        run(model, step)
+    model.set_requires_gradient_sync(True)
+    finalize(model)
+
+
+def not_last(model: Any, finalize: Callable[[Any], None]) -> None:
+    """``set_is_last_backward`` has nothing to say here."""
+    model.set_is_last_backward(False)
+    all_backwards(model, finalize)
+
+
+def at_once(model: Any) -> None:
+    assert model.finalize_backward() is None
+
+
+def later(model: Any) -> None:
+    handle = model.finalize_backward(async_op=True)
+    assert isinstance(handle, GradientReductionHandle)
+    handle.wait()
+    handle.wait()
+
+
+def differences(strategy: str) -> list[float]:
+    wanted = plain_gradients(range(NUM_MICROBATCHES))
+    found = []
+    for schedule in (each_backward, all_backwards, without_sync, not_last):
+        for finalize in (at_once, later):
+            model = sharded(strategy)
+            schedule(model, finalize)
+            found.append(worst(model, wanted))
+            # A second step of the same model, whose gradients are other ones.
+            model.zero_grad()
+            schedule(model, finalize)
+            found.append(worst(model, wanted))
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_a_plain_models_once_they_are_finalized(strategy: str) -> None:
+    for found in run_ranks(4 if strategy == "hsdp" else 2, differences, strategy):
+        assert len(found) == 16
+        assert max(found) < 2e-6
+
+
+def not_yet(strategy: str) -> list[str]:
+    """Return what reading a gradient, and a step, say between backward and finalize_backward, or before wait."""
+    model = sharded(strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = []
+
+    def collect(action: Callable[[], object]) -> None:
+        with pytest.raises(StateError) as error:
+            action()
+        said.append(str(error.value))
+
+    run(model, 0)
+    weight = next(model.parameters())
+    collect(lambda: weight.grad + 1)
+    collect(optimizer.step)
+    handle = model.finalize_backward(async_op=True)
+    collect(lambda: weight.grad + 1)
+    collect(lambda: model(inputs(0, 0)))
+    collect(model.finalize_backward)
+    handle.wait()
+    optimizer.step()
+    return said
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_nothing_reads_or_steps_with_gradients_that_are_not_finalized(strategy: str) -> None:
+    for said in run_ranks(2, not_yet, strategy):
+        assert ["call finalize_backward() if that is manual" in one for one in said] == [True] * 3 + [False] * 2
+        assert said[3].startswith("forward before wait() of the handle")
+        assert said[4].startswith("finalize_backward() before wait() of the handle")
+
+
+def thrown_away() -> list[float]:
+    """Drop one iteration by ``zero_grad`` or ``reset_iter_state``; return how far the next one is off."""
+    wanted, found = plain_gradients(range(1, 2)), []
+    model = sharded("optim_grads_params")
+    for how in ("zero_grad", "zero_grad", "reset_iter_state"):
+        run(model, 0)
+        getattr(model, how)()
+        run(model, 1)
+        model.finalize_backward()
+        found.append(worst(model, wanted))
+        model.zero_grad()
+    run(model, 0)
+    handle = model.finalize_backward(async_op=True)
+    model.reset_iter_state()
+    with pytest.raises(StateError, match=r"is void: reset_iter_state\(\) dropped"):
+        handle.wait()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    run(model, 1)
+    model.finalize_backward()
+    return [*found, worst(model, wanted)]
+
+
+def test_an_iteration_can_be_dropped_before_it_is_finalized() -> None:
+    for found in run_ranks(2, thrown_away):
+        assert len(found) == 4
+        assert max(found) < 2e-6
+
+
+def nothing_to_do() -> None:
+    model = sharded("optim_grads_params", is_manual=False)
+    assert model.finalize_backward() is None
+    model.finalize_backward(async_op=True).wait()
+    model.set_manual_backward_finalization(True)
+    model(inputs(0, 0))
+    model.finalize_backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    # A backward that reaches no parameter.
+    x = inputs(0, 0).requires_grad_()
+    (x * 2).sum().backward()
+    model.finalize_backward()
+    run(model, 0)
+    model.finalize_backward()
+    before = worst(model, plain_gradients(range(1)))
+    model.finalize_backward()
+    assert worst(model, plain_gradients(range(1))) == before < 2e-6
+    # Back to what backward does by itself.
+    model.set_manual_backward_finalization(False)
+    model.zero_grad()
+    run(model, 0)
+    assert worst(model, plain_gradients(range(1))) < 2e-6
+
+
+def test_finalizing_without_a_backward_changes_nothing() -> None:
+    run_ranks(2, nothing_to_do)
+
+
+def refused() -> list[str]:
+    said = []
+
+    def collect(action: Callable[[], object]) -> None:
+        with pytest.raises((StateError, ConfigError)) as error:
+            action()
+        said.append(str(error.value))
+
+    model = sharded("optim_grads_params", is_manual=False)
+    collect(lambda: model.layers[0].set_manual_backward_finalization(True))
+    run(model, 0)
+    collect(model.finalize_backward)
+    model.set_manual_backward_finalization(True)
+    collect(model.layers[0].finalize_backward)
+    hook = model.layers[1].register_forward_hook(
+        lambda module, args, out: out.register_hook(lambda grad: collect(model.finalize_backward)) and None
+    )
+    run(model, 0)
+    hook.remove()
+    collect(lambda: model.set_manual_backward_finalization(False))
+    collect(lambda: fully_shard(nn.Sequential(model)))
+    return said
+
+
+def test_what_cannot_be_asked_for_is_refused_by_name() -> None:
+    for said in run_ranks(2, refused):
+        assert "set_manual_backward_finalization() is the root's to call, which is 'Stack'" in said[0]
+        assert "finalize_backward() without set_manual_backward_finalization(True)" in said[1]
+        assert "finalize_backward() is the root's to call" in said[2]
+        assert "finalize_backward() in a backward" in said[3]
+        assert "set_manual_backward_finalization(False) in or after a backward that is not finalized" in said[4]
+        assert "call it on the outermost module, after the last fully_shard" in said[5]
+
+
+def lines() -> list[list[str]]:
+    """Return what is told in a backward, and after it."""
+    model = sharded("optim_grads_params")
+    run(model, 0)
+    model.finalize_backward()
+    model.zero_grad()
+    loss = loss_of(model, dist.get_rank(), 1)
+    parts = []
+    for action in (loss.backward, model.finalize_backward):
+        with record_transcript() as transcript:
+            action()
+        parts.append(list(transcript))
+    return parts
+
+
+def test_reductions_start_in_backward_and_are_folded_when_it_is_finalized() -> None:
+    for during, after in run_ranks(2, lines):
+        assert sum("reduce" in line for line in during) >= 2
+        assert not any("final" in line for line in during)
+        assert sum("final" in line for line in after) >= 2
