@@ -47,7 +47,7 @@ KNOWN_TORCH := $(patsubst constraints/torch-%.txt,%,$(sort $(wildcard constraint
 $(if $(filter $(TORCH),$(KNOWN_TORCH)),,$(error TORCH=$(TORCH) is none of the versions in constraints/: $(KNOWN_TORCH)))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-nightly test-integrations test-faults test-gpu bench check format clean
+.PHONY: help train test test-nightly test-integrations test-docs test-faults test-gpu bench check format clean
 
 help: ## List targets and variables.
 	@echo "Targets:"
@@ -63,6 +63,7 @@ help: ## List targets and variables.
 	@echo "                                     ranks and flags of make train"
 	@echo "  TESTS=tests/unit/dbuffer TEST_ARGS='-x -k plan'"
 	@echo "                                     tests and pytest flags of make test"
+	@echo "  PAGES=docs/muon.md                 pages of make test-docs; all of them without"
 	@echo "  TEST_JOBS=1                        processes of make test; 1 to see output and use a debugger"
 	@echo "PYTHON and VENV_ARGS count when the environment is made: run make clean before changing them."
 
@@ -82,6 +83,9 @@ test-nightly: $(STAMP) ## Run what `make test` leaves out: whole grids, kills, m
 test-integrations: $(STAMP) ## Run the tests with Hugging Face, torchtitan and megatron-core, which it installs (pinned).
 	$(BIN) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) $(addprefix --constraint ,$(CONSTRAINTS) constraints/integrations.txt) --editable '.[integrations]'
 	$(BIN) -m pytest tests/integration --durations=15 $(TEST_ARGS)
+
+test-docs: $(STAMP) ## Run the code of README, CONTRIBUTING and docs, block by block, in a copy.
+	$(BIN) -m tests.docs $(PAGES)
 
 test-faults: $(STAMP) ## Kill, stall and restart training jobs in every phase, the long way.
 	$(BIN) -m pytest tests/faults --durations=15 $(TEST_ARGS)

@@ -121,6 +121,8 @@ def adamw(buffers: AdamWBuffers, segments: Segments, rows: Tensor, *, clip: Tens
         IS_SPLIT=remainder is not None,
         block=ADAMW_BLOCK,
     )
+    # As any other operator that writes in place.
+    torch.autograd.graph.increment_version(weight)
 
 
 def adamw_row(

@@ -129,6 +129,8 @@ def int8_adamw(
         IS_RANDOM=keys is not None,
         block=INT8_ADAMW_BLOCK,
     )
+    # As any other operator that writes in place.
+    torch.autograd.graph.increment_version(weight)
 
 
 def int8_adamw_kernel(

@@ -124,6 +124,8 @@ def muon_apply(update: Tensor, weights: MuonWeights, segments: Segments, rows: T
             IS_SPLIT=remainder is not None,
             block=ADAMW_BLOCK,
         )
+        # As any other operator that writes in place.
+        torch.autograd.graph.increment_version(weight)
         return
     table_of_rows = rows.tolist()
     for segment in segments.ranges:

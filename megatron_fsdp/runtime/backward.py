@@ -19,6 +19,7 @@ from torch import nn
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError, StateError
 from megatron_fsdp.runtime.asked_gradients import refuse_gathered
+from megatron_fsdp.runtime.freshness import MOMENTS
 from megatron_fsdp.runtime.grad_binding import GradState
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.lanes import join_lanes
@@ -26,6 +27,7 @@ from megatron_fsdp.runtime.missing_gradients import MissingGradients
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.reduction import Reduction
 from megatron_fsdp.runtime.schedule import Schedule
+from megatron_fsdp.runtime.step_between import refuse_stepped
 from megatron_fsdp.runtime.unit import Call, Unit, alive, is_in_backward
 
 __all__ = ["Backward", "InFlight"]
@@ -194,7 +196,7 @@ class Backward:
         """Gather the unit again for its backward, end the units that backward has left, start the next gather.
 
         Raises:
-            StateError: the backward is itself recorded (``create_graph=True``).
+            StateError: the backward is itself recorded (``create_graph=True``), or weights were stepped since forward.
         """
         if listeners:
             tell("enter", call)
@@ -204,6 +206,8 @@ class Backward:
                 f"unit {unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
                 "use released weights. Keep the module whose second derivatives are wanted unsharded."
             )
+        if call.moment != MOMENTS[0]:
+            refuse_stepped(call)
         now = self.begin()
         if call.entered == self.number:
             self._unshard_again(now, unit)

@@ -13,13 +13,16 @@ from collections.abc import Callable
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.pending_sums import refuse_pending
 
-__all__ = ["STALE", "Freshness", "mark_gathered", "mark_replaced", "refreshes_itself"]
+__all__ = ["MOMENTS", "STALE", "Freshness", "mark_gathered", "mark_replaced", "refreshes_itself"]
 
+MOMENTS = [0]
+"""How many beginnings and ends of optimizer steps there were: where it is the same twice, nothing stepped between."""
 _num_steps = [0]
 _REFRESHING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -37,13 +40,15 @@ class Freshness:
 
     Attributes:
         generation: of the weights at rest. gathered: of those that were gathered last.
+        changed_at: what ``MOMENTS`` was when a look found that ``version`` had moved.
     """
 
-    __slots__ = ("_is_changed", "_is_suspect", "_seen", "_version", "gathered", "generation")
+    __slots__ = ("_is_changed", "_is_suspect", "_seen", "_steps", "_version", "changed_at", "gathered", "generation")
 
     def __init__(self, version: Callable[[], int]) -> None:
         self._version = version
-        self._seen = -1
+        self._seen = self._steps = -1
+        self.changed_at = 0
         self._is_changed = True
         self._is_suspect = False
         self.generation = self.gathered = 0
@@ -63,11 +68,19 @@ class Freshness:
 
     def is_changed(self) -> bool:
         """Whether main weights are known to have changed since the last refresh."""
-        version = self._version() + _num_steps[0]
+        version = self._version()
         if version != self._seen:
             self._is_changed = True
-            self._seen = version
+            self._seen, self.changed_at = version, MOMENTS[0]
+        if self._steps != _num_steps[0]:
+            self._is_changed = True
+            self._steps = _num_steps[0]
         return self._is_changed
+
+    def has_changed_since(self, moment: int) -> bool:
+        """Whether PyTorch counted a change of main weights after a look at them at that value of ``MOMENTS``."""
+        self.is_changed()
+        return self.changed_at > moment
 
     def wants_refresh(self) -> bool:
         """Whether they have, or may have."""
@@ -80,14 +93,15 @@ class Freshness:
 
     def look_again(self) -> None:
         """The memory of main weights was written with the values that it had, which is no change of theirs."""
-        self._seen = self._version() + _num_steps[0]
+        self._seen, self._steps = self._version(), _num_steps[0]
 
     def is_stale(self) -> bool:
         """Whether gathered weights are older than main weights."""
         return self.is_changed() or self.gathered != self.generation
 
 
-def _count_step(optimizer: Optimizer, *_: object) -> None:
+def _count_step(optimizer: Optimizer) -> None:
+    MOMENTS[0] += 1
     if optimizer not in _REFRESHING:
         _num_steps[0] += 1
 
@@ -111,10 +125,18 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
     _count_step(optimizer)
 
 
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    _count_step(optimizer)
+    if optimizer.defaults.get("fused"):
+        # The one kind of step that DTensors do not count.
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        torch.autograd.graph.increment_version(p._local_tensor for p in stepped if isinstance(p, DTensor))
+
+
 @functools.cache
 def _hear_of_steps() -> None:
     # A compiled step calls them as they are: traced, the count would be a constant of the compiled code.
-    register_optimizer_step_post_hook(_disable_dynamo(_count_step))
+    register_optimizer_step_post_hook(_disable_dynamo(_after_step))
     register_optimizer_step_pre_hook(_disable_dynamo(_before_step))
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from dbuffer_kernels.switches import is_off
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+from megatron_fsdp.runtime.freshness import MOMENTS
 from megatron_fsdp.runtime.fsdp2_view import StateNames
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.memory_slots import SlotChoice, place_in_slots
@@ -39,13 +40,14 @@ class Call:
         first_begin: when the unit's first watched call in the same pass began.
         entered: the number of the last backward that reached its outputs; 0 for none so far. task: autograd's number of
             the graph in which it did; that of one inside of another is higher.
+        moment: of optimizers' steps when it began (``freshness.MOMENTS``).
         first_node: autograd's nodes that were made since it began have this number or a higher one.
         is_expected: whether the unit has it among the calls whose backward may still come.
     """
 
     __slots__ = (
-        "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "first_node", "is_expected", "position",
-        "task", "trail",
+        "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "first_node", "is_expected", "moment",
+        "position", "task", "trail",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, begin: int) -> None:
@@ -55,6 +57,7 @@ class Call:
         self.position = 0
         self.trail: list[weakref.ref[Unit]] = []
         self.entered = self.task = 0
+        self.moment = MOMENTS[0]
         self.is_expected = False
         self.first_node: int = torch._C._autograd._get_sequence_nr()
 

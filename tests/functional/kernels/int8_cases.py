@@ -92,7 +92,9 @@ def test_int8_adamw_steps_as_adamw_does_and_stores_the_nearest_codes(kind: str, 
     table = [[*rounding_keys(4), *rounding_keys(5)], [*rounding_keys(6), *rounding_keys(7)]]
     keys = torch.tensor(table, device=DEVICE) if is_random else None
     buffers = Int8AdamWBuffers(gradient, moments=moments, **own)
+    version = buffers.weight._version
     int8_adamw(buffers, CodedSegments(SEGMENTS, NUMEL), rows(), keys=keys, clip=clip)
+    assert buffers.weight._version > version
     plain = AdamWBuffers(gradient, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, **wanted)
     adamw(plain, Segments([Segment(s.start, s.stop, s.row) for s in SEGMENTS], NUMEL), rows(), clip=clip)
     for name, tensor in wanted.items():

@@ -70,7 +70,9 @@ def test_muon_apply_decays_and_adds_in_each_segment_and_nothing_else(weight: tor
     update, w = random(BF16, 3), random(weight, 4)
     before = w.clone()
     model = torch.full((NUMEL,), 5.0, dtype=BF16, device=DEVICE) if has_model else None
+    version = w._version
     muon_apply(update, MuonWeights(w, model), Segments(SEGMENTS, NUMEL), rows((0.998, -0.02), (1.0, 0.5)))
+    assert w._version > version
     touched = torch.zeros(NUMEL, dtype=torch.bool, device=DEVICE)
     for segment in SEGMENTS:
         part = slice(segment.start, segment.stop)

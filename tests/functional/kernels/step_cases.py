@@ -187,7 +187,9 @@ def test_adamw_steps_each_segment_with_its_row_and_nothing_else(
     buffers = make_buffers(numel, dtypes)
     before = copied(buffers)
     clip_tensor = None if clip is None else torch.tensor(clip, device=DEVICE)
+    version = buffers.weight._version
     adamw(buffers, Segments(segments, numel), rows_of(*HOW), clip=clip_tensor)
+    assert buffers.weight._version > version
     touched = np.zeros(numel, dtype=bool)
     for segment in segments:
         part = slice(segment.start, segment.stop)

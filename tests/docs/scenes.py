@@ -1,0 +1,113 @@
+"""What the blocks of a page take as given, what is made shorter to run here, and which need what is not here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tests.docs.blocks import Block
+
+_MODEL = """\
+import torch
+from torch import nn
+from megatron_fsdp import fully_shard
+
+class TransformerLayer(nn.Linear):
+    def __init__(self): super().__init__(8, 8)
+
+model = nn.Sequential(TransformerLayer(), nn.Tanh(), TransformerLayer())
+batch, batches = torch.randn(4, 8), torch.randn(3, 4, 8)
+loss_of = loss_fn = lambda model, batch: model(batch).square().mean()
+"""
+_SHARDED = (
+    _MODEL
+    + """\
+fully_shard(model[0]), fully_shard(model[2]), fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+loss = lambda output: output.square().mean()
+"""
+)
+_WHOLE = (
+    _MODEL
+    + """\
+from torch.distributed.device_mesh import init_device_mesh
+torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_outer", "dp_shard"))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+"""
+)
+_CONFIG = """\
+{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+ "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+ "tie_word_embeddings": false}
+"""
+_FACTORY = """\
+from torch import nn
+
+class Block(nn.Linear):
+    def __init__(self): super().__init__(64, 64)
+
+def build():
+    return nn.Sequential(nn.Embedding(100, 64), *(Block() for _ in range(4)))
+"""
+_TEXT = "".join(f"def function_{number}(value):\n    return value + {number}\n\n" for number in range(20_000))
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """How a page is run.
+
+    Attributes:
+        given: Python before its Python blocks. files: what its commands find, by name.
+        shorter: words of its blocks with what takes their place, so that it runs here and now.
+        elsewhere: words by which a block is known that does not run here, with the reason.
+    """
+
+    given: str = ""
+    files: dict[str, str] = field(default_factory=dict)
+    shorter: tuple[tuple[str, str], ...] = ()
+    elsewhere: tuple[tuple[str, str], ...] = ()
+
+
+SCENES = {
+    "README.md": Scene(
+        shorter=(
+            # By itself, and not in itself.
+            ("make test ", "make --dry-run test "),
+            ("pip install . ", "pip install --no-deps --no-build-isolation --target runs/installed . "),
+            ("pip wheel --no-deps", "pip wheel --no-deps --no-build-isolation"),
+        )
+    ),
+    "docs/compatibility.md": Scene(given=_WHOLE),
+    "docs/gradient_scale.md": Scene(given=_SHARDED),
+    "docs/launch.md": Scene(
+        # The second command needs two machines.
+        shorter=(("--nproc-per-node 8 train.py", "--nproc-per-node 2 train.py"), ("torchrun --nnodes 2 ", "true ")),
+        elsewhere=(
+            ("#SBATCH", "it needs SLURM"),
+            ("mpirun -np 16", "it needs mpirun and two machines"),
+        ),
+    ),
+    "docs/megatron.md": Scene(elsewhere=(("export MEGATRON_LM_PATH", "it needs a checkout of Megatron-LM"),)),
+    "docs/muon.md": Scene(shorter=(("--train-iters 600", "--train-iters 60"),)),
+    "docs/planning.md": Scene(files={"config.json": _CONFIG, "mymodel.py": _FACTORY}),
+    "docs/reliability.md": Scene(given=_SHARDED),
+    "docs/timeline.md": Scene(given=_SHARDED),
+    "docs/training_script.md": Scene(
+        files={"code.jsonl": '{"text": "def main(): return 0"}\n' * 20_000, "prose.txt": _TEXT},
+        shorter=(("--train-iters 300", "--train-iters 90"),),
+    ),
+}
+
+
+def reason_against(block: Block) -> str:
+    """Return why a block does not run here, empty where nothing says so."""
+    scene = SCENES.get(block.page, Scene())
+    return next((reason for words, reason in scene.elsewhere if words in block.code), "")
+
+
+def shortened(block: Block) -> str:
+    """Return the code of a block as it runs here."""
+    code = block.code
+    for words, instead in SCENES.get(block.page, Scene()).shorter:
+        code = code.replace(words, instead)
+    return code

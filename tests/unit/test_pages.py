@@ -1,0 +1,109 @@
+"""The pages: numbers of the README are those that benches and tests write, links lead somewhere, tables are whole."""
+
+import fnmatch
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import SILENT, blocks_of, pages
+from tests.docs.scenes import SCENES
+from tests.harness.architecture import FOLDERS
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def code_of(folder: Path) -> Iterator[Path]:
+    """Yield the Python files of a folder, and below it unless it is the root."""
+    yield from folder.glob("*.py") if folder == ROOT / "." else folder.rglob("*.py")
+
+
+def measured(ratio: str) -> str:
+    """Return what docs/performance.md says of a ratio."""
+    page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    (value,) = re.findall(rf"^\| {re.escape(ratio)} \|[^|]*\| ([\d.]+)", page, re.MULTILINE)
+    return str(value)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "sentence"),
+    [
+        ("2 x 64 tokens, fp32, over FSDP2, processor time", "| {} of FSDP2's | `python -m benchmarks step` |"),
+        ("bytes moved over FSDP2, bf16, 64 ranks", "| {} and "),
+        ("backward peak over FSDP2, bf16, 64 ranks", " and {} of FSDP2's | `python -m benchmarks memory` |"),
+        ("AdamW(foreach=True), step and zero_grad, over FSDP2's", "| {} of that over FSDP2's |"),
+        ("save speed over torch DCP (more is better)", "are saved at {} of the speed of PyTorch's own"),
+    ],
+)
+def test_a_ratio_is_that_of_the_performance_page(ratio: str, sentence: str) -> None:
+    assert sentence.format(measured(ratio)) in README
+
+
+def test_what_backward_takes_more_is_that_of_the_performance_page() -> None:
+    ratio = float(measured("backward peak over FSDP2, bf16, reduced in fp32, 64 ranks"))
+    assert f"backward peaks {round(100 * (ratio - 1))} %" in " ".join(README.split())
+
+
+def test_the_padding_is_that_of_the_page_of_padding() -> None:
+    page = (ROOT / "docs/padding.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| deepseek-v3 \| 1024 \|.*$", page, re.MULTILINE)
+    _, _, _, rows, _, _, _, _, chunks, _, _ = row.split("|")
+    assert f"{float(rows):.2f} %; a dim-0 chunk for each rank pads by {chunks.strip()} %" in README
+
+
+def test_the_meshes_are_those_of_the_page_of_megatron() -> None:
+    _, table, _ = (ROOT / "docs/megatron.md").read_text(encoding="utf-8").split("<!-- meshes -->")
+    assert f"| {table.count('| `')} | `make test-integrations` |" in README
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_to_a_file_of_the_repository_leads_there(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)(#[^)\s]*)?\)", page.read_text(encoding="utf-8"))
+    missing = [link for link, _ in links if "://" not in link and not (page.parent / link).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_says_each_thing_once_and_its_tables_are_whole(page: Path) -> None:
+    code = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+    text = code.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ .*$", text, re.MULTILINE)
+    assert len(set(headings)) == len(headings)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        widths = {len(re.split(r"(?<!\\)\|", line)) for line in table.splitlines()}
+        assert len(widths) == 1, table.splitlines()[0]
+    broken = re.findall(r"^\|.*\n(?=[^|\n<])", text, re.MULTILINE)
+    assert not broken, "a line that follows a table without an empty one between is a row of it"
+
+
+BLOCKS = [block for page in pages() for block in blocks_of(page)]
+
+
+def test_every_block_of_code_says_its_language() -> None:
+    assert {block.language for block in BLOCKS} == {"bash", "python", *SILENT}
+
+
+def test_what_is_shortened_or_left_out_when_pages_are_run_is_on_its_page() -> None:
+    for page, scene in SCENES.items():
+        code = "".join(block.code for block in BLOCKS if block.page == page)
+        for words, _ in (*scene.shorter, *scene.elsewhere):
+            assert words in code, (page, words)
+
+
+FILES = {path.relative_to(ROOT).as_posix() for folder in (*FOLDERS, "docs", ".") for path in code_of(ROOT / folder)}
+# A name that the style forbids, and one that a page gives its own script.
+NO_FILES = {"utils.py", "train.py"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_of_code_that_a_page_names_is_there(page: Path) -> None:
+    named = {name.replace("../", "") for name in re.findall(r"[\w/*.]*\w\.py\b", page.read_text(encoding="utf-8"))}
+    missing = {
+        name
+        for name in named - NO_FILES
+        if not any(fnmatch.fnmatch(file, name) or fnmatch.fnmatch(file, f"*/{name.lstrip('/')}") for file in FILES)
+    }
+    assert missing == set()
