@@ -7,6 +7,7 @@ runs: on the rows of each rank, on whole tensors, or as it is. See docs/design/f
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ _get_grad = _GRAD.__get__
 _plainly: Any = torch._C._disabled_torch_function_impl
 _REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 _num_flags_set = [0]
+_OF_THIS_OBJECT = ("on_grad_dropped", "gradient_of")
 
 
 def _set_grad(tensor: FlatDTensor, value: torch.Tensor | None) -> None:
@@ -62,9 +64,12 @@ class FlatDTensor(PlacedTensor):
 
     Attributes:
         on_grad_dropped: called when ``.grad`` was set to None by Python code.
+        gradient_of: the parameter whose ``.grad`` this is, where its memory takes that parameter's next gradients: any
+            other one is given a copy of it.
     """
 
     on_grad_dropped: Callable[[], None] | None = None
+    gradient_of: weakref.ref[torch.Tensor] | None = None
 
     @classmethod
     def __torch_function__(
@@ -93,6 +98,8 @@ class FlatDTensor(PlacedTensor):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None and isinstance(value, FlatDTensor) and value.gradient_of is not None:
+            value = value if value.gradient_of() is self else value.clone()
         _plainly(_set_grad, (), (self, value))
 
     @grad.deleter
@@ -234,15 +241,15 @@ class FlatDTensor(PlacedTensor):
         memo[id(self)] = made
         made.requires_grad_(requires_grad)
         for name, value in vars(self).items():
-            if name not in ("window", "is_unshared", "on_grad_dropped"):
+            if name not in ("window", "is_unshared", *_OF_THIS_OBJECT):
                 setattr(made, name, copy.deepcopy(value, memo))
         if gradient is not None:
             made.grad = copy.deepcopy(gradient, memo)
         return made
 
     def __getstate__(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return attributes and slots to pickle, but whoever hears of ``.grad``, who belongs to this object."""
-        own = {name: value for name, value in vars(self).items() if name != "on_grad_dropped"}
+        """Return attributes and slots to pickle, but what belongs to this object alone."""
+        own = {name: value for name, value in vars(self).items() if name not in _OF_THIS_OBJECT}
         return own, {name: getattr(self, name) for name in DTensor.__slots__}
 
     def __reduce_ex__(self, protocol: Any) -> Any:

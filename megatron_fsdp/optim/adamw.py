@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, GroupMoments, state_values
+from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, GroupMoments, adopt_together, state_values
 from megatron_fsdp.optim.adamw_update import (
     PlainParameter,
     Rows,
@@ -165,7 +165,10 @@ class AdamW(torch.optim.AdamW):
             return loss
         stepped = [moments.group for moments in binding.groups if moments.group is not None]
         expect_step(stepped)
-        updates = [group_update(*pair, self.state, rows, is_known=is_known) for pair in gradients.groups]
+        changed = [pair for pair in gradients.groups if not (is_known and pair[0].is_shown())]
+        if changed:
+            adopt_together([(moments, gradient.present) for moments, gradient in changed], self.state)
+        updates = [group_update(*pair, rows) for pair in gradients.groups]
         updates += [self._plain_update(*pair, rows) for pair in gradients.plain]
         for update in updates:
             update.run(rows, factor)
@@ -225,8 +228,7 @@ class AdamW(torch.optim.AdamW):
                     found = self.state[parameter]
                     self.state[parameter] = decoded_state(parameter, found, state_dtype(self, parameter))
         binding = self._bound()
-        for moments in binding.groups:
-            moments.adopt_all(self.state)
+        adopt_together([(moments, moments.held(self.state)) for moments in binding.groups], self.state)
 
     def dequantized_state_dict(self) -> dict[str, Any]:
         """Return the state dict with FP32 moments of the parameters' shapes in place of codes, as

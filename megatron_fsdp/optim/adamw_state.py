@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from megatron_fsdp.optim.nonfinite import Reading
 from megatron_fsdp.runtime.grad_binding import GradState
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
-__all__ = ["FlatGradient", "GroupGradients", "GroupMoments", "local_range", "state_values"]
+__all__ = ["FlatGradient", "GroupGradients", "GroupMoments", "adopt_together", "local_range", "state_values"]
 
 State = MutableMapping[Any, Any]
 KEYS = ("step", "exp_avg", "exp_avg_sq")
@@ -48,6 +48,20 @@ def state_values(values: Mapping[str, Any], parameter: str) -> tuple[Any, ...]:
             "an AdamW or Adam without amsgrad."
         )
     return tuple(values[key] for key in KEYS)
+
+
+def adopt_together(wanted: Iterable[tuple[GroupMoments, Sequence[bool]]], state: State) -> None:
+    """Make ``state`` show these buffers for the wanted parameters of each group, with the values that it held or zeros.
+
+    What it shows of a parameter in the memory of another one is copied before any is overwritten: whoever exchanges
+    records or moments of parameters means their values.
+    """
+    new = [(moments, index) for moments, flags in wanted for index in moments.unshown(state, flags)]
+    memory = {_address(buffer) for moments in {id(each): each for each, _ in new}.values() for buffer in moments.flat()}
+    for moments, index in new:
+        moments.set_apart(state, index, memory)
+    for moments, index in new:
+        moments.take_over(state, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,20 +200,31 @@ class GroupMoments(GroupGradients):
 
     # ------------------------------------------------------------------ state
 
-    def adopt(self, state: State, wanted: Sequence[bool]) -> None:
-        """Make ``state`` show these buffers for the wanted parameters, with the values that it held or zeros."""
-        for index, (face, is_wanted) in enumerate(zip(self._faces, wanted, strict=True)):
-            if is_wanted and not self._shows(state.get(face), index):
-                self._take_over(state, index)
+    def unshown(self, state: State, wanted: Sequence[bool]) -> list[int]:
+        """Return the wanted parameters for which ``state`` does not show these buffers."""
+        found = zip(self._faces, wanted, strict=True)
+        return [i for i, (face, is_wanted) in enumerate(found) if is_wanted and not self._shows(state.get(face), i)]
 
-    def adopt_all(self, state: State) -> None:
-        """Make ``state`` show these buffers wherever it holds something."""
-        self.adopt(state, [bool(state.get(face)) for face in self._faces])
+    def held(self, state: State) -> list[bool]:
+        """Return for which parameters ``state`` holds something."""
+        return [bool(state.get(face)) for face in self._faces]
+
+    def flat(self) -> tuple[torch.Tensor, ...]:
+        """Return the flat tensors of which ``state`` shows parts."""
+        return self.exp_avg.local_buffer, self.exp_avg_sq.local_buffer, self.steps
+
+    def set_apart(self, state: State, index: int, memory: Collection[int]) -> None:
+        """Copy what ``state`` shows of a parameter in one of these memories, unless it is the parameter's own."""
+        values = state.get(self._faces[index]) or {}
+        for key, value in list(values.items()):
+            is_own = any(value is view for view in self._views[index])
+            if isinstance(value, torch.Tensor) and not is_own and _address(value) in memory:
+                values[key] = value.clone()
 
     def is_shown(self) -> bool:
         """Whether the dictionaries that were adopted show these buffers for every parameter, still and all of them.
 
-        Quicker than ``adopt``, for a caller that knows that the dictionaries are those.
+        Quicker than ``unshown``, for a caller that knows that the dictionaries are those.
         """
         found = itertools.chain.from_iterable(map(_IN_ORDER, self._shown))
         try:
@@ -212,7 +237,8 @@ class GroupMoments(GroupGradients):
             return False
         return all(values.get(key) is view for key, view in zip(KEYS, self._views[index], strict=True))
 
-    def _take_over(self, state: State, index: int) -> None:
+    def take_over(self, state: State, index: int) -> None:
+        """Make ``state`` show these buffers for one parameter, with the values that it held or zeros."""
         face = self._faces[index]
         views = self._views[index] or self._make_views(index)
         values = state.get(face)
@@ -341,6 +367,11 @@ class GroupMoments(GroupGradients):
         group = self.group
         if group is not None and group.weights.remainder is not None:
             group.weights.remainder.accept()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
 
 
 def local_range(buffer: DBuffer, index: int) -> tuple[int, int]:

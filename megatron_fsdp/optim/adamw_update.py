@@ -141,15 +141,12 @@ class Update:
             tensor.copy_(flat.view(tensor.shape))
 
 
-def group_update(moments: GroupMoments, gradient: FlatGradient, state: State, rows: Rows, *, is_known: bool) -> Update:
-    """Count a step of a sharded group and return its launch.
+def group_update(moments: GroupMoments, gradient: FlatGradient, rows: Rows) -> Update:
+    """Count a step of a sharded group, whose moments ``state`` shows, and return its launch.
 
     Args:
         gradient: what ``moments.gradient()`` returned.
-        is_known: the entries of ``state`` are the dictionaries that the last step left there.
     """
-    if not (is_known and moments.is_shown()):
-        moments.adopt(state, gradient.present)
     segments = moments.count_step(rows.number, gradient.present)
     own = rows.of_steps(moments.members, moments.steps) if moments.is_capturable else None
     return Update(moments.buffers(gradient.flat), segments, own)

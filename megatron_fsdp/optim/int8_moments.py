@@ -205,6 +205,11 @@ class Int8GroupMoments(GroupMoments):
     def _keys(self, index: int) -> tuple[str, ...]:
         return ("step", *CODED_KEYS) if self._is_coded[index] else KEYS
 
+    def flat(self) -> tuple[torch.Tensor, ...]:
+        """See ``GroupMoments``."""
+        plain = (storage.tensor for storage in self._plain.storages)
+        return *super().flat(), *(scale.local_buffer for scale in self._scales), *plain
+
     def is_shown(self) -> bool:
         """See ``GroupMoments``."""
         return all(self._shows(values, index) for index, values in enumerate(self._shown))
@@ -227,7 +232,8 @@ class Int8GroupMoments(GroupMoments):
             buffer_dtensor(local, main.layout, index, main.mesh, main.name) for local in locals_
         )
 
-    def _take_over(self, state: State, index: int) -> None:
+    def take_over(self, state: State, index: int) -> None:
+        """See ``GroupMoments``."""
         face = self._faces[index]
         views = self._views[index] or self._make_views(index)
         values = state.get(face)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, GroupGradients, GroupMoments
+from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, GroupGradients, GroupMoments, adopt_together
 from megatron_fsdp.optim.adamw_update import PlainParameter, Rows, Update, group_update, plain_update
 from megatron_fsdp.optim.exchange import Exchange, OwnerRanks, Solver, Source
 from megatron_fsdp.optim.grad_norm import global_norm
@@ -216,8 +216,8 @@ class Muon(Optimizer):
         updates: list[Update] = []
         for group, gradient in gradients.matrices:
             updates += group.adamw_updates(gradient, rows.number)
-        for moments, gradient in gradients.moments:
-            updates.append(group_update(moments, gradient, self.state, rows, is_known=False))
+        adopt_together([(moments, gradient.present) for moments, gradient in gradients.moments], self.state)
+        updates += [group_update(moments, gradient, rows) for moments, gradient in gradients.moments]
         for plain, values in gradients.plain:
             updates.append(plain_update(plain, values, self.state, rows, self.moments_dtype))
         for update in updates:
@@ -293,8 +293,7 @@ class Muon(Optimizer):
         binding = self._bound()
         for matrices in binding.matrices:
             matrices.adopt_all(self.state)
-        for moments in binding.moments:
-            moments.adopt_all(self.state)
+        adopt_together([(moments, moments.held(self.state)) for moments in binding.moments], self.state)
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("options", "moments_dtype", "max_norm", "nonfinite", "num_skipped", "num_orthogonalized")

@@ -194,6 +194,8 @@ class GradBinding:
         """Show gradients of parameter ``index`` on another object."""
         self._parameters = (*self._parameters[:index], parameter, *self._parameters[index + 1 :])
         self.watch()
+        if self._gradients:
+            self._tell_owners()
         if self._sums is not None:
             self._sums.follow(self._parameters)
 
@@ -396,8 +398,14 @@ class GradBinding:
                 self._faces.wrap(index, self.final.get_dtensor(index, is_view=True)) for index in indices
             ]
             self._locals = [gradient._local_tensor for gradient in self._gradients]
+            self._tell_owners()
             self._references = self._count_references()
         return self._gradients
+
+    def _tell_owners(self) -> None:
+        for gradient, parameter in zip(self._gradients, self._parameters, strict=True):
+            if isinstance(gradient, FlatDTensor):
+                gradient.gradient_of = weakref.ref(parameter)
 
     # ------------------------------------------------------------------ the optimizer reads
 

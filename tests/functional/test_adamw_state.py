@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -19,11 +20,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import distribute_tensor
 
-from megatron_fsdp import ConfigError, fully_shard_optimizer
+from megatron_fsdp import ConfigError, Placements, fully_shard, fully_shard_optimizer
 from megatron_fsdp.optim.adamw import AdamW
 from tests.harness import run_ranks
 from tests.harness.grids import covering, nightly_but
-from tests.harness.models import Model, make_mesh, make_model
+from tests.harness.models import Model, inputs, make_mesh, make_model
 from tests.harness.oracle import differing, shard_model, train, whole_state
 
 State: TypeAlias = dict[str, Any]
@@ -245,3 +246,53 @@ def test_the_state_of_other_optimizers_is_refused_before_anything_changes() -> N
     for sgd, amsgrad in run_ranks(2, load_foreign_state):
         assert "['momentum_buffer']; wanted ['step', 'exp_avg', 'exp_avg_sq']" in sgd
         assert "amsgrad=True" in amsgrad
+
+
+def swap_records(optimizer: torch.optim.Optimizer, one: torch.Tensor, other: torch.Tensor) -> None:
+    state = optimizer.state
+    state[one], state[other] = state[other], state[one]
+
+
+def swap_first_moments(optimizer: torch.optim.Optimizer, one: torch.Tensor, other: torch.Tensor) -> None:
+    a, b = optimizer.state[one], optimizer.state[other]
+    a["exp_avg"], b["exp_avg"] = b["exp_avg"], a["exp_avg"]
+
+
+def swap_by_loading(optimizer: torch.optim.Optimizer, one: torch.Tensor, other: torch.Tensor) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    a, b = (next(i for i, each in enumerate(parameters) if each is parameter) for parameter in (one, other))
+    document = optimizer.state_dict()
+    document["state"][a], document["state"][b] = document["state"][b], document["state"][a]
+    optimizer.load_state_dict(document)
+
+
+SWAPS = {"records": swap_records, "first moments": swap_first_moments, "entries of a state dict": swap_by_loading}
+
+
+def train_swapped(strategy: str, swap: str) -> list[str]:
+    """Exchange the state of two parameters of two units; return which weights are not those of a plain model."""
+    torch.manual_seed(0)
+    oracle = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model = copy.deepcopy(oracle)
+    mesh = make_mesh((dist.get_world_size(),))
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh, getattr(Placements, strategy)())
+    for each, make, ranks in (
+        (model, AdamW, mine()),
+        (oracle, torch.optim.AdamW, list(range(dist.get_world_size()))),
+    ):
+        optimizer = make(each.parameters(), lr=0.05)
+        for step in range(4):
+            for rank in ranks:
+                (each(inputs(rank, step, 4, 8)).square().mean() / len(ranks)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                SWAPS[swap](optimizer, each[0].weight, each[2].weight)
+    return differing(whole_state(model), whole_state(oracle), 1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("swap", SWAPS)
+def test_state_exchanged_between_parameters_is_taken_over_with_both_values(strategy: str, swap: str) -> None:
+    assert run_ranks(2, train_swapped, strategy, swap) == [[], []]

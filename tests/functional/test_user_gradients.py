@@ -395,6 +395,40 @@ def test_what_nobody_used_and_second_derivatives_are_refused() -> None:
     assert run_ranks(2, ask_for_what_is_not_there) == [True, True]
 
 
+def exchange_gradients(model: nn.Module, ranks: list[int], how: str) -> list[torch.Tensor]:
+    """Exchange ``.grad`` of two parameters of one unit, and of two units; then accumulate, on zeros or not."""
+    first, second = model.layers
+    mean = sum(loss_of(model, rank) for rank in ranks) / len(ranks)
+    torch.autograd.backward(mean)
+    pairs = ((first.up.weight, second.up.weight), (first.norm.weight, first.norm.bias))
+    for one, other in pairs:
+        one.grad, other.grad = other.grad, one.grad
+    if "zero" in how:
+        model.zero_grad(set_to_none=False)
+    if "accumulate" in how:
+        torch.autograd.backward(sum(loss_of(model, rank, 1) for rank in ranks) / len(ranks))
+    return [whole(p.grad, p) for p in model.parameters()]
+
+
+def exchange_both(strategy: str, how: str) -> float:
+    torch.manual_seed(0)
+    oracle = Stack(Block(), Block())
+    model = copy.deepcopy(oracle)
+    placements, shape = STRATEGIES[strategy]
+    mesh = make_mesh(shape if placements.num_axes > 1 else (dist.get_world_size(),))
+    for part in (*model.layers, model):
+        fully_shard(part, mesh, placements)
+    found = exchange_gradients(model, [dist.get_rank()], how)
+    wanted = exchange_gradients(oracle, list(range(dist.get_world_size())), how)
+    return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+
+
+@EACH
+@pytest.mark.parametrize("how", ["exchange", "exchange and accumulate", "exchange, zero and accumulate"])
+def test_gradients_exchanged_between_parameters_are_both_kept(strategy: str, how: str) -> None:
+    assert max(run_ranks(num_ranks(strategy), exchange_both, strategy, how)) < 2e-6
+
+
 # ---------------------------------------------------------------- penalties
 
 
