@@ -116,8 +116,11 @@ EQUIVALENT: dict[str, str] = {
         "on a device with streams it is never None"
     ),
     "GradientBuffer.close: `if self._turns is not None` taken as True": ("on a device with streams it is never None"),
+    "GradientBuffer.wait: `self.packed.release_storage()` at the start of its block": (
+        "nothing is allocated between the two places"
+    ),
     "GradientBuffer.wait: `self.reduction.release()` at the start of its block": (
-        "nothing is issued between the two places"
+        "nothing is allocated between the two places"
     ),
     "PackedGradients.keep: `self.reduction.keep(keeps)` at the start of its block": (
         "each has memory of its own, and nothing is issued between the two places"
@@ -132,6 +135,7 @@ EQUIVALENT: dict[str, str] = {
 OPEN: dict[str, str] = {
     "GradientBuffer._begin: without `self.wait()`": "a unit that is reduced twice in one backward",
     "GradientBuffer._begin: `self.wait()` at the end of its block": "a unit that is reduced twice in one backward",
+    "_CudaTicket.give_up: `if self._event is not None` taken as True": "an interrupt before a lane waited for compute",
     "Turns.take: without `leave()`": "a stream that allocates, before it follows any lane, what another one has copied",
     "Backward.begin: `if packs` taken as True": "a wait for reductions before there is need, which costs overlap",
     "Rows.on: `table.to(device, non_blocking=True)` that blocks": "a copy to a GPU: on a CPU there is none",

@@ -15,7 +15,9 @@ from torch import nn
 from dbuffer.gloo import wait_with
 from dbuffer.storage import FlatStorage
 from megatron_fsdp import AdamW, Placements, fully_shard, fully_shard_optimizer
+from tests.functional.interruptions import SWEEPS, Sweep, run
 from tests.harness import run_ranks
+from tests.harness.grids import nightly_but
 from tests.harness.models import WIDTH, Block, Headed, Stack, inputs, squared, world_mesh
 from tests.harness.oracle import whole
 
@@ -268,3 +270,25 @@ def gradients_after_an_interrupted_backward(strategy: str, file: str, function: 
 def test_gradients_are_right_after_an_interrupt_inside_of_a_backward(strategy: str, file: str, function: str) -> None:
     for found in run_ranks(2, gradients_after_an_interrupted_backward, strategy, file, function):
         assert max(found) < 1e-6
+
+
+# ---------------------------------------------------------------- anywhere
+
+QUICK = [
+    Sweep("optim_grads_params", "memory", 13, is_fresh=True),
+    Sweep("optim", "memory", 23, is_fresh=True),
+    Sweep("slots static", "memory", 17, is_fresh=True),
+    Sweep("no_shard", "calls", 401, is_fresh=True),
+    Sweep("optim_grads_params", "calls", 401, is_fresh=True),
+    Sweep("mixed", "calls", 401),
+    Sweep("hfsdp", "calls", 401),
+    Sweep("optim_grads, adamw", "calls", 401),
+    Sweep("optim, refreshed", "calls", 401, num_ranks=2),
+]
+
+
+@pytest.mark.parametrize("sweep", nightly_but(QUICK, [*QUICK, *SWEEPS]), ids=str)
+def test_a_step_that_is_broken_off_anywhere_does_not_show_in_those_after_it(sweep: Sweep) -> None:
+    for found in run_ranks(sweep.num_ranks, run, sweep, timeout=1200):
+        assert found.num_steps >= 5
+        assert found.wrong == []

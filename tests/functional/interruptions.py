@@ -1,0 +1,451 @@
+"""Steps that are broken off: by an interrupt at some call or line of the engine's, or where memory is asked for.
+
+A ``Trial`` trains a sharded model beside another one. In each round one step of the first is broken off; gradients are
+dropped then, as after any error, and both models train on and have to stay equal. A ``Sweep`` does so at every n-th
+place. How many there are, and what was wrong after which::
+
+    python -m tests.functional.interruptions [SETUP ...]
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import dbuffer
+import dbuffer_kernels
+import megatron_fsdp
+from dbuffer import SlotPool
+from megatron_fsdp import (
+    AdamW,
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    Placements,
+    fully_shard,
+    fully_shard_optimizer,
+    no_sync,
+)
+from tests.harness import RankError, run_ranks
+from tests.harness.models import WIDTH, Block, inputs, make_mesh
+
+__all__ = ["SETUPS", "SWEEPS", "Found", "Sweep", "run"]
+
+_ROOTS = tuple(str(Path(package.__file__ or "").parent) for package in (dbuffer, dbuffer_kernels, megatron_fsdp))
+
+
+# ---------------------------------------------------------------- what breaks a step off
+
+
+@dataclass(slots=True)
+class Fault:
+    """Counts places where something may be raised, and raises at one of them.
+
+    Attributes:
+        at: its number, from 1. met: how many there were. where: that one, in words.
+    """
+
+    at: int
+    met: int = 0
+    where: str = ""
+
+    def meet(self, where: Callable[[], str], error: type[BaseException]) -> None:
+        """Come to one more place."""
+        self.met += 1
+        if self.met == self.at:
+            self.where = where()
+            raise error("simulated")
+
+
+_is_engine: dict[CodeType, bool] = {}
+
+
+def _of_engine(code: CodeType) -> bool:
+    known = _is_engine.get(code)
+    if known is None:
+        known = _is_engine[code] = code.co_filename.startswith(_ROOTS)
+    return known
+
+
+def _words(frame: FrameType) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+@contextmanager
+def interrupts_at_calls(fault: Fault) -> Iterator[None]:
+    """Interrupt where a function of the engine is called."""
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and _of_engine(frame.f_code):
+            fault.meet(lambda: _words(frame), KeyboardInterrupt)
+
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+@contextmanager
+def interrupts_at_lines(fault: Fault) -> Iterator[None]:
+    """Interrupt before a line of the engine."""
+
+    def line(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            fault.meet(lambda: _words(frame), KeyboardInterrupt)
+        return line
+
+    def call(frame: FrameType, event: str, _: Any) -> Any:
+        return line if _of_engine(frame.f_code) else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, fault: Fault) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._fault = fault
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = func._schema
+        if not schema.is_mutable and not func.is_view and any(str(one.type) == "Tensor" for one in schema.returns):
+            self._fault.meet(lambda: f"{func} in {_caller()}", torch.OutOfMemoryError)
+        return func(*args, **(kwargs or {}))
+
+
+def _caller() -> str:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _of_engine(frame.f_code):
+        frame = frame.f_back
+    return "the model" if frame is None else _words(frame)
+
+
+@contextmanager
+def no_memory(fault: Fault) -> Iterator[None]:
+    """Run out of memory where an operator, the model's or the engine's, makes a tensor, or a storage gets its bytes."""
+    resize, new_slot = torch.UntypedStorage.resize_, SlotPool._new
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        if size:
+            fault.meet(lambda: f"resize_ in {_caller()}", torch.OutOfMemoryError)
+        return resize(storage, size)
+
+    def new(pool: SlotPool, size: int) -> torch.Tensor:
+        fault.meet(lambda: f"a slot in {_caller()}", torch.OutOfMemoryError)
+        return new_slot(pool, size)
+
+    patched = mock.patch.object(torch.UntypedStorage, "resize_", resized), mock.patch.object(SlotPool, "_new", new)
+    with patched[0], patched[1], _Operators(fault):
+        yield
+
+
+_KINDS: dict[str, Callable[[Fault], AbstractContextManager[None]]] = {
+    "memory": no_memory,
+    "calls": interrupts_at_calls,
+    "lines": interrupts_at_lines,
+}
+
+
+# ---------------------------------------------------------------- what is trained
+
+
+class Net(nn.Module):
+    """Blocks, the second of which is computed again in backward; a wide parameter and a head that the root owns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block(hidden=1), Block(hidden=17)])
+        # Of more elements than gradients have that wait to be copied together.
+        self.wide = nn.Parameter(torch.randn(WIDTH, 2400) / 50)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., 3) for (..., WIDTH)."""
+        first, second, third = self.blocks
+        x = third(checkpoint(second, first(x), use_reentrant=False))
+        result: torch.Tensor = self.head(x) + (x @ self.wide.to(x.dtype)).tanh().mean()
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How a model is sharded and stepped.
+
+    Attributes:
+        strategy: a classmethod of ``Placements``. slots: of ``set_slot_pool``. optimizer: "sgd"; "refreshed", SGD that
+            refreshes compute weights itself; or "adamw", ours. policy: of precision; the other model is sharded with
+            it too then, as a whole one is rounded elsewhere. others: of ``fully_shard``. num_ranks: at least.
+    """
+
+    strategy: str
+    slots: str | None = None
+    optimizer: str = "sgd"
+    policy: MixedPrecisionPolicy | None = None
+    others: tuple[tuple[str, Any], ...] = ()
+    num_ranks: int = 1
+
+    def shard(self, model: Any) -> None:
+        """Shard a model over all ranks."""
+        size, is_nested = dist.get_world_size(), self.strategy in ("hsdp", "hfsdp")
+        mesh = make_mesh((min(size, 2), max(size // 2, 1)) if is_nested else (size,))
+        placements = getattr(Placements, self.strategy)(*((0, 1) if is_nested else (0,)))
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh, placements, mp_policy=self.policy, **dict(self.others))
+        if self.slots is not None:
+            model.set_slot_pool(self.slots)
+
+    def step_with(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer of a sharded model."""
+        if self.optimizer == "adamw":
+            return AdamW(model.parameters(), lr=0.01, eps=1e-3)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        return fully_shard_optimizer(sgd) if self.optimizer == "refreshed" else sgd
+
+
+_MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+_ZERO3 = "optim_grads_params"
+
+SETUPS = {
+    **{name: Setup(name) for name in ("no_shard", "optim", "optim_grads", _ZERO3, "hsdp", "hfsdp")},
+    "optim, refreshed": Setup("optim", optimizer="refreshed"),
+    "optim_grads, adamw": Setup("optim_grads", optimizer="adamw"),
+    "adamw": Setup(_ZERO3, optimizer="adamw"),
+    "slots largest": Setup(_ZERO3, "largest"),
+    "slots by_size": Setup("optim_grads", "by_size"),
+    "slots static": Setup(_ZERO3, "static"),
+    "mixed": Setup(_ZERO3, policy=_MIXED),
+    "optim, mixed": Setup("optim", optimizer="refreshed", policy=_MIXED),
+    "split": Setup(_ZERO3, optimizer="adamw", policy=MixedPrecisionPolicy(torch.bfloat16, split_main_params=True)),
+    "packed": Setup(_ZERO3, policy=MixedPrecisionPolicy(gather_dtype="int8_block")),
+    "wide sums": Setup(
+        _ZERO3, policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, accumulate_dtype=torch.float32)
+    ),
+    "offload": Setup(_ZERO3, others=(("offload_policy", CPUOffloadPolicy()),)),
+    "kept": Setup(_ZERO3, others=(("reshard_after_forward", False),)),
+    "at once": Setup(_ZERO3, others=(("reshard_after_forward", True),)),
+    "a part kept": Setup(_ZERO3, others=(("reshard_after_forward", 2),), num_ranks=4),
+}
+_TOLERANCE = 2e-6
+
+
+class Trial:
+    """A sharded model, and another one on the same data that meets no fault: whole, or sharded alike.
+
+    Attributes:
+        phase: of the step that runs, or was broken off.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.phase = ""
+        self._setup = setup
+        torch.manual_seed(0)
+        self._model: Any = Net()
+        self._other: Any = copy.deepcopy(self._model)
+        setup.shard(self._model)
+        if setup.policy is not None:
+            setup.shard(self._other)
+        self._optimizer = setup.step_with(self._model)
+        self._number = 0
+        self._kept: BaseException | None = None
+
+    def break_off(self, kind: str, at: int) -> Fault:
+        """Run into a fault in a step of two microbatches, and drop the gradients."""
+        fault, self._kept = Fault(at), None
+        self._number += 1
+        try:
+            with _KINDS[kind](fault), mock.patch.object(sys, "unraisablehook", _swallow):
+                self._train(self._model, is_last=False)
+                self._train(self._model)
+                self.phase = "step"
+                self._optimizer.step()
+        except (KeyboardInterrupt, torch.OutOfMemoryError) as error:
+            # Half of the time somebody keeps the traceback, as a notebook does.
+            self._kept = error if self._number % 2 else None
+        (self._optimizer if self._number % 3 else self._model).zero_grad()
+        if self.phase == "step":
+            self._take_over_weights()
+        return fault
+
+    def difference(self) -> str:
+        """Train both models on, and say in which way they differ; empty for in none."""
+        both = (self._model, self._other)
+        for has_microbatch in (False, True):
+            if has_microbatch:
+                self._number += 1
+                for model in both:
+                    self._train(model, is_last=False)
+            self._number += 1
+            mine, wanted = map(self._train, both)
+            found = [] if abs(mine - wanted) <= _TOLERANCE else [f"the loss is {mine}, not {wanted}"]
+            found += _differing(*both, of_gradients=True)
+            self._optimizer.step()
+            if self._setup.optimizer == "adamw":
+                # What moments an interrupted step leaves is nobody's affair.
+                self._take_over_weights()
+            else:
+                torch.optim.SGD(self._other.parameters(), lr=0.1).step()
+            for model in both:
+                model.zero_grad()
+            found += _differing(*both, of_gradients=False)
+            if found:
+                return found[0]
+            # Rounding must not add up from round to round.
+            self._take_over_weights()
+        return ""
+
+    def _train(self, model: nn.Module, *, is_last: bool = True) -> float:
+        """Run forward and backward on the data of this rank, or of all ranks; return the loss on this rank's."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        is_sharded = isinstance(model, FSDPModule)
+        losses = {}
+        with nullcontext() if is_last or not is_sharded else no_sync(model):
+            for each in (rank,) if is_sharded else range(size):
+                self.phase = "forward"
+                loss = model(inputs(each, self._number)).square().mean()
+                self.phase = "backward"
+                (loss if is_sharded else loss / size).backward()
+                losses[each] = loss.item()
+        return losses[rank]
+
+    def _take_over_weights(self) -> None:
+        with torch.no_grad():
+            for one, other in zip(self._model.parameters(), self._other.parameters(), strict=True):
+                other.copy_(one if isinstance(other, DTensor) else _whole(one))
+
+
+def _swallow(unraisable: Any) -> None:
+    """Say nothing of an interrupt where Python hears of none, as when a generator is closed."""
+    if str(unraisable.exc_value) != "simulated":
+        sys.__unraisablehook__(unraisable)
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
+
+
+def _differing(model: nn.Module, other: nn.Module, *, of_gradients: bool) -> Iterator[str]:
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        found, wanted = (one.grad, two.grad) if of_gradients else (one, two)
+        what = f"the gradient of {name}" if of_gradients else name
+        if found is None or wanted is None:
+            yield f"{what} is None"
+        else:
+            off = (_whole(found).float() - _whole(wanted)).abs().max().item()
+            if not off <= _TOLERANCE:
+                yield f"{what} is off by {off:.2g}"
+
+
+# ---------------------------------------------------------------- sweeps
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Steps that are broken off at every ``stride``-th place.
+
+    Attributes:
+        setup: a key of ``SETUPS``. kind: "memory", "calls" or "lines". is_fresh: each time in a model's first step;
+            else in one model, which has trained and trains on. num_ranks: all of them break off at the same place.
+    """
+
+    setup: str
+    kind: str
+    stride: int
+    is_fresh: bool = False
+    num_ranks: int = 1
+
+
+@dataclass(slots=True)
+class Found:
+    """How many steps a sweep broke off, and what was wrong after which."""
+
+    num_steps: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+def run(sweep: Sweep) -> Found:
+    """Break steps off; every rank calls it."""
+    setup, found = SETUPS[sweep.setup], Found()
+    trial: Trial | None = None
+    at = 1
+    while True:
+        if trial is None or sweep.is_fresh:
+            trial = Trial(setup)
+            assert sweep.is_fresh or not trial.difference()
+        fault = Fault(at)
+        try:
+            fault = trial.break_off(sweep.kind, at)
+            if fault.met < at:
+                return found
+            wrong = trial.difference()
+        except Exception as error:
+            wrong = f"{type(error).__name__}: {error}"
+        found.num_steps += 1
+        if _is_anywhere(bool(wrong)):
+            found.wrong.append(f"{sweep.kind} {at} in {trial.phase}, {fault.where}: {wrong}")
+            trial = None
+        at += sweep.stride
+
+
+def _is_anywhere(flag: bool) -> bool:
+    flags = [flag] * dist.get_world_size()
+    dist.all_gather_object(flags, flag)
+    return any(flags)
+
+
+def _full() -> list[Sweep]:
+    sweeps = []
+    for name, setup in SETUPS.items():
+        num_ranks = setup.num_ranks
+        sweeps += [Sweep(name, "memory", 1, is_fresh, num_ranks) for is_fresh in (False, True)]
+        sweeps += [Sweep(name, "calls", 7, num_ranks=num_ranks), Sweep(name, "calls", 21, True, num_ranks)]
+    # Where work is under way on other threads.
+    for name in ("optim", "optim_grads", _ZERO3, "slots largest", "mixed", "wide sums", "optim_grads, adamw"):
+        sweeps += [Sweep(name, "memory", 5, is_fresh, 2) for is_fresh in (False, True)]
+        sweeps += [Sweep(name, "calls", 35, is_fresh, 2) for is_fresh in (False, True)]
+    for name in ("no_shard", "optim, refreshed", _ZERO3, "slots static"):
+        sweeps += [Sweep(name, "lines", 61, is_fresh) for is_fresh in (False, True)]
+    return sweeps
+
+
+SWEEPS = _full()
+"""All of them, which take minutes."""
+
+
+def main(names: Sequence[str]) -> None:
+    """Run sweeps, of some setups or all, and print what they found."""
+    for sweep in SWEEPS:
+        if not names or sweep.setup in names:
+            try:
+                found = run_ranks(sweep.num_ranks, run, sweep, timeout=3600, fresh=True)[0]
+            except RankError as error:
+                found = Found(0, [str(error)])
+            first = "a model's first" if sweep.is_fresh else "a later"
+            where = f"every {sweep.stride}. of {sweep.kind}" if sweep.stride > 1 else f"all {sweep.kind}"
+            print(
+                f"{sweep.setup}, {sweep.num_ranks} ranks, {first} step, {where}: {found.num_steps} broken off, "
+                f"{len(found.wrong)} wrong",
+                *found.wrong[:5],
+                sep="\n    ",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
