@@ -104,7 +104,6 @@ def test_a_mesh_by_flags_is_that_of_its_ddp_and_resumes(mesh: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [("one", "tp2"), ("tp2", "one"), ("tp2", "pp2"), ("pp2", "tp2"), ("random", "one")],
-    ids=" to ".join,
 )
 def test_a_checkpoint_loads_on_other_sizes_as_if_there_were_no_break(saved: str, loaded: str, tmp_path: Path) -> None:
     meshes = {**MESHES, "one": (1, ONE), "random": (2, ["--data-parallel-random-init"])}
