@@ -89,7 +89,7 @@ class Backward:
 
     Attributes:
         is_last: whether the next backward ends an optimizer step's gradient accumulation.
-        number: of the backward under way, or else of the next one.
+        number: how many backwards there were so far. is_under_way: whether the last one of them has not ended.
         max_packed_buffers: how many units' packed gradients may live at once.
         is_manual: whether a backward leaves it to a ``finish`` outside of it to complete the gradients.
         is_unfinished: whether that is still to come. awaited: refuses what may not come before; None for nothing.
@@ -97,7 +97,8 @@ class Backward:
 
     def __init__(self, schedule: Schedule) -> None:
         self.is_last = True
-        self.number = 1
+        self.number = 0
+        self.is_under_way = False
         self.max_packed_buffers = 1
         self.is_manual = self.is_unfinished = False
         self.awaited: Callable[[str], NoReturn] | None = None
@@ -124,6 +125,8 @@ class Backward:
         now = self._pass
         if now is None or now.ending() is None:
             self.recover()
+            self.number += 1
+            self.is_under_way = True
             self._pass = now = _Pass(self._follow_task())
             self._settle()
         if packs:
@@ -188,7 +191,7 @@ class Backward:
                 buffer.end_backward()
         self._schedule.end_backward()
         self._pass = None
-        self.number += 1
+        self.is_under_way = False
 
     # ------------------------------------------------------------------ enter
 

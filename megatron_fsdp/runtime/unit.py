@@ -253,8 +253,9 @@ class Unit(StateNames):
 
     def is_in(self, call: Call) -> bool:
         """Whether the backward under way has come to a call of the unit, and its weights are still there."""
-        is_entered = call.entered == self.backward.number and call.task == torch._C._current_graph_task_id()
-        return is_entered and self.is_unsharded
+        backward = self.backward
+        is_entered = backward.is_under_way and call.entered == backward.number
+        return is_entered and call.task == torch._C._current_graph_task_id() and self.is_unsharded
 
     @property
     def is_sharded(self) -> bool:

@@ -70,7 +70,10 @@ def made(rank: int, mode: str, store: Any) -> Watch:
     mesh = types.SimpleNamespace(size=lambda: len(RANKS), mesh=torch.tensor(RANKS))
     group = types.SimpleNamespace(main_weight=types.SimpleNamespace(mesh=mesh))
     unit = types.SimpleNamespace(groups=[group], backward=None)
-    with mock.patch.object(watch_module, "units_below", return_value=[unit]):
+    with (
+        mock.patch.object(watch_module, "units_below", return_value=[unit]),
+        mock.patch.object(watch_module, "job_store", return_value=store),
+    ):
         watch = Watch(torch.nn.Identity(), TIMEOUT)
     watch._store, watch._watched = store, -1
     for line in ("gather a", "gather b", "reduce b")[: 3 - rank]:
