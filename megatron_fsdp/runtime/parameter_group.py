@@ -154,6 +154,10 @@ class ParameterGroup(GroupParts):
         if self.gather_ticket is not None:
             try:
                 self.gather_ticket.wait()
+            except AgreementError:
+                # Found by a watch: nobody is to wait for this gather once more.
+                self._become(WeightState.SHARDED)
+                raise
             except RuntimeError as error:
                 self._become(WeightState.SHARDED)
                 AgreementError.raise_for(self.name, "the gather of its weights", error)
