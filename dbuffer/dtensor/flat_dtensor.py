@@ -31,11 +31,11 @@ from dbuffer.dtensor.placement import FlatRows, RaggedShard
 from dbuffer.dtensor.reduction_ops import run_foreach_norm, run_reduction
 from dbuffer.errors import PlacementError
 
-__all__ = ["FlatDTensor", "FlatRows", "RaggedShard", "num_flags_set", "rebind", "refuse_hooks"]
+__all__ = ["FlatDTensor", "FlatRows", "GradDrops", "RaggedShard", "num_flags_set", "rebind", "refuse_hooks"]
 
 
 _GRAD: Any = torch.Tensor.grad
-_get_grad = _GRAD.__get__
+_get_grad, _set_grad = _GRAD.__get__, _GRAD.__set__
 # Calls a function without the overrides of subclasses, in less time than it takes to switch them off and on.
 _plainly: Any = torch._C._disabled_torch_function_impl
 _REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
@@ -43,10 +43,18 @@ _num_flags_set = [0]
 _OF_THIS_OBJECT = ("on_grad_dropped", "gradient_of")
 
 
-def _set_grad(tensor: FlatDTensor, value: torch.Tensor | None) -> None:
-    _GRAD.__set__(tensor, value)
-    if value is None and tensor.on_grad_dropped is not None:
-        tensor.on_grad_dropped()
+class GradDrops:
+    """Calls a function when ``.grad`` of tensors that share it is set to None by Python code.
+
+    Attributes:
+        last: the only tensor of which it is called; None for any.
+    """
+
+    __slots__ = ("function", "last")
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
+        self.last: weakref.ref[torch.Tensor] | None = None
 
 
 def num_flags_set() -> int:
@@ -63,12 +71,12 @@ class FlatDTensor(PlacedTensor):
     from the same generator.
 
     Attributes:
-        on_grad_dropped: called when ``.grad`` was set to None by Python code.
+        on_grad_dropped: what is called when ``.grad`` is set to None by Python code.
         gradient_of: the parameter whose ``.grad`` this is, where its memory takes that parameter's next gradients: any
             other one is given a copy of it.
     """
 
-    on_grad_dropped: Callable[[], None] | None = None
+    on_grad_dropped: GradDrops | None = None
     gradient_of: weakref.ref[torch.Tensor] | None = None
 
     @classmethod
@@ -98,7 +106,13 @@ class FlatDTensor(PlacedTensor):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if value is not None and isinstance(value, FlatDTensor) and value.gradient_of is not None:
+        if value is None:
+            _plainly(_set_grad, (), (self, None))
+            drops = self.on_grad_dropped
+            if drops is not None and (drops.last is None or drops.last() is self):
+                drops.function()
+            return
+        if isinstance(value, FlatDTensor) and value.gradient_of is not None:
             value = value if value.gradient_of() is self else value.clone()
         _plainly(_set_grad, (), (self, value))
 

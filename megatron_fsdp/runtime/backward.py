@@ -212,16 +212,24 @@ class Backward:
         if call.moment != MOMENTS[0]:
             refuse_stepped(call)
         now = self.begin()
+        task = torch._C._current_graph_task_id()
         if call.entered == self.number:
             self._unshard_again(now, unit)
+            self._note_entered(call, unit, task)
             return
-        call.entered, call.task = self.number, torch._C._current_graph_task_id()
+        call.entered, call.task = self.number, task
         unit.expect(call)
         self._leave_passed(now, call.end, entering=unit)
         now.enter_call(call, unit)
         if unit.unshards_in_backward:
             self._schedule.unshard(unit, check=False)
+        self._note_entered(call, unit, task)
         self._prefetch(call, unit)
+
+    @staticmethod
+    def _note_entered(call: Call, unit: Unit, task: int) -> None:
+        if unit.is_unsharded:
+            unit.entered, unit.entered_task = call, task
 
     def before_reading(self, unit: Unit, call: Call | None) -> None:
         """Gather the unit again, if need be, for the backward of an operator that reads its weights.

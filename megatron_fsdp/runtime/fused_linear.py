@@ -11,7 +11,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from megatron_fsdp.build.ownership import OwnedParameter
-from megatron_fsdp.runtime.gathered_weight import KINDS
-from megatron_fsdp.runtime.readers import READER, Reader
+from megatron_fsdp.runtime.gathered_weight import KINDS, WeightHandle, handle_of
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.gradients import GradientBuffer
@@ -35,19 +34,6 @@ __all__ = [
     "offer_products",
 ]
 
-# Attribute of a gathered weight that says where its gradient may be multiplied into. Copies of the weight have none.
-_ATTRIBUTE = "_fsdp_product_target"
-
-
-class _Target:
-    """A receiver, which it does not keep alive, and the number of a parameter there."""
-
-    __slots__ = ("index", "receiver")
-
-    def __init__(self, receiver: GradientBuffer, index: int) -> None:
-        self.receiver = weakref.ref(receiver)
-        self.index = index
-
 
 class FusedLinear(nn.Linear):
     """Mixed into the class of the linear layers of a unit; it keeps the class's name, and computes what that does.
@@ -59,17 +45,23 @@ class FusedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input @ weight.T + bias``, as ``nn.Linear`` does."""
-        if torch.compiler.is_compiling():
-            return functional.linear(input, self.weight, self.bias)
         weight = self.weight
         bias: torch.Tensor | None = self.bias
-        target, reader = getattr(weight, _ATTRIBUTE, None), getattr(weight, READER, None)
-        if (target is None and reader is None) or not is_recorded_plainly():
+        if torch.compiler.is_dynamo_compiling():
             return functional.linear(input, weight, bias)
-        factor = _as_factor(input, weight) if weight.requires_grad else None
-        if factor is None or (bias is not None and bias.dtype is not weight.dtype):
-            return _watched(functional.linear(input, weight, bias), reader)
-        output: torch.Tensor = _linear_into_buffer(factor, weight, bias, target, reader)
+        try:
+            handle: WeightHandle = weight._fsdp_handle  # type: ignore[assignment]  # where it is a gathered weight
+        except AttributeError:
+            return functional.linear(input, weight, bias)
+        if not torch.is_grad_enabled() or _has_transforms() or forward_ad._current_level >= 0:
+            return functional.linear(input, weight, bias)
+        unit = handle.unit()
+        is_cast = input.dtype is not weight.dtype or torch.is_autocast_enabled(input.device.type)
+        factor = _as_factor(input, weight) if is_cast else input
+        is_plain = type(factor) in _PLAIN and factor.layout is torch.strided  # type: ignore[union-attr]  # None is no tensor
+        if not is_plain or not weight.requires_grad or (bias is not None and bias.dtype is not weight.dtype):
+            return _watched(functional.linear(input, weight, bias), unit)
+        output: torch.Tensor = _linear_into_buffer(factor, weight, bias, handle, unit and unit.open_call)
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -77,25 +69,24 @@ class FusedLinear(nn.Linear):
         return copyreg._reconstructor, (self._plain_class, object, None), *state  # type: ignore[attr-defined]
 
 
-def _watched(output: torch.Tensor, reader: Reader | None) -> torch.Tensor:
+def _watched(output: torch.Tensor, unit: Any) -> torch.Tensor:
     """Have weights gathered before backward goes through the output of PyTorch's own operator, and return that."""
-    if reader is not None:
-        reader.watch(output)
+    if unit is not None:
+        unit.schedule.watch(unit, output)
     return output
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _WEIGHTS = (*_PLAIN, *KINDS)
+_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
+_has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def is_recorded_plainly() -> bool:
-    """Whether autograd alone records what runs now, not a transform of functions, forward mode or a tracer."""
-    return (
-        torch.is_grad_enabled()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-        and torch._C._get_tracing_state() is None
-    )
+    """Whether autograd alone records what runs now, not a transform of functions or forward mode."""
+    return torch.is_grad_enabled() and not _has_transforms() and forward_ad._current_level < 0
 
 
 def _as_factor(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -110,29 +101,19 @@ def _as_factor(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None
     return input if input.dtype is weight.dtype else None
 
 
-def _open_call(reader: Reader | None) -> Any:
-    """Return the call that runs now of the unit whose weights are read; None where it is none, or releases none."""
-    owner = None if reader is None else reader.owner()
-    return None if owner is None else owner.open_call
-
-
 class _LinearIntoBuffer(torch.autograd.Function):
-    """``functional.linear``, with the gradient of the weight added to its unit's buffer, where there is a target.
+    """``functional.linear``, with the gradient of the weight added to its unit's buffer, where that takes products.
 
     Its backward has the weights gathered first, whatever leads there.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        target: _Target | None,
-        reader: Reader | None,
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, handle: WeightHandle, call: Any
     ) -> torch.Tensor:
-        ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
-        ctx.target, ctx.reader, ctx.call = target, reader, _open_call(reader)
+        # What ``save_for_backward`` does.
+        ctx.to_save = (input, weight if ctx.needs_input_grad[0] else None)
+        ctx.handle, ctx.call = handle, call
         ctx.materialize_grads = False
         return functional.linear(input, weight, bias)
 
@@ -141,20 +122,16 @@ class _LinearIntoBuffer(torch.autograd.Function):
         (gradient,) = gradients
         if gradient is None:
             return None, None, None, None, None
-        if ctx.reader is not None:
-            ctx.reader.before_reading(ctx.call)
+        unit, call = ctx.handle.unit(), ctx.call
+        if unit is not None and (unit.entered is not call or unit.entered_task != _task_id()):
+            unit.backward.before_reading(unit, call)
         input, weight = ctx.saved_tensors
         rows, inputs = (gradient, input) if input.ndim == 2 else (_rows(gradient), _rows(input))
         of_input = None if weight is None else torch.mm(rows, weight)
         if of_input is not None and inputs is not input:
             of_input = of_input.view(input.shape)
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        of_weight = _weight_gradient(ctx.next_functions[1][0], ctx.target, rows.T, inputs)
-        return of_input, of_weight, of_bias, None, None
-
-
-# ``Function.apply`` looks for transforms of functions first, which callers here have done (``is_recorded_plainly``).
-_linear_into_buffer: Any = super(torch.autograd.Function, _LinearIntoBuffer).apply
+        return of_input, _weight_gradient(ctx, rows.T, inputs), of_bias, None, None
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,15 +139,20 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(0, -2) if tensor.ndim > 1 else tensor.unsqueeze(0)
 
 
-def _weight_gradient(node: Any, target: _Target | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+def _weight_gradient(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient ``left @ right`` of a weight for autograd; None where the buffer took it, or none is wanted.
 
     Args:
-        node: the end of the weight in the graph: it accumulates, and then calls the hook that counts arrivals.
+        ctx: whose next node but one is the end of the weight in the graph: it accumulates, and then calls the hook that
+            counts arrivals.
     """
-    if target is None or torch.is_grad_enabled():
+    handle: WeightHandle = ctx.handle
+    buffer = handle.gradients()
+    if buffer is None or not buffer.takes_products or torch.is_grad_enabled():
         return left @ right
-    if not node.variable.requires_grad:
+    node = ctx.next_functions[1][0]
+    weight = node.variable
+    if not weight.requires_grad:
         # Frozen since forward.
         return None
     try:
@@ -180,13 +162,47 @@ def _weight_gradient(node: Any, target: _Target | None, left: torch.Tensor, righ
     except RuntimeError:
         # torch.autograd.grad for this very weight, or a call of the node by hand: the caller gets the gradient.
         return left @ right
-    receiver, weight = target.receiver(), node.variable
-    # The unit's own hook counts arrivals; whoever has another wants to see the gradient.
-    is_watched = weight._backward_hooks or len(weight._post_accumulate_grad_hooks or ()) > 1
-    if receiver is None or is_watched or not receiver.takes_products:
+    if weight._backward_hooks:
+        # Whoever has a hook wants to see the gradient.
         return left @ right
-    receiver.receive_product(target.index, left, right)
+    buffer.receive_product(handle.index, left, right)
     return None
+
+
+class _ExpertsIntoBuffer(torch.autograd.Function):
+    """``torch.bmm``, with the gradient of the weight added to its unit's buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, handle: WeightHandle, call: Any) -> torch.Tensor:
+        ctx.to_save = (input, weight if ctx.needs_input_grad[0] else None)
+        ctx.handle, ctx.call = handle, call
+        ctx.materialize_grads = False
+        return torch.bmm(input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None, None, None
+        unit, call = ctx.handle.unit(), ctx.call
+        if unit is not None and (unit.entered is not call or unit.entered_task != _task_id()):
+            unit.backward.before_reading(unit, call)
+        input, weight = ctx.saved_tensors
+        of_input = None if weight is None else torch.bmm(gradient, weight.mT)
+        return of_input, _weight_gradient(ctx, input.mT, gradient), None, None
+
+
+def _applied(function: type[torch.autograd.Function]) -> Any:
+    """Return a function's ``apply``, without what callers have seen to and what only other functions need.
+
+    PyTorch's own looks for transforms first, as callers here do (``is_recorded_plainly``), and for another way to call
+    its backward.
+    """
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]  # made by PyTorch's metaclass
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]  # of the base, in C
+
+
+_linear_into_buffer, _experts_into_buffer = map(_applied, (_LinearIntoBuffer, _ExpertsIntoBuffer))
 
 
 def fuse_linear_layers(owned: Iterable[OwnedParameter]) -> None:
@@ -225,7 +241,8 @@ def offer_products(
         is_plain = type(weight) in _WEIGHTS and weight.ndim in (2, 3) and weight.is_floating_point()
         fits = weight.dtype is view.dtype or (is_wide and weight.itemsize == 2 and view.dtype is torch.float32)
         if is_plain and fits and weight.device == view.device:
-            setattr(weight, _ATTRIBUTE, _Target(receiver, index))
+            handle = handle_of(weight)
+            handle.gradients, handle.index = weakref.ref(receiver), index
 
 
 def add_product(
@@ -272,38 +289,12 @@ def expert_matmul(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         tokens = torch.randn(8, 100, 16)  # 100 tokens for each of 8 experts
         output = expert_matmul(tokens, experts)
     """
-    if torch.compiler.is_compiling() or not is_recorded_plainly():
+    handle: WeightHandle | None = getattr(weight, "_fsdp_handle", None)
+    if torch.compiler.is_compiling() or handle is None or not is_recorded_plainly():
         return torch.bmm(input, weight)
-    target, reader = getattr(weight, _ATTRIBUTE, None), getattr(weight, READER, None)
-    factor = _as_factor(input, weight) if target is not None and weight.requires_grad else None
-    if target is None or factor is None:
-        return _watched(torch.bmm(input, weight), reader)
-    output: torch.Tensor = _experts_into_buffer(factor, weight, target, reader)
+    takes = weight.requires_grad and handle.gradients() is not None
+    factor, unit = _as_factor(input, weight) if takes else None, handle.unit()
+    if factor is None:
+        return _watched(torch.bmm(input, weight), unit)
+    output: torch.Tensor = _experts_into_buffer(factor, weight, handle, unit and unit.open_call)
     return output
-
-
-class _ExpertsIntoBuffer(torch.autograd.Function):
-    """``torch.bmm``, with the gradient of the weight added to its unit's buffer."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor, target: _Target, reader: Reader | None
-    ) -> torch.Tensor:
-        ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
-        ctx.target, ctx.reader, ctx.call = target, reader, _open_call(reader)
-        ctx.materialize_grads = False
-        return torch.bmm(input, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = gradients
-        if gradient is None:
-            return None, None, None, None
-        if ctx.reader is not None:
-            ctx.reader.before_reading(ctx.call)
-        input, weight = ctx.saved_tensors
-        of_input = None if weight is None else torch.bmm(gradient, weight.mT)
-        return of_input, _weight_gradient(ctx.next_functions[1][0], ctx.target, input.mT, gradient), None, None
-
-
-_experts_into_buffer: Any = super(torch.autograd.Function, _ExpertsIntoBuffer).apply

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -23,35 +22,57 @@ from megatron_fsdp.errors import StateError
 __all__ = [
     "KINDS",
     "GatheredWeight",
-    "Place",
     "ReleasedWeight",
+    "WeightHandle",
+    "handle_of",
     "refuse_change",
     "refuse_uncounted",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What a gathered weight is called, for messages; it keeps nothing alive."""
+_NOTHING: weakref.ref[Any] = weakref.ref(set())
 
-    owner: weakref.ref[Any]
-    parameter: str
+
+class WeightHandle:
+    """What a gathered weight belongs to; it keeps nothing alive.
+
+    Attributes:
+        group: its ``ParameterGroup``. parameter: its name within the unit.
+        unit: the ``Unit`` that gathers it and releases it again; nothing where it is whole on every rank all the time.
+        gradients: the ``GradientBuffer`` into which backward may multiply its gradient; nothing where it may not.
+        index: of the parameter there.
+    """
+
+    __slots__ = ("gradients", "group", "index", "parameter", "unit")
+
+    def __init__(self, group: weakref.ref[Any] = _NOTHING, parameter: str = "") -> None:
+        self.group, self.parameter = group, parameter
+        self.unit = self.gradients = _NOTHING
+        self.index = 0
 
     @property
     def words(self) -> str:
         """The unit and the parameter."""
-        owner = self.owner()
-        return f"unit {'(deleted)' if owner is None else owner.name!r}: parameter {self.parameter!r}"
+        group = self.group()
+        return f"unit {'(deleted)' if group is None else group.name!r}: parameter {self.parameter!r}"
 
 
-def refuse_change(place: Place, how: str) -> NoReturn:
+def handle_of(weight: torch.Tensor) -> WeightHandle:
+    """Return the handle of a gathered weight, which gets one if it has none."""
+    handle: WeightHandle | None = getattr(weight, "_fsdp_handle", None)
+    if handle is None:
+        handle = weight._fsdp_handle = WeightHandle()  # type: ignore[attr-defined]  # an attribute of its own
+    return handle
+
+
+def refuse_change(handle: WeightHandle, how: str) -> NoReturn:
     """Refuse a change of gathered weights.
 
     Raises:
         StateError: always.
     """
     raise StateError(
-        f"{place.words} was changed in place while it was gathered ({how}). Each rank would change a copy of its own, "
+        f"{handle.words} was changed in place while it was gathered ({how}). Each rank would change a copy of its own, "
         "which the unit drops when it reshards. Change the sharded parameter instead, outside of forward and backward: "
         "after optimizer.step(), under torch.no_grad(); weights that a forward has to change belong into a buffer."
     )
@@ -59,7 +80,7 @@ def refuse_change(place: Place, how: str) -> NoReturn:
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
     def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
-        refuse_change(self._fsdp_place, name)
+        refuse_change(self._fsdp_handle, name)
 
     refuse.__name__ = name
     return refuse
@@ -79,7 +100,7 @@ _IN_PLACE = tuple(
 class GatheredWeight(nn.Parameter):
     """A plain parameter over gathered weights."""
 
-    _fsdp_place: Place
+    _fsdp_handle: WeightHandle
     _fsdp_taken_at: str = ""
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # of torch
@@ -97,20 +118,20 @@ class GatheredWeight(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         # Routers of Megatron assign their own values, moved to the device where they are.
         if value.dtype is not self.dtype or not value.is_set_to(self):
-            refuse_change(self._fsdp_place, ".data = ...")
+            refuse_change(self._fsdp_handle, ".data = ...")
 
     @property
     def grad(self) -> torch.Tensor | None:
         """The sharded parameter's, averaged over ranks: what autograd leaves here is taken over at once."""
-        group = self._fsdp_place.owner()
-        gradient: torch.Tensor | None = None if group is None else group.parameters[self._fsdp_place.parameter].grad
+        group = self._fsdp_handle.group()
+        gradient: torch.Tensor | None = None if group is None else group.parameters[self._fsdp_handle.parameter].grad
         return gradient
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        group = self._fsdp_place.owner()
+        group = self._fsdp_handle.group()
         if group is not None:
-            sharded = group.parameters[self._fsdp_place.parameter]
+            sharded = group.parameters[self._fsdp_handle.parameter]
             is_whole = value is not None and not isinstance(value, DTensor) and value.shape == sharded.shape
             sharded.grad = group.faces.laid_out(sharded, value) if is_whole else value
 
@@ -120,9 +141,9 @@ class GatheredWeight(nn.Parameter):
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
         """Register a hook on the sharded parameter: its ``.grad`` is the mean over ranks; this one's is taken away."""
-        group = self._fsdp_place.owner()
+        group = self._fsdp_handle.group()
         assert group is not None
-        return group.parameters[self._fsdp_place.parameter].register_post_accumulate_grad_hook(hook)
+        return group.parameters[self._fsdp_handle.parameter].register_post_accumulate_grad_hook(hook)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a copy that is an ordinary parameter."""
@@ -178,7 +199,7 @@ class ReleasedWeight(GatheredWeight):
         return format(repr(self), spec)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # of torch
-        return f"GatheredWeight({self._fsdp_place.words}, released, size={tuple(self.shape)}, dtype={self.dtype})"
+        return f"GatheredWeight({self._fsdp_handle.words}, released, size={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise _released((self,), {}, "deepcopy")
@@ -199,13 +220,13 @@ def _released(args: Iterable[Any], kwargs: dict[str, Any], name: str) -> Storage
     nested = [item for operand in operands if isinstance(operand, (list, tuple)) for item in operand]
     weight = next(item for item in (*operands, *nested) if isinstance(item, ReleasedWeight))
     return StorageError(
-        f"{weight._fsdp_place.words}: {name} of its gathered weight, which was released when the unit resharded. Read "
+        f"{weight._fsdp_handle.words}: {name} of its gathered weight, which was released when the unit resharded. Read "
         "the parameter that the module shows now (a DTensor; full_tensor() gathers it), or use weights inside their "
         "unit's forward only; model.unshard() brings them back."
     )
 
 
-def refuse_uncounted(weight: torch.Tensor, place: Place) -> NoReturn:
+def refuse_uncounted(weight: torch.Tensor, handle: WeightHandle) -> NoReturn:
     """Refuse a change that was found afterwards.
 
     Raises:
@@ -213,4 +234,4 @@ def refuse_uncounted(weight: torch.Tensor, place: Place) -> NoReturn:
     """
     taken_at = getattr(weight, "_fsdp_taken_at", "")
     how = f"its .data was taken at {taken_at}" if taken_at else "by an operator such as max_norm's, a view or out="
-    refuse_change(place, how)
+    refuse_change(handle, how)

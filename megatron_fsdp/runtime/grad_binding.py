@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, FlatDTensor
+from dbuffer.dtensor.flat_dtensor import GradDrops
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.grad_dtypes import allow_any, refuse_late
 from megatron_fsdp.runtime.lanes import is_capturing
@@ -89,8 +90,8 @@ class GradBinding:
         self._carry: torch.Tensor | None = None
         self._gradients: list[DTensor] = []
         self._locals: list[torch.Tensor] = []
-        # Which of the parameters had a gradient when somebody asked last.
-        self._probe = 0
+        # All of them are looked at when the last one that had a gradient drops it.
+        self._drops = GradDrops(_teller(self))
         # What ``_count_references`` returns while nobody has any.
         self._references: tuple[int, ...] = ()
         self._slices: dict[tuple[int, int], torch.Tensor] = {}
@@ -123,6 +124,7 @@ class GradBinding:
         if storage.is_allocated:
             return False
         storage.reallocate()
+        self._drops.last = None
         for gap in self.gaps:
             gap.zero_()
         if not self._references:
@@ -155,9 +157,9 @@ class GradBinding:
         if self.state is GradState.PARTIAL or self.has_sum_under_way:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            for index, parameter in enumerate(self._parameters):
+            for parameter in reversed(self._parameters):
                 if _get(parameter) is not None:
-                    self._probe = index
+                    self._drops.last = weakref.ref(parameter)
                     return
         self.let_go()
 
@@ -183,10 +185,10 @@ class GradBinding:
 
     def watch(self) -> None:
         """Hear of each ``.grad`` of the parameters that is set to None, in place of whoever did."""
-        dropped = _Dropped(self)
+        self._drops.last = None
         for parameter in self._parameters:
             if isinstance(parameter, FlatDTensor):
-                parameter.on_grad_dropped = dropped
+                parameter.on_grad_dropped = self._drops
 
     # ------------------------------------------------------------------ parameters
 
@@ -367,6 +369,7 @@ class GradBinding:
     def show(self) -> None:
         """Set ``.grad`` of every sharded parameter to its part of the final gradients, but of those in ``missing``."""
         gradients, wanted = self._final_gradients(), self.trained
+        self._drops.last = None
         is_sum = self.has_sum_under_way
         if self._sums is not None and is_sum and 0 in self.trained:
             # One that was frozen in between keeps what was accumulated before.
@@ -460,19 +463,16 @@ class GradBinding:
                     mine.view(-1).copy_(rows.reshape(-1))
 
 
-class _Dropped:
-    """Tells a binding that a ``.grad`` was set to None."""
+def _teller(binding: GradBinding) -> Callable[[], None]:
+    """Return what is called when a ``.grad`` was set to None; it must not keep the buffer alive."""
+    reference = weakref.ref(binding)
 
-    __slots__ = ("_binding",)
+    def tell_dropped() -> None:
+        found = reference()
+        if found is not None:
+            found.dropped()
 
-    def __init__(self, binding: GradBinding) -> None:
-        self._binding = weakref.ref(binding)
-
-    def __call__(self) -> None:
-        binding = self._binding()
-        # Called for every parameter in every step: the others are asked when one of them has none.
-        if binding is not None and _get(binding._parameters[binding._probe]) is None:
-            binding.dropped()
+    return tell_dropped
 
 
 # What ``sys.getrefcount`` says of a value that a dictionary alone refers to.

@@ -143,7 +143,11 @@ class GradientBuffer(PackedGradients):
         if not self._begun[0]:
             self._begin_once()
         if self._trained[index]:
-            add_product(left, right, self._views[index], scale=self.pack_scale, overwrite=not self._filled[index])
+            view = self._views[index]
+            if self._copies and not self._filled[index] and left.dtype is view.dtype and left.ndim == 2:
+                torch.mm(left, right, out=view)
+            else:
+                add_product(left, right, view, scale=self.pack_scale, overwrite=not self._filled[index])
             self._filled[index], self.binding.missing[index] = 1, 0
 
     def _begin_once(self) -> None:

@@ -25,7 +25,7 @@ from dbuffer.events import listeners, tell
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.freshness import STALE, mark_gathered, mark_replaced
-from megatron_fsdp.runtime.gathered_weight import GatheredWeight, Place, ReleasedWeight, refuse_uncounted
+from megatron_fsdp.runtime.gathered_weight import GatheredWeight, ReleasedWeight, WeightHandle, refuse_uncounted
 from megatron_fsdp.runtime.lanes import turns
 from megatron_fsdp.runtime.read_guard import ReadGuard
 
@@ -78,6 +78,8 @@ class Faces:
             self.sharded = [rebound(face, new) for face, new in zip(known, self.sharded, strict=True)]
         self._receiver = weakref.ref(receiver)
         self.gathered = [self._gathered_face(index, gathered) for index in range(len(owned))]
+        for parameter, weight in zip(owned, self.gathered, strict=True):
+            weight._fsdp_handle = WeightHandle(self._receiver, parameter.name)  # type: ignore[attr-defined]
         self._guarded = [face for face in self.gathered if isinstance(face, GatheredWeight)]
         self._guard = ReadGuard(self.gathered)
         self._versions = self._guard.current()
@@ -121,9 +123,7 @@ class Faces:
         # the tensors it saved: the values are the same.
         view = gathered.get_local_tensor(index).data
         if owned.split is None:
-            weight = GatheredWeight(view, requires_grad=False)
-            weight._fsdp_place = Place(self._receiver, owned.name)
-            face: nn.Parameter = weight
+            face: nn.Parameter = GatheredWeight(view, requires_grad=False)
         else:
             face = nn.Parameter(owned.split.gathered(view), requires_grad=False)
         _copy_attributes(owned.parameter, face)
@@ -176,7 +176,7 @@ class Faces:
         Raises:
             StateError: always.
         """
-        refuse_uncounted(self.gathered[index], Place(self._receiver, self._owned[index].name))
+        refuse_uncounted(self.gathered[index], WeightHandle(self._receiver, self._owned[index].name))
 
     def accept_versions(self) -> None:
         """Forget of changes in place: the values will be written again."""
@@ -333,7 +333,7 @@ class Faces:
 
     def _refuse_hooks(self) -> None:
         for owned, face in zip(self._owned, self.sharded, strict=True):
-            refuse_hooks(face, partial(_no_hooks, Place(self._receiver, owned.name)))
+            refuse_hooks(face, partial(_no_hooks, WeightHandle(self._receiver, owned.name)))
 
     def _follow_locals(self) -> None:
         # Every in-place operator on a sharded parameter changes the version of the rows below it.
@@ -362,9 +362,9 @@ class Faces:
         )
 
 
-def _no_hooks(place: Place) -> str:
+def _no_hooks(handle: WeightHandle) -> str:
     return (
-        f"{place.words}: register_hook on a sharded parameter would never be called, as autograd knows the gathered "
+        f"{handle.words}: register_hook on a sharded parameter would never be called, as autograd knows the gathered "
         "weights alone. Use register_post_accumulate_grad_hook(hook): it gets the parameter when .grad, the gradient "
         "averaged over ranks, is there, and may change that in place."
     )

@@ -141,6 +141,7 @@ class Schedule:
 
     def reshard(self, unit: Unit, *, keep_part: bool = False) -> None:
         """Release a unit's gathered weights; see ``ParameterGroup.reshard``."""
+        unit.entered = None
         if not unit.is_sharded:
             tell("reshard", unit)
             for group in unit.groups:
@@ -281,5 +282,6 @@ class Schedule:
             if unit.reshard_after_backward or unit.has_state(WeightState.GATHERING):
                 self.reshard(unit)
             else:
+                unit.entered = None
                 # Kept for the next forward; whoever zeroes or changes parameters meanwhile means the sharded ones.
                 unit.conceal()

@@ -17,10 +17,10 @@ from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.runtime.freshness import MOMENTS
 from megatron_fsdp.runtime.fsdp2_view import StateNames
+from megatron_fsdp.runtime.gathered_weight import handle_of
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.memory_slots import SlotChoice, place_in_slots
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
-from megatron_fsdp.runtime.readers import mark_read
 from megatron_fsdp.runtime.strangers import admit, settle
 from megatron_fsdp.runtime.tree import Tree
 
@@ -123,6 +123,9 @@ class Unit(StateNames):
         self.first_begin = 0
         self.pending_modules: set[int] = set()
         self.open_call: Call | None = None
+        # The call that backward has come to, while the weights are there for it, and autograd's number of the graph.
+        self.entered: Call | None = None
+        self.entered_task = -1
         # By the id of the module.
         self.trees: dict[int, Tree] = {}
         self.unshards_in_backward = True
@@ -181,7 +184,8 @@ class Unit(StateNames):
             buffer.observe(self)
         for group in self.groups:
             if not group.rests_whole:
-                mark_read(group.faces.gathered, self)
+                for weight in group.faces.gathered:
+                    handle_of(weight).unit = self.reference
                 self.releases_weights = True
 
     def follow_requires_grad(self) -> None:
@@ -253,9 +257,7 @@ class Unit(StateNames):
 
     def is_in(self, call: Call) -> bool:
         """Whether the backward under way has come to a call of the unit, and its weights are still there."""
-        backward = self.backward
-        is_entered = backward.is_under_way and call.entered == backward.number
-        return is_entered and call.task == torch._C._current_graph_task_id() and self.is_unsharded
+        return self.entered is call and self.entered_task == torch._C._current_graph_task_id()
 
     @property
     def is_sharded(self) -> bool:
