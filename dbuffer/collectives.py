@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from dbuffer.events import listen, listeners, tell
 from dbuffer.gloo import (
@@ -52,6 +53,7 @@ __all__ = [
 
 # torch 2.13 renames these two and warns on the old names; torch 2.11 has only the old names.
 _all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_HAS_SINGLE = hasattr(dist.ProcessGroup, "all_gather_single")
 
 # Private in every version, and what FSDP2 and Megatron use.
 _coalescing: Callable[..., Any] = dist._coalescing_manager  # type: ignore[attr-defined]
@@ -129,6 +131,31 @@ def _traced(tensor: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def _issue_gather(output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool) -> Any:
+    """Do what ``dist.all_gather_single`` does with plain tensors of members of a group."""
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    if output.dtype.is_complex:
+        output, source = torch.view_as_real(output), torch.view_as_real(source)
+    any_group: Any = group
+    if _HAS_SINGLE:
+        return any_group.all_gather_single(output, source, options)
+    return any_group._allgather_base(output, source, options)
+
+
+def _issue_reduction(
+    output: torch.Tensor, source: torch.Tensor, *, op: Any, group: dist.ProcessGroup, async_op: bool
+) -> Any:
+    """Do what ``dist.reduce_scatter_single`` does with plain tensors of members of a group."""
+    options = ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = async_op
+    any_group: Any = group
+    if _HAS_SINGLE:
+        return any_group.reduce_scatter_single(output, source, options)
+    return any_group._reduce_scatter_base(output, source, options)
+
+
 def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works: list[dist.Work] | None = None) -> None:
     """Fill ``output`` (1-D, ``axis.size * shard.numel()`` elements) with every rank's shard, in rank order.
 
@@ -149,7 +176,7 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works:
         _finish(_gather_from_other(output, shard, axis), works)
     else:
         source = shard.clone() if is_off("in-place") else shard
-        _finish(_start(_all_gather_flat, output, source, group=axis.gather_group, waits=works is None), works)
+        _finish(_start(_issue_gather, output, source, group=axis.gather_group, waits=works is None), works)
     if told is not None:
         tell("transferred", told)
 
@@ -180,7 +207,7 @@ def reduce_scatter(
     else:
         reduce_op, waits = _reduce_op(op), works is None
         source = full.clone() if is_off("in-place") else full
-        _finish(_start(_reduce_scatter_flat, output, source, op=reduce_op, group=group, waits=waits), works)
+        _finish(_start(_issue_reduction, output, source, op=reduce_op, group=group, waits=waits), works)
     if told is not None:
         tell("transferred", told)
 

@@ -20,7 +20,8 @@ class MemoryMeter:
         self.current_bytes += num_bytes
         if num_bytes > 0:
             self.num_allocations += 1
-            self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+            if self.current_bytes > self.peak_bytes:
+                self.peak_bytes = self.current_bytes
 
     def reset_peak(self) -> None:
         """Forget the peak: from here on it counts again from what is held now."""

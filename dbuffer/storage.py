@@ -56,7 +56,8 @@ class FlatStorage:
     """
 
     __slots__ = (
-        "__weakref__", "_finalizer", "_holding", "_pool", "_tensor", "_user", "is_allocated", "name", "nbytes"
+        "__weakref__", "_bytes", "_finalizer", "_holding", "_pool", "_tensor", "_user", "is_allocated", "name",
+        "nbytes",
     )  # fmt: skip
 
     def __init__(
@@ -73,7 +74,8 @@ class FlatStorage:
         self._user = SlotUser(id(self))
         self._holding = _Holding(self.nbytes)
         _METER.add(self.nbytes)
-        _KNOWN[self._tensor.untyped_storage()._cdata] = self
+        self._bytes = self._tensor.untyped_storage()
+        _KNOWN[self._bytes._cdata] = self
         self._finalizer = weakref.finalize(self, self._holding.forget)
         if listeners:
             tell("allocated", self)
@@ -118,13 +120,13 @@ class FlatStorage:
             self._give_back()
 
     def _give_back(self) -> None:
-        storage, holding = self._tensor.untyped_storage(), self._holding
+        storage, holding = self._bytes, self._holding
         pool, slot, slot_bytes = holding.pool, holding.slot, holding.slot_bytes
         if pool is None or slot is None:
             if listeners:
                 tell("released", storage)
             storage.resize_(0)
-            _METER.add(-holding.own_bytes)
+            _METER.current_bytes -= holding.own_bytes
             holding.own_bytes = 0
             return
         if storage.nbytes():
@@ -140,12 +142,15 @@ class FlatStorage:
         """
         if self.is_allocated:
             return
-        storage, holding, pool = self._tensor.untyped_storage(), self._holding, self._pool
+        storage, holding, pool = self._bytes, self._holding, self._pool
         if holding.slot is not None:
             self._give_back()  # what an interrupt left half done
         if pool is None:
             storage.resize_(self.nbytes)
-            _METER.add(self.nbytes - holding.own_bytes)
+            _METER.current_bytes += self.nbytes - holding.own_bytes
+            _METER.num_allocations += 1
+            if _METER.current_bytes > _METER.peak_bytes:
+                _METER.peak_bytes = _METER.current_bytes
             holding.own_bytes = self.nbytes
             self.is_allocated = True
             if listeners:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 import torch
@@ -339,23 +339,33 @@ class Backward:
         now.closed.add(id(unit))
         # Without a gradient so far, either this rank used none of these parameters, and others may have; or this is a
         # backward that asks for no parameter's gradient at all.
-        now.deferred.append(unit.reference)
-        if now.has_gradients:
+        if not now.has_gradients:
+            now.deferred.append(unit.reference)
+            return
+        if now.deferred:
             deferred, now.deferred = now.deferred, []
             for each in dict.fromkeys(alive(deferred)):
-                self._reduce(each)
+                if each is not unit:
+                    self._reduce(each)
+        self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
         if not self._schedule.first_use.is_over:
             self._schedule.first_use.before_reduction(unit)
         complete = [buffer for buffer in unit.gradients if buffer.close(reduce=unit.requires_gradient_sync)]
-        if any(1 in buffer.binding.missing for buffer in complete):
-            self._missing.say(unit.groups)
+        for buffer in complete:
+            if 1 in buffer.binding.missing:
+                self._missing.say(unit.groups)
+                break
         GradientBuffer.reduce(complete, owner=id(unit))
-        if any(buffer.is_reducing for buffer in unit.gradients):
-            tell("reduce", unit)
-            self._reducing.add(unit)
-        tell("closed", unit)
+        for buffer in unit.gradients:
+            if buffer.tickets:
+                if listeners:
+                    tell("reduce", unit)
+                self._reducing.add(unit)
+                break
+        if listeners:
+            tell("closed", unit)
 
     # ------------------------------------------------------------------ finish
 
@@ -400,21 +410,26 @@ class Backward:
 
     def _reduce_filled(self, units: Iterable[Unit]) -> None:
         for unit in units:
-            if unit.requires_gradient_sync and any(buffer.is_filled for buffer in unit.gradients):
-                self._reduce(unit)
+            if unit.requires_gradient_sync:
+                for buffer in unit.gradients:
+                    if buffer.is_filled:
+                        self._reduce(unit)
+                        break
 
     def _finalize(self, units: list[Unit]) -> None:
-        finals = [found for unit in units if (found := list(self._final(unit)))]
+        is_last = self.is_last or self.is_manual
+        finals = [found for unit in units if (found := _final(unit, is_last=is_last))]
         final = [group for found in finals for group in found]
         self._missing.say(final)
         for found in finals:
-            buffers = [group.gradients for group in found if group.gradients is not None]
-            for group in found:
+            for group in found if listeners else ():
                 tell("final", group)
-            Reduction.finish([buffer.reduction for buffer in buffers])
+            buffers = [group.gradients for group in found if group.gradients is not None]
+            if not all(buffer.rests_final for buffer in buffers):
+                Reduction.finish([buffer.reduction for buffer in buffers if not buffer.reduction.is_last])
             for buffer in buffers:
                 buffer.binding.complete()
-            for group in found:
+            for group in found if listeners else ():
                 tell("completed", group)
         self._missing.settle(final, units)
         for group in final:
@@ -431,13 +446,19 @@ class Backward:
                     buffer.binding.show_pending()
                     self._has_sums = True
 
-    def _final(self, unit: Unit) -> Iterator[ParameterGroup]:
-        """Yield the groups whose sums are complete when this backward ends."""
-        is_last = (self.is_last or self.is_manual) and unit.requires_all_reduce
-        for group in unit.groups if unit.requires_gradient_sync else ():
-            buffer = group.gradients
-            if buffer is not None and buffer.binding.state is GradState.PARTIAL and (buffer.rests_final or is_last):
-                yield group
+
+def _final(unit: Unit, *, is_last: bool) -> list[ParameterGroup]:
+    """Return the groups whose sums are complete when this backward ends."""
+    if not unit.requires_gradient_sync:
+        return []
+    is_last = is_last and unit.requires_all_reduce
+    return [
+        group
+        for group in unit.groups
+        if (buffer := group.gradients) is not None
+        and buffer.binding.state is GradState.PARTIAL
+        and (buffer.rests_final or is_last)
+    ]
 
 
 def _raised(backward: weakref.ref[Backward], ending: weakref.ref[functools.partial[None]]) -> None:
@@ -461,8 +482,9 @@ class InFlight:
         while len(self._units) > num_kept:
             unit = self._units[0]()
             for buffer in unit.gradients if unit is not None else ():
-                if buffer.is_reducing:
-                    tell("fold", unit)
+                if buffer.tickets:
+                    if listeners:
+                        tell("fold", unit)
                     try:
                         buffer.wait()
                     except RuntimeError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
@@ -24,6 +25,8 @@ __all__ = ["MOMENTS", "STALE", "Freshness", "mark_gathered", "mark_replaced", "r
 MOMENTS = [0]
 """How many beginnings and ends of optimizer steps there were: where it is the same twice, nothing stepped between."""
 _num_steps = [0]
+_VERSION: Any = torch._C.TensorBase._version
+_version: Callable[[torch.Tensor], int] = _VERSION.__get__
 _REFRESHING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 STALE = "_fsdp_stale"
@@ -36,17 +39,17 @@ class Freshness:
     Weights at rest are of a generation, which ends when main weights change; gathered ones are of that of their gather.
 
     Args:
-        version: returns a number that grows with every change of main weights that PyTorch counts.
+        tensors: a list of those whose versions grow with every change of main weights that PyTorch counts.
 
     Attributes:
         generation: of the weights at rest. gathered: of those that were gathered last.
         changed_at: what ``MOMENTS`` was when a look found that ``version`` had moved.
     """
 
-    __slots__ = ("_is_changed", "_is_suspect", "_seen", "_steps", "_version", "changed_at", "gathered", "generation")
+    __slots__ = ("_is_changed", "_is_suspect", "_seen", "_steps", "_tensors", "changed_at", "gathered", "generation")
 
-    def __init__(self, version: Callable[[], int]) -> None:
-        self._version = version
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
         self._seen = self._steps = -1
         self.changed_at = 0
         self._is_changed = True
@@ -68,7 +71,7 @@ class Freshness:
 
     def is_changed(self) -> bool:
         """Whether main weights are known to have changed since the last refresh."""
-        version = self._version()
+        version = sum(map(_version, self._tensors))
         if version != self._seen:
             self._is_changed = True
             self._seen, self.changed_at = version, MOMENTS[0]
@@ -91,9 +94,18 @@ class Freshness:
         self.generation += 1
         self._is_changed = self._is_suspect = False
 
+    def gathered_directly(self) -> None:
+        """A gather takes main weights as they are now, of which no copy rests."""
+        version = sum(map(_version, self._tensors))
+        if version != self._seen:
+            self._seen, self.changed_at = version, MOMENTS[0]
+        self._steps = _num_steps[0]
+        self._is_changed = self._is_suspect = False
+        self.generation += 1
+
     def look_again(self) -> None:
         """The memory of main weights was written with the values that it had, which is no change of theirs."""
-        self._seen, self._steps = self._version(), _num_steps[0]
+        self._seen, self._steps = sum(map(_version, self._tensors)), _num_steps[0]
 
     def is_stale(self) -> bool:
         """Whether gathered weights are older than main weights."""

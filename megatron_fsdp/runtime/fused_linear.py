@@ -50,7 +50,7 @@ class FusedLinear(nn.Linear):
         if torch.compiler.is_dynamo_compiling():
             return functional.linear(input, weight, bias)
         try:
-            handle: WeightHandle = weight._fsdp_handle  # type: ignore[assignment]  # where it is a gathered weight
+            handle: WeightHandle = weight._fsdp_handle  # type: ignore[attr-defined]  # of a gathered weight
         except AttributeError:
             return functional.linear(input, weight, bias)
         if not torch.is_grad_enabled() or _has_transforms() or forward_ad._current_level >= 0:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dbuffer import DBuffer
-from dbuffer.events import tell
+from dbuffer.events import listeners, tell
 from dbuffer_kernels import accumulate
 from megatron_fsdp.runtime.fused_linear import add_product, offer_products
 from megatron_fsdp.runtime.grad_binding import GradState
@@ -47,7 +47,8 @@ class GradientBuffer(PackedGradients):
         # The last backward that brought gradients, by the schedule's count.
         self._backward = 0
         self._filled = bytearray(len(self._views))
-        self._tickets: list[Ticket] = []
+        # Of reductions that were issued and that nobody has waited for.
+        self.tickets: list[Ticket] = []
         if spec.fuses_weight_gradients:
             is_wide = spec.fuses_weight_gradients == "wide"
             offer_products(faces.gathered, self._views, self, is_wide=is_wide)
@@ -229,30 +230,30 @@ class GradientBuffer(PackedGradients):
         """
         packed = [buffer for buffer in buffers if not buffer.rests_partial]
         if packed:
-            all_stages = [buffer._stages() for buffer in packed]
-            submit_reductions(packed[0]._spec.device, all_stages, owner, [buffer._tickets for buffer in packed])
+            submit_reductions(
+                packed[0]._spec.device,
+                [buffer._stages() for buffer in packed],
+                owner,
+                [buffer.tickets for buffer in packed],
+            )
             for buffer in packed:
                 buffer.binding.become(GradState.PARTIAL)
-                tell("reducing", buffer)
+                if listeners:
+                    tell("reducing", buffer)
 
     def _stages(self) -> Stages:
         self.binding.hold()
         overwrite = self.binding.state is GradState.EMPTY
         return self.reduction.stages(1.0 / (self.divisor * self.wire_scale), overwrite=overwrite)
 
-    @property
-    def is_reducing(self) -> bool:
-        """Whether a reduction was issued that nobody has waited for."""
-        return bool(self._tickets)
-
     def wait(self) -> None:
         """Make compute wait for the reduction and release the packed buffer."""
-        if self._tickets:
-            for ticket in self._tickets:
+        if self.tickets:
+            for ticket in self.tickets:
                 ticket.wait()
             self.packed.release_storage()
             self.reduction.release()
-            self._tickets.clear()
+            self.tickets.clear()
 
     # ------------------------------------------------------------------ sums that are given up
 
@@ -299,12 +300,12 @@ class GradientBuffer(PackedGradients):
             self.binding.end_sum(clears=True)
 
     def _empty(self) -> None:
-        for ticket in self._tickets:
+        for ticket in self.tickets:
             ticket.give_up()
         self._filled = bytearray(len(self._views))
         if not self.rests_partial:
             self.packed.release_storage()
         self.reduction.release()
-        self._tickets.clear()
+        self.tickets.clear()
         if self.binding.has_sum_under_way:
             self.binding.empty()

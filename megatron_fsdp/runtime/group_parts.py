@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -53,6 +53,7 @@ class GroupParts:
         faces: the two sets of parameter objects.
         rests_whole: whether compute weights are whole on every rank all the time.
         freshness: how old the compute weights are.
+        circle: of ``MissingGradients``: the ranks that reduce its gradients together; None before the first time.
     """
 
     freshness: Freshness
@@ -62,6 +63,7 @@ class GroupParts:
         self.unit = 0
         self.plan = plan
         self.owned = tuple(owned)
+        self.circle: Any = None
         self._hook: Callable[[torch.Tensor], None] | None = None
         self._function: ReduceFunction | None = None
         # Before the buffers: their memory goes back to an allocator that knows nothing of lanes.

@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -36,12 +37,13 @@ def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
         module.register_load_state_dict_post_hook(functools.partial(_after_load_state_dict, unit))
 
 
-# The compiler would trace hooks into a unit's graph, and with them the switch between the two faces.
-@_disable_dynamo
 def _before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if unit is unit.schedule.root:
+    if torch.compiler.is_dynamo_compiling():
+        # The compiler would trace hooks into a unit's graph, and with them the switch between the two faces.
+        return _untraced_before(unit, module, args, kwargs)  # type: ignore[no-any-return]  # as this
+    if unit is unit.schedule._root():
         if not is_in_backward():
             unit.backward.recover()
         unit.trees[id(module)].check(module, lambda: units_below(module))
@@ -65,12 +67,17 @@ def _gather(unit: Unit, module: nn.Module, given: Any) -> None:
         unit.schedule.before_forward(unit, module, given)
 
 
-@_disable_dynamo
 def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        return _untraced_after(unit, module, args, output)
     if unit.policy.output_dtype is not None:
         output = caster(unit.policy.output_dtype)(output)
     unit.schedule.after_forward(unit, module, args, output)
     return output
+
+
+_untraced_before: Any = _disable_dynamo(_before_forward)
+_untraced_after: Any = _disable_dynamo(_after_forward)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

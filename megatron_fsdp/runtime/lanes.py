@@ -85,16 +85,18 @@ class Lane(Protocol):
 
 
 class _CpuTicket:
-    __slots__ = ("_then", "lane", "owner", "works")
+    __slots__ = ("_on_host", "_then", "lane", "owner", "works")
 
-    def __init__(self, lane: str, owner: int, then: list[Callable[[], None]]) -> None:
+    def __init__(
+        self, lane: str, owner: int, then: Callable[[], None] | None, on_host: Callable[[], None] | None
+    ) -> None:
         self.lane, self.owner = lane, owner
         self.works: list[dist.Work] = []
-        self._then = then
+        self._then, self._on_host = then, on_host
 
     def wait(self) -> None:
         """Block until the collectives are done, then run what follows them, once."""
-        if not self.works and not self._then:
+        if not self.works and self._then is None and self._on_host is None:
             return
         if listeners:
             tell("wait", self)
@@ -103,15 +105,17 @@ class _CpuTicket:
         self.works = []
         if listeners:
             tell("landed", self)
-        for step in self._then:
-            step()
-        self._then = []
+        if self._then is not None:
+            self._then()
+        if self._on_host is not None:
+            self._on_host()
+        self._then = self._on_host = None
         if listeners:
             tell("waited", self)
 
     def give_up(self) -> None:
         """Wait for the collectives, and let what would have followed them be."""
-        self._then = []
+        self._then = self._on_host = None
         for work in self.works:
             with suppress(RuntimeError):
                 wait_for(work)
@@ -134,7 +138,7 @@ class CpuLane:
         tickets: Iterable[list[Ticket]] = (),
     ) -> Ticket:
         """Start the collectives; ``then`` and ``on_host`` run in ``Ticket.wait``."""
-        ticket = _CpuTicket(self._name, owner, [step for step in (then, on_host) if step is not None])
+        ticket = _CpuTicket(self._name, owner, then, on_host)
         for known in tickets:
             known.append(ticket)
         if listeners:

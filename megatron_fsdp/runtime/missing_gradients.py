@@ -51,9 +51,17 @@ class MissingGradients:
         Args:
             final: whose gradients are reduced. units: all of the model, in the same order on every rank.
         """
-        circles = {id(circle): circle for circle in map(self._circle, final)}
-        for circle in circles.values():
-            reduced = [buffer for group in final for buffer in _buffers(group) if self._circle(group) is circle]
+        circles: dict[_Circle, list[GradientBuffer]] = {}
+        for group in final:
+            circle = group.circle
+            if circle is None:
+                circle = group.circle = self._circle(group)
+            assert group.gradients is not None
+            if circle in circles:
+                circles[circle].append(group.gradients)
+            else:
+                circles[circle] = [group.gradients]
+        for circle, reduced in circles.items():
             if circle.is_quiet:
                 circle.pass_over(reduced)
                 continue

@@ -106,7 +106,8 @@ def _watch(call: Call, tensor: torch.Tensor) -> None:
     calls = watchers(tensor)
     if call not in calls:
         calls.append(call)
-    call.unit.expect(call)
+    if not call.is_expected:
+        call.unit.expect(call)
 
 
 def watch_readers(owned: Iterable[OwnedParameter], unit: Unit) -> None:
@@ -127,7 +128,7 @@ def watch_readers(owned: Iterable[OwnedParameter], unit: Unit) -> None:
 
 
 def _after_reader(unit: Unit, kept: Attributes | None, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    if torch.compiler.is_compiling() or unit.open_call is None or not is_recorded_plainly():
+    if torch.compiler.is_dynamo_compiling() or unit.open_call is None or not is_recorded_plainly():
         return
     watch_made(unit.open_call, output)
     if kept is not None:

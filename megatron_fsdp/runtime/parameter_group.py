@@ -14,15 +14,16 @@ from collections.abc import Iterable, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from dbuffer.collectives import gather_together
+from dbuffer.collectives import Part, gather_together
 from dbuffer.events import listeners, tell
 from megatron_fsdp.build.builder import GroupSpec
-from megatron_fsdp.errors import AgreementError, StateError
+from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.policy.offload import hand_back
 from megatron_fsdp.runtime.freshness import Freshness, refreshes_itself
 from megatron_fsdp.runtime.group_parts import GroupParts, group_of_parameter
 from megatron_fsdp.runtime.lanes import Ticket, lane
 from megatron_fsdp.runtime.parameters import is_laid_out_like
+from megatron_fsdp.runtime.weight_buffers import WeightBuffers
 
 __all__ = [
     "ParameterGroup",
@@ -37,33 +38,55 @@ __all__ = [
 ]
 
 
-def start_gathers(groups: Iterable[ParameterGroup], *, check: bool, owner: int = 0) -> None:
-    """Issue the gathers of those groups of one unit that are SHARDED, together, on their lane.
+def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int = 0) -> None:
+    """Issue the gathers of groups of one unit, all of them SHARDED, together, on their lane.
 
     Args:
         check: look whether main weights changed since the last gather. Backward has no need to: nothing steps between.
         owner: as in ``Lane.submit``.
     """
-    sharded = [group for group in groups if group.weight_state is WeightState.SHARDED]
-    for group in sharded:
-        if group.spec.is_meta:
+    if check:
+        _follow_main_weights(groups)
+    weights: list[WeightBuffers] = []
+    ticket = on_host = None
+    for group in groups:
+        spec, generation = group.spec, group.freshness.generation
+        if spec.is_meta:
             group.refuse_meta()
-    stale = [group for group in sharded if group.freshness.wants_refresh()] if check else None
-    if stale:
-        refresh_together(stale)
-    weights = [group.weights for group in sharded if group.choose_source()]
-    ticket = None
+        if spec.is_offloaded:
+            on_host = hand_back
+        group.freshness.gathered = generation
+        if not group.rests_whole:
+            weights.append(group.weights)
+        if group.weights.post_forward is not None:
+            group.weights.choose_source(generation)
     if weights:
 
         def gather(works: list[dist.Work] | None) -> None:
-            gather_together([part for each in weights for part in each.gather(works)], works)
+            parts: list[Part] = []
+            for each in weights:
+                parts += each.gather(works)
+            gather_together(parts, works)
 
-        on_host = hand_back if any(group.spec.is_offloaded for group in sharded) else None
-        ticket = lane("gather", sharded[0].spec.device).submit(gather, on_host=on_host, owner=owner)
+        ticket = lane("gather", groups[0].spec.device).submit(gather, on_host=on_host, owner=owner)
     # Last, so that whatever is raised before (an interrupt, out of memory) leaves nothing that looks gathered.
-    for group in sharded:
+    for group in groups:
         group.gather_ticket = None if group.rests_whole else ticket
-        group._become(WeightState.GATHERING)
+        group.weight_state = WeightState.GATHERING
+
+
+def _follow_main_weights(groups: Sequence[ParameterGroup]) -> None:
+    """Bring weights at rest up to date with main weights, where they are others and older."""
+    stale = []
+    for group in groups:
+        if group.spec.is_meta:
+            group.refuse_meta()
+        if not group.weights.has_copy:
+            group.freshness.gathered_directly()
+        elif group.freshness.wants_refresh():
+            stale.append(group)
+    if stale:
+        refresh_together(stale)
 
 
 def refresh_together(groups: Sequence[ParameterGroup]) -> None:
@@ -112,40 +135,25 @@ class WeightState(enum.Enum):
     UNSHARDED = "unsharded"
 
 
-_CHANGES = (
-    (WeightState.SHARDED, WeightState.GATHERING),
-    (WeightState.GATHERING, WeightState.UNSHARDED),
-    # It failed.
-    (WeightState.GATHERING, WeightState.SHARDED),
-    (WeightState.UNSHARDED, WeightState.SHARDED),
-)
-
-
 class ParameterGroup(GroupParts):
     """Buffers for parameters of one dtype, ``requires_grad`` and strategy, laid out by one plan, and what a step does.
 
     What it is made of is in ``GroupParts``.
 
     Attributes:
-        weight_state: changed by ``_become`` alone.
+        weight_state: changed by ``start_gathers``, ``finish_gather`` and ``reshard`` alone.
         gather_ticket: of the gather under way, None where weights rest whole.
+        refreshes_locally: whether a refresh is a cast of this rank's shard, without communication.
     """
 
     def _build(self, spec: GroupSpec, faces: Sequence[nn.Parameter] = ()) -> None:
         self.weight_state = WeightState.SHARDED
         self.gather_ticket: Ticket | None = None
         super()._build(spec, faces)
-        main, of = self.main_weight, self.faces
-        self.freshness = Freshness(lambda: main.local_buffer._version + of.version())
+        self.freshness = Freshness(self.faces.counted)
+        self.refreshes_locally = self.weights.refreshes_locally
 
     # ------------------------------------------------------------------ unshard, reshard
-
-    def choose_source(self) -> bool:
-        """Choose what the gather that comes next starts from; return whether there is anything to gather."""
-        self.freshness.gathered = self.freshness.generation
-        if not self.rests_whole:
-            self.weights.choose_source(self.freshness.generation)
-        return not self.rests_whole
 
     def finish_gather(self) -> None:
         """Make compute wait for the gather and show the gathered weights; no-op unless GATHERING."""
@@ -156,10 +164,10 @@ class ParameterGroup(GroupParts):
                 self.gather_ticket.wait()
             except AgreementError:
                 # Found by a watch: nobody is to wait for this gather once more.
-                self._become(WeightState.SHARDED)
+                self.weight_state = WeightState.SHARDED
                 raise
             except RuntimeError as error:
-                self._become(WeightState.SHARDED)
+                self.weight_state = WeightState.SHARDED
                 AgreementError.raise_for(self.name, "the gather of its weights", error)
         # Each of these may be done again, by whoever comes after an interrupt.
         self.weights.gathered_is_used()
@@ -167,7 +175,7 @@ class ParameterGroup(GroupParts):
             self.faces.brought_back()
         self.faces.sites.show_unsharded()
         self.gather_ticket = None
-        self._become(WeightState.UNSHARDED)
+        self.weight_state = WeightState.UNSHARDED
 
     def reveal(self) -> None:
         """Show gathered weights that ``conceal`` took away."""
@@ -188,30 +196,20 @@ class ParameterGroup(GroupParts):
         """
         if self.weight_state is WeightState.SHARDED:
             return
-        self.finish_gather()
+        if self.weight_state is WeightState.GATHERING:
+            self.finish_gather()
         self.faces.sites.show_sharded()
-        self._become(WeightState.SHARDED)
+        self.weight_state = WeightState.SHARDED
         # An error that is being handled is what should be seen; the next reshard finds the change as well.
         is_raising = sys.exc_info()[0] is not None
         changed = None if is_raising else self.faces.changed_in_place()
         if changed is not None:
             self._lose()
         if not self.rests_whole:
-            self._release(keep_part=keep_part, is_unchanged=changed is None and not is_raising)
+            self.faces.released(is_unchanged=changed is None and not is_raising)
+            self.weights.release(keep_generation=self.freshness.gathered if keep_part else None)
         if changed is not None:
             self.faces.refuse_change(changed)
-
-    def _release(self, *, keep_part: bool, is_unchanged: bool) -> None:
-        self.faces.released(is_unchanged=is_unchanged)
-        self.weights.release(keep_generation=self.freshness.gathered if keep_part else None)
-
-    def _become(self, state: WeightState) -> None:
-        if (self.weight_state, state) not in _CHANGES:
-            raise StateError(
-                f"unit {self.name!r}: weights are {self.weight_state.value} and cannot become {state.value}. This is "
-                "an error of the engine or of code that calls its methods; please report it."
-            )
-        self.weight_state = state
 
     def _lose(self) -> None:
         """Gathered weights were changed in place: write them again before anybody uses them."""
@@ -220,11 +218,6 @@ class ParameterGroup(GroupParts):
             self.faces.accept_versions()
 
     # ------------------------------------------------------------------ main weight to model weight
-
-    @property
-    def refreshes_locally(self) -> bool:
-        """Whether a refresh is a cast of this rank's shard, without communication."""
-        return self.weights.refreshes_locally
 
     def catch_up(self) -> None:
         """Take notice of an optimizer step or a load; see ``catch_up_together``."""

@@ -57,6 +57,7 @@ class Faces:
     Attributes:
         sharded: DTensors over ``main_weight``, in plan order. gathered: views of the gathered weights.
         has_splits: whether parameters were sharded along another axis before.
+        counted: the tensors whose versions grow with every in-place change of them that PyTorch counts.
 
     Args:
         known: sharded parameters that stay the same objects, over other memory.
@@ -84,6 +85,7 @@ class Faces:
         self._guard = ReadGuard(self.gathered)
         self._versions = self._guard.current()
         self._refuse_hooks()
+        self.counted: list[torch.Tensor] = []
         self._follow_locals()
         # Whether the backward under way brought gradients, by which hooks of small ones see that nothing is to be done.
         self.begun = [False]
@@ -270,10 +272,6 @@ class Faces:
 
     # ------------------------------------------------------------------ what users do to them
 
-    def version(self) -> int:
-        """Return a number that grows with every in-place change of a sharded parameter that PyTorch counts."""
-        return sum([local._version for local in self._locals])
-
     def readopt(self, unit: str) -> bool:
         """Copy values back where somebody replaced a registered parameter or its tensor; tell whether any was.
 
@@ -337,7 +335,8 @@ class Faces:
 
     def _follow_locals(self) -> None:
         # Every in-place operator on a sharded parameter changes the version of the rows below it.
-        self._locals = [face._local_tensor for face in self.sharded if isinstance(face, DTensor)]
+        locals_ = [face._local_tensor for face in self.sharded if isinstance(face, DTensor)]
+        self.counted[:] = [self._main_weight.local_buffer, *locals_]
 
     def laid_out(self, face: torch.Tensor, value: torch.Tensor) -> DTensor:
         """Return ``value``, a whole tensor or a DTensor of any placement, as a DTensor laid out like a parameter.
@@ -524,7 +523,8 @@ class Sites:
         self._switch(self._used, self._resting)
         if self._assigned:
             self._assign(is_gathered=False)
-        self.take_back()
+        if self._lent:
+            self.take_back()
         self.shows_gathered = False
 
     def show_unsharded(self) -> None:
@@ -540,7 +540,7 @@ class Sites:
 
     def _switch(self, found: Sequence[nn.Parameter], wanted: Sequence[nn.Parameter]) -> None:
         """Register parameters in the plain places of others; strangers stay."""
-        if self._shows(found):
+        if all(map(operator.is_, map(_registered, self._registries, self._attributes), found)):
             collections.deque(map(operator.setitem, self._registries, self._attributes, wanted), maxlen=0)
             return
         for registry, attribute, old, new in zip(self._registries, self._attributes, found, wanted, strict=True):

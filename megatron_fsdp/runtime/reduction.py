@@ -72,19 +72,25 @@ def submit_reductions(
     """Issue reductions together on their lane; who waits for the ticket, which each list gets, sees them folded."""
 
     def start(works: list[dist.Work] | None) -> None:
-        reduce_together([part for stages in all_stages for part in stages.start(works)], works)
+        parts: list[Part] = []
+        for stages in all_stages:
+            parts += stages.start(works)
+        reduce_together(parts, works)
 
     def fold() -> None:
         for stages in all_stages:
             stages.fold()
 
-    on_host = [stages.on_host for stages in all_stages if stages.on_host is not None]
-
     def fold_on_host() -> None:
-        for step in on_host:
-            step()
+        for stages in all_stages:
+            if stages.on_host is not None:
+                stages.on_host()
 
-    lane("reduce", device).submit(start, fold, fold_on_host if on_host else None, owner=owner, tickets=tickets)
+    on_host = None
+    for stages in all_stages:
+        if stages.on_host is not None:
+            on_host = fold_on_host
+    lane("reduce", device).submit(start, fold, on_host, owner=owner, tickets=tickets)
 
 
 def _wide_part(packed: DBuffer, reduced: DBuffer) -> list[Part]:
@@ -116,6 +122,7 @@ class Reduction:
         hook: called with each reduced gradient (1-D, averaged) before it is accumulated, to reduce it further.
         function: used instead of the reduce-scatter.
         keeps: what is reduced into has memory all the time, where it has its own.
+        is_last: whether ``main_grad`` is what the optimizer reads, so that ``finish`` has nothing to do.
     """
 
     def __init__(
@@ -129,6 +136,7 @@ class Reduction:
         self._wide = _wide_part(packed, reduced) if reduced.dtype is not packed.dtype else []
         self._route = Route(packed, reduced)
         self._main_grad, self._final = main_grad, final
+        self.is_last = final is main_grad
         self._last = Route(main_grad, final)
         self.is_offloaded = is_offloaded
         self._is_pinned = is_pinned
@@ -145,7 +153,7 @@ class Reduction:
         reduced, main_grad = self._reduced, self._main_grad
         reduced.reallocate_storage()
         # Where axes are left to reduce at the end, the hook's turn comes after them, in ``finish``.
-        hook = self.hook if self._final is self._main_grad else None
+        hook = self.hook if self.is_last else None
         staging = self._staged()
         # A hook sees averages, so scaling comes before it.
         factor = scale if hook is None else 1.0
@@ -202,7 +210,6 @@ class Reduction:
     @staticmethod
     def finish(reductions: Sequence[Reduction]) -> None:
         """Reduce ``main_grad`` of groups of one unit over the axes that still hold partial sums, into ``final``."""
-        reductions = [reduction for reduction in reductions if reduction._final is not reduction._main_grad]
         on_all = [part for each in reductions if (part := each._last_on_all()) is not None]
         scattered = [part for each in reductions for part in each._last_parts()]
         all_reduce_together(on_all)

@@ -7,14 +7,14 @@ order of collectives is decided here and in ``backward.py`` (docs/design/order.m
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import profiler
 
-from dbuffer.events import tell
+from dbuffer.events import listeners, tell
 from megatron_fsdp.runtime.agreement import FirstUse
 from megatron_fsdp.runtime.forward_order import ForwardOrder
 from megatron_fsdp.runtime.lanes import wait_for_event
@@ -67,12 +67,9 @@ class Schedule:
         """The outermost unit."""
         return self._root()
 
-    def units(self) -> Iterator[Unit]:
-        """Yield the units served, in the order in which the root's modules are registered."""
-        for reference in self._units:
-            unit = reference()
-            if unit is not None:
-                yield unit
+    def units(self) -> list[Unit]:
+        """Return the units served, in the order in which the root's modules are registered."""
+        return [unit for reference in self._units if (unit := reference()) is not None]
 
     def _served(self) -> tuple[Unit | None, Iterable[Unit]]:
         return self.root, self.units()
@@ -83,7 +80,7 @@ class Schedule:
         One that was not told to does so when the next unit runs, so the last one of a forward keeps its weights.
         """
         if unit.reshard_after_forward is None:
-            return unit is not self.root
+            return unit is not self._root()
         return unit.reshard_after_forward is not False
 
     # ------------------------------------------------------------------ weights
@@ -94,17 +91,19 @@ class Schedule:
         Args:
             check: look whether main weights changed since the last gather; backward need not, as nothing steps between.
         """
-        if unit is None or not unit.has_state(WeightState.SHARDED):
+        sharded = [group for group in unit.groups if group.weight_state is WeightState.SHARDED] if unit else None
+        if unit is None or not sharded:
             return
         if not self.first_use.is_over:
             self.first_use.before_gather(unit)
-        tell("gather", unit)
-        for group in unit.groups:
+        if listeners:
+            tell("gather", unit)
+        for group in sharded if check else ():
             # No counter shows a change through .data or by a foreach operator (clipped or averaged weights), so before
             # a forward a refresh that needs no communication is always done, and in evaluation every one.
-            if check and (group.refreshes_locally or not torch.is_grad_enabled()):
+            if group.weights.has_copy and (group.refreshes_locally or not torch.is_grad_enabled()):
                 group.freshness.suspect()
-        start_gathers(unit.groups, check=check, owner=id(unit))
+        start_gathers(sharded, check=check, owner=id(unit))
 
     def gather_ahead(self, unit: Unit | None, *, check: bool) -> None:
         """Start a predicted gather, unless the last one predicted is still unused: memory is for one unit ahead."""
@@ -128,23 +127,27 @@ class Schedule:
 
     def finish_gather(self, unit: Unit) -> None:
         """Make compute wait for a gather that was started, and show the weights."""
-        is_gathering = unit.has_state(WeightState.GATHERING)
-        if is_gathering:
-            tell("use", unit)
+        is_gathering = False
         for group in unit.groups:
-            if group.weight_state is WeightState.GATHERING:
-                group.finish_gather()
-            else:
+            if group.weight_state is not WeightState.GATHERING:
                 group.reveal()
-        if is_gathering:
+                continue
+            if listeners and not is_gathering:
+                tell("use", unit)
+            is_gathering = True
+            group.finish_gather()
+        if listeners and is_gathering:
             tell("unsharded", unit)
 
     def reshard(self, unit: Unit, *, keep_part: bool = False) -> None:
         """Release a unit's gathered weights; see ``ParameterGroup.reshard``."""
         unit.entered = None
-        if not unit.is_sharded:
-            tell("reshard", unit)
-            for group in unit.groups:
+        is_told = False
+        for group in unit.groups:
+            if group.weight_state is not WeightState.SHARDED:
+                if listeners and not is_told:
+                    tell("reshard", unit)
+                    is_told = True
                 group.reshard(keep_part=keep_part)
 
     # ------------------------------------------------------------------ forward
@@ -155,15 +158,17 @@ class Schedule:
         Args:
             given: to the module, tensors in any structure.
         """
-        if unit is self.root and not unit.awaits(module):
+        if unit is self._root() and not unit.awaits(module):
             if unit.backward.awaited is not None:
                 unit.backward.awaited("forward")
             self._start_pass()
         if not self.open_call(unit, module):
             return
         # First, since to release weights is to take back what strangers lend to the call.
-        if any(group.weight_state is not WeightState.SHARDED and group.is_stale() for group in unit.groups):
-            self.reshard(unit)
+        for group in unit.groups:
+            if group.weight_state is not WeightState.SHARDED and group.is_stale():
+                self.reshard(unit)
+                break
         unit.meet_strangers()
         self._release_lingering(unit)
         unit.follow_requires_grad()
@@ -196,7 +201,7 @@ class Schedule:
         self._close_call(unit, call)
         if output is None:
             self.reshard(unit)
-        if unit is self.root:
+        if unit is self._root():
             self._end_pass()
 
     def watch(self, unit: Unit, output: Any) -> None:
@@ -230,7 +235,7 @@ class Schedule:
             call.first_begin = unit.first_begin
             call.trail, call.position = self.trail, len(self.trail)
             self.trail.append(unit.reference)
-        root = self.root
+        root = self._root()
         if unit.reshard_after_forward is None and root is not None and root.open_call is not None:
             # A call below the root: whoever runs next takes its place, and the end of the pass settles the last one.
             self._release_lingering(unit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 import weakref
@@ -190,8 +191,10 @@ class Unit(StateNames):
 
     def follow_requires_grad(self) -> None:
         """Take notice of parameters that were frozen or unfrozen since the last forward."""
-        changed = [group.follow_requires_grad() for group in self.groups]
-        if any(changed):
+        is_changed = False
+        for group in self.groups:
+            is_changed = group.follow_requires_grad() or is_changed
+        if is_changed:
             self.follow_gradients()
 
     def meet_strangers(self) -> None:
@@ -254,10 +257,6 @@ class Unit(StateNames):
             if group.weight_state is not WeightState.UNSHARDED:
                 return False
         return True
-
-    def is_in(self, call: Call) -> bool:
-        """Whether the backward under way has come to a call of the unit, and its weights are still there."""
-        return self.entered is call and self.entered_task == torch._C._current_graph_task_id()
 
     @property
     def is_sharded(self) -> bool:
@@ -345,7 +344,13 @@ def watchers(tensor: torch.Tensor) -> list[Call]:
     if watched is None or watched[0] is not node:
         calls: list[Call] = []
         tensor._fsdp_watched = (node, calls)  # type: ignore[attr-defined]  # lives and dies with the tensor
-        tensor.register_hook(functools.partial(_enter_backward, calls))
+        hook = functools.partial(_enter_backward, calls)
+        if node is None or tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
+            tensor.register_hook(hook)
+        else:
+            # What ``register_hook`` does first, without a handle.
+            tensor._backward_hooks = collections.OrderedDict(fsdp=hook)
+            node._register_hook_dict(tensor)
         return calls
     calls = watched[1]
     if node is None:
@@ -356,9 +361,9 @@ def watchers(tensor: torch.Tensor) -> list[Call]:
 
 def _enter_backward(calls: list[Call], gradient: torch.Tensor) -> None:
     for call in calls[::-1]:
-        unit = call.unit
-        if not unit.is_in(call):
-            unit.backward.before_backward(call)
+        unit = call._unit()
+        if unit is None or unit.entered is not call or unit.entered_task != torch._C._current_graph_task_id():
+            call.unit.backward.before_backward(call)
 
 
 def _begin(reference: weakref.ref[Call]) -> int:

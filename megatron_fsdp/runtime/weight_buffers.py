@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -39,8 +40,11 @@ class WeightBuffers:
         rests_whole: whether it does.
         post_forward: the part kept from forward to backward, if any.
         gather_function: used instead of the all-gather.
+        has_copy: whether gathers start from anything but ``main`` itself, which a refresh brings up to date.
         keeps_gathered: ``release`` leaves the memory of gathered weights where it is.
     """
+
+    has_copy = True
 
     def __init__(self, plan: Plan, spec: GroupSpec, name: str) -> None:
         self._spec = spec
@@ -61,6 +65,7 @@ class WeightBuffers:
             self.model = self._buffer(resting, dtypes.compute, spec.resting_device)
             # Same dtype, finer placement: the optimizer's shard is a slice of the compute weights, not a second copy.
             self.main = self.model.slice_view(stepped)
+        self.has_copy = self.main is not self.model
         self.gathered = self.model
         if not self.rests_whole:
             # PyTorch makes views only on memory that is there; ``release`` follows when the views exist.
@@ -108,7 +113,7 @@ class WeightBuffers:
             values.write_tensor(index, tensor)
         self.store(values)
 
-    @property
+    @functools.cached_property
     def refreshes_locally(self) -> bool:
         """Whether weights at rest follow main weights by a cast of this rank's shard, without communication."""
         return self.main.placements == self.model.placements
@@ -143,7 +148,7 @@ class WeightBuffers:
 
     def gather(self, works: list[dist.Work] | None) -> list[Part]:
         """Allocate the gathered weights and return the gather into them; one that is no single collective is issued."""
-        self.gathered.reallocate_storage()
+        self.gathered.storage.reallocate()
         if self._is_from_part and self.post_forward is not None:
             return [self.post_forward.gather()]
         source = self.model
@@ -175,7 +180,7 @@ class WeightBuffers:
         if keep_generation is not None and self.post_forward is not None:
             self.post_forward.keep(keep_generation)
         if not self.keeps_gathered:
-            self.gathered.release_storage()
+            self.gathered.storage.release()
 
     def start_refresh(self) -> list[Part]:
         """Begin to bring weights at rest up to date with main weights: cast them.

@@ -13,8 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from megatron_fsdp import MixedPrecisionPolicy, Placements, fully_shard
-from megatron_fsdp.runtime import gradients
-from megatron_fsdp.runtime.fused_linear import add_product
+from megatron_fsdp.runtime.gradients import GradientBuffer
 from tests.harness.models import WIDTH, Block, Stack, inputs, squared, three_blocks
 from tests.harness.oracle import Case
 
@@ -24,11 +23,13 @@ def counted_products() -> Iterator[list[int]]:
     """Yield a list that gets the elements of every gradient that is multiplied into a packed buffer."""
     products: list[int] = []
 
-    def count(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
-        products.append(out.numel())
-        add_product(left, right, out, **options)
+    receive = GradientBuffer.receive_product
 
-    with mock.patch.object(gradients, "add_product", count):
+    def count(buffer: GradientBuffer, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
+        products.append(left.shape[-2] * right.shape[-1] * (len(left) if left.ndim == 3 else 1))
+        receive(buffer, index, left, right)
+
+    with mock.patch.object(GradientBuffer, "receive_product", count):
         yield products
 
 

@@ -1,4 +1,4 @@
-"""The states of weights and gradients: which may follow which, and what is raised where another one is asked for."""
+"""The states of gradients: which may follow which, and what is raised where another one is asked for."""
 
 import itertools
 from collections.abc import Iterator
@@ -9,9 +9,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp import StateError, fully_shard
 from megatron_fsdp.runtime.grad_binding import GradState
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
+from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
-WEIGHTS = {("sharded", "gathering"), ("gathering", "unsharded"), ("gathering", "sharded"), ("unsharded", "sharded")}
 GRADIENTS = {
     ("empty", "empty"),
     ("empty", "partial"),
@@ -29,18 +28,6 @@ def group() -> Iterator[ParameterGroup]:
     model = fully_shard(torch.nn.Linear(3, 2))
     yield model.parameter_groups[0]
     torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize(("before", "after"), list(itertools.product(WeightState, repeat=2)))
-def test_weights_change_by_the_table(group: ParameterGroup, before: WeightState, after: WeightState) -> None:
-    group.weight_state = before
-    if (before.value, after.value) in WEIGHTS:
-        group._become(after)
-        assert group.weight_state is after
-        return
-    with pytest.raises(StateError, match=f"'Linear': weights are {before.value} and cannot become {after.value}"):
-        group._become(after)
-    assert group.weight_state is before
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(GradState, repeat=2)))
