@@ -58,7 +58,7 @@ def launch_elementwise(kernel: Callable[..., None], source: Tensor, out: Tensor,
 
 def check_pair(op: str, source: Tensor, out: Tensor, scale: float) -> None:
     """Raise a ValueError unless ``op`` can write ``source`` to ``out``; under a microsecond when it can."""
-    if source.numel() != out.numel():
+    if source.shape != out.shape and source.numel() != out.numel():
         raise ValueError(
             f"{op}: source has {source.numel()} elements {tuple(source.shape)}, out has {out.numel()} "
             f"{tuple(out.shape)}; wanted the same number. Pass the slice of out that belongs to this source."

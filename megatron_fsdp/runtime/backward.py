@@ -320,8 +320,9 @@ class Backward:
                 self._schedule.reshard(unit)
 
     def gradient_arrived(self, unit: Unit) -> None:
-        """Note the first gradient of a parameter group of a unit."""
-        now = self.begin()
+        """Note the first gradient of a parameter group of a unit, for which a backward was begun."""
+        now = self._pass
+        assert now is not None
         now.has_gradients = True
         if id(unit) not in now.active:
             now.enter(unit)

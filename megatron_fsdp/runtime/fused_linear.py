@@ -30,6 +30,7 @@ __all__ = [
     "add_product",
     "expert_matmul",
     "fuse_linear_layers",
+    "has_transforms",
     "is_recorded_plainly",
     "offer_products",
 ]
@@ -53,7 +54,7 @@ class FusedLinear(nn.Linear):
             handle: WeightHandle = weight._fsdp_handle  # type: ignore[attr-defined]  # of a gathered weight
         except AttributeError:
             return functional.linear(input, weight, bias)
-        if not torch.is_grad_enabled() or _has_transforms() or forward_ad._current_level >= 0:
+        if not torch.is_grad_enabled() or has_transforms() or forward_ad._current_level >= 0:
             return functional.linear(input, weight, bias)
         unit = handle.unit()
         is_cast = input.dtype is not weight.dtype or torch.is_autocast_enabled(input.device.type)
@@ -81,12 +82,12 @@ _WEIGHTS = (*_PLAIN, *KINDS)
 _task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
-_has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def is_recorded_plainly() -> bool:
     """Whether autograd alone records what runs now, not a transform of functions or forward mode."""
-    return torch.is_grad_enabled() and not _has_transforms() and forward_ad._current_level < 0
+    return torch.is_grad_enabled() and not has_transforms() and forward_ad._current_level < 0
 
 
 def _as_factor(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -148,7 +149,8 @@ def _weight_gradient(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch
     """
     handle: WeightHandle = ctx.handle
     buffer = handle.gradients()
-    if buffer is None or not buffer.takes_products or torch.is_grad_enabled():
+    # A recorded backward of a call was refused when it came to that.
+    if buffer is None or not buffer.takes_products or (ctx.call is None and torch.is_grad_enabled()):
         return left @ right
     node = ctx.next_functions[1][0]
     weight = node.variable

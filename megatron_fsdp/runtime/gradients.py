@@ -176,7 +176,9 @@ class GradientBuffer(PackedGradients):
     def _begin(self) -> None:
         observer = self._observer() if self._observer is not None else None
         if observer is not None:
-            self._backward = observer.begin_backward(packs=not self.packed.is_allocated)
+            backward = observer.backward
+            backward.begin(packs=not self.packed.storage.is_allocated)
+            self._backward = backward.number
         self.wait()
         self._begin_sum()
         if self.rests_partial:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.build.ownership import OwnedParameter
-from megatron_fsdp.runtime.fused_linear import FusedLinear, is_recorded_plainly
+from megatron_fsdp.runtime.fused_linear import FusedLinear, has_transforms
 from megatron_fsdp.runtime.pytree import PLAIN_VALUES, iterate_tensors, members_of
 from megatron_fsdp.runtime.unit import Call, Unit, watchers
 
@@ -128,7 +128,7 @@ def watch_readers(owned: Iterable[OwnedParameter], unit: Unit) -> None:
 
 
 def _after_reader(unit: Unit, kept: Attributes | None, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    if torch.compiler.is_dynamo_compiling() or unit.open_call is None or not is_recorded_plainly():
+    if torch.compiler.is_dynamo_compiling() or unit.open_call is None or has_transforms():
         return
     watch_made(unit.open_call, output)
     if kept is not None:

@@ -50,10 +50,8 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
     weights: list[WeightBuffers] = []
     ticket = on_host = None
     for group in groups:
-        spec, generation = group.spec, group.freshness.generation
-        if spec.is_meta:
-            group.refuse_meta()
-        if spec.is_offloaded:
+        generation = group.freshness.generation
+        if group.spec.is_offloaded:
             on_host = hand_back
         group.freshness.gathered = generation
         if not group.rests_whole:

@@ -30,7 +30,16 @@ def caster(dtype: torch.dtype) -> Callable[[Any], Any]:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor
 
-    return functools.partial(map_tensors, cast)
+    def cast_all(value: Any) -> Any:
+        if type(value) is tuple or not value:
+            for each in value:
+                if type(each) is not torch.Tensor or each.dtype is not dtype:
+                    break
+            else:
+                return value
+        return map_tensors(cast, value)
+
+    return cast_all
 
 
 PLAIN_VALUES = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}

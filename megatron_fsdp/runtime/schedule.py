@@ -191,7 +191,10 @@ class Schedule:
         if torch.is_grad_enabled():
             watch_output(call, output)
             if unit.releases_weights:
-                self._kept.setdefault(id(module), Attributes()).watch(call, module)
+                kept = self._kept.get(id(module))
+                if kept is None:
+                    kept = self._kept[id(module)] = Attributes()
+                kept.watch(call, module)
                 watch_given(call, args)
         if unit.pending_modules:
             return

@@ -281,11 +281,6 @@ class Unit(StateNames):
         """Whether the graph that autograd is going through brings gradients that have not come yet."""
         return any(buffer.awaits_gradients() for buffer in self.gradients)
 
-    def begin_backward(self, *, packs: bool) -> int:
-        """Tell who drives backward that one is under way, and return its number."""
-        self.backward.begin(packs=packs)
-        return self.backward.number
-
     def encloses(self, other: Unit) -> bool:
         """Whether a module of ``other`` lies below one of this unit's."""
         inner = {id(module()) for module in other.modules}

@@ -82,7 +82,7 @@ def noting_threads(into: dict[str, set[bool]]) -> Iterator[None]:
 
     with contextlib.ExitStack() as patches:
         for owner, name in (
-            (collectives, "_all_gather_flat"),
+            (collectives, "_issue_gather"),
             (dist, "all_to_all_single"),
             (dist, "all_reduce"),
             (dist, "broadcast"),
@@ -102,7 +102,7 @@ def issued_here() -> dict[str, set[bool]]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "kinds"),
-    [(2, {"all_to_all_single", "all_reduce"}), (3, {"all_gather_flat", "all_to_all_single", "all_reduce"})],
+    [(2, {"all_to_all_single", "all_reduce"}), (3, {"issue_gather", "all_to_all_single", "all_reduce"})],
 )
 def test_the_thread_that_trains_issues_no_collective_of_a_step_on(num_ranks: int, kinds: set[str]) -> None:
     for found in run_ranks(num_ranks, issued_here):

@@ -75,13 +75,6 @@ STREAM_NAMES = frozenset(
 )
 STREAM_METHODS = frozenset({"record_event", "record_stream", "wait_event", "wait_stream"})
 
-# What a reader of one training step goes through, from what PyTorch calls down to the buffer.
-STEP_FILES = (
-    *(f"megatron_fsdp.runtime.{name}" for name in ("hooks", "schedule", "backward", "parameter_group", "gradients")),
-    "dbuffer.buffer",
-)
-MAX_STEP_LINES = 1620
-
 # What starts a process, or hands a function to ranks that are processes.
 PROCESS_NAMES = (
     "multiprocessing.Process",
@@ -213,12 +206,6 @@ def import_cycles(sources: Sequence[Source]) -> list[str]:
         if cycle:
             found.append(f"{' -> '.join(cycle)}: a cycle; move what both need into a file below both")
     return found
-
-
-def step_lines(sources: Iterable[Source]) -> dict[str, int]:
-    """Return how many lines each of the files has in which one training step is read."""
-    lines = {source.module: len(source.text.splitlines()) for source in sources}
-    return {name: lines[name] for name in STEP_FILES}
 
 
 def oversized(sources: Iterable[Source]) -> list[str]:

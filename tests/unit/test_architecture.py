@@ -241,12 +241,6 @@ def test_a_module_without_docstring_is_found() -> None:
     assert places(architecture.missing_docstrings(sources(dbuffer__plan=""))) == ["dbuffer/plan.py:1"]
 
 
-def test_one_training_step_is_read_in_six_files_that_do_not_grow(repository: list[Source]) -> None:
-    lines = architecture.step_lines(repository)
-    print(sum(lines.values()), lines)
-    assert sum(lines.values()) <= architecture.MAX_STEP_LINES
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -1,9 +1,10 @@
-"""How many files, and lines in them, one training step runs through: what a reader of all of it has to read."""
+"""What one training step runs through: files, lines in them, and the calls that sharding adds to a block."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -11,32 +12,65 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megatron_fsdp.optim.loaded_state  # noqa: F401  # it looks at stock optimizers too
-from megatron_fsdp import fully_shard
+from megatron_fsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 
-MAX_FILES, MAX_LINES = 31, 7_800
+WIDTH = 32
+# Of the step of blocks of seven linear layers and two norms, with clipping and a stock optimizer, kernels included.
+MAX_FILES, MAX_LINES = 44, 10_480
+# Python and C calls that sharding adds to a block, without the optimizer. FSDP2 of torch 2.13 adds 2,319 and 2,411.
+MAX_CALLS = {"fp32": 580, "bf16": 603}
 
 
 @pytest.fixture(autouse=True)
-def two_ranks() -> Iterator[None]:
-    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+def eight_ranks() -> Iterator[None]:
+    torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     yield
     torch.distributed.destroy_process_group()
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+class Block(nn.Module):
+    """The linear layers and norms of a Llama block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
+        self.q, self.k, self.v, self.o, self.gate, self.up, self.down = (
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(7)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norms[0](x)
+        x = x + self.o(self.q(h) * self.k(h) + self.v(h))
+        h = self.norms[1](x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))  # type: ignore[no-any-return]
 
 
-def test_a_step_with_a_stock_optimizer_runs_through_no_more_files_than_are_listed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
-    for part in (model[0], model[2], model):
-        fully_shard(part)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step(model, optimizer)
+def stepper(kind: str, num_blocks: int, *, shards: bool, optimizes: bool = False) -> Callable[[], None]:
+    model = nn.Sequential(*[Block() for _ in range(num_blocks)])
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+    if shards:
+        policy = MixedPrecisionPolicy(dtype, torch.float32)
+        for part in (*model, model):
+            fully_shard(part, mp_policy=policy)
+    else:
+        model.to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+    def step() -> None:
+        model(torch.ones(2, WIDTH, dtype=dtype)).sum().backward()
+        if optimizes:
+            clip_grad_norm_(model, 1.0)
+            optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    return step
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_a_step_runs_through_no_more_files_than_are_listed(kind: str) -> None:
+    step = stepper(kind, 3, shards=True, optimizes=True)
     seen: set[str] = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -44,10 +78,11 @@ def test_a_step_with_a_stock_optimizer_runs_through_no_more_files_than_are_liste
 
     sys.setprofile(note)
     try:
-        step(model, optimizer)
+        step()
     finally:
         sys.setprofile(None)
-    ours = [Path(name) for name in seen if {"megatron_fsdp", "dbuffer"} & set(Path(name).parts[:-1])]
+    rooms = {"megatron_fsdp", "dbuffer", "dbuffer_kernels"}
+    ours = [Path(name) for name in seen if rooms & set(Path(name).parts[:-1])]
     paths = sorted(path for path in ours if "tests" not in path.parts and "site-packages" not in path.parts)
     lines = {"/".join(path.parts[-2:]): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
     print(len(lines), sum(lines.values()), lines)
@@ -55,3 +90,26 @@ def test_a_step_with_a_stock_optimizer_runs_through_no_more_files_than_are_liste
     assert "optim/loaded_state.py" in lines
     assert len(lines) <= MAX_FILES
     assert sum(lines.values()) <= MAX_LINES
+
+
+def num_calls(kind: str, num_blocks: int, *, shards: bool) -> int:
+    step, found = stepper(kind, num_blocks, shards=shards), []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event in ("call", "c_call"):
+            found.append(event)
+
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return len(found)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_sharding_adds_no_more_calls_to_a_block_than_are_listed(kind: str) -> None:
+    few, many = ([num_calls(kind, count, shards=shards) for shards in (True, False)] for count in (3, 9))
+    added = (many[0] - many[1] - few[0] + few[1]) / 6
+    print(f"{kind}: {added:.0f} calls a block")
+    assert 0 < added <= MAX_CALLS[kind]
