@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.chart import draw
 from benchmarks.harness import Row, markdown, write_rows
 from benchmarks.harness_comparison import comparison_text
-from megatron_fsdp.cli.parser import CommandParser
+from megatron_fsdp.command_parser import CommandParser
 
 FOLDER = Path(__file__).parent
 EXAMPLES = """\

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpt.loss_curve import draw_loss_curves
-from megatron_fsdp.cli.parser import CommandParser
+from megatron_fsdp.command_parser import CommandParser
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -27,7 +27,7 @@ from megatron_fsdp import ConfigError, FsdpError
 from megatron_fsdp.checkpoint.api import load_checkpoint
 from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
 from megatron_fsdp.checkpoint.reader import open_checkpoint
-from megatron_fsdp.cli.parser import CommandParser
+from megatron_fsdp.command_parser import CommandParser
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from gpt.data import DataError
 from gpt.indexed import IndexedWriter
 from gpt.tokenizer import add_tokenizer_flags, build_tokenizer
 from megatron_fsdp import ConfigError
-from megatron_fsdp.cli.parser import CommandParser
+from megatron_fsdp.command_parser import CommandParser
 
 
 def preprocess(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_fsdp import __distribution__, __version__
-from megatron_fsdp.cli.parser import CommandParser
+from megatron_fsdp.command_parser import CommandParser
 from megatron_fsdp.errors import nearest
 
 __all__ = ["COMMANDS", "main"]

@@ -10,7 +10,7 @@ from typing import NoReturn
 from gpt.learning_rate import DECAY_STYLES, WSD_DECAY_STYLES
 from gpt.tokenizer import add_tokenizer_flags
 from megatron_fsdp import ConfigError, add_megatron_fsdp_args
-from megatron_fsdp.cli.parser import CommandParser
+from megatron_fsdp.command_parser import CommandParser
 from megatron_fsdp.muon import COEFFICIENT_SETS
 
 EXAMPLES = """\

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
-import json
 import os
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it, 
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_fsdp import AgreementError, ConfigError
+from megatron_fsdp.command_parser import record_error
 
 _GRACE_SECONDS = 10.0
 
@@ -103,11 +102,8 @@ def report_error(error: Exception, ranks: Ranks) -> int:
         time.sleep(_GRACE_SECONDS)
     where = "" if ranks.is_main else f" (rank {ranks.rank})"
     print(f"pretrain_gpt.py: error{where}: {error}", file=sys.stderr, flush=True)
-    # torchrun ends with a report of forty lines; what it finds in this file is the reason it states at the very end,
-    # and examples/start_ranks.py ends without the report.
-    if reason_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        reason = {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(reason_file).write_text(json.dumps({"message": reason}))
+    # torchrun's report of forty lines ends with it, and examples/start_ranks.py ends without the report.
+    record_error(str(error))
     return 2
 
 

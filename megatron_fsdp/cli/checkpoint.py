@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_fsdp.cli.parser import CommandParser
+from megatron_fsdp.command_parser import CommandParser
 from megatron_fsdp.errors import CheckpointError, FsdpError
 
 # Functions import what they use: torch takes seconds to import, and --help needs none of it.

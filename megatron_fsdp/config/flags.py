@@ -131,7 +131,7 @@ _FSDP = (
     Flag("--fsdp-db-use-persist-buf-on-alloc-fail", False, Effect.ALWAYS, "keep what does not fit the two buffers",
          "units that fit no buffer have one of their own"),
     Flag("--use-nccl-ub", False, Effect.ACTS, "register buffers with NCCL; implies --fsdp-double-buffer",
-         "on GPUs buffers are symmetric memory; not run on a GPU yet", dest="nccl_ub"),
+         "on GPUs buffers are symmetric memory", dest="nccl_ub"),
     Flag("--disable-symmetric-registration", False, Effect.ACTS, "with --use-nccl-ub: no symmetric windows",
          "buffers come from NCCL's own allocator"),
     Flag("--fsdp-manual-registration", False, Effect.NOTHING, "with --use-nccl-ub: register when a step is over",

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_fsdp.cli.parser import CommandParser
+from megatron_fsdp.command_parser import CommandParser
 from tests.certify.cases import CASES, SHORT
 from tests.certify.matrix import Run, as_dict, idle_places, run_matrix
 from tests.certify.mutants import mutant_report, survey

@@ -135,7 +135,7 @@ EQUIVALENT: dict[str, str] = {
 OPEN: dict[str, str] = {
     "GradientBuffer._begin: without `self.wait()`": "a unit that is reduced twice in one backward",
     "GradientBuffer._begin: `self.wait()` at the end of its block": "a unit that is reduced twice in one backward",
-    "_CudaTicket.give_up: `if self._event is not None` taken as True": "an interrupt before the lane waits for compute",
+    "_CudaTicket.give_up: `if self._event is not None` taken as True": "an interrupt before a lane waited for compute",
     "Turns.take: without `leave()`": "a stream that allocates, before it follows any lane, what another one has copied",
     "Backward.begin: `if packs` taken as True": "a wait for reductions before there is need, which costs overlap",
     "Rows.on: `table.to(device, non_blocking=True)` that blocks": "a copy to a GPU: on a CPU there is none",

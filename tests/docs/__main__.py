@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_fsdp.cli.parser import CommandParser
+from megatron_fsdp.command_parser import CommandParser
 from tests.docs.blocks import ROOT, SILENT, Block, blocks_of, pages
 from tests.docs.scenes import SCENES, Scene, reason_against, shortened
 

@@ -339,6 +339,87 @@ def no_gather_for_backward(fsdp: Any) -> Outcome:
     return outcome(model, losses)
 
 
+# ---------------------------------------------------------------- units of several modules
+
+
+class Headed(nn.Module):
+    """Blocks and a norm; the head is for others to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = blocks().layers
+        torch.manual_seed(1)
+        self.norm, self.head = nn.LayerNorm(7), nn.Linear(7, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., 7) for (..., 7)."""
+        for layer in layers(self):
+            x = layer(x)
+        result: torch.Tensor = self.norm(x)
+        return result
+
+
+def headed(fsdp: Any, **options: Any) -> Any:
+    """Shard each layer, norm and head together, and the model."""
+    model = Headed()
+    for unit in (*layers(model), [model.norm, model.head], model):
+        fsdp.fully_shard(unit, **options)
+    return model
+
+
+@scenario("units of which a forward runs some modules", needs=SINCE_2_15)
+def loss_in_chunks(fsdp: Any) -> Outcome:
+    """The head for one chunk after the other: a backward for each, without synchronization but in the last."""
+    model, seen = headed(fsdp), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        hidden = model(inputs(dist.get_rank(), step))
+        seen.append(shows_dtensors(model.head))
+        leaf = hidden.detach().requires_grad_()
+        model.set_requires_gradient_sync(False)
+        for chunk in leaf.chunk(2):
+            loss = model.head(chunk).square().mean()
+            seen.append(shows_dtensors(model.head))
+            loss.backward()
+            losses.append(loss.item())
+        model.set_requires_gradient_sync(True)
+        hidden.backward(leaf.grad)
+        seen += [shows_dtensors(model.head), gradients(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return outcome(model, losses, seen)
+
+
+@scenario("units of which a forward runs some modules, one loss", needs=SINCE_2_15)
+def one_loss_of_chunks(fsdp: Any) -> Outcome:
+    model, seen = headed(fsdp, reshard_after_forward=True), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        with torch.no_grad():
+            model.head(model(inputs(dist.get_rank(), 9)))
+        seen.append(list(model.state_dict()))
+        hidden = model(inputs(dist.get_rank(), step))
+        loss = torch.stack([model.head(chunk).square().mean() for chunk in hidden.chunk(2)]).sum()
+        loss.backward()
+        losses.append(loss.item())
+        seen += [shows_dtensors(model), gradients(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return outcome(model, losses, seen)
+
+
+@scenario("casts of modules called by themselves", needs=SINCE_2_15)
+def casts_of_each_module(fsdp: Any) -> Outcome:
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    model, seen = headed(fsdp, mp_policy=policy), []
+    model.head.register_forward_hook(lambda module, args, out: seen.append(args[0].dtype))
+    hidden = model(inputs(dist.get_rank(), 0))
+    found = [hidden.dtype, *(model.head(chunk).dtype for chunk in hidden.chunk(2))]
+    return Outcome((), {}, (found, seen))
+
+
 # ---------------------------------------------------------------- prefetch
 
 

@@ -25,6 +25,7 @@ FOLDER_ORDER = (
     ("dbuffer",),
     ("megatron_fsdp.installation",),
     ("megatron_fsdp.errors", "megatron_fsdp.formatting"),
+    ("megatron_fsdp.command_parser",),
     ("megatron_fsdp.policy",),
     ("megatron_fsdp.build",),
     ("megatron_fsdp.runtime",),

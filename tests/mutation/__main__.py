@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from megatron_fsdp.cli.parser import CommandParser
+from megatron_fsdp.command_parser import CommandParser
 from tests.mutation.mutants import draw
 from tests.mutation.trial import ROOT, Trials, read_rows
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_fsdp.command_parser import CommandParser
 from megatron_fsdp.config.fsdp_config import FsdpConfig
 from megatron_fsdp.config.parser import FLAGS, Effect, add_megatron_fsdp_args
 from megatron_fsdp.errors import ConfigError
@@ -127,14 +128,9 @@ def run(launch: Launch) -> None:
     runpy.run_path(str(launch.script), run_name="__main__")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_fsdp.megatron",
-        usage="%(prog)s [--megatron-path PATH] SCRIPT [flags of the script ...]",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _parser() -> CommandParser:
+    usage = "%(prog)s [--megatron-path PATH] SCRIPT [flags of the script ...]"
+    parser = CommandParser("python -m megatron_fsdp.megatron", _DESCRIPTION, usage=usage)
     parser.add_argument(
         "--megatron-path",
         metavar="PATH",

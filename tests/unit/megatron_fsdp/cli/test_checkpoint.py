@@ -11,7 +11,7 @@ from torch import nn
 from megatron_fsdp import load_checkpoint, save_checkpoint
 from megatron_fsdp.__main__ import main
 from megatron_fsdp.cli.checkpoint import add_arguments
-from megatron_fsdp.cli.parser import CommandParser
+from megatron_fsdp.command_parser import CommandParser
 
 
 class Tiny(nn.Module):

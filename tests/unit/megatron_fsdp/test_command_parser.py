@@ -1,8 +1,11 @@
 """The parser of the commands: what its help says."""
 
+import json
+from pathlib import Path
+
 import pytest
 
-from megatron_fsdp.cli.parser import CommandParser
+from megatron_fsdp.command_parser import CommandParser
 
 
 @pytest.mark.parametrize(
@@ -36,3 +39,20 @@ def test_a_switch_has_no_default_to_speak_of() -> None:
     parser = CommandParser("tool")
     parser.add_argument("--force", action="store_true", help="replace files")
     assert "default" not in parser.format_help()
+
+
+def test_under_torchrun_the_first_rank_speaks_and_each_leaves_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    for rank, said in (("0", "tool: unknown option --sise; did you mean --size? (tool --help)\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        parser = CommandParser("tool")
+        parser.add_argument("--size")
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args(["--sise", "3"])
+        assert (ended.value.code, capsys.readouterr().err) == (2, said)
+        # The format that torch's own ``record`` writes; torchrun warns about others.
+        assert "did you mean --size" in json.loads(file.read_text())["message"]["message"]
+        file.unlink()

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shlex
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_fsdp.errors import nearest
 
-__all__ = ["CommandParser"]
+__all__ = ["CommandParser", "record_error"]
+
+
+def record_error(message: str) -> None:
+    """Leave the reason why this rank ends where torchrun looks for it, in its format; nothing happens without torchrun.
+
+    torchrun states the reason at the end of its report, in place of a hint to install a recorder.
+    """
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        reason = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": reason}), encoding="utf-8")
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -41,8 +55,10 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """End the process with status 2 and one line on stderr."""
-        self.exit(2, f"{self.prog}: {' '.join(message.split())} ({self.prog} --help)\n")
+        """End the process with status 2 and one line on stderr, said by the first rank where there are several."""
+        line = f"{self.prog}: {' '.join(message.split())} ({self.prog} --help)"
+        record_error(line)
+        self.exit(2, f"{line}\n" if os.environ.get("RANK", "0") == "0" else None)
 
     def parse_known_args(  # type: ignore[override]  # argparse's overloads differ in the namespace alone
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

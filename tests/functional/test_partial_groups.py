@@ -1,0 +1,237 @@
+"""Units of several modules of which a forward runs some, and the others later: a loss in chunks, a head of its own."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dbuffer.collectives import observe_collectives
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from tests.functional.strategy_table import STRATEGIES
+from tests.harness import run_ranks
+from tests.harness.oracle import whole
+
+WIDTH, NUM_CHUNKS, NUM_STEPS = 7, 3, 2
+
+
+class Headed(nn.Module):
+    """Layers, a norm and a head, of which a call runs as many as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 5)
+
+    def forward(self, x: torch.Tensor, *parts: str) -> torch.Tensor:
+        """Return (batch, 7), or (batch, 5) where the head is among the parts."""
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        for part in parts:
+            module = getattr(self, part.removesuffix(" in chunks"))
+            x = torch.cat([module(chunk) for chunk in chunks(x)]) if part.endswith("chunks") else module(x)
+        return x
+
+
+def chunks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.chunk(NUM_CHUNKS)
+
+
+def one_loss(model: Any, x: torch.Tensor) -> None:
+    hidden = model(x, "norm")
+    sum(model.head(chunk).square().sum() for chunk in chunks(hidden)).backward()
+
+
+def recomputed(model: Any, x: torch.Tensor) -> None:
+    hidden = model(x, "norm")
+
+    def loss_of(chunk: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model.head(chunk).square().sum()
+        return found
+
+    losses = [checkpoint(loss_of, chunk, use_reentrant=bool(i % 2)) for i, chunk in enumerate(chunks(hidden))]
+    torch.stack(losses).sum().backward()
+
+
+def a_backward_for_each_chunk(model: Any, x: torch.Tensor) -> None:
+    hidden = model(x, "norm")
+    leaf = hidden.detach().requires_grad_()
+    for chunk in chunks(leaf):
+        model.head(chunk).square().sum().backward()
+    hidden.backward(leaf.grad)
+
+
+def unsynchronized_but_for_the_last(model: Any, x: torch.Tensor) -> None:
+    hidden = model(x, "norm")
+    leaf = hidden.detach().requires_grad_()
+    sync: Callable[[bool], None] = getattr(model, "set_requires_gradient_sync", lambda _: None)
+    sync(False)
+    for chunk in chunks(leaf):
+        model.head(chunk).square().sum().backward()
+    sync(True)
+    hidden.backward(leaf.grad)
+
+
+def the_head_after_the_rest(model: Any, x: torch.Tensor) -> None:
+    hidden = model(x, "norm")
+    leaf = hidden.detach()
+    hidden.square().sum().backward()
+    for chunk in chunks(leaf):
+        model.head(chunk).square().sum().backward()
+
+
+def both_in_chunks(model: Any, x: torch.Tensor) -> None:
+    hidden = model(x)
+    leaf = hidden.detach().requires_grad_()
+    for chunk in chunks(leaf):
+        model.head(model.norm(chunk)).square().sum().backward()
+    hidden.backward(leaf.grad)
+
+
+def inside(*parts: str) -> Callable[[Any, torch.Tensor], None]:
+    def run(model: Any, x: torch.Tensor) -> None:
+        model(x, *parts).square().sum().backward()
+
+    return run
+
+
+def after_an_evaluation(model: Any, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        model.head(model(x, "norm"))
+    one_loss(model, x)
+
+
+def two_forwards(model: Any, x: torch.Tensor) -> None:
+    first, second = model(x, "norm"), model(2 * x, "norm")
+    model.head(second).square().sum().backward()
+    model.head(first).square().sum().backward()
+
+
+def by_turns(model: Any, x: torch.Tensor) -> None:
+    for run in (inside("norm", "head"), one_loss, inside("norm"), inside()):
+        run(model, x)
+
+
+CASES: dict[str, Callable[[Any, torch.Tensor], None]] = {
+    **{
+        case.__name__: case
+        for case in (
+            one_loss,
+            recomputed,
+            a_backward_for_each_chunk,
+            unsynchronized_but_for_the_last,
+            the_head_after_the_rest,
+            both_in_chunks,
+            after_an_evaluation,
+            two_forwards,
+            by_turns,
+        )
+    },
+    "norm alone": inside("norm"),
+    "norm twice": inside("norm", "norm", "head"),
+    "head in chunks inside": inside("norm", "head in chunks"),
+    "neither": inside(),
+}
+
+
+def inputs(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(17 * rank + step))
+
+
+def sharded(strategy: str, **options: Any) -> Any:
+    model = Headed()
+    placements = STRATEGIES[strategy]
+    units: Iterable[Any] = (*model.layers, [model.norm, model.head], model)
+    for unit in units:
+        fully_shard(unit, placements=placements, **options)
+    return model
+
+
+def plain_gradients(case: Callable[[Any, torch.Tensor], None]) -> list[list[torch.Tensor | None]]:
+    """Return the mean over ranks of what one model has on each rank's data, step by step."""
+    model = Headed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    found = []
+    for step in range(NUM_STEPS):
+        for rank in range(dist.get_world_size()):
+            case(model, inputs(rank, step))
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= dist.get_world_size()
+        found.append([None if one.grad is None else one.grad.clone() for one in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def differences(strategy: str) -> dict[tuple[str, object], float]:
+    """Return by case and resharding how far gradients are off; infinity where one is there and the other is not."""
+    worst = {}
+    for name, case in CASES.items():
+        wanted = plain_gradients(case)
+        for reshards in (None, True, False):
+            model = sharded(strategy, reshard_after_forward=reshards)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+            off = 0.0
+            for step in range(NUM_STEPS):
+                case(model, inputs(dist.get_rank(), step))
+                for one, other in zip(model.parameters(), wanted[step], strict=True):
+                    if (one.grad is None) != (other is None):
+                        off = float("inf")
+                    elif other is not None:
+                        off = max(off, float((whole(one.grad, one) - other).abs().max()))
+                optimizer.step()
+                optimizer.zero_grad()
+            worst[name, reshards] = off
+    return worst
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_gradients_are_a_plain_models_whichever_modules_of_a_unit_a_forward_runs(strategy: str) -> None:
+    for worst in run_ranks(2, differences, strategy):
+        assert len(worst) == 3 * len(CASES) == 39
+        assert {key: off for key, off in worst.items() if off > 1e-5} == {}
+
+
+def dtypes_of_calls() -> list[torch.dtype]:
+    """Return what the head gets and gives, called by itself, and what the model gives without it."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
+    model = sharded("optim_grads_params", mp_policy=policy)
+    seen: list[torch.dtype] = []
+    model.head.register_forward_hook(lambda module, args, out: seen.append(args[0].dtype))
+    hidden = model(inputs(dist.get_rank(), 0), "norm")
+    seen.append(hidden.dtype)
+    for chunk in chunks(hidden):
+        seen.append(model.head(chunk).dtype)
+    return seen
+
+
+def test_each_module_of_a_unit_casts_its_inputs_and_outputs_when_it_is_called_by_itself() -> None:
+    wanted = [torch.float64] + [torch.bfloat16, torch.float64] * NUM_CHUNKS
+    assert run_ranks(2, dtypes_of_calls) == [wanted] * 2
+
+
+def collectives_of_one_loss() -> dict[str, int]:
+    """Return how often each collective is issued in the second step."""
+    model = sharded("optim_grads_params")
+    counts: dict[str, int] = {}
+
+    def count(call: Any) -> None:
+        counts[call.kind] = counts.get(call.kind, 0) + 1
+
+    one_loss(model, inputs(dist.get_rank(), 0))
+    model.zero_grad()
+    with observe_collectives(count):
+        one_loss(model, inputs(dist.get_rank(), 1))
+    return counts
+
+
+def test_a_loss_in_chunks_takes_one_reduction_for_each_unit_however_many_chunks_there_are() -> None:
+    for counts in run_ranks(2, collectives_of_one_loss):
+        assert counts["reduce_scatter"] == 3
+        # Two layers in forward and backward; norm and head for the norm, for all chunks, and for the norm's backward.
+        assert counts["all_gather"] == 7
