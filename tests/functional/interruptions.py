@@ -190,8 +190,9 @@ class Setup:
 
     Attributes:
         strategy: a classmethod of ``Placements``. slots: of ``set_slot_pool``. optimizer: "sgd", with momentum;
-            "refreshed", the same, which refreshes compute weights itself; or "adamw", ours. policy: of precision; the other model is sharded with
-            it too then, as a whole one is rounded elsewhere. others: of ``fully_shard``. num_ranks: at least.
+            "refreshed", the same, which refreshes compute weights itself; or "adamw", ours. policy: of precision; the
+            other model is sharded with it too then, as a whole one is rounded elsewhere. others: of ``fully_shard``.
+            num_ranks: at least.
     """
 
     strategy: str
