@@ -189,9 +189,10 @@ class Setup:
     """How a model is sharded and stepped.
 
     Attributes:
-        strategy: a classmethod of ``Placements``. slots: of ``set_slot_pool``. optimizer: "sgd"; "refreshed", SGD that
-            refreshes compute weights itself; or "adamw", ours. policy: of precision; the other model is sharded with
-            it too then, as a whole one is rounded elsewhere. others: of ``fully_shard``. num_ranks: at least.
+        strategy: a classmethod of ``Placements``. slots: of ``set_slot_pool``. optimizer: "sgd", with momentum;
+            "refreshed", the same, which refreshes compute weights itself; or "adamw", ours. policy: of precision; the
+            other model is sharded with it too then, as a whole one is rounded elsewhere. others: of ``fully_shard``.
+            num_ranks: at least.
     """
 
     strategy: str
@@ -212,11 +213,12 @@ class Setup:
             model.set_slot_pool(self.slots)
 
     def step_with(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the optimizer of a sharded model."""
+        """Return the optimizer of a model, sharded or whole."""
+        is_sharded = isinstance(model, FSDPModule)
         if self.optimizer == "adamw":
-            return AdamW(model.parameters(), lr=0.01, eps=1e-3)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        return fully_shard_optimizer(sgd) if self.optimizer == "refreshed" else sgd
+            return (AdamW if is_sharded else torch.optim.AdamW)(model.parameters(), lr=0.01, eps=1e-3)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        return fully_shard_optimizer(sgd) if self.optimizer == "refreshed" and is_sharded else sgd
 
 
 _MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -261,7 +263,7 @@ class Trial:
         setup.shard(self._model)
         if setup.policy is not None:
             setup.shard(self._other)
-        self._optimizer = setup.step_with(self._model)
+        self._optimizer, self._others_optimizer = map(setup.step_with, (self._model, self._other))
         self._number = 0
         self._kept: BaseException | None = None
 
@@ -280,7 +282,9 @@ class Trial:
             self._kept = error if self._number % 2 else None
         (self._optimizer if self._number % 3 else self._model).zero_grad()
         if self.phase == "step":
+            # Some parameters may be as before the step and others as after it, in a whole model, too.
             self._take_over_weights()
+            self._take_over_state()
         return fault
 
     def difference(self) -> str:
@@ -296,11 +300,7 @@ class Trial:
             found = [] if abs(mine - wanted) <= _TOLERANCE else [f"the loss is {mine}, not {wanted}"]
             found += _differing(*both, of_gradients=True)
             self._optimizer.step()
-            if self._setup.optimizer == "adamw":
-                # What moments an interrupted step leaves is nobody's affair.
-                self._take_over_weights()
-            else:
-                torch.optim.SGD(self._other.parameters(), lr=0.1).step()
+            self._others_optimizer.step()
             for model in both:
                 model.zero_grad()
             found += _differing(*both, of_gradients=False)
@@ -328,6 +328,14 @@ class Trial:
         with torch.no_grad():
             for one, other in zip(self._model.parameters(), self._other.parameters(), strict=True):
                 other.copy_(one if isinstance(other, DTensor) else _whole(one))
+
+    def _take_over_state(self) -> None:
+        if isinstance(self._other, FSDPModule):
+            self._others_optimizer.load_state_dict(copy.deepcopy(self._optimizer.state_dict()))
+            return
+        for one, other in zip(self._model.parameters(), self._other.parameters(), strict=True):
+            state = self._optimizer.state.get(one, {})
+            self._others_optimizer.state[other] = {key: _whole(value).clone() for key, value in state.items()}
 
 
 def _swallow(unraisable: Any) -> None:
