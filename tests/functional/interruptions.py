@@ -4,14 +4,15 @@ A ``Trial`` trains a sharded model beside another one. In each round one step of
 dropped then, as after any error, and both models train on and have to stay equal. A ``Sweep`` does so at every n-th
 place. How many there are, and what was wrong after which::
 
-    python -m tests.functional.interruptions [SETUP ...]
+    python -m tests.functional.interruptions [--wider N] [SETUP ...]
 """
 
+import argparse
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -281,7 +282,7 @@ class Trial:
             # Half of the time somebody keeps the traceback, as a notebook does.
             self._kept = error if self._number % 2 else None
         (self._optimizer if self._number % 3 else self._model).zero_grad()
-        if self.phase == "step":
+        if _is_anywhere(self.phase == "step"):
             # Some parameters may be as before the step and others as after it, in a whole model, too.
             self._take_over_weights()
             self._take_over_state()
@@ -325,17 +326,35 @@ class Trial:
         return losses[rank]
 
     def _take_over_weights(self) -> None:
+        has_remainders = self._setup.policy is not None and self._setup.policy.split_main_params
         with torch.no_grad():
             for one, other in zip(self._model.parameters(), self._other.parameters(), strict=True):
                 other.copy_(one if isinstance(other, DTensor) else _whole(one))
+                if has_remainders:
+                    # What is written has none, so both go on from rounded weights.
+                    one.copy_(other)
 
     def _take_over_state(self) -> None:
         if isinstance(self._other, FSDPModule):
             self._others_optimizer.load_state_dict(copy.deepcopy(self._optimizer.state_dict()))
             return
-        for one, other in zip(self._model.parameters(), self._other.parameters(), strict=True):
-            state = self._optimizer.state.get(one, {})
-            self._others_optimizer.state[other] = {key: _whole(value).clone() for key, value in state.items()}
+        records = [self._optimizer.state.get(one, {}) for one in self._model.parameters()]
+        _be_alike(records)
+        for record, other in zip(records, self._other.parameters(), strict=True):
+            self._others_optimizer.state[other] = {key: _whole(value).clone() for key, value in record.items()}
+
+
+def _be_alike(records: Sequence[dict[str, Any]]) -> None:
+    """Let the state of each parameter be of one kind on all ranks, whose last calls need not have been the same."""
+    own = [{key: None if isinstance(value, DTensor) else value for key, value in each.items()} for each in records]
+    of_ranks = [own] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    for record, first, *others in zip(records, *of_ranks, strict=True):
+        if any(other.keys() != first.keys() for other in others):
+            record.clear()
+        for key, number in first.items() if record else ():
+            if number is not None:
+                record[key].copy_(number)
 
 
 def _swallow(unraisable: Any) -> None:
@@ -436,10 +455,15 @@ SWEEPS = _full()
 """All of them, which take minutes."""
 
 
-def main(names: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Run sweeps, of some setups or all, and print what they found."""
-    for sweep in SWEEPS:
-        if not names or sweep.setup in names:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("setups", nargs="*", choices=[*SETUPS, []], metavar="SETUP")
+    parser.add_argument("--wider", type=int, default=1, metavar="N", help="go to every N-th of the places only")
+    options = parser.parse_args(arguments)
+    for full in SWEEPS:
+        if not options.setups or full.setup in options.setups:
+            sweep = replace(full, stride=full.stride * options.wider)
             try:
                 found = run_ranks(sweep.num_ranks, run, sweep, timeout=3600, fresh=True)[0]
             except RankError as error:
