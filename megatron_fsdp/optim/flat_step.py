@@ -271,9 +271,7 @@ class _Plan:
             found[group_of[run.leader.position]].append(run.weight)
         flat = {member.position for run in self._runs for member in run.members}
         for position, parameter in enumerate(self._parameters):
-            # A flat parameter (``flat_parameters``) knows itself whether it has a gradient.
-            is_given = gradients[position] is not None or not isinstance(parameter, FlatDTensor)
-            if position not in flat and is_given:
+            if position not in flat and gradients[position] is not None:
                 found[group_of[position]].append(parameter)
         return found
 
