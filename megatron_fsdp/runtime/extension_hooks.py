@@ -212,8 +212,8 @@ class ExtensionWeights(WeightBuffers):
         for made in self._made:
             made.reallocate()
         self._finish(out=self.used)
-        # What the ranks sent is copied; only the sorted tensors are used, or what the hook made of them. Of the bytes as
-        # they came a part may be kept after forward.
+        # What the ranks sent is copied; only the sorted tensors are used, or what the hook made of them. Of the
+        # bytes as they came a part may be kept after forward.
         if self.post_forward is None:
             self._wire.gathered.release_storage()
         if self._drops_outputs:

@@ -164,7 +164,7 @@ def shard_for_int8_moments() -> None:
 
 
 def test_rows_that_would_cut_blocks_of_8_bit_moments_are_refused_by_name() -> None:
-    with pytest.raises(RankError, match=r"'0.weight' of shape .*: 384 elements, no multiple of 256, as MixedPrecisionP"):
+    with pytest.raises(RankError, match=r"'0.weight' of shape .*: 384 elements, no multiple of 256, as Mixed"):
         run_ranks(2, shard_for_int8_moments)
 
 
