@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from megatron_fsdp.observability.timeline import Timeline
     from megatron_fsdp.observability.watch import Watch
     from megatron_fsdp.optim.adamw import AdamW
-    from megatron_fsdp.optim.flat_optimizer import FlatOptimizer
-    from megatron_fsdp.optim.flat_parameters import flat_parameters
     from megatron_fsdp.optim.grad_norm import clip_grad_norm_
     from megatron_fsdp.optim.muon import Muon
     from megatron_fsdp.optim.nonfinite import check_gradients
@@ -83,8 +81,6 @@ _HOMES = {
     "observability.timeline": "Timeline",
     "observability.watch": "Watch",
     "optim.adamw": "AdamW",
-    "optim.flat_optimizer": "FlatOptimizer",
-    "optim.flat_parameters": "flat_parameters",
     "optim.grad_norm": "clip_grad_norm_",
     "optim.muon": "Muon",
     "optim.nonfinite": "check_gradients",
@@ -133,7 +129,6 @@ __all__ = [
     "DamagedCheckpointError",
     "DataParallelMeshDims",
     "FSDPModule",
-    "FlatOptimizer",
     "FsdpConfig",
     "FsdpError",
     "GradientReductionHandle",
@@ -158,7 +153,6 @@ __all__ = [
     "expert_matmul",
     "explain",
     "export_safetensors",
-    "flat_parameters",
     "fsdp_no_shard",
     "full_state_dict",
     "fully_shard",

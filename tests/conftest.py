@@ -39,7 +39,6 @@ LONG_FILES = (
     "tests/functional/test_stock_tools.py",
     "tests/functional/megatron_fsdp/checkpoint/test_scratch.py",
     "tests/functional/test_expert_weights.py",
-    "tests/functional/test_flat_optimizer.py",
     "tests/functional/test_checkpoint.py",
     "tests/functional/test_thrown_away.py",
     "tests/functional/examples/test_gpt_parallel.py",

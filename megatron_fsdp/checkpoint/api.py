@@ -28,7 +28,7 @@ from megatron_fsdp.checkpoint.model_state import (
     restore_extra_state,
     view_model,
 )
-from megatron_fsdp.checkpoint.optimizer_state import OptimizerMatch, describe_optimizer, match_optimizer, optimizer_kind
+from megatron_fsdp.checkpoint.optimizer_state import OptimizerMatch, describe_optimizer, match_optimizer
 from megatron_fsdp.checkpoint.random_state import check_random_state, random_state, restore_random_state
 from megatron_fsdp.checkpoint.rank_values import find_rank_values, part_rank_values
 from megatron_fsdp.checkpoint.ranks import CheckpointRanks, checkpoint_ranks
@@ -152,7 +152,7 @@ def _collect(
     }
     if optimizer is not None:
         entries["optimizer"] = describe_optimizer(optimizer, view)
-        state["optimizer"] = optimizer_kind(optimizer)
+        state["optimizer"] = type(optimizer).__name__
     part_rank_values(entries, owners, ranks.rank)
     return entries, state_bytes(state)
 

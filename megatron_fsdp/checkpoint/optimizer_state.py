@@ -20,7 +20,7 @@ from megatron_fsdp.optim.fresh_state import without_fresh_state
 from megatron_fsdp.optim.int8_moments import CODED_KEYS, decoded_state
 from megatron_fsdp.optim.loaded_state import state_dtype
 
-__all__ = ["OptimizerMatch", "describe_optimizer", "match_optimizer", "optimizer_kind"]
+__all__ = ["OptimizerMatch", "describe_optimizer", "match_optimizer"]
 
 
 def describe_optimizer(optimizer: Optimizer, view: ModelView) -> dict[str, Any]:
@@ -38,15 +38,10 @@ def describe_optimizer(optimizer: Optimizer, view: ModelView) -> dict[str, Any]:
     foreign = [key for key in document["state"] if key not in names]
     if foreign:
         raise CheckpointError(
-            f"{optimizer_kind(optimizer)} has state under {foreign[0]!r}, which is none of its parameters; a "
+            f"{type(optimizer).__name__} has state under {foreign[0]!r}, which is none of its parameters; a "
             "checkpoint holds state of parameters. Save it as extra={...}"
         )
     return {"state": {names[index]: values for index, values in document["state"].items()}, "param_groups": groups}
-
-
-def optimizer_kind(optimizer: Optimizer) -> str:
-    """Return the name of the optimizer's class, or of the one that a ``FlatOptimizer`` stands for."""
-    return str(getattr(optimizer, "kind_name", type(optimizer).__name__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +100,7 @@ def match_optimizer(opened: OpenCheckpoint, optimizer: Optimizer, view: ModelVie
     saved = read_optimizer(opened, [names[index] for index in sorted(names)], here)
     aliases = _Aliases(saved.groups, [*view.ties, *opened.state.get("ties", ())])
     saved_names = {index: aliases.saved_name(name) for index, name in names.items()}
-    differences = list(_other_kind(opened, optimizer_kind(optimizer), document, saved, names))
+    differences = list(_other_kind(opened, type(optimizer).__name__, document, saved, names))
     differences += [f"{names[index]}: not in the checkpoint" for index, name in saved_names.items() if name is None]
     covered = {name for name in saved_names.values() if name is not None}
     covered |= {other for name in covered for other in siblings(view.ties, name)}

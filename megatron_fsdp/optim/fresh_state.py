@@ -171,16 +171,15 @@ def _twin(
     optimizer: Optimizer, group: Mapping[str, Any], num_dims: int, dtype: torch.dtype
 ) -> tuple[Optimizer, torch.Tensor]:
     """Return an optimizer of the same kind and hyperparameters, over one small parameter with a gradient."""
-    source = getattr(optimizer, "inner", None) or optimizer
     # This project's AdamW is PyTorch's over flat buffers, which a small parameter has not.
-    cls = getattr(source, "plain_kind", type(source))
+    cls = getattr(optimizer, "plain_kind", type(optimizer))
     generator = torch.Generator().manual_seed(0)
     parameter = torch.randn(_SIZES[:num_dims], generator=generator, dtype=torch.float32).to(dtype).requires_grad_()
     parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(dtype)
     plain = {"capturable": False, "fused": None, "foreach": False}
     options = {key: plain.get(key, value) for key, value in group.items() if key != "param_names"}
     made: Optimizer = object.__new__(cls)
-    own = {key: value for key, value in vars(source).items() if key not in ("step", "zero_grad")}
+    own = {key: value for key, value in vars(optimizer).items() if key not in ("step", "zero_grad")}
     made.__dict__.update(own | {hooks: OrderedDict() for hooks in _HOOKS if hooks in own})
     made.state = defaultdict(dict)
     made.param_groups = [{**options, "params": [parameter]}]

@@ -58,8 +58,17 @@ def lay_out_loaded_state(optimizer: Optimizer, *_: Any) -> None:
             continue
         for key, value in list(values.items()):
             is_per_element = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == parameter.shape
-            if is_per_element and not (isinstance(value, FlatDTensor) and is_laid_out_like(value, parameter)):
+            if not is_per_element:
+                continue
+            if not isinstance(value, FlatDTensor) or not is_laid_out_like(value, parameter):
                 values[key] = group.faces.laid_out(parameter, value)
+            elif (
+                isinstance(parameter, FlatDTensor)
+                and value.window is None
+                and value.device_mesh is not parameter.device_mesh
+            ):
+                # An equal mesh has process groups of its own: ranks must not differ in whose they gather over.
+                values[key] = parameter.with_local(value._local_tensor)
     _SEEN[optimizer] = optimizer.state
 
 

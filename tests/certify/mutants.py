@@ -39,7 +39,6 @@ MODULES = (
     "megatron_fsdp.runtime.missing_gradients",
     "megatron_fsdp.optim.adamw",
     "megatron_fsdp.optim.adamw_update",
-    "megatron_fsdp.optim.flat_optimizer",
     "dbuffer.storage",
     "dbuffer.slot_pool",
 )

@@ -12,7 +12,7 @@ from tests.functional.random_use import Program, is_below
 
 __all__ = ["draw", "smaller"]
 
-OPTIMIZERS = ("sgd", "sgd", "adam", "foreach adamw", "fused adamw", "flat adamw", "flat sgd")
+OPTIMIZERS = ("sgd", "sgd", "adam", "foreach adamw", "fused adamw", "flat adamw", "foreach sgd")
 ONE_AXIS = ("no_shard", "optim", "optim_grads", "optim_grads_params", "optim_grads_params")
 STRATEGIES = (*ONE_AXIS, "hsdp", "hfsdp")
 PLAIN_COMPOSITES = tuple(kind for kind in COMPOSITES if kind not in ("by turn", "detached", "repeat"))

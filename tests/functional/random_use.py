@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp import (
     AdamW,
-    FlatOptimizer,
     FsdpModule,
     clip_grad_norm_,
     fully_shard_optimizer,
@@ -100,12 +99,10 @@ RAISED = {"error": Bomb, "interrupt": Interrupt}
 def _optimizer(kind: str, parameters: list[nn.Parameter], is_sharded: bool) -> torch.optim.Optimizer:
     # With the usual epsilon a gradient that is zero but for rounding would move its weight as far as any other.
     adam: dict[str, Any] = {"lr": 0.05, "eps": 0.1}
-    if kind == "flat sgd" and is_sharded:
-        return FlatOptimizer(torch.optim.SGD, parameters, lr=0.1, momentum=0.9)
     if kind == "flat adamw" and is_sharded:
         return AdamW(parameters, weight_decay=0.0, **adam)
     if "sgd" in kind:
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach="foreach" in kind)
     if kind == "adam":
         return torch.optim.Adam(parameters, **adam)
     options = {"foreach": True} if kind == "foreach adamw" else {"fused": True} if kind == "fused adamw" else {}

@@ -283,7 +283,7 @@ def _recomputed() -> Iterator[tuple[str, Program]]:
 def _others() -> Iterator[tuple[str, Program]]:
     yield (
         "integers among the parameters of a flat optimizer",
-        _one(Part("masked", size=2), "forward, backward, step", optimizer="flat sgd"),
+        _one(Part("masked", size=2), "forward, backward, step", optimizer="foreach sgd"),
     )
     for groups in (((0,), (0, 1)), ((0, 1), (1, 2))):
         part = Part("gated", (Part("linear", size=3),), 2)

@@ -19,7 +19,6 @@ from megatron_fsdp import (
     MixedPrecisionPolicy,
     ParameterGroup,
     Placements,
-    flat_parameters,
     fully_shard,
     fully_shard_optimizer,
 )
@@ -214,33 +213,6 @@ def _rows(gradient: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
 def test_gradients_that_are_kept_have_their_values_after_the_next_backward(strategy: str) -> None:
     assert run_ranks(2, kept_gradients, strategy) == [[True] * 6] * 2
-
-
-def kept_flat_gradients() -> list[bool]:
-    """Return whether flat parameters' gradients, kept across zero_grad and a backward, have their values."""
-    model = sharded_stack()
-    flat = flat_parameters(model)
-    optimizer = torch.optim.SGD(flat, lr=1e-3)
-    found = []
-    kept: list[torch.Tensor] = []
-    before: list[torch.Tensor] = []
-    for step in range(4):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        found.append(all(map(torch.equal, kept, before)))
-        kept = [parameter.grad for parameter in flat if parameter.grad is not None]
-        assert len(kept) == len(flat)
-        before = [one.clone() for one in kept]
-        if step == 2:
-            # Nobody has one any more: the memory goes.
-            kept, before = [], []
-            optimizer.zero_grad()
-            found.append(not any(group.main_grad.is_allocated for group in groups_of(model) if group.main_grad))
-    return found
-
-
-def test_flat_gradients_that_are_kept_have_their_values_and_others_go() -> None:
-    assert run_ranks(2, kept_flat_gradients) == [[True] * 5] * 2
 
 
 def what_is_saved() -> tuple[bool, bool, bool]:

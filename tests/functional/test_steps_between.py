@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import AdamW, FlatOptimizer, Placements, StateError, fully_shard, fully_shard_optimizer
+from megatron_fsdp import AdamW, Placements, StateError, fully_shard, fully_shard_optimizer
 from tests.harness import run_ranks
 from tests.harness.models import Block, Stack, inputs, make_mesh
 from tests.harness.oracle import whole
@@ -20,7 +20,6 @@ OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]]
     "a foreach one": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
     "a wrapped one": lambda parameters: fully_shard_optimizer(torch.optim.AdamW(parameters, lr=0.1)),
     "AdamW of this library": lambda parameters: AdamW(parameters, lr=0.1),
-    "a flat one": lambda parameters: FlatOptimizer(torch.optim.AdamW, parameters, lr=0.1),
 }
 
 

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from dbuffer import Flat, PlacementError
 from megatron_fsdp import (
     AdamW,
-    FlatOptimizer,
     NonfiniteGradientError,
     Placements,
     StateError,
@@ -105,7 +104,6 @@ def step_with_given_gradients(strategy: str) -> dict[str, float]:
     makers: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
         "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         "AdamW": lambda parameters: AdamW(parameters, lr=0.1, max_norm=0.5),
-        "FlatOptimizer": lambda parameters: FlatOptimizer(torch.optim.SGD, parameters, lr=0.1),
     }
     for name, make in makers.items():
         model, oracle = pair(strategy)
@@ -225,11 +223,11 @@ def test_clipping_before_gradients_are_final_is_refused() -> None:
 def clip_a_spoiled_gradient() -> list[list[str]]:
     """Return the weights that are not finite after a step with one NaN, clipped by each clipper."""
     found = []
-    for name in ("clip_grad_norm_", "AdamW", "FlatOptimizer"):
+    for name in ("clip_grad_norm_", "AdamW", "SGD"):
         model, _ = pair("optim_grads_params")
         model.get_parameter("layers.0.up.bias").register_post_accumulate_grad_hook(_spoil)
-        if name == "FlatOptimizer":
-            optimizer: torch.optim.Optimizer = FlatOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+        if name == "SGD":
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         else:
             optimizer = AdamW(model.parameters(), lr=0.1, max_norm=1.0 if name == "AdamW" else None)
         loss_of(model, dist.get_rank()).backward()
