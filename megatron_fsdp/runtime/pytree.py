@@ -31,7 +31,7 @@ def caster(dtype: torch.dtype) -> Callable[[Any], Any]:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor
 
     def cast_all(value: Any) -> Any:
-        if type(value) is tuple or not value:
+        if type(value) is tuple or (type(value) is dict and not value):
             for each in value:
                 if type(each) is not torch.Tensor or each.dtype is not dtype:
                     break
