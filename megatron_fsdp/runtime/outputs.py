@@ -56,7 +56,8 @@ def watch_given(call: Call, args: Iterable[Any]) -> None:
 
 def watch_inputs(call: Call, given: Any) -> None:
     """Tell backward that it has gone through ``call`` when it reaches any tensor that was computed for it."""
-    leave = functools.partial(_leave, weakref.ref(call))
+    leave: Any = functools.partial(_leave, weakref.ref(call))
+    leave.__torch_unserializable__ = True  # as in ``watchers``
     for tensor in tree_leaves(given):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             tensor.register_hook(leave)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Call", "Unit", "alive", "is_in_backward", "watchers"]
 
+_WATCHERS = "_fsdp_watchers"
+
 
 class Call:
     """One forward call of a unit, kept alive by the autograd hooks on its outputs.
@@ -339,17 +341,34 @@ def watchers(tensor: torch.Tensor) -> list[Call]:
     since has another node, which backward reaches before the old one and its hook.
     """
     node = tensor.grad_fn
-    watched: tuple[Any, list[Call]] | None = getattr(tensor, "_fsdp_watched", None)
-    if watched is None or watched[0] is not node:
-        calls: list[Call] = []
-        tensor._fsdp_watched = (node, calls)  # type: ignore[attr-defined]  # lives and dies with the tensor
-        tensor.register_hook(functools.partial(_enter_backward, calls))
-        return calls
-    calls = watched[1]
     if node is None:
-        # A leaf outlives its graphs, and so would the calls of earlier steps.
-        calls[:] = [call for call in calls if not call.entered]
+        return _watchers_of_leaf(tensor)
+    # With the node, so that the tensor can be pickled as any other: hooks on saved tensors do so.
+    known: dict[Any, list[Call]] = node.metadata
+    key = (_WATCHERS, tensor.output_nr)
+    calls = known.get(key)
+    if calls is None:
+        calls = known[key] = []
+        tensor.register_hook(_entering(calls))
     return calls
+
+
+def _watchers_of_leaf(leaf: torch.Tensor) -> list[Call]:
+    for hook in (leaf._backward_hooks or {}).values():
+        if isinstance(hook, functools.partial) and hook.func is _enter_backward:
+            calls: list[Call] = hook.args[0]
+            # A leaf outlives its graphs, and so would the calls of earlier steps.
+            calls[:] = [call for call in calls if not call.entered]
+            return calls
+    calls = []
+    leaf.register_hook(_entering(calls))
+    return calls
+
+
+def _entering(calls: list[Call]) -> Any:
+    hook: Any = functools.partial(_enter_backward, calls)
+    hook.__torch_unserializable__ = True
+    return hook
 
 
 def _enter_backward(calls: list[Call], gradient: torch.Tensor) -> None:
