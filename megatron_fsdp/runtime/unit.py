@@ -44,12 +44,13 @@ class Call:
             the graph in which it did; that of one inside of another is higher.
         moment: of optimizers' steps when it began (``freshness.MOMENTS``).
         first_node: autograd's nodes that were made since it began have this number or a higher one.
+        reads: a weight that its backward reads, where it was looked for (``withheld.note_reads``); None for none.
         is_expected: whether the unit has it among the calls whose backward may still come.
     """
 
     __slots__ = (
         "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "first_node", "is_expected", "moment",
-        "position", "task", "trail",
+        "position", "reads", "task", "trail",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, begin: int) -> None:
@@ -59,6 +60,7 @@ class Call:
         self.position = 0
         self.trail: list[weakref.ref[Unit]] = []
         self.entered = self.task = 0
+        self.reads: str | None = None
         self.moment = MOMENTS[0]
         self.is_expected = False
         self.first_node: int = torch._C._autograd._get_sequence_nr()
@@ -344,12 +346,14 @@ def watchers(tensor: torch.Tensor) -> list[Call]:
     if node is None:
         return _watchers_of_leaf(tensor)
     # With the node, so that the tensor can be pickled as any other: hooks on saved tensors do so.
-    known: dict[Any, list[Call]] = node.metadata
+    known: Any = node.metadata
     key = (_WATCHERS, tensor.output_nr)
-    calls = known.get(key)
+    calls: list[Call] | None = known.get(key)
     if calls is None:
         calls = known[key] = []
-        tensor.register_hook(_entering(calls))
+        hook: Any = functools.partial(_enter_backward, calls)
+        hook.__torch_unserializable__ = True
+        tensor.register_hook(hook)
     return calls
 
 
@@ -360,15 +364,11 @@ def _watchers_of_leaf(leaf: torch.Tensor) -> list[Call]:
             # A leaf outlives its graphs, and so would the calls of earlier steps.
             calls[:] = [call for call in calls if not call.entered]
             return calls
-    calls = []
-    leaf.register_hook(_entering(calls))
+    entering: Any = functools.partial(_enter_backward, [])
+    entering.__torch_unserializable__ = True
+    leaf.register_hook(entering)
+    calls = entering.args[0]
     return calls
-
-
-def _entering(calls: list[Call]) -> Any:
-    hook: Any = functools.partial(_enter_backward, calls)
-    hook.__torch_unserializable__ = True
-    return hook
 
 
 def _enter_backward(calls: list[Call], gradient: torch.Tensor) -> None:
