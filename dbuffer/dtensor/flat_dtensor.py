@@ -31,7 +31,7 @@ from dbuffer.dtensor.placement import FlatRows, RaggedShard
 from dbuffer.dtensor.reduction_ops import run_foreach_norm, run_reduction
 from dbuffer.errors import PlacementError
 
-__all__ = ["FlatDTensor", "FlatRows", "RaggedShard", "num_flags_set", "rebind", "refuse_hooks"]
+__all__ = ["FlatDTensor", "FlatRows", "RaggedShard", "num_flags_set", "rebind", "refuse_uses"]
 
 
 _GRAD: Any = torch.Tensor.grad
@@ -297,18 +297,32 @@ def _set_data(operator: Operator, args: Arguments, options: Options) -> None:
         target.copy_(value.detach())
 
 
-_HOOKLESS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_REASONS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def refuse_hooks(tensor: torch.Tensor, reason: Callable[[], str]) -> None:
-    """Let ``register_hook`` raise ``PlacementError`` with a reason: autograd gives the tensor no gradient."""
-    _HOOKLESS[tensor] = reason
+def refuse_uses(tensor: torch.Tensor, *, hook: Callable[[], str], convert: Callable[[], str]) -> None:
+    """Let two uses of a tensor raise ``PlacementError`` with a reason.
+
+    Args:
+        hook: of ``register_hook``, as autograd gives the tensor no gradient.
+        convert: of ``nn.Module.to`` and its like, by the module that holds it.
+    """
+    _REASONS[tensor] = (hook, convert)
+
+
+def _convert(operator: Operator, args: Arguments, options: Options) -> Any:
+    # Module._apply asks of each parameter, and would go on to exchange the objects.
+    if args[0] in _REASONS:
+        _, reason = _REASONS[args[0]]
+        raise PlacementError(reason())
+    return _native(operator, args, options)
 
 
 def _hook(operator: Operator, args: Arguments, options: Options) -> Any:
     tensor, *rest = args
-    if operator.name == "register_hook" and tensor in _HOOKLESS:
-        raise PlacementError(_HOOKLESS[tensor]())
+    if operator.name == "register_hook" and tensor in _REASONS:
+        reason, _ = _REASONS[tensor]
+        raise PlacementError(reason())
     convert_gradients_of(tensor)
     if operator.name == "retain_grad" and not tensor.is_leaf:
         raise PlacementError(
@@ -378,6 +392,7 @@ _RUN: dict[Kind, Handler] = {
     Kind.BACKWARD: run_backward,
     Kind.GRADIENTS: run_gradients,
     Kind.SET_DATA: _set_data,
+    Kind.CONVERT: _convert,
     Kind.ITERATE: _iterate,
     Kind.RESHAPE: _reshape,
     Kind.REFUSED: _refuse,

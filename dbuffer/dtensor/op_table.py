@@ -33,6 +33,7 @@ class Kind(enum.Enum):
     BACKWARD = "starts backward"
     GRADIENTS = "returns gradients of some tensors"
     SET_DATA = "replaces the values"
+    CONVERT = "asked by a module that converts its parameters"
     ITERATE = "an iterator"
     RESHAPE = "other shape in place"
     REFUSED = "wrong on a sharded tensor, whatever one does"
@@ -99,7 +100,7 @@ _NATIVE = frozenset(
     """size dim ndimension numel nelement stride element_size is_contiguous is_floating_point is_complex is_signed
     is_inference is_conj is_neg is_same_size get_device data_ptr storage untyped_storage _typed_storage storage_offset
     storage_type is_shared is_pinned requires_grad_ detach_ __repr__ __format__ __reduce_ex__ __reduce__ __setstate__
-    __hash__ __len__ __dir__ _is_view _has_compatible_shallow_copy_type result_type _use_count has_names
+    __hash__ __len__ __dir__ _is_view result_type _use_count has_names
     _clear_non_serializable_cached_data numpy __array__ is_set_to""".split()
 )
 _RESHAPES = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"})
@@ -113,6 +114,7 @@ _SPECIAL = {
     "retain_grad": Kind.HOOK,
     "backward": Kind.BACKWARD,
     "__iter__": Kind.ITERATE,
+    "_has_compatible_shallow_copy_type": Kind.CONVERT,
     "_foreach_norm": Kind.FOREACH_NORM,
     "_foreach_max": Kind.WHOLE,
     "_foreach_powsum": Kind.WHOLE,

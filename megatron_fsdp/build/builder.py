@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dbuffer import Granularity, Plan
+from dbuffer import Granularity, Plan, Region
 from dbuffer_kernels.switches import is_off
-from megatron_fsdp.build.grouping import gathers_main_weights, granularities, group_parameters
+from megatron_fsdp.build.grouping import even_region, gathers_main_weights, granularities, group_parameters
 from megatron_fsdp.build.ownership import OwnedParameter, settle_grad_dtypes
 from megatron_fsdp.build.packed_layout import is_packed, layout_regions
 from megatron_fsdp.policy.mesh import ShardingTarget, buffer_device
@@ -99,14 +99,20 @@ class GroupPlanner:
             spec = replace(spec, placements=placements.no_shard_on_all_axes())
         elif self._offload.is_on:
             spec = replace(spec, is_offloaded=True, is_pinned=self._offload.is_pinned)
-        regions = layout_regions(
+        for region in self._regions(like, spec):
+            yield GroupPlan([like[index] for index in region.indices], region.plan, spec)
+
+    def _regions(self, like: Sequence[OwnedParameter], spec: GroupSpec) -> Sequence[Region]:
+        num_shards = spec.placements.num_shards([spec.mesh.size(axis) for axis in range(spec.mesh.ndim)])
+        # What rests whole is refused where its buffers are made.
+        if like[0].extension is not None and num_shards == self._target.num_weight_shards:
+            return [even_region(one, num_shards, spec.dtypes) for one in like]
+        return layout_regions(
             [parameter.shape for parameter in like],
-            spec.placements.num_shards([mesh.size(axis) for axis in range(mesh.ndim)]),
-            dtypes,
+            num_shards,
+            spec.dtypes,
             None if self._granularity is None else granularities(like, self._granularity),
         )
-        for region in regions:
-            yield GroupPlan([like[index] for index in region.indices], region.plan, spec)
 
 
 @dataclass(frozen=True, slots=True)

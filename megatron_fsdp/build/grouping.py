@@ -9,13 +9,21 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from dbuffer import Flat, Granularity, PaddingLimits, Region, Row, first_dimension_granularity, plan_regions
+from dbuffer import Flat, Granularity, PaddingLimits, Plan, Region, Row, first_dimension_granularity, plan_regions
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.precision import GradDtype, GroupDtypes
 from megatron_fsdp.policy.strategy import Placements
 
-__all__ = ["GroupKey", "gathers_main_weights", "granularities", "group_parameters", "grouped", "unit_regions"]
+__all__ = [
+    "GroupKey",
+    "even_region",
+    "gathers_main_weights",
+    "granularities",
+    "group_parameters",
+    "grouped",
+    "unit_regions",
+]
 
 T = TypeVar("T")
 
@@ -127,3 +135,20 @@ def unit_regions(
         itemsize=itemsize,
         limits=_LIMITS if asked is None else PaddingLimits(),
     )
+
+
+def even_region(parameter: OwnedParameter, num_shards: int, dtypes: GroupDtypes) -> Region:
+    """Lay out a parameter with hooks of its own without padding, so that each rank holds as many of its rows.
+
+    Raises:
+        ConfigError: that would cut a block that has to stay whole (8-bit moments).
+    """
+    numel = math.prod(parameter.shape)
+    if numel // num_shards % dtypes.block_numel:
+        raise ConfigError(
+            f"parameter {parameter.name!r} of shape {parameter.shape} has hooks of its own, which need as many rows on "
+            f"each of {num_shards} ranks: {numel // num_shards} elements, no multiple of {dtypes.block_numel}, as "
+            "MixedPrecisionPolicy(moments=) needs. Leave moments= out of the unit's policy, or shard the plain weight."
+        )
+    rows = first_dimension_granularity(parameter.shape)
+    return Region((0,), Plan((parameter.shape,), (rows,), num_shards, (0,), numel // num_shards))

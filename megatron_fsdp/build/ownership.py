@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_fsdp.build.extension import Extension, extension_of
@@ -104,7 +105,7 @@ def collect_parameters(
         ignored: parameters that nobody shards.
     Raises:
         OwnershipError: a parameter belongs to another unit already.
-        ConfigError: a parameter that cannot be sharded (0-d, a DTensor over the data-parallel axes).
+        ConfigError: a parameter that cannot be sharded (0-d, lazy, a DTensor over the data-parallel axes).
     """
     skipped = {id(parameter) for parameter in ignored}
     found: dict[int, OwnedParameter] = {}
@@ -160,6 +161,11 @@ def _modules_of_unit(
 
 def _check_parameter(name: str, parameter: nn.Parameter, root: nn.Module) -> None:
     where = f"{type(root).__name__}: parameter {name!r}"
+    if is_lazy(parameter):
+        raise ConfigError(
+            f"{where} is of a lazy module, which gives it a shape in its first forward. Run one before fully_shard, on "
+            "every rank: with torch.no_grad(): model(batch), or on a batch of zeros of the same shape."
+        )
     if parameter in _TAKEN:
         unit, first_name = _TAKEN[parameter]
         if isinstance(parameter, DTensor):

@@ -182,9 +182,12 @@ class _TensorsOnlyPlanner(DefaultLoadPlanner):
 
 def _expected_files(folder: Path) -> dict[str, FileEntry]:
     if not (folder / METADATA).exists() and not (folder / MANIFEST).exists():
-        old = folder.with_name(f"{folder.name}.old")
+        place = place_of(folder)
+        old = place.parent / f"{place.name}.old"
         hint = f"; there is one at {old}: rename it if it is the one wanted" if (old / MANIFEST).exists() else ""
-        raise CheckpointError(f"{folder} holds no complete checkpoint (looked for {METADATA} and {MANIFEST}){hint}")
+        # An empty path is the working directory too.
+        where = folder if folder.name else place
+        raise CheckpointError(f"{where} holds no complete checkpoint (looked for {METADATA} and {MANIFEST}){hint}")
     if (folder / MANIFEST).exists() or (folder / STATE_FILE).exists():
         return read_manifest(folder)
     return {}

@@ -93,7 +93,7 @@ def plan_save(
         collect: returns the nested entries to save and the bytes of the state file.
         planner: where the values come from; None takes them from the entries.
     Raises:
-        CheckpointError: ``collect`` failed on some rank, or the folder cannot be made.
+        CheckpointError: ``collect`` failed on some rank, or the folder cannot be made or replaced.
     """
     source = HoldingPlanner() if planner is None else planner
     collected: list[bytes] = []
@@ -101,6 +101,7 @@ def plan_save(
     scratches: list[Scratch] = []
 
     def mine() -> tuple[str, SavePlan]:
+        _refuse_surroundings(path)
         entries, state = collect()
         collected.append(state)
         source.set_up_planner(dict(entries), is_coordinator=ranks.rank == 0)
@@ -238,6 +239,17 @@ def _make_folder(path: Path) -> Scratch:
         scratch.remove()
         raise
     return scratch
+
+
+def _refuse_surroundings(path: Path) -> None:
+    """A folder that is replaced is another one, and the old one, in which this process would still be, is gone."""
+    own = Path.cwd()
+    if path in (own, *own.parents):
+        what = "the working directory" if path == own else f"a folder around the working directory {own}"
+        raise CheckpointError(
+            f"{path} is {what}, and a save replaces the whole folder, under the feet of this process. Name one in it: "
+            f"{path / 'step_0000100'}"
+        )
 
 
 def _refuse_foreign(path: Path) -> None:

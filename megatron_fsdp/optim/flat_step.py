@@ -256,6 +256,7 @@ class _Plan:
         for run in self._runs:
             self.state[run.weight] = run.state
         self.tensors = self._tensors(gradients)
+        self._is_settled = True
         self._show(owner)
         # Gradients that break runs may be others the next time.
         self._is_whole = len(self._runs) == len(list(_chains(members))) and len(members) == sum(
@@ -307,9 +308,10 @@ class _Plan:
     def fits(
         self, owner: Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> bool:
-        """Whether nothing has changed but values."""
+        """Whether nothing has changed but values, and no step was broken off, whose state may be shown in part."""
         return (
-            _sizes(owner) == self._sizes
+            self._is_settled
+            and _sizes(owner) == self._sizes
             and _same(parameters, self._parameters)
             and list(map(operator.is_, gradients, repeat(None))) == self._absent
             and (self._is_whole or list(map(id, gradients)) == self._gradient_ids)
@@ -340,6 +342,7 @@ class _Plan:
 
     def lend(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Give the flat tensors their gradients."""
+        self._is_settled = False
         for run, numel in zip(self._runs, self._numels, strict=True):
             rows = cast(FlatDTensor, gradients[run.leader.position])._local_tensor
             run.weight.grad = rows.as_strided((numel,), (1,))
@@ -355,6 +358,7 @@ class _Plan:
         if is_new:
             # Nothing is read: what a run got is alike for all of its members.
             self._show(owner)
+        self._is_settled = True
 
 
 def _same(these: Iterable[Any], those: Iterable[Any]) -> bool:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_iter
 
 from dbuffer import DBuffer, Element, Flat, FlatDTensor, Plan
 from dbuffer.collectives import Part
@@ -36,6 +37,7 @@ from megatron_fsdp.runtime.weight_buffers import WeightBuffers
 __all__ = ["ExtensionFaces", "ExtensionWeights"]
 
 _ALIGNMENT = 16
+_DROP_HOOK = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 _Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
@@ -54,6 +56,26 @@ class _Wire:
     gathered: DBuffer
     outputs: tuple[FlatStorage, ...]
     route: Route
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Memory that ``fsdp_post_all_gather`` made: the storage of one of the inner tensors that it returned."""
+
+    storage: torch.UntypedStorage
+    num_bytes: int
+
+    def reallocate(self) -> None:
+        """Bring the bytes back for the hook to fill."""
+        if not self.storage.nbytes():
+            self.storage.resize_(self.num_bytes)
+
+
+def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    """Return the storages of the tensors in a structure that are no wrappers around others, by identity."""
+    tensors = [each for each in tree_iter(tree) if isinstance(each, torch.Tensor)]
+    storages = [each.untyped_storage() for each in tensors if not hasattr(each, "__tensor_flatten__")]
+    return {each._cdata: each for each in storages}
 
 
 def _make_wire(signature: _Signature, spec: GroupSpec, axis: int, where: str) -> _Wire:
@@ -82,7 +104,7 @@ class ExtensionWeights(WeightBuffers):
         part: this rank's part as the subclass; its hook is asked at every gather.
         used: the whole parameter that ``fsdp_post_all_gather`` made; the same object in every gather.
     Raises:
-        ConfigError: the weights rest whole or in CPU memory, or the hook returns something else than tensors.
+        ConfigError: the weights rest whole or in CPU memory, or a hook returns something else than it should.
     """
 
     def __init__(self, owned: OwnedParameter, plan: Plan, spec: GroupSpec, name: str) -> None:
@@ -112,6 +134,8 @@ class ExtensionWeights(WeightBuffers):
         self._wire = self._wire_for(self._ask())
         self.gathered = self._wire.gathered
         self._gathered_shard = self._wire.sent
+        self._made: tuple[_Made, ...] = ()
+        self._drops_outputs = self._ask_to_drop()
         self.used = self._first_use()
         self.rename(name)
 
@@ -185,9 +209,16 @@ class ExtensionWeights(WeightBuffers):
         super().gathered_is_used()
         for storage in self._wire.outputs:
             storage.reallocate()
+        for made in self._made:
+            made.reallocate()
         self._finish(out=self.used)
-        # What the ranks sent is copied; only the sorted tensors are used.
-        self._wire.gathered.release_storage()
+        # What the ranks sent is copied; only the sorted tensors are used, or what the hook made of them. Of the
+        # bytes as they came a part may be kept after forward.
+        if self.post_forward is None:
+            self._wire.gathered.release_storage()
+        if self._drops_outputs:
+            for storage in self._wire.outputs:
+                storage.release()
 
     def _finish(self, *, out: torch.Tensor | None) -> Any:
         wire, num_ranks = self._wire, self._spec.mesh.size(self._axis)
@@ -214,15 +245,39 @@ class ExtensionWeights(WeightBuffers):
                 f"{self._where}: fsdp_post_all_gather made {getattr(whole, 'shape', found)!r}; wanted the whole tensor "
                 f"of shape {tuple(self._extension.shape)} and its inner tensors"
             )
+        self._made = tuple(self._made_by_hook(whole, found[1:]))
         return nn.Parameter(whole, requires_grad=False)
+
+    def _ask_to_drop(self) -> bool:
+        """Return whether the gathered tensors may go once the hook has made the parameter of them (PyTorch 2.15)."""
+        asked = getattr(self.part, _DROP_HOOK, lambda: False)()
+        if not isinstance(asked, bool):
+            raise ConfigError(f"{self._where}: {_DROP_HOOK} returned {asked!r}; wanted True or False")
+        return asked
+
+    def _made_by_hook(self, whole: torch.Tensor, others: Sequence[Any]) -> Iterator[_Made]:
+        """Yield the memory that the hook named as its own, which goes and comes with the gathered tensors.
+
+        Raises:
+            ConfigError: it lies in the gathered tensors, which the class wants to be rid of.
+        """
+        outputs = _storages([storage.tensor for storage in self._wire.outputs])
+        if self._drops_outputs and not outputs.keys().isdisjoint(_storages([whole, others])):
+            raise ConfigError(
+                f"{self._where}: {_DROP_HOOK} is True, but what fsdp_post_all_gather made lies in the tensors that it "
+                "was given; return False, or make it of memory of its own"
+            )
+        yield from (_Made(each, each.nbytes()) for key, each in _storages(others).items() if key not in outputs)
 
     def release(self, *, keep_generation: int | None = None) -> None:
         """Release the gathered tensors; see ``WeightBuffers``."""
+        super().release(keep_generation=keep_generation)
         for wire in self._wires.values():
             for storage in wire.outputs if not self.keeps_gathered else ():
                 storage.release()
             wire.gathered.release_storage()
-        super().release(keep_generation=keep_generation)
+        for made in self._made if not self.keeps_gathered else ():
+            made.storage.resize_(0)
 
     def start_refresh(self) -> list[Part]:
         """Main weights are what the hook is asked about: nothing to bring up to date."""

@@ -87,6 +87,8 @@ def meet(ranks: Sequence[int], statement: Statement) -> str:
     verdict, _, rest = room.get("verdict").partition(" ")
     if verdict == "gone":
         raise AgreementError(f"rank {room.rank} {statement.action}, but {rest}")
+    if verdict == "late":
+        raise AgreementError(f"rank {room.rank} {statement.action}, but {_absence(room, *map(int, rest.split()))}")
     if verdict == "differ":
         raise MeshError(_difference(room, statement, sorted(int(rank) for rank in rest.split())))
     return room.token
@@ -304,17 +306,21 @@ class _Arrival(dist.Work):
                 continue
             if timeout:
                 raise RuntimeError("some ranks have not come yet")
-            room.set_verdict(f"gone {self._absence(limit)}")
+            missing = [str(rank) for rank in room.ranks if not room.has(f"waits {rank}")]
+            room.set_verdict(f"late {limit.total_seconds():.0f} {' '.join(missing)}")
         return True
 
-    def _absence(self, limit: datetime.timedelta) -> str:
-        room = self._room
-        missing = [rank for rank in room.ranks if not room.has(f"waits {rank}")]
-        return (
-            f"{rank_list(missing)} did not within {limit.total_seconds():.0f} s. Every rank of the mesh "
-            f"({rank_list(room.ranks)}) has to; look there for another number of units, for work that only one rank "
-            "does, or for a process that ended"
-        )
+
+def _absence(room: _Room, limit_s: int, *missing: int) -> str:
+    """Return who did not come in time, in the words of one who did, or of one who comes when it is too late."""
+    others = [rank for rank in room.ranks if rank not in missing]
+    what = f"{rank_list(missing)} did not within {limit_s} s"
+    if room.rank in missing:
+        what = f"only after {rank_list(others)} had waited for it for {limit_s} s and raised"
+    return (
+        f"{what}. Every rank of the mesh ({rank_list(room.ranks)}) has to; look at {rank_list(missing)} for another "
+        "number of units, for work that only one rank does, or for a process that ended"
+    )
 
 
 _NUM_SHOWN = 3

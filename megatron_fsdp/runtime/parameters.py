@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, RaggedShard
 from dbuffer.dtensor.checkpoint_chunks import own_rows
-from dbuffer.dtensor.flat_dtensor import FlatDTensor, num_flags_set, rebind, refuse_hooks
+from dbuffer.dtensor.flat_dtensor import FlatDTensor, num_flags_set, rebind, refuse_uses
 from dbuffer.events import listeners, tell
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import StateError
@@ -81,7 +81,7 @@ class Faces:
         self._guarded = [face for face in self.gathered if isinstance(face, GatheredWeight)]
         self._guard = ReadGuard(self.gathered)
         self._versions = self._guard.current()
-        self._refuse_hooks()
+        self._refuse_uses()
         self._follow_locals()
         # Whether the backward under way brought gradients, by which hooks of small ones see that nothing is to be done.
         self.begun = [False]
@@ -327,13 +327,14 @@ class Faces:
             rebind(value, resting)
         mark_replaced(old, self._owned[index].name)
         self.sharded[index] = value  # type: ignore[call-overload]  # a DTensor that says that it is a parameter
-        self._refuse_hooks()
+        self._refuse_uses()
         self._follow_locals()
         self.sites = Sites(self._owned, self.sharded, self.gathered)
 
-    def _refuse_hooks(self) -> None:
+    def _refuse_uses(self) -> None:
         for owned, face in zip(self._owned, self.sharded, strict=True):
-            refuse_hooks(face, partial(_no_hooks, Place(self._receiver, owned.name)))
+            place = Place(self._receiver, owned.name)
+            refuse_uses(face, hook=partial(_no_hooks, place), convert=partial(_no_conversion, place))
 
     def _follow_locals(self) -> None:
         # Every in-place operator on a sharded parameter changes the version of the rows below it.
@@ -367,6 +368,15 @@ def _no_hooks(place: Place) -> str:
         f"{place.words}: register_hook on a sharded parameter would never be called, as autograd knows the gathered "
         "weights alone. Use register_post_accumulate_grad_hook(hook): it gets the parameter when .grad, the gradient "
         "averaged over ranks, is there, and may change that in place."
+    )
+
+
+def _no_conversion(place: Place) -> str:
+    return (
+        f"{place.words}: .to(), .float(), .half() and the like of a module inside of the unit, whose parameters share "
+        "one buffer, so one of them cannot have another dtype or device than the rest. Convert the module before "
+        "fully_shard, or the whole model after it; MixedPrecisionPolicy chooses the dtypes of compute and gradients; a "
+        "fully_shard of its own makes the module a unit."
     )
 
 

@@ -16,7 +16,18 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from tests.functional.compatibility import Outcome, blocks, layers, outcome, scenario, shard, shows_dtensors, train
+from tests.functional.compatibility import (
+    SINCE_2_15,
+    Outcome,
+    blocks,
+    layers,
+    outcome,
+    scenario,
+    shard,
+    shows_dtensors,
+    train,
+)
+from tests.functional.wire_tensor import ReleasingTensor
 from tests.harness.models import Block, inputs
 from tests.harness.oracle import whole
 
@@ -168,3 +179,21 @@ def resume(fsdp: Any) -> Outcome:
     second = torch.optim.AdamW(other.parameters(), lr=1e-3)
     set_optimizer_state_dict(other, second, state[1], options=part)
     return outcome(other, losses + train(other, steps=2, optimizer=second))
+
+
+@scenario("fsdp_should_release_all_gather_outputs_after_post_all_gather", needs=SINCE_2_15, tolerance=0.0)
+def release_what_was_gathered(fsdp: Any) -> Outcome:
+    """Losses, and what has memory when weights are gathered and when they are not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 7))
+    model[0].weight = nn.Parameter(ReleasingTensor(model[0].weight.detach()))
+    fsdp.fully_shard(model[0])
+    fsdp.fully_shard(model)
+    held = []
+    losses = train(model)
+    for _ in range(2):
+        model[0].unshard()
+        held.append(ReleasingTensor.held())
+        model[0].reshard()
+        held.append(ReleasingTensor.held())
+    return Outcome(tuple(losses), {}, tuple(held))

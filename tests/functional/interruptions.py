@@ -4,14 +4,15 @@ A ``Trial`` trains a sharded model beside another one. In each round one step of
 dropped then, as after any error, and both models train on and have to stay equal. A ``Sweep`` does so at every n-th
 place. How many there are, and what was wrong after which::
 
-    python -m tests.functional.interruptions [SETUP ...]
+    python -m tests.functional.interruptions [--wider N] [SETUP ...]
 """
 
+import argparse
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -189,9 +190,10 @@ class Setup:
     """How a model is sharded and stepped.
 
     Attributes:
-        strategy: a classmethod of ``Placements``. slots: of ``set_slot_pool``. optimizer: "sgd"; "refreshed", SGD that
-            refreshes compute weights itself; or "adamw", ours. policy: of precision; the other model is sharded with
-            it too then, as a whole one is rounded elsewhere. others: of ``fully_shard``. num_ranks: at least.
+        strategy: a classmethod of ``Placements``. slots: of ``set_slot_pool``. optimizer: "sgd", with momentum;
+            "refreshed", the same, which refreshes compute weights itself; or "adamw", ours. policy: of precision; the
+            other model is sharded with it too then, as a whole one is rounded elsewhere. others: of ``fully_shard``.
+            num_ranks: at least.
     """
 
     strategy: str
@@ -212,11 +214,12 @@ class Setup:
             model.set_slot_pool(self.slots)
 
     def step_with(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the optimizer of a sharded model."""
+        """Return the optimizer of a model, sharded or whole."""
+        is_sharded = isinstance(model, FSDPModule)
         if self.optimizer == "adamw":
-            return AdamW(model.parameters(), lr=0.01, eps=1e-3)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        return fully_shard_optimizer(sgd) if self.optimizer == "refreshed" else sgd
+            return (AdamW if is_sharded else torch.optim.AdamW)(model.parameters(), lr=0.01, eps=1e-3)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        return fully_shard_optimizer(sgd) if self.optimizer == "refreshed" and is_sharded else sgd
 
 
 _MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -261,7 +264,7 @@ class Trial:
         setup.shard(self._model)
         if setup.policy is not None:
             setup.shard(self._other)
-        self._optimizer = setup.step_with(self._model)
+        self._optimizer, self._others_optimizer = map(setup.step_with, (self._model, self._other))
         self._number = 0
         self._kept: BaseException | None = None
 
@@ -279,8 +282,10 @@ class Trial:
             # Half of the time somebody keeps the traceback, as a notebook does.
             self._kept = error if self._number % 2 else None
         (self._optimizer if self._number % 3 else self._model).zero_grad()
-        if self.phase == "step":
+        if _is_anywhere(self.phase == "step"):
+            # Some parameters may be as before the step and others as after it, in a whole model, too.
             self._take_over_weights()
+            self._take_over_state()
         return fault
 
     def difference(self) -> str:
@@ -296,11 +301,7 @@ class Trial:
             found = [] if abs(mine - wanted) <= _TOLERANCE else [f"the loss is {mine}, not {wanted}"]
             found += _differing(*both, of_gradients=True)
             self._optimizer.step()
-            if self._setup.optimizer == "adamw":
-                # What moments an interrupted step leaves is nobody's affair.
-                self._take_over_weights()
-            else:
-                torch.optim.SGD(self._other.parameters(), lr=0.1).step()
+            self._others_optimizer.step()
             for model in both:
                 model.zero_grad()
             found += _differing(*both, of_gradients=False)
@@ -325,9 +326,35 @@ class Trial:
         return losses[rank]
 
     def _take_over_weights(self) -> None:
+        has_remainders = self._setup.policy is not None and self._setup.policy.split_main_params
         with torch.no_grad():
             for one, other in zip(self._model.parameters(), self._other.parameters(), strict=True):
                 other.copy_(one if isinstance(other, DTensor) else _whole(one))
+                if has_remainders:
+                    # What is written has none, so both go on from rounded weights.
+                    one.copy_(other)
+
+    def _take_over_state(self) -> None:
+        if isinstance(self._other, FSDPModule):
+            self._others_optimizer.load_state_dict(copy.deepcopy(self._optimizer.state_dict()))
+            return
+        records = [self._optimizer.state.get(one, {}) for one in self._model.parameters()]
+        _be_alike(records)
+        for record, other in zip(records, self._other.parameters(), strict=True):
+            self._others_optimizer.state[other] = {key: _whole(value).clone() for key, value in record.items()}
+
+
+def _be_alike(records: Sequence[dict[str, Any]]) -> None:
+    """Let the state of each parameter be of one kind on all ranks, whose last calls need not have been the same."""
+    own = [{key: None if isinstance(value, DTensor) else value for key, value in each.items()} for each in records]
+    of_ranks = [own] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    for record, first, *others in zip(records, *of_ranks, strict=True):
+        if any(other.keys() != first.keys() for other in others):
+            record.clear()
+        for key, number in first.items() if record else ():
+            if number is not None:
+                record[key].copy_(number)
 
 
 def _swallow(unraisable: Any) -> None:
@@ -428,10 +455,15 @@ SWEEPS = _full()
 """All of them, which take minutes."""
 
 
-def main(names: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Run sweeps, of some setups or all, and print what they found."""
-    for sweep in SWEEPS:
-        if not names or sweep.setup in names:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("setups", nargs="*", choices=[*SETUPS, []], metavar="SETUP")
+    parser.add_argument("--wider", type=int, default=1, metavar="N", help="go to every N-th of the places only")
+    options = parser.parse_args(arguments)
+    for full in SWEEPS:
+        if not options.setups or full.setup in options.setups:
+            sweep = replace(full, stride=full.stride * options.wider)
             try:
                 found = run_ranks(sweep.num_ranks, run, sweep, timeout=3600, fresh=True)[0]
             except RankError as error:

@@ -1,6 +1,8 @@
 """save_checkpoint and load_checkpoint: exact resume, other numbers of ranks, and refusals that change nothing."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -257,6 +259,47 @@ def test_a_missing_checkpoint_is_refused_by_its_path_and_nothing_changes(tmp_pat
     for message, changed in run_ranks(2, refused, build_same, path):
         assert path in message
         assert changed == []
+
+
+@contextmanager
+def working_in(folder: str) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def load_the_working_directory(path: str) -> list[str]:
+    """Load by paths without a name, where a checkpoint is and where none is, and try to save to such ones."""
+    model = shard_model(make_model(0), world_mesh(), "optim_grads_params")
+    saved = f"{path}/saved"
+    save_checkpoint(model, None, saved)
+    other = shard_model(make_model(1), world_mesh(), "optim_grads_params")
+    with working_in(saved):
+        load_checkpoint(other, None, ".")
+    met = differing(whole_state(model), whole_state(other))
+    with working_in(path):
+        for use in (load_checkpoint, save_checkpoint):
+            for name in ("", ".", ".."):
+                try:
+                    use(model, None, name)
+                except CheckpointError as error:
+                    met.append(str(error))
+    return met
+
+
+def test_the_working_directory_is_a_folder_to_load_from_and_refused_by_name_to_save_to(tmp_path: Path) -> None:
+    path = tmp_path / "runs"
+    path.mkdir()
+    for loaded, below, above, *saves in run_ranks(2, load_the_working_directory, str(path)):
+        assert loaded.startswith(f"{path} holds no complete checkpoint")
+        assert below == loaded
+        assert "holds no complete checkpoint" in above
+        assert [f"{path} is the working directory" in each for each in saves] == [True, True, False]
+        assert f"{tmp_path} is a folder around the working directory {path}" in saves[2]
+    assert [entry.name for entry in path.iterdir()] == ["saved"]
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused_and_nothing_changes(tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ import ast
 import functools
 import inspect
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
 import pytest
 import torch.distributed.fsdp as fsdp
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import _fully_shard
 
 import megatron_fsdp
@@ -22,7 +23,7 @@ from tests.functional import (
     compatibility_methods,
     compatibility_tools,
 )
-from tests.functional.compatibility import SCENARIOS
+from tests.functional.compatibility import SCENARIOS, SINCE_2_15, has_name
 from tests.functional.compatibility_differences import DIFFERENCES
 
 __all__ = ["compatibility_arguments", "compatibility_communication", "compatibility_methods", "compatibility_tools"]
@@ -95,6 +96,10 @@ def installed() -> Iterator[str]:
             yield from (f"{name}({field.name})" for field in fields(value))
         elif not isinstance(value, type):
             yield from (f"{name}({parameter})" for parameter in inspect.signature(value).parameters)
+        elif value is not fsdp.FSDPModule:
+            yield from (f"{name}.{method}" for method in vars(value) if not method.startswith("_"))
+    yield "replicate"
+    yield from (f"replicate({parameter})" for parameter in inspect.signature(replicate).parameters)
     for name, method in inspect.getmembers(fsdp.FSDPModule, inspect.isfunction):
         if name in ("_apply", "__new__"):
             continue
@@ -113,8 +118,48 @@ def test_the_list_of_what_is_installed_finds_names_methods_and_keywords() -> Non
         "fully_shard(mesh)",
         "MixedPrecisionPolicy(reduce_dtype)",
         "FSDPModule.unshard(async_op)",
+        "UnshardHandle.wait",
+        "replicate(mesh)",
     }
     assert wanted <= set(installed())
+
+
+# Rows of names that every version has, and nothing lists.
+UNLISTED = {"fully_shard.state", "fully_shard.state(module)"}
+
+
+@pytest.mark.skipif(not has_name(SINCE_2_15), reason="older versions lack names that the page has")
+def test_every_name_on_the_page_is_one_of_fsdp2() -> None:
+    assert names("torch.distributed.fsdp") - set(installed()) == UNLISTED
+
+
+def calls() -> Iterator[tuple[str, Callable[..., object], Callable[..., object]]]:
+    """Yield everything of FSDP2 that can be called, PyTorch's and ours."""
+    for name in _fully_shard.__all__:
+        theirs, ours = getattr(fsdp, name), getattr(megatron_fsdp, name)
+        if not isinstance(theirs, type) or is_dataclass(theirs):
+            yield name, theirs, ours
+        for method in vars(theirs) if isinstance(theirs, type) else ():
+            if inspect.isfunction(getattr(theirs, method)) and not method.startswith("_"):
+                yield f"{name}.{method}", getattr(theirs, method), getattr(ours, method)
+
+
+# Written as None here, and made the same by it.
+DEFAULT_POLICIES = ("mp_policy", "offload_policy")
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [pytest.param(*both, id=name) for name, *both in calls()])
+def test_every_call_that_fsdp2_takes_means_the_same_here(
+    theirs: Callable[..., object], ours: Callable[..., object]
+) -> None:
+    wanted, found = (list(inspect.signature(each).parameters.values()) for each in (theirs, ours))
+    by_name = {parameter.name: parameter for parameter in found}
+    for position, parameter in enumerate(wanted):
+        mine = by_name[parameter.name]
+        assert mine.kind in (parameter.kind, inspect.Parameter.POSITIONAL_OR_KEYWORD), parameter
+        assert parameter.name in DEFAULT_POLICIES or mine.default == parameter.default, parameter
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            assert found[position].name == parameter.name
 
 
 @pytest.mark.parametrize("name", sorted(name for name in _fully_shard.__all__))

@@ -48,6 +48,10 @@ def zero_dimensional() -> None:
     fully_shard(Scaled(nn.Parameter(torch.tensor(1.0))))
 
 
+def lazy() -> None:
+    fully_shard(nn.Sequential(nn.LazyLinear(7), nn.LazyLinear(3)))
+
+
 def tied_across_units() -> None:
     model = Tied()
     fully_shard(model.first)
@@ -225,6 +229,18 @@ def another_dtype_before_backward() -> None:
     loss.backward()
 
 
+def another_dtype_inside_of_a_unit() -> None:
+    model = Stack(Block())
+    shard_each(model)
+    model.layers[0].norm.half()
+
+
+def the_same_dtype_inside_of_a_unit() -> None:
+    model = Stack(Block())
+    shard_each(model)
+    model.layers[0].norm.float()
+
+
 def another_device() -> None:
     model = nn.Linear(3, 5)
     fully_shard(model)
@@ -376,6 +392,7 @@ def transform_of_a_functional_call() -> None:
 MISTAKES: dict[Callable[[], None], tuple[str, ...]] = {
     zero_dimensional: ("ConfigError", "'scale'", "nn.Parameter(torch.tensor([value]))", "ignored_params"),
     tied_across_units: ("OwnershipError", "'weight'", "unit 'Linear'", "fully_shard([first, second])"),
+    lazy: ("ConfigError", "Sequential", "'0.weight'", "lazy module", "model(batch)"),
     tied_to_the_root: ("OwnershipError", "'second.weight'", "unit 'Linear'", "fully_shard([first, second])"),
     module_list: ("ConfigError", "ModuleList", "no forward", "each of its modules"),
     module_dict: ("ConfigError", "ModuleDict", "no forward", "each of its modules"),
@@ -410,6 +427,8 @@ MISTAKES: dict[Callable[[], None], tuple[str, ...]] = {
     gradient_replaced_by_a_plain_tensor: ("StateError", "'weight'", "plain tensor", "DTensor"),
     another_dtype_beside_gradients: ("StateError", "'weight'", "float64", "zero_grad() first"),
     another_dtype_before_backward: ("StateError", "'weight'", "float64", "delete its outputs"),
+    another_dtype_inside_of_a_unit: ("PlacementError", "unit 'layers.0'", "'norm.weight'", "before fully_shard"),
+    the_same_dtype_inside_of_a_unit: ("PlacementError", "unit 'layers.0'", "'norm.weight'", "MixedPrecisionPolicy"),
     another_device: ("StateError", "'weight'", "cpu", "move to meta", "before fully_shard"),
     shared_memory: ("StateError", "'weight'", "shared memory", "state_dict()"),
     averaged_model: ("StateError", "Linear", "deep-copied", "average", "detach().clone()"),

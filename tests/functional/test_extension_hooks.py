@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from dbuffer import observe_collectives
 from megatron_fsdp import AdamW, MixedPrecisionPolicy, fully_shard
-from tests.functional.wire_tensor import FullFormTensor, NoHookTensor, RankSizedTensor, WireTensor
+from tests.functional.wire_tensor import FullFormTensor, NoHookTensor, RankSizedTensor, ReleasingTensor, WireTensor
 from tests.harness import RankError, run_ranks
 
 
@@ -74,8 +74,104 @@ def test_the_form_of_five_arguments_gets_shape_stride_module_and_policy() -> Non
         assert hooked + plain <= gathers[0] <= hooked + plain + 3 * 16 * 4
 
 
+def train_and_look(kind: type[Any], reshard_after_forward: bool | int) -> tuple[list[float], set[Any]]:
+    """Return losses, and what has memory when a forward begins (None for a class that does not say)."""
+    model = make_model(kind)
+    model[2] = nn.Linear(12, 6)  # its rows are not those of four ranks
+    for module in (model[0], model):
+        fully_shard(module, reshard_after_forward=reshard_after_forward)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    held: set[Any] = set()
+    model[0].register_forward_pre_hook(lambda *_: held.add(getattr(kind, "held", lambda: None)()))
+    losses = []
+    for step in range(3):
+        torch.manual_seed(10 * step + dist.get_rank())
+        loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, held
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
+def test_a_class_that_is_done_with_what_was_gathered_trains_without_its_memory(
+    reshard_after_forward: bool | int,
+) -> None:
+    found = run_ranks(4, train_and_look, ReleasingTensor, reshard_after_forward)
+    wanted = run_ranks(4, train_and_look, WireTensor, reshard_after_forward)
+    for (losses, held), (without, _) in zip(found, wanted, strict=True):
+        assert losses == without
+        assert held == {(False, True)}
+
+
+def rows_and_losses(rows: int, columns: int) -> tuple[tuple[int, ...], list[list[float]]]:
+    losses: list[list[float]] = []
+    for shard in (torch_fully_shard, fully_shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(columns, rows), nn.ReLU(), nn.Linear(rows, 1))
+        model[0].weight = nn.Parameter(WireTensor(model[0].weight.detach()))
+        shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses.append([])
+        for step in range(3):
+            torch.manual_seed(10 * step + dist.get_rank())
+            loss = model(torch.randn(4, columns)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(float(loss.detach()))
+    return tuple(model[0].weight._local_tensor.shape), losses
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(12, 7), (6, 3), (2, 1)])
+def test_ranks_hold_as_many_rows_whatever_their_size(rows: int, columns: int) -> None:
+    for shape, (wanted, found) in run_ranks(2, rows_and_losses, rows, columns):
+        assert shape == (rows // 2, columns)
+        assert found == wanted
+
+
+def reshard_of_a_kept_unit() -> list[tuple[bool, bool]]:
+    model = make_model(ReleasingTensor)
+    model[2].weight = nn.Parameter(torch.zeros(6, 12))
+    fully_shard(model)
+    seen = []
+    for keep in (False, True):
+        model.set_keep_unsharded_storage(keep)
+        model.unshard()
+        model.reshard()
+        seen.append(ReleasingTensor.held())
+    return seen
+
+
+def test_what_a_class_made_of_gathered_tensors_has_no_memory_after_reshard_unless_it_is_kept() -> None:
+    for seen in run_ranks(2, reshard_of_a_kept_unit):
+        assert seen == [(False, False), (False, True)]
+
+
+class Undecided(ReleasingTensor):
+    answer = "yes"
+
+
+class Aliasing(ReleasingTensor):
+    keeps_values = True
+
+
+def shard_for_int8_moments() -> None:
+    model = nn.Sequential(nn.Linear(64, 12))
+    model[0].weight = nn.Parameter(WireTensor(model[0].weight.detach()))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32, moments="int8"))
+
+
+def test_rows_that_would_cut_blocks_of_8_bit_moments_are_refused_by_name() -> None:
+    with pytest.raises(RankError, match=r"'0.weight' of shape .*: 384 elements, no multiple of 256, as Mixed"):
+        run_ranks(2, shard_for_int8_moments)
+
+
 def shard_one(kind: str, rows: int = 12) -> None:
-    kinds: dict[str, Any] = {"none": NoHookTensor, "sizes": RankSizedTensor, "wire": WireTensor}
+    kinds: dict[str, Any] = {
+        "none": NoHookTensor, "sizes": RankSizedTensor, "wire": WireTensor, "answer": Undecided, "aliasing": Aliasing
+    }  # fmt: skip
     model = nn.Sequential(nn.Linear(4, rows))
     model[0].weight = nn.Parameter(kinds[kind](model[0].weight.detach()))
     fully_shard(model)
@@ -86,6 +182,8 @@ def shard_one(kind: str, rows: int = 12) -> None:
     [
         ("none", 12, ["'0.weight'", "NoHookTensor", "without fsdp_pre_all_gather", "ignored_params"]),
         ("sizes", 12, ["0.weight", "RankSizedTensor", "fsdp_pre_all_gather", "returns"]),
+        ("answer", 12, ["0.weight", "Undecided", "fsdp_should_release", "'yes'", "True or False"]),
+        ("aliasing", 12, ["0.weight", "Aliasing", "fsdp_should_release", "lies in the tensors", "return False"]),
         ("wire", 7, ["'0.weight'", "(7, 4)", "2 ranks cannot share evenly", "ignored_params"]),
     ],
 )

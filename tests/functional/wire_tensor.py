@@ -87,6 +87,38 @@ class RankSizedTensor(WireTensor):
         return (values, asked.repeat(1 + torch.distributed.get_rank())), metadata
 
 
+class ReleasingTensor(WireTensor):
+    """Computes with memory of its own, and has no use for what was gathered after that (PyTorch 2.15's third hook).
+
+    Attributes:
+        seen: of the last one made, the storages of the gathered tensors, and that of what compute uses.
+        answer: of the third hook. keeps_values: whether what compute uses lies in what was gathered all the same.
+    """
+
+    seen: tuple[list[torch.UntypedStorage], torch.UntypedStorage]
+    answer: Any = True
+    keeps_values = False
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> Any:
+        return self.answer
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        found = super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
+        if out is not None:
+            return None
+        whole = outputs[0] if self.keeps_values else found[0].clone()
+        type(self).seen = ([each.untyped_storage() for each in outputs], whole.untyped_storage())
+        return whole, (whole,)
+
+    @classmethod
+    def held(cls) -> tuple[bool, bool]:
+        """Whether gathered tensors, and what compute uses, have memory now."""
+        outputs, whole = cls.seen
+        return any(each.nbytes() > 0 for each in outputs), whole.nbytes() > 0
+
+
 class NoHookTensor(torch.Tensor):
     """A wrapper without hooks."""
 

@@ -1,6 +1,5 @@
 """SIGTERM and Ctrl-C are noted while the context is open, once, and are the process's own affair before and after."""
 
-import os
 import signal
 
 import pytest
@@ -11,7 +10,7 @@ from tests.harness import run_ranks
 
 
 def send_sigterm() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
 
 
 def test_nothing_is_received_without_a_signal() -> None:
@@ -23,7 +22,7 @@ def test_nothing_is_received_without_a_signal() -> None:
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
 def test_a_signal_is_received_and_the_process_goes_on(number: int, name: str) -> None:
     with StopSignal() as stop:
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         assert stop.received == name
         assert stop.is_received_anywhere()
 
@@ -47,10 +46,10 @@ def test_ctrl_c_says_what_happens_and_a_second_one_interrupts(capfd: pytest.Capt
     with StopSignal(on_interrupt="the step is finished"):
         send_sigterm()
         assert capfd.readouterr().err == ""
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert capfd.readouterr().err == "\nthe step is finished\n"
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -58,7 +57,7 @@ def stop_the_last_rank(number: int) -> tuple[bool, bool, str]:
     with StopSignal() as stop:
         before = stop.is_received_anywhere()
         if dist.get_rank() == dist.get_world_size() - 1:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
         return before, stop.is_received_anywhere(), stop.received
 
 

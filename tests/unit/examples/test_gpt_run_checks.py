@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import signal
 import threading
 from pathlib import Path
@@ -124,7 +123,7 @@ def test_a_run_that_is_stopped_waits_for_its_last_save(end: str, capsys: pytest.
 
     def stop(job: Any, state: Any) -> Any:
         if end == "SIGTERM":
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         return step(job, state)
 
     with mock.patch.object(pretrain_gpt, "train_step", stop):

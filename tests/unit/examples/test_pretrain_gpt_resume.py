@@ -1,7 +1,6 @@
 """The training script in one process: which checkpoints it keeps, what it resumes from, what signals do to it."""
 
 import json
-import os
 import shutil
 import signal
 from pathlib import Path
@@ -85,7 +84,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
 
     def send_in_third(job: Any, state: Any) -> Any:
         if state.iteration == 2:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
         return step(job, state)
 
     with mock.patch.object(pretrain_gpt, "train_step", send_in_third):
