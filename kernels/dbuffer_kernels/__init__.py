@@ -4,7 +4,7 @@
 # rebind that name in this package from the function to the module.
 from dbuffer_kernels import reference
 from dbuffer_kernels.accumulate import accumulate
-from dbuffer_kernels.adamw import Segments, adamw, adamw_row, adamw_rows
+from dbuffer_kernels.adamw import adamw, adamw_row, adamw_rows
 from dbuffer_kernels.cast import cast_copy
 from dbuffer_kernels.dynamic_map import QUANT_BLOCK, dequantize_blocks, dynamic_map, num_blocks, quantize_blocks
 from dbuffer_kernels.int8_adamw import CodedSegments, int8_adamw
@@ -15,6 +15,7 @@ from dbuffer_kernels.norm import sum_of_squares
 from dbuffer_kernels.pack import pack
 from dbuffer_kernels.reference import AdamWBuffers, Segment
 from dbuffer_kernels.rounding import cast_stochastic
+from dbuffer_kernels.segments import Segments
 from dbuffer_kernels.split import join_weight, split_weight
 
 __all__ = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,57 +9,13 @@ from torch import Tensor
 
 from dbuffer_kernels import reference
 from dbuffer_kernels.launch import device_function, element_type, launch, runs_on_triton, without_grad
-from dbuffer_kernels.reference import AdamWBuffers, Segment
+from dbuffer_kernels.reference import AdamWBuffers
+from dbuffer_kernels.segments import STEP_BLOCK, Segments, find_segment
 from dbuffer_kernels.split import joined, lower_half, upper_half
 
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
     import triton.language as tl
-
-ADAMW_BLOCK = 2048
-"""Elements per program: half of what a copy takes, because each element has up to five values in registers."""
-
-_ENTRY_FIELDS = 4
-
-
-class Segments:
-    """Which ranges of a flat buffer ``adamw`` updates, and with which row of hyperparameters each.
-
-    Made once and used in every step: on CUDA it keeps a table of 32 bytes per 2048 elements on the device, copied
-    there (and waited for) in the first step.
-
-    Args:
-        segments: disjoint, in any order; empty ones are dropped.
-        numel: of the buffers.
-    Raises:
-        ValueError: a range out of bounds, or two that overlap.
-    """
-
-    def __init__(self, segments: Sequence[Segment], numel: int) -> None:
-        self.numel = numel
-        self.ranges = tuple(sorted((s for s in segments if s.start < s.stop), key=lambda segment: segment.start))
-        self.num_rows = max((segment.row for segment in self.ranges), default=-1) + 1
-        self._tables: dict[torch.device, Tensor] = {}
-        end = 0
-        for segment in self.ranges:
-            if segment.start < end or segment.stop > numel or segment.row < 0:
-                raise ValueError(
-                    f"Segments: {segment} begins before {end}, where the one before it ends, or leaves the buffer of "
-                    f"{numel} elements, or has a negative row; wanted disjoint ranges inside the buffer."
-                )
-            end = segment.stop
-
-    def table(self, device: torch.device) -> Tensor:
-        """Return the kernel's int64 table: block, first and last element, row, for each program."""
-        if device not in self._tables:
-            entries = [
-                (block, segment.start, segment.stop, segment.row)
-                for segment in self.ranges
-                # Blocks are counted from the start of the buffer, which is aligned; a range need not be.
-                for block in range(segment.start // ADAMW_BLOCK, -(-segment.stop // ADAMW_BLOCK))
-            ]
-            self._tables[device] = torch.tensor(entries, dtype=torch.int64).view(-1, _ENTRY_FIELDS).to(device)
-        return self._tables[device]
 
 
 @without_grad
@@ -119,7 +74,7 @@ def adamw(buffers: AdamWBuffers, segments: Segments, rows: Tensor, *, clip: Tens
         HAS_CLIP=clip is not None,
         HAS_MODEL=model is not None,
         IS_SPLIT=remainder is not None,
-        block=ADAMW_BLOCK,
+        block=STEP_BLOCK,
     )
     # As any other operator that writes in place.
     torch.autograd.graph.increment_version(weight)
@@ -222,11 +177,7 @@ def adamw_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """Update the part of one segment that lies in one block; ``table`` is that of ``Segments``."""
-    entry = table + tl.program_id(0).to(tl.int64) * 4
-    # The product tells the compiler that the block starts on a 16-byte boundary; an offset from memory would not.
-    start = tl.load(entry) * BLOCK
-    first = tl.load(entry + 1)
-    stop = tl.load(entry + 2)
+    entry, start, first, stop = find_segment(table, 4, BLOCK)
     row = rows + tl.load(entry + 3) * 8
     factor = tl.load(row).to(COMPUTE)
     if HAS_CLIP:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,60 +9,33 @@ from torch import Tensor
 
 from dbuffer_kernels import int8_reference
 from dbuffer_kernels.adamw import divide, root, store_rounded, update
-from dbuffer_kernels.dynamic_map import map_tables
+from dbuffer_kernels.dynamic_map import QUANT_BLOCK, map_tables
 from dbuffer_kernels.int8_reference import CodedSegment, Int8AdamWBuffers
 from dbuffer_kernels.launch import device_function, launch, runs_on_triton, without_grad
 from dbuffer_kernels.reference import NUM_COLUMNS
 from dbuffer_kernels.rounding import random_bits
+from dbuffer_kernels.segments import STEP_BLOCK, SegmentTable, find_segment
 from dbuffer_kernels.split import joined, lower_half, upper_half
 
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
     import triton.language as tl
 
-INT8_ADAMW_BLOCK = 2048
-"""Elements per program: 8 in each of 256 threads, so codes move in 8-byte accesses; 16 would take 180 registers."""
 
-_ENTRY_FIELDS = 8
+class CodedSegments(SegmentTable[CodedSegment]):
+    """Ranges that ``int8_adamw`` updates, each from a multiple of 256 on, with random positions.
 
-
-class CodedSegments:
-    """Which ranges of a flat buffer ``int8_adamw`` updates, with which rows and random positions; made once.
-
-    Args:
-        segments: disjoint, in any order, each from a multiple of 256 on; empty ones are dropped.
-        numel: of the buffers.
-    Raises:
-        ValueError: a range out of bounds, two that share a block of 256, or one that begins inside of a block.
+    The table has four more columns: position and plain offset counted from the buffer's first element, whether the
+    moments are plain, and 0.
     """
 
-    def __init__(self, segments: Sequence[CodedSegment], numel: int) -> None:
-        self.numel = numel
-        self.ranges = tuple(sorted((s for s in segments if s.start < s.stop), key=lambda segment: segment.start))
-        self.num_rows = max((segment.row for segment in self.ranges), default=-1) + 1
-        self._tables: dict[torch.device, Tensor] = {}
-        end = 0
-        for segment in self.ranges:
-            if segment.start < end or segment.stop > numel or segment.row < 0 or segment.start % 256:
-                raise ValueError(
-                    f"CodedSegments: {segment} begins before {end}, where the block of 256 of the one before it ends, "
-                    f"or inside of a block, or leaves the buffer of {numel} elements, or has a negative row."
-                )
-            end = -(-segment.stop // 256) * 256
+    grain = QUANT_BLOCK
+    columns = 8
 
-    def table(self, device: torch.device) -> Tensor:
-        """Return the kernel's int64 table, 8 columns: block, first and last element, row, position and plain offset
-        counted from the buffer's first element, whether its moments are plain, and 0."""
-        if device not in self._tables:
-            entries = []
-            for segment in self.ranges:
-                plain = 0 if segment.plain is None else segment.plain - segment.start
-                rest = segment.row, segment.position - segment.start, plain, segment.plain is not None, 0
-                blocks = range(segment.start // INT8_ADAMW_BLOCK, -(-segment.stop // INT8_ADAMW_BLOCK))
-                entries += [(block, segment.start, segment.stop, *rest) for block in blocks]
-            table = torch.tensor(entries, dtype=torch.int64).view(-1, _ENTRY_FIELDS)
-            self._tables[device] = table.to(device)
-        return self._tables[device]
+    def rest(self, segment: CodedSegment) -> tuple[int, ...]:
+        """See ``SegmentTable``."""
+        plain = 0 if segment.plain is None else segment.plain - segment.start
+        return segment.position - segment.start, plain, segment.plain is not None, 0
 
 
 @without_grad
@@ -127,7 +99,7 @@ def int8_adamw(
         HAS_MODEL=buffers.model_weight is not None,
         IS_SPLIT=buffers.remainder is not None,
         IS_RANDOM=keys is not None,
-        block=INT8_ADAMW_BLOCK,
+        block=STEP_BLOCK,
     )
     # As any other operator that writes in place.
     torch.autograd.graph.increment_version(weight)
@@ -156,11 +128,7 @@ def int8_adamw_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """Update the part of one segment that lies in one block; ``table`` is that of ``CodedSegments``."""
-    entry = table + tl.program_id(0).to(tl.int64) * 8
-    # The product tells the compiler that the block starts on a 16-byte boundary; an offset from memory would not.
-    start = tl.load(entry) * BLOCK
-    first = tl.load(entry + 1)
-    stop = tl.load(entry + 2)
+    entry, start, first, stop = find_segment(table, 8, BLOCK)
     row = rows + tl.load(entry + 3) * 8
     key = keys + tl.load(entry + 3) * 4
     factor = tl.load(row).to(tl.float32)

@@ -17,7 +17,7 @@ _CHUNK = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class CodedSegment:
+class CodedSegment(Segment):
     """Elements ``start`` to ``stop`` of a flat buffer, updated with one row of hyperparameters.
 
     Attributes:
@@ -26,9 +26,6 @@ class CodedSegment:
         plain: where its fp32 moments begin in the plain ones; None: it has codes.
     """
 
-    start: int
-    stop: int
-    row: int = 0
     position: int = 0
     plain: int | None = None
 

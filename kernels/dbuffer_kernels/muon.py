@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dbuffer_kernels.adamw import ADAMW_BLOCK, Segments
 from dbuffer_kernels.launch import device_function, element_type, launch, runs_on_triton, without_grad
+from dbuffer_kernels.segments import STEP_BLOCK, Segments, find_segment
 from dbuffer_kernels.split import join_weight, joined, lower_half, split_weight, upper_half
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def muon_momentum(
             table,
             COMPUTE=element_type(_compute(momentum)),
             HAS_CLIP=clip is not None,
-            block=ADAMW_BLOCK,
+            block=STEP_BLOCK,
         )
         return
     table_of_rows = rows.tolist()
@@ -122,7 +122,7 @@ def muon_apply(update: Tensor, weights: MuonWeights, segments: Segments, rows: T
             COMPUTE=element_type(torch.float32 if remainder is not None else _compute(weight)),
             HAS_MODEL=model is not None,
             IS_SPLIT=remainder is not None,
-            block=ADAMW_BLOCK,
+            block=STEP_BLOCK,
         )
         # As any other operator that writes in place.
         torch.autograd.graph.increment_version(weight)
@@ -167,10 +167,7 @@ def muon_momentum_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """Update the part of one segment that lies in one block; ``table`` is that of ``Segments``."""
-    entry = table + tl.program_id(0).to(tl.int64) * 4
-    start = tl.load(entry) * BLOCK
-    first = tl.load(entry + 1)
-    stop = tl.load(entry + 2)
+    entry, start, first, stop = find_segment(table, 4, BLOCK)
     row = rows + tl.load(entry + 3) * 2
     factor = tl.full((), 1.0, COMPUTE)
     if HAS_CLIP:
@@ -225,10 +222,7 @@ def muon_apply_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """Update the part of one segment that lies in one block; ``table`` is that of ``Segments``."""
-    entry = table + tl.program_id(0).to(tl.int64) * 4
-    start = tl.load(entry) * BLOCK
-    first = tl.load(entry + 1)
-    stop = tl.load(entry + 2)
+    entry, start, first, stop = find_segment(table, 4, BLOCK)
     row = rows + tl.load(entry + 3) * 2
     decay = tl.load(row).to(COMPUTE)
     alpha = tl.load(row + 1).to(COMPUTE)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +20,9 @@ from megatron_fsdp.optim.adamw_update import (
     int8_plain_update,
     plain_update,
 )
-from megatron_fsdp.optim.grad_norm import global_norm
+from megatron_fsdp.optim.flat_base import FlatBase, Gradients, Home, loss_of
 from megatron_fsdp.optim.int8_moments import CODED_KEYS, Int8GroupMoments, decoded_state
-from megatron_fsdp.optim.loaded_state import hide_state, lay_out_loaded_state, parameters_of, reveal_state, state_dtype
-from megatron_fsdp.optim.nonfinite import Reading, check_policy, clip_factor, may_step
+from megatron_fsdp.optim.loaded_state import parameters_of, state_dtype
 from megatron_fsdp.runtime.parameter_group import (
     ParameterGroup,
     catch_up_together,
@@ -36,7 +34,7 @@ from megatron_fsdp.runtime.parameter_group import (
 __all__ = ["AdamW"]
 
 
-class AdamW(torch.optim.AdamW):
+class AdamW(FlatBase, torch.optim.AdamW):
     """``torch.optim.AdamW`` that steps each parameter group of a sharded model in one pass over its flat buffers.
 
     Same formula, arguments, param groups and state dicts; each loads what the other saved. One kernel reads a group's
@@ -76,9 +74,13 @@ class AdamW(torch.optim.AdamW):
         optimizer.step()
     """
 
-    steps_split_weights = True
     # What steps one small parameter as this class does.
     plain_kind = torch.optim.AdamW
+    _kept = (*FlatBase._kept, "moments", "rounding_seed")
+    _wide_keys = KEYS[1:]
+    _exact_keys = CODED_KEYS
+    _binding: _Binding | None = None
+    _entries: tuple[dict[str, Any], ...] = ()
 
     def __init__(
         self,
@@ -100,19 +102,12 @@ class AdamW(torch.optim.AdamW):
         moments: str | None = None,
         rounding_seed: int | None = None,
     ) -> None:
-        check_policy("AdamW", nonfinite)
+        self._set_up(max_norm, nonfinite, moments_dtype)
         _check_moments(moments, moments_dtype, rounding_seed, is_captured=capturable)
         if moments_dtype is not None and not moments_dtype.is_floating_point:
             raise ConfigError(f"AdamW(moments_dtype={moments_dtype}): give a floating-point dtype or None")
-        self.moments_dtype = moments_dtype
         self.moments = moments
         self.rounding_seed = rounding_seed
-        self.max_norm = max_norm
-        self.nonfinite = nonfinite
-        self.num_skipped = 0
-        self.grad_norm: torch.Tensor | None = None
-        self._binding: _Binding | None = None
-        self._entries: tuple[dict[str, Any], ...] = ()
         super().__init__(
             params,
             lr,
@@ -153,14 +148,11 @@ class AdamW(torch.optim.AdamW):
         Returns:
             What the closure returned, else None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         binding, rows = self._bound(), Rows(self.param_groups, self.rounding_seed)
         is_known = len(self._entries) == len(self.state) and all(map(operator.is_, self._entries, self.state.values()))
-        gradients = _Gradients(binding)
-        factor = self._clip_factor(gradients, self.max_norm if max_norm is None else max_norm)
+        gradients = Gradients(binding.groups, binding.plain)
+        factor = self._clip_factor(gradients, max_norm)
         if not self._may_step(gradients):
             return loss
         stepped = [moments.group for moments in binding.groups if moments.group is not None]
@@ -185,22 +177,6 @@ class AdamW(torch.optim.AdamW):
         number = next(number for number, parameter in enumerate(parameters) if parameter is plain.parameter)
         return int8_plain_update(plain, gradient, self.state, rows, number)
 
-    def _may_step(self, gradients: _Gradients) -> bool:
-        if self.nonfinite == "ignore":
-            return True
-        assert self.grad_norm is not None
-        is_finite = may_step(self.grad_norm, self.nonfinite, gradients.readings)
-        self.num_skipped += not is_finite
-        return is_finite
-
-    def _clip_factor(self, gradients: _Gradients, max_norm: float | None) -> torch.Tensor | None:
-        if max_norm is None:
-            if self.nonfinite != "ignore":
-                self.grad_norm = global_norm(gradients.flat())
-            return None
-        self.grad_norm = global_norm(gradients.flat())
-        return clip_factor(self.grad_norm, max_norm)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class, or of ``torch.optim.AdamW`` over the same parameters, sharded or whole.
 
@@ -213,15 +189,7 @@ class AdamW(torch.optim.AdamW):
         for key, values in state_dict["state"].items():
             if CODED_KEYS[0] not in values:
                 state_values(values, f"parameter {key!r} in the state dict")
-        # After the user's hooks, which may replace the state, and before torch casts it to the parameters' dtypes.
-        handle = self.register_load_state_dict_pre_hook(
-            functools.partial(hide_state, keys=KEYS[1:], as_they_are=CODED_KEYS)
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-        lay_out_loaded_state(self)
+        super().load_state_dict(state_dict)
         if self.moments != "int8":
             for parameter in parameters_of(self):
                 if CODED_KEYS[0] in self.state.get(parameter, ()):
@@ -247,20 +215,6 @@ class AdamW(torch.optim.AdamW):
         }
         return {**document, "state": state}
 
-    def __getstate__(self) -> dict[str, Any]:
-        names = ("moments_dtype", "moments", "rounding_seed", "max_norm", "nonfinite", "num_skipped")
-        own = {name: getattr(self, name) for name in names}
-        return {**super().__getstate__(), **own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # load_state_dict comes here too, and must not drop the flat buffers.
-        for name, value in (("_binding", None), ("grad_norm", None), ("_entries", ())):
-            self.__dict__.setdefault(name, value)
-        reveal_state(state)
-        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        self._step_supports_amp_scaling = False
-        refreshes_itself(self)
-
     def _bound(self) -> _Binding:
         """Return where the parameters live, found anew when param groups have changed."""
         parameters = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
@@ -277,50 +231,16 @@ class AdamW(torch.optim.AdamW):
         return GroupMoments(owner, members, self.moments_dtype, is_capturable=is_capturable)
 
 
-class _Gradients:
-    """What one step reads: the owners of gradients, each with its part on this rank, 1-D."""
-
-    def __init__(self, binding: _Binding) -> None:
-        self._binding = binding
-        flat = ((moments, moments.gradient()) for moments in binding.groups)
-        self.groups = [(moments, gradient) for moments, gradient in flat if gradient is not None]
-        rows = ((plain, plain.gradient()) for plain in binding.plain)
-        self.plain = [(plain, gradient) for plain, gradient in rows if gradient is not None]
-
-    def flat(self) -> Iterator[tuple[GroupMoments | PlainParameter, torch.Tensor]]:
-        """Yield all of them."""
-        yield from ((moments, found.flat) for moments, found in self.groups)
-        yield from self.plain
-
-    def readings(self) -> list[Reading]:
-        """Return the gradient of every parameter of the optimizer, by name."""
-        found = []
-        for moments in self._binding.groups:
-            found += moments.readings()
-        for number, plain in enumerate(self._binding.plain):
-            found.append(Reading(f"plain parameter {number}", plain.gradient(), (), plain.parameter.device))
-        return found
-
-
 @dataclass(frozen=True, slots=True)
-class _Binding:
-    """Where the parameters of an optimizer live.
+class _Binding(Home):
+    """Where the parameters of an optimizer live; flags: whether each param group is capturable, and its length.
 
     Attributes:
-        parameters: what was bound, in order. flags: whether each param group is capturable, and its length.
         groups: the flat state of each sharded group. plain: all other parameters.
     """
 
-    parameters: tuple[torch.Tensor, ...]
-    flags: tuple[tuple[bool, int], ...]
     groups: tuple[GroupMoments, ...]
     plain: tuple[PlainParameter, ...]
-
-    def fits(self, parameters: Sequence[torch.Tensor], flags: tuple[tuple[bool, int], ...]) -> bool:
-        """Whether these are the same parameters."""
-        if self.flags != flags or len(self.parameters) != len(parameters):
-            return False
-        return all(map(operator.is_, self.parameters, parameters))
 
 
 def _bind(

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, GroupGradients, GroupMoments, adopt_together
 from megatron_fsdp.optim.adamw_update import PlainParameter, Rows, Update, group_update, plain_update
 from megatron_fsdp.optim.exchange import Exchange, OwnerRanks, Solver, Source
-from megatron_fsdp.optim.grad_norm import global_norm
-from megatron_fsdp.optim.loaded_state import hide_state, lay_out_loaded_state, reveal_state
+from megatron_fsdp.optim.flat_base import FlatBase, Gradients, Home, loss_of
 from megatron_fsdp.optim.matrix_group import MOMENTUM, MatrixGroup, MatrixMember, StepRows
 from megatron_fsdp.optim.matrix_views import MatrixBlock, MatrixView
 from megatron_fsdp.optim.newton_schulz import Iteration, coefficients, scale_factor
-from megatron_fsdp.optim.nonfinite import Reading, check_policy, clip_factor, may_step
 from megatron_fsdp.optim.owner_ranks import owner_ranks
 from megatron_fsdp.optim.ownership import MatrixWork, holders_of, plan_ownership
 from megatron_fsdp.runtime.parameter_group import (
@@ -47,7 +43,7 @@ _ADAMW = {
 _STRUCTURE = ("use_muon", "view")
 
 
-class Muon(Optimizer):
+class Muon(FlatBase):
     """Muon for matrices and AdamW for the rest, over sharded weights of any strategy, in one optimizer.
 
     Weights after each step are those of ``torch.optim.Muon`` over whole matrices to the bit, for any number of ranks
@@ -77,7 +73,9 @@ class Muon(Optimizer):
         optimizer.step()
     """
 
-    steps_split_weights = True
+    _kept = (*FlatBase._kept, "options", "num_orthogonalized", "_muon_defaults", "_adamw_defaults")
+    _wide_keys = (MOMENTUM, *KEYS[1:])
+    _binding: _Binding | None = None
 
     def __init__(
         self,
@@ -97,15 +95,9 @@ class Muon(Optimizer):
         max_norm: float | None = None,
         nonfinite: str = "ignore",
     ) -> None:
-        check_policy("Muon", nonfinite)
         self.options = options or MuonOptions()
-        self.moments_dtype = self.options.moments_dtype
-        self.max_norm = max_norm
-        self.nonfinite = nonfinite
-        self.num_skipped = 0
+        self._set_up(max_norm, nonfinite, self.options.moments_dtype)
         self.num_orthogonalized = 0
-        self.grad_norm: torch.Tensor | None = None
-        self._binding: _Binding | None = None
         self._muon_defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -152,13 +144,10 @@ class Muon(Optimizer):
         Returns:
             What the closure returned, else None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         binding = self._bound()
         gradients = _Gradients(binding)
-        factor = self._clip_factor(gradients, self.max_norm if max_norm is None else max_norm)
+        factor = self._clip_factor(gradients, max_norm)
         if not self._may_step(gradients):
             return loss
         stepped = [each.group for each in (*binding.matrices, *binding.moments) if each.group is not None]
@@ -218,7 +207,7 @@ class Muon(Optimizer):
             updates += group.adamw_updates(gradient, rows.number)
         adopt_together([(moments, gradient.present) for moments, gradient in gradients.moments], self.state)
         updates += [group_update(moments, gradient, rows) for moments, gradient in gradients.moments]
-        for plain, values in gradients.plain:
+        for plain, values in gradients.others:
             updates.append(plain_update(plain, values, self.state, rows, self.moments_dtype))
         for update in updates:
             update.run(rows, factor)
@@ -252,20 +241,6 @@ class Muon(Optimizer):
             for (start, stop), piece in zip(block.row_ranges, update.split(sizes), strict=True):
                 target[start:stop, columns].add_(piece, alpha=-(lr * ratio))
 
-    def _may_step(self, gradients: _Gradients) -> bool:
-        if self.nonfinite == "ignore":
-            return True
-        assert self.grad_norm is not None
-        is_finite = may_step(self.grad_norm, self.nonfinite, gradients.readings)
-        self.num_skipped += not is_finite
-        return is_finite
-
-    def _clip_factor(self, gradients: _Gradients, max_norm: float | None) -> torch.Tensor | None:
-        if max_norm is None and self.nonfinite == "ignore":
-            return None
-        self.grad_norm = global_norm(gradients.flat())
-        return None if max_norm is None else clip_factor(self.grad_norm, max_norm)
-
     # ------------------------------------------------------------------ state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -277,37 +252,16 @@ class Muon(Optimizer):
             ConfigError: a parameter's state is another optimizer's.
         """
         structure = [{key: group[key] for key in _STRUCTURE if key in group} for group in self.param_groups]
-        # After the user's hooks, which may replace the state, and before torch casts it to the parameters' dtypes.
-        hide = functools.partial(hide_state, keys=(MOMENTUM, *KEYS[1:]))
-        handle = self.register_load_state_dict_pre_hook(hide)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
+        super().load_state_dict(state_dict)
         for group, kept in zip(self.param_groups, structure, strict=True):
             group.update(kept)
             defaults = self._muon_defaults if group["use_muon"] else self._adamw_defaults
             for name, value in defaults.items():
                 group.setdefault(name, value)
-        lay_out_loaded_state(self)
         binding = self._bound()
         for matrices in binding.matrices:
             matrices.adopt_all(self.state)
         adopt_together([(moments, moments.held(self.state)) for moments in binding.moments], self.state)
-
-    def __getstate__(self) -> dict[str, Any]:
-        names = ("options", "moments_dtype", "max_norm", "nonfinite", "num_skipped", "num_orthogonalized")
-        own = {name: getattr(self, name) for name in (*names, "_muon_defaults", "_adamw_defaults")}
-        return {**super().__getstate__(), **own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # load_state_dict comes here too, and must not drop the flat buffers.
-        for name in ("_binding", "grad_norm"):
-            self.__dict__.setdefault(name, None)
-        reveal_state(state)
-        super().__setstate__(state)
-        self._step_supports_amp_scaling = False
-        refreshes_itself(self)
 
     # ------------------------------------------------------------------ where parameters live
 
@@ -391,17 +345,14 @@ class _PlainMatrices:
 
 
 @dataclass(frozen=True, slots=True)
-class _Binding:
-    """Where the parameters of an optimizer live.
+class _Binding(Home):
+    """Where the parameters of an optimizer live, and the hyperparameters that decided how.
 
     Attributes:
-        parameters, flags: what was bound, in order, and the hyperparameters that decided how.
         matrices: groups with matrices. moments: sharded groups without. domains: the former, by their ranks.
         plain_matrices, plain: parameters that are not sharded. factors: see ``StepRows``.
     """
 
-    parameters: tuple[torch.Tensor, ...]
-    flags: tuple[Any, ...]
     matrices: tuple[MatrixGroup, ...]
     moments: tuple[GroupMoments, ...]
     domains: tuple[Domain, ...]
@@ -409,41 +360,16 @@ class _Binding:
     plain: tuple[PlainParameter, ...]
     factors: tuple[tuple[int, float], ...]
 
-    def fits(self, parameters: Sequence[torch.Tensor], flags: tuple[Any, ...]) -> bool:
-        """Whether these are the same parameters, to be stepped in the same way."""
-        if self.flags != flags or len(self.parameters) != len(parameters):
-            return False
-        return all(map(operator.is_, self.parameters, parameters))
 
-
-class _Gradients:
-    """What one step reads: the owners of gradients, each with its part on this rank."""
+class _Gradients(Gradients[GroupGradients]):
+    """What one step reads: all gradients, and those of groups with matrices, of groups without, and of AdamW's rest."""
 
     def __init__(self, binding: _Binding) -> None:
-        self._binding = binding
-        self.matrices = [(each, found) for each in binding.matrices if (found := each.gradient()) is not None]
-        self.moments = [(each, found) for each in binding.moments if (found := each.gradient()) is not None]
-        self.plain = [(plain, rows) for plain in binding.plain if (rows := plain.gradient()) is not None]
-
-    def flat(self) -> Iterator[tuple[GroupGradients | PlainParameter, torch.Tensor]]:
-        """Yield all of them, 1-D."""
-        for group, gradient in (*self.matrices, *self.moments):
-            yield group, gradient.flat
-        yield from self.plain
-        for each in self._binding.plain_matrices:
-            if each.parameter.grad is not None:
-                yield PlainParameter(each.parameter, each.group, False), each.parameter.grad.reshape(-1)
-
-    def readings(self) -> list[Reading]:
-        """Return the gradient of every parameter of the optimizer, by name."""
-        found: list[Reading] = []
-        for group in (*self._binding.matrices, *self._binding.moments):
-            found += group.readings()
-        parameters = [plain.parameter for plain in self._binding.plain]
-        parameters += [plain.parameter for plain in self._binding.plain_matrices]
-        for number, parameter in enumerate(parameters):
-            found.append(Reading(f"plain parameter {number}", parameter.grad, (), parameter.device))
-        return found
+        matrices = [PlainParameter(each.parameter, each.group, False) for each in binding.plain_matrices]
+        super().__init__((*binding.matrices, *binding.moments), (*binding.plain, *matrices))
+        self.matrices = [(group, found) for group, found in self.groups if isinstance(group, MatrixGroup)]
+        self.moments = [(group, found) for group, found in self.groups if isinstance(group, GroupMoments)]
+        self.others = [pair for pair in self.plain if any(pair[0] is each for each in binding.plain)]
 
 
 def _flags(group: Mapping[str, Any]) -> tuple[Any, ...]:

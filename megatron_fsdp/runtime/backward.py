@@ -29,6 +29,7 @@ from megatron_fsdp.runtime.reduction import Reduction
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.step_between import refuse_stepped
 from megatron_fsdp.runtime.unit import Call, Unit, alive, is_in_backward
+from megatron_fsdp.runtime.withheld import refuse_reads
 
 __all__ = ["Backward", "InFlight"]
 
@@ -221,6 +222,8 @@ class Backward:
         now.enter_call(call, unit)
         if unit.unshards_in_backward:
             self._schedule.unshard(unit, check=False)
+        elif call.reads is not None and not unit.is_unsharded:
+            refuse_reads(call)
         self._prefetch(call, unit)
 
     def before_reading(self, unit: Unit, call: Call | None) -> None:

@@ -284,7 +284,8 @@ class FSDPModule:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward does not gather this unit's weights, for a module whose backward does not read them.
 
-        The backward of an embedding's look-up is the common case. Backward through one that does read them fails.
+        The backward of an embedding's look-up is the common case. Backward through one that does read them
+        raises a StateError that names the parameter.
         """
         unit_of(self).unshards_in_backward = unshard_in_backward
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.build.ownership import OwnedParameter
@@ -35,6 +36,25 @@ def watch_output(call: Call, output: Any) -> None:
     for tensor in (output,) if isinstance(output, torch.Tensor) else iterate_tensors(output):
         if tensor.requires_grad:
             _watch(call, tensor)
+        if forward_ad._current_level >= 0:
+            for part in _parts_of_dual(tensor):
+                if part.requires_grad:
+                    _watch(call, part)
+
+
+def _parts_of_dual(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield what autograd knows of a tensor of forward mode: its value without wrappers, and its tangent."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_gradtrackingtensor(tensor):
+            tangent = forward_ad.unpack_dual(tensor).tangent
+            if tangent is not None:
+                yield from _parts_of_dual(tangent)
+        yield from _parts_of_dual(torch._C._functorch.get_unwrapped(tensor))
+        return
+    dual = forward_ad.unpack_dual(tensor)
+    yield tensor
+    if dual.tangent is not None:
+        yield dual.tangent
 
 
 def watch_made(call: Call, value: Any) -> None:
@@ -56,7 +76,8 @@ def watch_given(call: Call, args: Iterable[Any]) -> None:
 
 def watch_inputs(call: Call, given: Any) -> None:
     """Tell backward that it has gone through ``call`` when it reaches any tensor that was computed for it."""
-    leave = functools.partial(_leave, weakref.ref(call))
+    leave: Any = functools.partial(_leave, weakref.ref(call))
+    leave.__torch_unserializable__ = True  # as in ``watchers``
     for tensor in tree_leaves(given):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             tensor.register_hook(leave)

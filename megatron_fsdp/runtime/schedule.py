@@ -22,6 +22,7 @@ from megatron_fsdp.runtime.memory_slots import BufferPools
 from megatron_fsdp.runtime.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
 from megatron_fsdp.runtime.parameter_group import WeightState, start_gathers
 from megatron_fsdp.runtime.unit import Call, Unit, is_in_backward
+from megatron_fsdp.runtime.withheld import note_reads
 
 __all__ = ["Schedule"]
 
@@ -184,6 +185,8 @@ class Schedule:
             return
         if torch.is_grad_enabled():
             watch_output(call, output)
+            if not unit.unshards_in_backward:
+                note_reads(call, output)
             if unit.releases_weights:
                 self._kept.setdefault(id(module), Attributes()).watch(call, module)
                 watch_given(call, args)

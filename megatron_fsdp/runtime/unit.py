@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Call", "Unit", "alive", "is_in_backward", "watchers"]
 
+_WATCHERS = "_fsdp_watchers"
+
 
 class Call:
     """One forward call of a unit, kept alive by the autograd hooks on its outputs.
@@ -42,12 +44,13 @@ class Call:
             the graph in which it did; that of one inside of another is higher.
         moment: of optimizers' steps when it began (``freshness.MOMENTS``).
         first_node: autograd's nodes that were made since it began have this number or a higher one.
+        reads: a weight that its backward reads, where it was looked for (``withheld.note_reads``); None for none.
         is_expected: whether the unit has it among the calls whose backward may still come.
     """
 
     __slots__ = (
         "__weakref__", "_unit", "begin", "end", "entered", "first_begin", "first_node", "is_expected", "moment",
-        "position", "task", "trail",
+        "position", "reads", "task", "trail",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, begin: int) -> None:
@@ -57,6 +60,7 @@ class Call:
         self.position = 0
         self.trail: list[weakref.ref[Unit]] = []
         self.entered = self.task = 0
+        self.reads: str | None = None
         self.moment = MOMENTS[0]
         self.is_expected = False
         self.first_node: int = torch._C._autograd._get_sequence_nr()
@@ -339,16 +343,31 @@ def watchers(tensor: torch.Tensor) -> list[Call]:
     since has another node, which backward reaches before the old one and its hook.
     """
     node = tensor.grad_fn
-    watched: tuple[Any, list[Call]] | None = getattr(tensor, "_fsdp_watched", None)
-    if watched is None or watched[0] is not node:
-        calls: list[Call] = []
-        tensor._fsdp_watched = (node, calls)  # type: ignore[attr-defined]  # lives and dies with the tensor
-        tensor.register_hook(functools.partial(_enter_backward, calls))
-        return calls
-    calls = watched[1]
     if node is None:
-        # A leaf outlives its graphs, and so would the calls of earlier steps.
-        calls[:] = [call for call in calls if not call.entered]
+        return _watchers_of_leaf(tensor)
+    # With the node, so that the tensor can be pickled as any other: hooks on saved tensors do so.
+    known: Any = node.metadata
+    key = (_WATCHERS, tensor.output_nr)
+    calls: list[Call] | None = known.get(key)
+    if calls is None:
+        calls = known[key] = []
+        hook: Any = functools.partial(_enter_backward, calls)
+        hook.__torch_unserializable__ = True
+        tensor.register_hook(hook)
+    return calls
+
+
+def _watchers_of_leaf(leaf: torch.Tensor) -> list[Call]:
+    for hook in (leaf._backward_hooks or {}).values():
+        if isinstance(hook, functools.partial) and hook.func is _enter_backward:
+            calls: list[Call] = hook.args[0]
+            # A leaf outlives its graphs, and so would the calls of earlier steps.
+            calls[:] = [call for call in calls if not call.entered]
+            return calls
+    entering: Any = functools.partial(_enter_backward, [])
+    entering.__torch_unserializable__ = True
+    leaf.register_hook(entering)
+    calls = entering.args[0]
     return calls
 
 

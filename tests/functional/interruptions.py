@@ -76,7 +76,8 @@ _is_engine: dict[CodeType, bool] = {}
 def _of_engine(code: CodeType) -> bool:
     known = _is_engine.get(code)
     if known is None:
-        known = _is_engine[code] = code.co_filename.startswith(_ROOTS)
+        # How often a rank looks whether the others have come depends on the moment.
+        known = _is_engine[code] = code.co_filename.startswith(_ROOTS) and not code.co_filename.endswith("meeting.py")
     return known
 
 
@@ -269,20 +270,24 @@ class Trial:
         self._kept: BaseException | None = None
 
     def break_off(self, kind: str, at: int) -> Fault:
-        """Run into a fault in a step of two microbatches, and drop the gradients."""
+        """Run into a fault in a step of two microbatches, and drop the gradients.
+
+        With several ranks it ends before the optimizer's step, in which they do not make the same calls.
+        """
         fault, self._kept = Fault(at), None
         self._number += 1
         try:
             with _KINDS[kind](fault), mock.patch.object(sys, "unraisablehook", _swallow):
                 self._train(self._model, is_last=False)
                 self._train(self._model)
-                self.phase = "step"
-                self._optimizer.step()
+                if dist.get_world_size() == 1:
+                    self.phase = "step"
+                    self._optimizer.step()
         except (KeyboardInterrupt, torch.OutOfMemoryError) as error:
             # Half of the time somebody keeps the traceback, as a notebook does.
             self._kept = error if self._number % 2 else None
         (self._optimizer if self._number % 3 else self._model).zero_grad()
-        if _is_anywhere(self.phase == "step"):
+        if self.phase == "step":
             # Some parameters may be as before the step and others as after it, in a whole model, too.
             self._take_over_weights()
             self._take_over_state()
@@ -338,23 +343,9 @@ class Trial:
         if isinstance(self._other, FSDPModule):
             self._others_optimizer.load_state_dict(copy.deepcopy(self._optimizer.state_dict()))
             return
-        records = [self._optimizer.state.get(one, {}) for one in self._model.parameters()]
-        _be_alike(records)
-        for record, other in zip(records, self._other.parameters(), strict=True):
-            self._others_optimizer.state[other] = {key: _whole(value).clone() for key, value in record.items()}
-
-
-def _be_alike(records: Sequence[dict[str, Any]]) -> None:
-    """Let the state of each parameter be of one kind on all ranks, whose last calls need not have been the same."""
-    own = [{key: None if isinstance(value, DTensor) else value for key, value in each.items()} for each in records]
-    of_ranks = [own] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)
-    for record, first, *others in zip(records, *of_ranks, strict=True):
-        if any(other.keys() != first.keys() for other in others):
-            record.clear()
-        for key, number in first.items() if record else ():
-            if number is not None:
-                record[key].copy_(number)
+        for one, other in zip(self._model.parameters(), self._other.parameters(), strict=True):
+            state = self._optimizer.state.get(one, {})
+            self._others_optimizer.state[other] = {key: _whole(value).clone() for key, value in state.items()}
 
 
 def _swallow(unraisable: Any) -> None:
@@ -418,7 +409,7 @@ def run(sweep: Sweep) -> Found:
         fault = Fault(at)
         try:
             fault = trial.break_off(sweep.kind, at)
-            if fault.met < at:
+            if _is_anywhere(fault.met < at):
                 return found
             wrong = trial.difference()
         except Exception as error:

@@ -81,6 +81,33 @@ def test_derivatives_along_inputs_equal_the_whole_models(name: str, is_released:
         assert gradients < 1e-5
 
 
+def gradient_of_a_derivative(name: str, is_released: bool) -> float:
+    """Return how far gradients of a loss of values and derivatives are from the whole model's, at worst."""
+    torch.manual_seed(0)
+    model = three_blocks()
+    torch.manual_seed(0)
+    oracle = three_blocks()
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=is_released)
+    fully_shard(model, reshard_after_forward=is_released)
+
+    def loss(trained: nn.Module, rank: int) -> torch.Tensor:
+        value, derivative = WAYS[name](trained, inputs(rank, 0), inputs(rank, 1))
+        return value.square().mean() + derivative.square().mean()
+
+    loss(model, dist.get_rank()).backward()
+    for rank in range(dist.get_world_size()):
+        (loss(oracle, rank) / dist.get_world_size()).backward()
+    pairs = zip(model.parameters(), oracle.parameters(), strict=True)
+    return max(float((whole(one.grad, one) - other.grad).abs().max()) for one, other in pairs if other.grad is not None)
+
+
+@pytest.mark.parametrize("is_released", [True, False], ids=["released", "kept"])
+@pytest.mark.parametrize("name", WAYS)
+def test_gradients_of_derivatives_along_inputs_equal_the_whole_models(name: str, is_released: bool) -> None:
+    assert max(run_ranks(2, gradient_of_a_derivative, name, is_released)) < 1e-5
+
+
 def refusal(is_released: bool) -> str:
     torch.manual_seed(0)
     model = three_blocks()

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dbuffer_kernels.int8_adamw import INT8_ADAMW_BLOCK, int8_adamw_kernel
+from dbuffer_kernels.int8_adamw import int8_adamw_kernel
+from dbuffer_kernels.segments import STEP_BLOCK
 from tests.functional.kernels.compiled_cases import (
     IS_WHOLE,
     WIDE_LOAD,
@@ -42,7 +43,7 @@ def compile_int8_adamw(kind: str, architecture: int, *, is_random: bool) -> Any:
         "table": "*i64",
     }
     constants = {"HAS_CLIP": True, "HAS_MODEL": has_model, "IS_SPLIT": is_split, "IS_RANDOM": is_random}
-    return compile_for(int8_adamw_kernel, pointers, constants, architecture, block=INT8_ADAMW_BLOCK)
+    return compile_for(int8_adamw_kernel, pointers, constants, architecture, block=STEP_BLOCK)
 
 
 # On sm_90 alone, and each once: these take seconds to compile.

@@ -10,6 +10,7 @@ import torch
 
 from dbuffer_kernels import launch
 from dbuffer_kernels.muon import muon_apply_kernel, muon_momentum_kernel
+from dbuffer_kernels.segments import STEP_BLOCK
 from tests.functional.kernels.compiled_cases import (
     WIDE_LOAD,
     WIDE_STORE,
@@ -20,14 +21,12 @@ from tests.functional.kernels.compiled_cases import (
     on_all,
 )
 
-# The package shows the op of this name, not the file.
-BLOCK: int = __import__("sys").modules["dbuffer_kernels.adamw"].ADAMW_BLOCK
 FP32, BF16, INT16 = torch.float32, torch.bfloat16, torch.int16
 POINTERS = {FP32: "*fp32", BF16: "*bf16"}
 
 
 def wide(*dtypes: torch.dtype) -> int:
-    return sum(accesses_per_thread(dtype, BLOCK) for dtype in dtypes)
+    return sum(accesses_per_thread(dtype, STEP_BLOCK) for dtype in dtypes)
 
 
 def assert_moves(compiled: Any, loads: int, stores: int, folder: Path) -> None:
@@ -44,7 +43,7 @@ def test_muon_momentum_moves_whole_blocks_in_16_byte_accesses_without_spills(
     pointers = {"gradient": POINTERS[gradient], "momentum": "*fp32", "out": "*bf16", "clip": "*fp32",
                 "rows": "*fp64", "table": "*i64"}  # fmt: skip
     constants = {"COMPUTE": launch.element_type(FP32), "HAS_CLIP": True}
-    compiled = compile_for(muon_momentum_kernel, pointers, constants, architecture, block=BLOCK)
+    compiled = compile_for(muon_momentum_kernel, pointers, constants, architecture, block=STEP_BLOCK)
     assert_moves(compiled, wide(gradient, FP32), wide(FP32, BF16), tmp_path)
 
 
@@ -57,7 +56,7 @@ def test_muon_apply_moves_whole_blocks_in_16_byte_accesses_without_spills(
     pointers = {"update": "*bf16", "weight": POINTERS[weight], "model": "*bf16", "remainder": "*i16",
                 "rows": "*fp64", "table": "*i64"}  # fmt: skip
     constants = {"COMPUTE": launch.element_type(FP32), "HAS_MODEL": not is_split, "IS_SPLIT": is_split}
-    compiled = compile_for(muon_apply_kernel, pointers, constants, architecture, block=BLOCK)
+    compiled = compile_for(muon_apply_kernel, pointers, constants, architecture, block=STEP_BLOCK)
     read = [BF16, weight, *[INT16] * is_split]
     written = [weight, *[INT16] * is_split, *[BF16] * (not is_split)]
     assert_moves(compiled, wide(*read), wide(*written), tmp_path)

@@ -13,6 +13,7 @@ import torch
 from dbuffer_kernels import launch
 from dbuffer_kernels.norm import MAX_PROGRAMS, squares_kernel, total_kernel
 from dbuffer_kernels.rounding import stochastic_kernel
+from dbuffer_kernels.segments import STEP_BLOCK
 from dbuffer_kernels.split import join_kernel, split_kernel
 from tests.functional.kernels.compiled_cases import (
     IS_WHOLE,
@@ -27,7 +28,6 @@ from tests.functional.kernels.compiled_cases import (
 
 # The package shows the op of this name, not the file.
 ADAMW_FILE: Any = __import__("sys").modules["dbuffer_kernels.adamw"]
-ADAMW_BLOCK: int = ADAMW_FILE.ADAMW_BLOCK
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 POINTERS = {FP32: "*fp32", BF16: "*bf16", FP16: "*fp16", torch.float64: "*fp64", torch.int16: "*i16"}
 
@@ -45,12 +45,12 @@ class Dtypes:
     def num_loads(self) -> int:
         """Count the 16-byte loads of one thread in a whole block."""
         read = [self.gradient, self.weight, self.moments, self.moments] + [torch.int16] * self.is_split
-        return sum(accesses_per_thread(dtype, ADAMW_BLOCK) for dtype in read)
+        return sum(accesses_per_thread(dtype, STEP_BLOCK) for dtype in read)
 
     def num_stores(self) -> int:
         """Count the 16-byte stores of one thread in a whole block."""
         written = [self.weight, self.moments, self.moments] + [torch.int16] * self.is_split + [BF16] * self.has_model
-        return sum(accesses_per_thread(dtype, ADAMW_BLOCK) for dtype in written)
+        return sum(accesses_per_thread(dtype, STEP_BLOCK) for dtype in written)
 
 
 DTYPES = (
@@ -83,7 +83,7 @@ def compile_adamw(dtypes: Dtypes, architecture: int, *, aligned: bool = True) ->
         "IS_SPLIT": dtypes.is_split,
     }
     kernel = ADAMW_FILE.adamw_kernel
-    return compile_for(kernel, pointers, constants, architecture, aligned=aligned, block=ADAMW_BLOCK)
+    return compile_for(kernel, pointers, constants, architecture, aligned=aligned, block=STEP_BLOCK)
 
 
 def compile_squares(dtype: torch.dtype, architecture: int) -> Any:

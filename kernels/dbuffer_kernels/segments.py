@@ -1,0 +1,83 @@
+"""``Segments``: which ranges of flat buffers a step updates, and how its programs find theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from dbuffer_kernels.launch import device_function
+from dbuffer_kernels.reference import Segment
+
+if TYPE_CHECKING:
+    # At run time launch.jit binds this name, so that importing the package does not import Triton.
+    import triton.language as tl
+
+STEP_BLOCK = 2048
+"""Elements per program: half of what a copy takes, because each element has up to five values in registers."""
+
+AnySegment = TypeVar("AnySegment", bound=Segment)
+
+
+class SegmentTable(Generic[AnySegment]):
+    """Which ranges of a flat buffer a step updates, and with which row of hyperparameters each.
+
+    Made once and used in every step: on CUDA it keeps a table of 8 bytes for each column and 2048 elements on the
+    device, copied there (and waited for) in the first step.
+
+    Args:
+        segments: disjoint, in any order; empty ones are dropped.
+        numel: of the buffers.
+    Raises:
+        ValueError: a range out of bounds, two that share a grain, or one that begins inside of one.
+    """
+
+    grain: ClassVar[int] = 1
+    columns: ClassVar[int] = 4
+
+    def __init__(self, segments: Sequence[AnySegment], numel: int) -> None:
+        self.numel = numel
+        self.ranges = tuple(sorted((s for s in segments if s.start < s.stop), key=lambda segment: segment.start))
+        self.num_rows = max((segment.row for segment in self.ranges), default=-1) + 1
+        self._tables: dict[torch.device, Tensor] = {}
+        end = 0
+        for segment in self.ranges:
+            if segment.start < end or segment.stop > numel or segment.row < 0 or segment.start % self.grain:
+                raise ValueError(
+                    f"{type(self).__name__}: {segment} begins before {end}, where the one before it ends, or inside of "
+                    f"a block of {self.grain}, or leaves the buffer of {numel} elements, or has a negative row; wanted "
+                    "disjoint ranges inside the buffer."
+                )
+            end = -(-segment.stop // self.grain) * self.grain
+
+    def table(self, device: torch.device) -> Tensor:
+        """Return the kernel's int64 table: block, first and last element, row and the rest, for each program."""
+        if device not in self._tables:
+            entries = [
+                (block, segment.start, segment.stop, segment.row, *self.rest(segment))
+                for segment in self.ranges
+                # Blocks are counted from the start of the buffer, which is aligned; a range need not be.
+                for block in range(segment.start // STEP_BLOCK, -(-segment.stop // STEP_BLOCK))
+            ]
+            self._tables[device] = torch.tensor(entries, dtype=torch.int64).view(-1, self.columns).to(device)
+        return self._tables[device]
+
+    def rest(self, segment: AnySegment) -> tuple[int, ...]:
+        """Return the columns of a segment beyond the first four."""
+        return ()
+
+
+class Segments(SegmentTable[Segment]):
+    """Ranges that ``adamw`` and ``muon_*`` update, from any element to any other."""
+
+
+@device_function
+def find_segment(
+    table: tl.tensor, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return a program's entry of a table, where its block begins, and its segment's first and last element."""
+    entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
+    # The product tells the compiler that the block starts on a 16-byte boundary; an offset from memory would not.
+    return entry, tl.load(entry) * BLOCK, tl.load(entry + 1), tl.load(entry + 2)
