@@ -71,7 +71,7 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping, a 0-d FP32 tensor, equal on all ranks.
     Raises:
-        ConfigError: another ``norm_type``.
+        ConfigError: another ``norm_type``, or something else than a model.
         StateError: gradients are not final: the last backward did not synchronize; or something else is registered in
             the place of a parameter.
         NonfiniteGradientError: on every rank, for ``error_if_nonfinite``; names the first parameter.
@@ -81,9 +81,7 @@ def clip_grad_norm_(
         norm = clip_grad_norm_(model, max_norm=1.0)
         optimizer.step()
     """
-    order = float(norm_type)
-    if not order > 0:
-        raise ConfigError(f"clip_grad_norm_: norm_type={norm_type}; supported are numbers above 0, and inf")
+    order = _checked_order(model, norm_type)
     for unit in units_below(model):
         unit.settle_strangers()
     settled = [held for unit in units_below(model) for group in unit.groups for held in _held_by(group)]
@@ -107,6 +105,18 @@ def clip_grad_norm_(
         for tensor in plain:
             tensor.mul_(factor.to(tensor))
     return norm
+
+
+def _checked_order(model: nn.Module, norm_type: float) -> float:
+    order = float(norm_type)
+    if not order > 0:
+        raise ConfigError(f"clip_grad_norm_: norm_type={norm_type}; supported are numbers above 0, and inf")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"clip_grad_norm_: found a {type(model).__name__}, wanted the model. Give the model itself, or its "
+            "parameters to torch.nn.utils.clip_grad_norm_."
+        )
+    return order
 
 
 def _partial_norm(gradient: torch.Tensor, order: float) -> torch.Tensor:

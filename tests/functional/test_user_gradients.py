@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from dbuffer import Flat, PlacementError
 from megatron_fsdp import (
     AdamW,
+    ConfigError,
     NonfiniteGradientError,
     Placements,
     StateError,
@@ -548,3 +550,9 @@ def test_amsgrad_trains_beside_a_parameter_without_elements() -> None:
     for worst, shape in run_ranks(3, train_with_an_empty_parameter, timeout=60):
         assert worst < 2e-6
         assert shape == (6, 0)
+
+
+def test_clipping_parameters_instead_of_a_model_is_refused_by_name() -> None:
+    parameters: Any = nn.Linear(2, 2).parameters()
+    with pytest.raises(ConfigError, match=r"found a generator, wanted the model.*torch\.nn\.utils\.clip_grad_norm_"):
+        clip_grad_norm_(parameters, 1.0)
