@@ -152,14 +152,13 @@ def test_a_relative_path_means_where_the_process_was_when_the_save_began(
     assert names(tmp_path / "there") == []
 
 
-@pytest.mark.parametrize("spelling", ["step/", "./step", "other/../step", "."])
+@pytest.mark.parametrize("spelling", ["step/", "./step", "other/../step"])
 def test_a_path_may_be_spelled_in_any_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: str) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "step").mkdir()
-    monkeypatch.chdir(tmp_path / "step" if spelling == "." else tmp_path)
+    monkeypatch.chdir(tmp_path)
     model = module(1.0)
     save_checkpoint(model, None, spelling, extra={"value": 1.0})
-    monkeypatch.chdir(tmp_path)
     assert loaded(tmp_path / "step") == 1.0
 
 
