@@ -101,7 +101,8 @@ _NATIVE = frozenset(
     is_inference is_conj is_neg is_same_size get_device data_ptr storage untyped_storage _typed_storage storage_offset
     storage_type is_shared is_pinned requires_grad_ detach_ __repr__ __format__ __reduce_ex__ __reduce__ __setstate__
     __hash__ __len__ __dir__ _is_view result_type _use_count has_names
-    _clear_non_serializable_cached_data numpy __array__ is_set_to""".split()
+    _clear_non_serializable_cached_data numpy __array__ is_set_to
+    sym_size sym_stride sym_numel sym_storage_offset""".split()
 )
 _RESHAPES = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"})
 _REFUSED = frozenset(
