@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbuffer.clerk import issue
+from dbuffer.comm_thread import issue
 from dbuffer.mesh import MeshAxis
 
 __all__ = [
@@ -49,7 +49,7 @@ def wait_with(waiter: Waiter) -> Iterator[None]:
 def _start(
     collective: Callable[..., Any], *tensors: torch.Tensor, group: dist.ProcessGroup, waits: bool, **options: Any
 ) -> dist.Work | None:
-    """Issue a collective; on gloo by the clerk, and always asynchronously.
+    """Issue a collective; on gloo by the comm thread, and always asynchronously.
 
     Args:
         waits: whether the caller wants it complete; then where nothing else is asked for the call itself waits.

@@ -30,11 +30,11 @@ def check_neighbour(initialiser: str | Path) -> None:
     Args:
         initialiser: ``megatron_fsdp/__init__.py``.
     """
-    site = Path(initialiser).parent.parent
-    found = next((path for kind in ("dist-info", "egg-info") for path in site.glob(f"{_PACKAGE}-*.{kind}")), None)
+    packages = Path(initialiser).parent.parent
+    found = next((path for kind in ("dist-info", "egg-info") for path in packages.glob(f"{_PACKAGE}-*.{kind}")), None)
     if found is not None:
         warnings.warn(
-            f"{site} holds NVIDIA's {found.stem} beside this package, megatron-fsdp-dbuffer, and both install "
+            f"{packages} holds NVIDIA's {found.stem} beside this package, megatron-fsdp-dbuffer, and both install "
             f"{_PACKAGE}/__init__.py: this one is in place, NVIDIA's is gone, and uninstalling either breaks the "
             f"other. {_CURE}",
             stacklevel=3,

@@ -1,4 +1,4 @@
-"""The DTensor face of a flat buffer, and what PyTorch's operators do on it."""
+"""Flat buffers as DTensors, and what PyTorch's operators do on it."""
 
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from dbuffer.dtensor.placement import FlatRows, RaggedShard

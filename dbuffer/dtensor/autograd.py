@@ -309,9 +309,9 @@ class RowsGradient(torch.Tensor):
         """
         gradients = [item for item in tensors_in(args, {}) if isinstance(item, RowsGradient)]
         first = gradients[0]
-        strangers = [item for item in tensors_in(args, {}) if not isinstance(item, RowsGradient) and item.ndim]
+        others = [item for item in tensors_in(args, {}) if not isinstance(item, RowsGradient) and item.ndim]
         is_alike = all(item.distribution == first.distribution and item.shape == first.shape for item in gradients)
-        if function._schema.name not in _ON_GRADIENTS or strangers or not is_alike:
+        if function._schema.name not in _ON_GRADIENTS or others or not is_alike:
             raise PlacementError(
                 f"{function} was called on a gradient of shape {tuple(first.shape)} on its way through backward; "
                 "register hooks with p.register_hook, which hands out DTensors"

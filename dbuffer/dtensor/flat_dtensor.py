@@ -1,4 +1,4 @@
-"""The DTensor face of a flat buffer: sharded tensors of their true shapes, which PyTorch's own tools work on unchanged.
+"""Flat buffers as DTensors: sharded tensors of their true shapes, which PyTorch's own tools work on unchanged.
 
 A function of PyTorch that gets such a tensor asks it first (``__torch_function__``), and ``op_table`` says how it
 runs: on the rows of each rank, on whole tensors, or as it is. See docs/design/facade.md.

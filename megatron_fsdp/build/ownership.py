@@ -21,7 +21,7 @@ from megatron_fsdp.policy.precision import GradDtype, GroupDtypes, MixedPrecisio
 
 __all__ = [
     "OwnedParameter",
-    "ParameterSite",
+    "ParamModuleInfo",
     "collect_parameters",
     "mark_owned",
     "owner_words",
@@ -33,7 +33,7 @@ __all__ = [
 _TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-class ParameterSite:
+class ParamModuleInfo:
     """One place where a parameter is registered; it does not keep the module alive."""
 
     __slots__ = ("_module", "attribute")
@@ -55,7 +55,8 @@ class OwnedParameter:
     """A parameter of a unit.
 
     Attributes:
-        name: the first name within the unit. sites: every place where it is registered (several when it is tied).
+        name: the first name within the unit.
+        param_module_infos: every place where it is registered (several when it is tied).
         split: how it is sharded over axes that are not data-parallel; None for a plain parameter.
         is_replicated: it stays whole on every rank (``fsdp_no_shard``).
         policy: its mixed precision. grad_dtype: what was set as its attribute of that name.
@@ -71,7 +72,7 @@ class OwnedParameter:
     grad_dtype: GradDtype = "own"
     trained_main_dtype: torch.dtype | None = None
     extension: Extension | None = None
-    sites: list[ParameterSite] = field(default_factory=list)
+    param_module_infos: list[ParamModuleInfo] = field(default_factory=list)
 
     @property
     def local_tensor(self) -> torch.Tensor:
@@ -126,7 +127,7 @@ def collect_parameters(
                     owned.extension = (
                         None if target is None else extension_of(name, parameter, target.num_weight_shards)
                     )
-                owned.sites.append(ParameterSite(module, attribute))
+                owned.param_module_infos.append(ParamModuleInfo(module, attribute))
     return list(found.values())
 
 

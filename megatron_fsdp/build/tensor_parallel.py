@@ -1,6 +1,6 @@
 """Parameters that are DTensors over tensor- or expert-parallel axes, sharded over data-parallel axes as well.
 
-The engine lays out this rank's part of such a parameter like any whole tensor. Only the two faces that users see are
+The engine lays out this rank's part of such a parameter like any whole tensor. Only the parameters that users see are
 DTensors again: over the parameter's own mesh while it is gathered, over (own axes, data-parallel axes) while it rests.
 The own axes come first because the parameter was cut along them first.
 """
@@ -74,7 +74,7 @@ class TensorParallel:
         return gradient.to_local()
 
     def resting(self, rows: DTensor) -> DTensor:
-        """Return the sharded face: ``rows``, this rank's part over the data-parallel axes, under all axes."""
+        """Return the sharded parameter: ``rows``, this rank's part over the data-parallel axes, under all axes."""
         mesh = _combined_mesh(self.mesh, rows.device_mesh, self.data_axes)
         placements = (*self.placements, *rows.placements)
         return FlatDTensor.from_local(
@@ -129,20 +129,20 @@ def _slice_once(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return _SLICES[key]
 
 
-def _combined_mesh(own: DeviceMesh, face: DeviceMesh, data_axes: tuple[str, ...]) -> DeviceMesh:
-    """Return the mesh whose first axes are ``own``'s and whose last are ``face``'s.
+def _combined_mesh(own: DeviceMesh, data: DeviceMesh, data_axes: tuple[str, ...]) -> DeviceMesh:
+    """Return the mesh whose first axes are ``own``'s and whose last are ``data``'s.
 
-    ``face`` has the data-parallel axes of the root, some of them perhaps flattened into one.
+    ``data`` has the data-parallel axes of the root, some of them perhaps flattened into one.
     """
     made = _COMBINED.setdefault(own, {})
-    key = id(face)
+    key = id(data)
     if key not in made:
         root, first = own._get_root_mesh(), tuple(own.mesh_dim_names or ())
         in_root = [name for name in root.mesh_dim_names or () if name in (*first, *data_axes)]
         ranks = root[tuple(in_root)].mesh.permute([in_root.index(name) for name in (*first, *data_axes)])
-        ranks = ranks.reshape(*own.mesh.shape, *face.mesh.shape)
-        groups = [mesh.get_group(axis) for mesh in (own, face) for axis in range(mesh.ndim)]
-        last = face.mesh_dim_names or ("_".join(data_axes),)
+        ranks = ranks.reshape(*own.mesh.shape, *data.mesh.shape)
+        groups = [mesh.get_group(axis) for mesh in (own, data) for axis in range(mesh.ndim)]
+        last = data.mesh_dim_names or ("_".join(data_axes),)
         made[key] = DeviceMesh.from_group(groups, own.device_type, mesh=ranks, mesh_dim_names=(*first, *last))
-        weakref.finalize(face, made.pop, key, None)
+        weakref.finalize(data, made.pop, key, None)
     return made[key]

@@ -155,7 +155,7 @@ class Certification:
         """Return what was found so far, on this rank."""
         checker, memory = self.checker, self.checker.memory
         counted = self.streams.waits[self._first_wait :]
-        syncs = Counter((one.what, one.site.place, one.site.is_engine) for one in checker.syncs)
+        syncs = Counter((one.what, one.origin.place, one.origin.is_engine) for one in checker.syncs)
         syncs.update(("a wait for an event", one.via.place, one.via.is_engine) for one in counted if one.is_host)
         return Certificate(
             self._name,
@@ -233,8 +233,8 @@ def _step_counters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 def _counts(waits: Iterable[Wait]) -> Iterator[WaitCount]:
     found: dict[tuple[str, bool], list[int]] = {}
     for wait in waits:
-        is_engine = wait.site.is_engine and wait.via.is_engine
-        counts = found.setdefault((f"{wait.site.place}, from {wait.via.place}", is_engine), [0, 0, 0])
+        is_engine = wait.origin.is_engine and wait.via.is_engine
+        counts = found.setdefault((f"{wait.origin.place}, from {wait.via.place}", is_engine), [0, 0, 0])
         counts[0] += 1
         counts[1] += wait.is_redundant
         counts[2] += not wait.is_redundant and not wait.is_used

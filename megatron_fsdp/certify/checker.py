@@ -24,7 +24,7 @@ from dbuffer.events import listen
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.certify.clocks import Clock, Queue, VirtualStreams
 from megatron_fsdp.certify.memory import Access, Block, Memory, Span
-from megatron_fsdp.certify.sites import Site, here
+from megatron_fsdp.certify.origins import Origin, here
 
 __all__ = ["Checker", "HostSync", "Issue"]
 
@@ -49,11 +49,11 @@ class HostSync:
     """A place where the host would wait for a GPU."""
 
     what: str
-    site: Site
+    origin: Origin
     unit: str
 
     def __str__(self) -> str:
-        return f"{self.what} at {self.site}" + (f" (unit {self.unit!r})" if self.unit else "")
+        return f"{self.what} at {self.origin}" + (f" (unit {self.unit!r})" if self.unit else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Issue:
     number: int
     kind: str
     num_bytes: int
-    site: Site
+    origin: Origin
     after: Clock
 
 
@@ -205,9 +205,9 @@ class Checker(TorchDispatchMode):
         places = {block.is_host for block in inputs if block is not None}
         runs_on_host = self.streams.is_on_host or places == {True} or _needs_host(signature, touched, inputs)
         queue = self.streams.host if runs_on_host else self.streams.current()
-        site, unit = here(), self._unit
+        origin, unit = here(), self._unit
         number = queue.tick()
-        read, write = (Access(signature.name, queue.name, number, is_write, site, unit) for is_write in (False, True))
+        read, write = (Access(signature.name, queue.name, number, is_write, origin, unit) for is_write in (False, True))
         for (tensor, is_write), block in zip(touched, inputs, strict=True):
             if block is not None:
                 block.is_host = block.is_host or runs_on_host
@@ -231,11 +231,11 @@ class Checker(TorchDispatchMode):
             self._block_host(what, self.streams.current())
 
     def _block_host(self, what: str, queue: Queue) -> None:
-        site = here()
-        if _KERNELS in site.path:
+        origin = here()
+        if _KERNELS in origin.path:
             # In its place a GPU runs a kernel, which looks at nothing on the host.
             return
-        self.syncs.append(HostSync(what, site, self._unit))
+        self.syncs.append(HostSync(what, origin, self._unit))
         self.streams.host.follow(queue, dict(queue.clock), is_host=True)
         self.streams.waits.pop()
 
@@ -349,7 +349,7 @@ class Checker(TorchDispatchMode):
         """Let a collective read and write on its communicator's own stream, after what the current one holds."""
         kind, name = transfer.kind, _name_of(transfer.group)
         queue = self._communicators.setdefault(name, Queue(name, self.streams))
-        current, site = self.streams.current(), here()
+        current, origin = self.streams.current(), here()
         if _LANES_OF.get(kind) == current.name:
             self.misplaced.append(f"{kind} on the {current.name}, where it waits for what it has nothing to do with")
         after = {other: number for other, number in current.clock.items() if other in self._communicators}
@@ -358,9 +358,9 @@ class Checker(TorchDispatchMode):
         queue.come_after(current)
         number = queue.tick()
         num_bytes = max(map(_num_bytes, (*transfer.reads, *transfer.writes)))
-        self.issues.append(Issue(name, number, kind, num_bytes, site, after))
+        self.issues.append(Issue(name, number, kind, num_bytes, origin, after))
         for tensors, is_write in ((transfer.reads, False), (transfer.writes, True)):
-            access = Access(kind, name, number, is_write, site, self._unit)
+            access = Access(kind, name, number, is_write, origin, self._unit)
             for tensor in tensors:
                 block = self._block(tensor)
                 if block is None and tensor.numel():

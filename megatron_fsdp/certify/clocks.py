@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_fsdp.certify.sites import Site, here
+from megatron_fsdp.certify.origins import Origin, here
 
 __all__ = ["CaptureError", "Clock", "Event", "Queue", "VirtualStreams", "Wait"]
 
@@ -30,14 +30,14 @@ class Wait:
     """One wait of a queue for a point of another.
 
     Attributes:
-        site: the line that waits. via: the line that called that one's file. target, source: names of the queues.
+        origin: the line that waits. via: the line that called that one's file. target, source: names of the queues.
         is_redundant: all that it ordered was ordered before.
         is_used: two accesses of the same bytes, or of memory that was handed on, are in order because of it.
         is_host: the host blocks in it.
     """
 
-    site: Site
-    via: Site
+    origin: Origin
+    via: Origin
     target: str
     source: Queue
     is_redundant: bool = False
@@ -109,8 +109,8 @@ class Queue:
         """Come after a point of ``source``, and note what that wait was good for; a wait for nothing is none."""
         if source is None or source is self:
             return
-        site = here()
-        wait = Wait(site, here(outside=site.path), self.name, source, is_host=is_host)
+        origin = here()
+        wait = Wait(origin, here(outside=origin.path), self.name, source, is_host=is_host)
         wait.is_redundant = not self._join(clock, wait)
         self.streams.waits.append(wait)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_fsdp.certify.clocks import Queue
-from megatron_fsdp.certify.sites import Site
+from megatron_fsdp.certify.origins import Origin
 
 __all__ = ["Access", "Block", "Conflict", "Memory", "Span"]
 
@@ -34,7 +34,7 @@ class Access:
     queue: str
     number: int
     is_write: bool
-    site: Site
+    origin: Origin
     unit: str = ""
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Access:
     @property
     def place(self) -> str:
         """It, with its line."""
-        return f"{self} at {self.site}" + (f" (unit {self.unit!r})" if self.unit else "")
+        return f"{self} at {self.origin}" + (f" (unit {self.unit!r})" if self.unit else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class Memory:
     def _tell(self, findings: list[Conflict], conflict: Conflict) -> None:
         # Once for each pair of lines and buffer: a loop would say it thousands of times.
         first, second = conflict.first, conflict.second
-        key = (conflict.kind, conflict.buffer, *((a.site, a.operator, a.queue, a.is_write) for a in (first, second)))
+        key = (conflict.kind, conflict.buffer, *((a.origin, a.operator, a.queue, a.is_write) for a in (first, second)))
         if key not in self._told:
             self._told.add(key)
             findings.append(conflict)

@@ -82,7 +82,7 @@ def view_model(model: nn.Module) -> ModelView:
         if isinstance(refusal := vars(module).get("checkpoint_refusal"), str):
             raise CheckpointError(refusal)
     for unit in units_below(_unwrapped(model)):
-        unit.settle_strangers()
+        unit.settle_replaced_params()
     tensors: dict[str, torch.Tensor] = {}
     extra: dict[str, Any] = {}
     for name, value in get_model_state_dict(model).items():
@@ -102,9 +102,9 @@ def view_model(model: nn.Module) -> ModelView:
     ties = tuple(tuple(found) for found in by_parameter.values() if len(found) > 1)
     copies = tuple((group, group.weights.values()) for group in _split_groups(model))
     for group, values in copies:
-        for index, face in enumerate(group.parameters.values()):
-            whole = group.faces.wrap(index, values.get_dtensor(index))
-            tensors.update({name: whole for name in by_parameter.get(id(face), ()) if name in tensors})
+        for index, param in enumerate(group.parameters.values()):
+            whole = group.fsdp_params.wrap(index, values.get_dtensor(index))
+            tensors.update({name: whole for name in by_parameter.get(id(param), ()) if name in tensors})
     return ModelView(tensors, names, ties, extra, copies)
 
 

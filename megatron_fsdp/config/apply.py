@@ -107,5 +107,5 @@ def _as_many(units: Sequence[FSDPModule], num_elements: int) -> list[FSDPModule]
         if total >= num_elements:
             break
         taken.append(unit)
-        total += sum(face.numel() for group in unit_of(unit).groups for face in group.parameters.values())
+        total += sum(param.numel() for group in unit_of(unit).groups for param in group.parameters.values())
     return taken

@@ -138,7 +138,7 @@ class _WeightAudit:
         if self.group.weight_state is not WeightState.UNSHARDED or self._sums is None:
             return
         sums, self._sums = self._sums, None
-        if sys.exc_info()[0] is not None or self.group.faces.changed_in_place() is not None:
+        if sys.exc_info()[0] is not None or self.group.fsdp_params.changed_in_place() is not None:
             # The engine cleans up after an error, which is what should be seen, or refuses what PyTorch counts itself.
             return
         for name, before, after in zip(self._names, sums, self._checksums(), strict=True):
@@ -212,8 +212,8 @@ class _ReleasedStorage(TorchDispatchMode):
 
     def _refuse(self, func: Any, tensor: torch.Tensor) -> None:
         for weights in self._weights:
-            for name, face in zip(weights.group.parameters, weights.group.faces.gathered, strict=True):
-                if face.untyped_storage()._cdata == tensor.untyped_storage()._cdata and _overlap(face, tensor):
+            for name, param in zip(weights.group.parameters, weights.group.fsdp_params.unsharded_params, strict=True):
+                if param.untyped_storage()._cdata == tensor.untyped_storage()._cdata and _overlap(param, tensor):
                     raise StateError(
                         f"unit {weights.group.name!r}: {func} reads the gathered weight of parameter {name!r} after it "
                         "was released. Use weights inside their unit's forward only: put the modules that share one "

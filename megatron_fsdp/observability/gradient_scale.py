@@ -177,8 +177,8 @@ class _Probe:
 
     def __init__(self, unit: str, group: ParameterGroup, names: Mapping[int, str]) -> None:
         self.unit, self.group = unit, group
-        self.names = [names.get(id(face), f"{unit}.{name}") for name, face in group.parameters.items()]
-        self.trained = [index for index, face in enumerate(group.faces.sharded) if face.requires_grad]
+        self.names = [names.get(id(param), f"{unit}.{name}") for name, param in group.parameters.items()]
+        self.trained = [index for index, param in enumerate(group.fsdp_params.sharded_params) if param.requires_grad]
         self.axes = group.main_weight.axes
         self.num_ranks = math.prod(axis.size for axis in self.axes)
         self.place = " x ".join(f"{axis.name} of {axis.size}" for axis in self.axes)
@@ -209,7 +209,7 @@ class _Probe:
         for index in self.trained:
             # Not as a method: gathered weights refuse what reads them while they are released.
             handle = torch.Tensor.register_hook(
-                self.group.faces.gathered[index],
+                self.group.fsdp_params.unsharded_params[index],
                 functools.partial(self._take, index),  # type: ignore[no-untyped-call]  # torch's stub
             )
             self._hooks.callback(handle.remove)
@@ -220,7 +220,7 @@ class _Probe:
 
     @torch.no_grad()
     def _take(self, index: int, gradient: torch.Tensor) -> None:
-        mine = self.group.faces.local_gradient(index, gradient.detach())
+        mine = self.group.fsdp_params.local_gradient(index, gradient.detach())
         if mine.layout is not torch.strided:
             mine = mine.to_dense()
         if self._whole is None:

@@ -31,8 +31,8 @@ from dbuffer.mesh import new_group
 from megatron_fsdp.errors import AgreementError, ConfigError
 from megatron_fsdp.observability.flight_recorder import Journal, RankState, verdict
 from megatron_fsdp.runtime.lanes import latest_submission
-from megatron_fsdp.runtime.meeting import Statement, job_store, meet
 from megatron_fsdp.runtime.module import units_below
+from megatron_fsdp.runtime.rendezvous import Statement, job_store, meet
 
 __all__ = ["Watch"]
 

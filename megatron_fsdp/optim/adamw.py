@@ -263,12 +263,12 @@ def _bind(
     position_of = {id(parameter): position for position, (_, parameter) in enumerate(numbered)}
     groups: list[GroupMoments] = []
     for key, owner in owners.items():
-        members = tuple(number_of.get(id(face), ABSENT) for face in owner.parameters.values())
+        members = tuple(number_of.get(id(param), ABSENT) for param in owner.parameters.values())
         is_capturable = any(param_groups[member]["capturable"] for member in members if member != ABSENT)
         moments = known.get(key)
         if moments is None or (moments.members, moments.is_capturable) != (members, is_capturable):
             # The values of an older one are taken over from the state that shows them.
-            positions = tuple(position_of.get(id(face), ABSENT) for face in owner.parameters.values())
+            positions = tuple(position_of.get(id(param), ABSENT) for param in owner.parameters.values())
             moments = make(owner, members, positions, is_capturable)
         groups.append(moments)
     return _Binding(tuple(parameter for _, parameter in numbered), flags, tuple(groups), tuple(plain))

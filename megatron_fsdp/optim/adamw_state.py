@@ -92,7 +92,7 @@ class GroupGradients:
         self.device = group.spec.compute_device
         self._group = weakref.ref(group)
         self._names = tuple(f"unit {group.name!r}: parameter {name!r}" for name in group.parameters)
-        self._faces = tuple(group.parameters.values())
+        self._params = tuple(group.parameters.values())
         self._pieces = tuple(local_range(main, index) for index in range(len(members)))
         # By identity: the group keeps them, and sees by references whether anybody else does.
         self._own_gradients: list[int] = []
@@ -113,7 +113,7 @@ class GroupGradients:
             StateError: a ``.grad`` was assigned that does not have the parameter's rows.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            grads = list(map(_gradient_of, self._faces))
+            grads = list(map(_gradient_of, self._params))
         group = self.group
         gradients = None if group is None else group.gradients
         is_final = gradients is not None and gradients.binding.state is GradState.FINAL
@@ -135,7 +135,8 @@ class GroupGradients:
         )
         self._own_gradients = list(map(id, grads)) if lies_inside else []
         is_foreign = any(
-            member == ABSENT and face.grad is not None for face, member in zip(self._faces, self.members, strict=True)
+            member == ABSENT and param.grad is not None
+            for param, member in zip(self._params, self.members, strict=True)
         )
         # What is not this optimizer's must not count in the norm.
         return FlatGradient(self._packed(group, grads) if is_foreign else final.local_buffer, present)
@@ -143,9 +144,9 @@ class GroupGradients:
     def readings(self) -> list[Reading]:
         """Return the gradient of every parameter that is in the optimizer, under its unit's and its own name."""
         found = []
-        for face, name, member in zip(self._faces, self._names, self.members, strict=True):
+        for param, name, member in zip(self._params, self._names, self.members, strict=True):
             if member != ABSENT:
-                local = face.grad.to_local() if isinstance(face.grad, DTensor) else face.grad
+                local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
                 found.append(Reading(name, local, self.axes, self.device))
         return found
 
@@ -202,12 +203,12 @@ class GroupMoments(GroupGradients):
 
     def unshown(self, state: State, wanted: Sequence[bool]) -> list[int]:
         """Return the wanted parameters for which ``state`` does not show these buffers."""
-        found = zip(self._faces, wanted, strict=True)
-        return [i for i, (face, is_wanted) in enumerate(found) if is_wanted and not self._shows(state.get(face), i)]
+        found = zip(self._params, wanted, strict=True)
+        return [i for i, (param, is_wanted) in enumerate(found) if is_wanted and not self._shows(state.get(param), i)]
 
     def held(self, state: State) -> list[bool]:
         """Return for which parameters ``state`` holds something."""
-        return [bool(state.get(face)) for face in self._faces]
+        return [bool(state.get(param)) for param in self._params]
 
     def flat(self) -> tuple[torch.Tensor, ...]:
         """Return the flat tensors of which ``state`` shows parts."""
@@ -215,7 +216,7 @@ class GroupMoments(GroupGradients):
 
     def set_apart(self, state: State, index: int, memory: Collection[int]) -> None:
         """Copy what ``state`` shows of a parameter in one of these memories, unless it is the parameter's own."""
-        values = state.get(self._faces[index]) or {}
+        values = state.get(self._params[index]) or {}
         for key, value in list(values.items()):
             is_own = any(value is view for view in self._views[index])
             if isinstance(value, torch.Tensor) and not is_own and _address(value) in memory:
@@ -239,9 +240,9 @@ class GroupMoments(GroupGradients):
 
     def take_over(self, state: State, index: int) -> None:
         """Make ``state`` show these buffers for one parameter, with the values that it held or zeros."""
-        face = self._faces[index]
+        param = self._params[index]
         views = self._views[index] or self._make_views(index)
-        values = state.get(face)
+        values = state.get(param)
         found = state_values(values, self._names[index]) if values else (0.0, None, None)
         if found[0] is not views[0]:
             # Not by way of the host: a counter of a captured step lies on the device.
@@ -255,13 +256,15 @@ class GroupMoments(GroupGradients):
                 piece.copy_(self._local(value, index).reshape(-1))
         values = {} if values is None else values
         values.update(zip(KEYS, views, strict=True))
-        state[face] = self._shown[index] = values
+        state[param] = self._shown[index] = values
         self._views[index] = views
 
     def _make_views(self, index: int) -> tuple[Any, ...]:
         group = self.group
         assert group is not None
-        moments = (group.faces.wrap(index, buffer.get_dtensor(index)) for buffer in (self.exp_avg, self.exp_avg_sq))
+        moments = (
+            group.fsdp_params.wrap(index, buffer.get_dtensor(index)) for buffer in (self.exp_avg, self.exp_avg_sq)
+        )
         return self.steps[index], *moments
 
     def _local(self, value: Any, index: int) -> torch.Tensor:

@@ -425,7 +425,7 @@ def _member(position: int, parameter: Any, gradient: Any, indices: dict[int, dic
     if group is None or gradient._spec is not parameter._spec or group.weights.remainder is not None:
         return None
     if id(group) not in indices:
-        indices[id(group)] = {id(face): index for index, face in enumerate(group.parameters.values())}
+        indices[id(group)] = {id(param): index for index, param in enumerate(group.parameters.values())}
     index = indices[id(group)].get(id(parameter))
     if index is None or any(type(each) is not torch.Tensor or not each.is_contiguous() for each in (local, rows)):
         return None

@@ -83,7 +83,7 @@ def clip_grad_norm_(
     """
     order = _checked_order(model, norm_type)
     for unit in units_below(model):
-        unit.settle_strangers()
+        unit.settle_replaced_params()
     settled = [held for unit in units_below(model) for group in unit.groups for held in _held_by(group)]
     plain = [p.grad for p in model.parameters() if p.grad is not None and group_of_parameter(p) is None]
     device = next((held.group.spec.device for held in settled), plain[0].device if plain else torch.device("cpu"))

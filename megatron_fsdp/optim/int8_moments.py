@@ -124,7 +124,7 @@ def _held(parameter: torch.Tensor) -> range:
                 "(AdamW.dequantized_state_dict)"
             )
         return range(parameter.numel())
-    index = next(index for index, face in enumerate(group.parameters.values()) if face is parameter)
+    index = next(index for index, param in enumerate(group.parameters.values()) if param is parameter)
     return group.main_weight.layout.held(index)
 
 
@@ -234,9 +234,9 @@ class Int8GroupMoments(GroupMoments):
 
     def take_over(self, state: State, index: int) -> None:
         """See ``GroupMoments``."""
-        face = self._faces[index]
+        param = self._params[index]
         views = self._views[index] or self._make_views(index)
-        values = state.get(face)
+        values = state.get(param)
         if values:
             if values.get("step") is not views[0]:
                 self.steps[index] = torch.as_tensor(values.get("step", 0.0)).reshape(())
@@ -247,7 +247,7 @@ class Int8GroupMoments(GroupMoments):
         for key in (*KEYS, *CODED_KEYS):
             values.pop(key, None)
         values.update(zip(self._keys(index), views, strict=True))
-        state[face] = self._shown[index] = values
+        state[param] = self._shown[index] = values
         self._views[index] = views
 
     def _forget(self, index: int) -> None:
@@ -319,7 +319,7 @@ def _check(group: ParameterGroup) -> None:
             f"{plan.alignment_numel} elements, whose shards may cut blocks of {QUANT_BLOCK}. Give fully_shard "
             "mp_policy=MixedPrecisionPolicy(moments='int8', ...) for every unit"
         )
-    if group.faces.has_splits:
+    if group.fsdp_params.has_splits:
         raise ConfigError(
             f"unit {group.name!r}, parameter {name!r}: AdamW(moments='int8') found a tensor-parallel parameter, whose "
             "blocks of 256 would depend on the degree; use moments=None or moments_dtype=torch.bfloat16"

@@ -61,7 +61,7 @@ def lay_out_loaded_state(optimizer: Optimizer, *_: Any) -> None:
             if not is_per_element:
                 continue
             if not isinstance(value, FlatDTensor) or not is_laid_out_like(value, parameter):
-                values[key] = group.faces.laid_out(parameter, value)
+                values[key] = group.fsdp_params.laid_out(parameter, value)
             elif (
                 isinstance(parameter, FlatDTensor)
                 and value.window is None
@@ -131,7 +131,7 @@ def refuse_split_weights(optimizer: Optimizer, *_: Any) -> None:
     for parameter in parameters_of(optimizer):
         group = group_of_parameter(parameter)
         if group is not None and group.weights.remainder is not None:
-            name = next(name for name, face in group.parameters.items() if face is parameter)
+            name = next(name for name, param in group.parameters.items() if param is parameter)
             raise ConfigError(
                 f"{type(optimizer).__name__}: parameter {name!r} of unit {group.name!r} is the bf16 half of an FP32 "
                 "weight (split_main_params=True), which an optimizer of torch.optim would round in every step. Use "

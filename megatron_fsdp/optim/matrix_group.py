@@ -165,12 +165,12 @@ class MatrixGroup(GroupGradients):
 
     def adopt_all(self, state: State) -> None:
         """Make ``state`` show these buffers wherever it holds something."""
-        self.adopt(state, [bool(state.get(face)) for face in self._faces])
+        self.adopt(state, [bool(state.get(param)) for param in self._params])
 
     def _adopt_one(self, state: State, index: int) -> None:
-        face = self._faces[index]
+        param = self._params[index]
         views = self._views.get(index) or self._make_views(index)
-        values = state.get(face)
+        values = state.get(param)
         shown = self._shown.get(index)
         if (
             values
@@ -193,7 +193,7 @@ class MatrixGroup(GroupGradients):
                 target.copy_(self._rows(value, target, index))
         values = {} if values is None else values
         values.update(views)
-        state[face] = self._shown[index] = values
+        state[param] = self._shown[index] = values
 
     def _rows(self, value: Any, target: torch.Tensor, index: int) -> torch.Tensor:
         local = _local(torch.as_tensor(value))
@@ -207,7 +207,7 @@ class MatrixGroup(GroupGradients):
     def _make_views(self, index: int) -> dict[str, torch.Tensor]:
         group = self.group
         assert group is not None
-        first = group.faces.wrap(index, self.first.get_dtensor(index))
+        first = group.fsdp_params.wrap(index, self.first.get_dtensor(index))
         if index in self.matrices:
             self._views[index] = {MOMENTUM: first}
         else:
@@ -217,7 +217,7 @@ class MatrixGroup(GroupGradients):
         return self._views[index]
 
     def _second_view(self, index: int) -> torch.Tensor:
-        template = self._faces[index]
+        template = self._params[index]
         assert isinstance(template, FlatDTensor)
         start, stop = self._second_range(index)
         rows = self._second[start:stop].view(template.to_local().shape)

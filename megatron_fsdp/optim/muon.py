@@ -399,7 +399,7 @@ def _name_of(parameter: torch.Tensor) -> str:
     group = group_of_parameter(parameter)
     if group is None:
         return f"a parameter of shape {tuple(parameter.shape)}"
-    name = next(name for name, face in group.parameters.items() if face is parameter)
+    name = next(name for name, param in group.parameters.items() if param is parameter)
     return f"parameter {name!r} of unit {group.name!r}"
 
 
@@ -466,10 +466,10 @@ def _bind(
     matrices: list[MatrixGroup] = []
     moments: list[GroupMoments] = []
     for owner in owners.values():
-        faces = tuple(owner.parameters.values())
-        members = tuple(number_of.get(id(face), ABSENT) for face in faces)
+        params = tuple(owner.parameters.values())
+        members = tuple(number_of.get(id(param), ABSENT) for param in params)
         found = {
-            index: MatrixMember(member, _blocks_of(faces[index], param_groups[member]))
+            index: MatrixMember(member, _blocks_of(params[index], param_groups[member]))
             for index, member in enumerate(members)
             if member != ABSENT and param_groups[member]["use_muon"]
         }

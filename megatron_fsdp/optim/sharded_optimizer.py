@@ -121,9 +121,9 @@ def _held_by(group: ParameterGroup) -> Iterator[_Held]:
             yield _Held(group, final.local_buffer, final.placements, binding.scale)
         return
     # A frozen group has no buffer for what the user puts in .grad.
-    for index, gradient in enumerate(grads_of(group.faces.sharded)):
+    for index, gradient in enumerate(grads_of(group.fsdp_params.sharded_params)):
         if gradient is not None:
-            rows = group.faces.own_rows(index, gradient)
+            rows = group.fsdp_params.own_rows(index, gradient)
             yield _Held(group, rows.reshape(-1), group.main_weight.placements, functools.partial(_scale, gradient))
 
 

@@ -55,7 +55,7 @@ def read_facts(model: nn.Module) -> ModelFacts:
 
 
 def _registered(unit: Unit, name: str) -> nn.Parameter:
-    """Return what is registered now under a parameter's name in its unit: its sharded or its gathered face."""
+    """Return what is registered now under a parameter's name in its unit: its sharded or its unsharded one."""
     position, _, path = name.partition(".") if len(unit.modules) > 1 else ("0", "", name)
     module = unit.modules[int(position)]()
     assert module is not None

@@ -47,7 +47,7 @@ _LAUNCHERS = (
     # A job may have more tasks than the step that this process is of, an interactive shell for instance.
     _Launcher("SLURM", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID"),
 )
-_MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 _ALONE = "To train in this process alone, set WORLD_SIZE=1"
 
 
@@ -76,7 +76,7 @@ def job_place(environment: Mapping[str, str]) -> JobPlace | None:
         ConfigError: a variable is missing without which the processes cannot find each other; it names the variable.
     """
     named = {name: environment[name] for name in ("RANK", "WORLD_SIZE") if environment.get(name)}
-    if named.get("WORLD_SIZE") == "1" and named.get("RANK", "0") == "0" and not _has_meeting_point(environment):
+    if named.get("WORLD_SIZE") == "1" and named.get("RANK", "0") == "0" and not _has_rendezvous(environment):
         return None
     launcher, place = _launched_by(environment)
     if "WORLD_SIZE" in named and ("RANK" in named or place is None):
@@ -88,7 +88,7 @@ def job_place(environment: Mapping[str, str]) -> JobPlace | None:
     if place is None:
         _refuse_a_child(environment)
         return None
-    missing = [name for name in _MEETING_POINT if not environment.get(name)]
+    missing = [name for name in _RENDEZVOUS if not environment.get(name)]
     if missing:
         raise ConfigError(
             f"this is process {place.rank} of {place.size}, according to {launcher}, but {' and '.join(missing)} "
@@ -99,8 +99,8 @@ def job_place(environment: Mapping[str, str]) -> JobPlace | None:
     return place
 
 
-def _has_meeting_point(environment: Mapping[str, str]) -> bool:
-    return all(environment.get(name) for name in _MEETING_POINT)
+def _has_rendezvous(environment: Mapping[str, str]) -> bool:
+    return all(environment.get(name) for name in _RENDEZVOUS)
 
 
 def _named_place(named: Mapping[str, str], environment: Mapping[str, str]) -> JobPlace:

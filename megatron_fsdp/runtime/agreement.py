@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.runtime.grad_dtypes import follow_grad_dtypes
-from megatron_fsdp.runtime.meeting import Statement, excuse, meet
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.rendezvous import Statement, excuse, meet
 from megatron_fsdp.runtime.unit import Unit, alive
 
 __all__ = ["FirstUse", "Wrapping", "mesh_ranks"]
@@ -32,14 +32,14 @@ class Wrapping:
     def __init__(self, mesh: DeviceMesh | None) -> None:
         self._ranks = None if mesh is None else mesh_ranks(mesh)
         self._action = "calls fully_shard"
-        self._is_meeting = False
+        self._is_agreeing = False
 
     def __enter__(self) -> Wrapping:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         # Whoever is told of an exception, or differs from the others, has nothing to tell them.
-        if error is None or self._is_meeting:
+        if error is None or self._is_agreeing:
             return
         if self._ranks is None:
             self._ranks = tuple(range(dist.get_world_size())) if dist.is_initialized() else ()
@@ -59,9 +59,9 @@ class Wrapping:
         assert self._ranks is not None
         lines = [*_layout(groups), f"reshard_after_forward={reshard_after_forward}"]
         complaint = f"unit {unit!r}: the ranks of its mesh lay it out differently"
-        self._is_meeting = True
+        self._is_agreeing = True
         meet(self._ranks, Statement(self._action, tuple(lines), complaint, _LAYOUT_ADVICE))
-        self._is_meeting = False
+        self._is_agreeing = False
 
 
 class FirstUse:
@@ -125,8 +125,8 @@ def _layout(groups: Sequence[ParameterGroup]) -> Iterator[str]:
         yield "no parameters of its own"
     for group in groups:
         use = "trained" if group.requires_grad else "frozen"
-        for name, face in group.parameters.items():
-            yield f"{name!r} {tuple(face.shape)} of {face.dtype}, {use}"
+        for name, param in group.parameters.items():
+            yield f"{name!r} {tuple(param.shape)} of {param.dtype}, {use}"
     for group in groups:
         yield from group.weights.agreed()
         yield f"the plan {group.plan.fingerprint()} with {group.spec.placements} in {group.spec.dtypes}"

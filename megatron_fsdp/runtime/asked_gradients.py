@@ -41,8 +41,10 @@ def refuse_gathered(groups: Iterable[ParameterGroup]) -> None:
     for group in groups:
         if math.prod(axis.size for axis in group.main_weight.axes) == 1:
             continue
-        for name, face, leaf in zip(group.parameters, group.faces.sharded, group.faces.gathered, strict=True):
-            if face.requires_grad and id(leaf) not in _served and _is_captured(leaf):
+        for name, param, leaf in zip(
+            group.parameters, group.fsdp_params.sharded_params, group.fsdp_params.unsharded_params, strict=True
+        ):
+            if param.requires_grad and id(leaf) not in _served and _is_captured(leaf):
                 raise StateError(
                     f"unit {group.name!r}: torch.autograd.grad was asked for the gradient of parameter {name!r} by its "
                     "gathered weight, which the model shows while it computes: that gradient is this rank's alone. Ask "
@@ -72,7 +74,7 @@ class _GatheredLeaves:
         group = group_of_parameter(parameter)
         if group is None:
             return None
-        leaf: torch.Tensor = group.faces.gathered[_position(group, parameter)]
+        leaf: torch.Tensor = group.fsdp_params.unsharded_params[_position(group, parameter)]
         return leaf
 
     @contextmanager
@@ -106,7 +108,7 @@ class _GatheredLeaves:
 
 
 def _position(group: ParameterGroup, parameter: torch.Tensor) -> int:
-    return next(index for index, face in enumerate(group.faces.sharded) if face is parameter)
+    return next(index for index, param in enumerate(group.fsdp_params.sharded_params) if param is parameter)
 
 
 def _reduced(group: ParameterGroup, found: dict[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
@@ -118,7 +120,7 @@ def _reduced(group: ParameterGroup, found: dict[int, torch.Tensor | None]) -> di
         return {}
     final = _AskedGradients(group.gradients).collect(found)
     return {
-        index: group.faces.wrap(index, final.get_dtensor(index))
+        index: group.fsdp_params.wrap(index, final.get_dtensor(index))
         for index, is_used in zip(found, used.tolist(), strict=True)
         if is_used
     }
@@ -128,7 +130,7 @@ class _AskedGradients(GradientBuffer):
     """An empty buffer of the same parameters, strategy and reduction, for gradients that nobody accumulates."""
 
     def __init__(self, like: GradientBuffer) -> None:
-        super().__init__(like._template, replace(like._spec, fuses_weight_gradients=False), like._faces)
+        super().__init__(like._template, replace(like._spec, fuses_weight_gradients=False), like._fsdp_params)
         like.binding.watch()
         self.rename(like.unit)
         self.binding.name += ": gradients asked for"

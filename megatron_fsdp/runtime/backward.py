@@ -263,7 +263,7 @@ class Backward:
             self._schedule.open_call(unit, module)
             if unit.open_call is not None:
                 now.repeated[id(unit)] = unit.open_call
-            unit.meet_strangers()
+            unit.admit_replaced_params()
         now.active[id(unit)] = unit.reference
         self._schedule.unshard(unit, check=False)
 

@@ -59,7 +59,9 @@ def _convert(group: ParameterGroup, dtype: torch.dtype) -> None:
     """Hold and use the parameters, which stay the same objects, in the dtypes that belong to another own one."""
     for owned in group.owned:
         owned.trained_main_dtype = owned.dtypes_for(dtype, requires_grad=True).stepped
-    dtypes = group.owned[0].dtypes_for(dtype, requires_grad=any(face.requires_grad for face in group.faces.sharded))
+    dtypes = group.owned[0].dtypes_for(
+        dtype, requires_grad=any(param.requires_grad for param in group.fsdp_params.sharded_params)
+    )
     weights, values = group.weights, group.main_weight.local_buffer
     group.rebuild(replace(group.spec, dtypes=dtypes))
     group.main_weight.local_buffer.copy_(values)
@@ -75,8 +77,10 @@ def _words(group: ParameterGroup) -> str:
 def _check_dtype(group: ParameterGroup, dtype: torch.dtype, *, is_awaited: bool) -> None:
     obstacles = {
         "main weights are split": group.weights.remainder is not None,
-        "they are sharded over further axes": group.faces.has_splits,
-        "they have gradients (zero_grad() first)": any(face.grad is not None for face in group.faces.sharded),
+        "they are sharded over further axes": group.fsdp_params.has_splits,
+        "they have gradients (zero_grad() first)": any(
+            param.grad is not None for param in group.fsdp_params.sharded_params
+        ),
         "a backward of an earlier forward may still come (delete its outputs)": is_awaited,
     }
     for obstacle, is_there in obstacles.items():

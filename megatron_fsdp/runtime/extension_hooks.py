@@ -1,4 +1,4 @@
-"""ExtensionWeights and ExtensionFaces: parameters whose class says what is gathered, by FSDP2's two hooks.
+"""ExtensionWeights and ExtensionParams: parameters whose class says what is gathered, by FSDP2's two hooks.
 
 Every such parameter is a group of its own, of the bytes that ``fsdp_pre_all_gather`` returns, whatever their
 sizes and dtypes (docs/design/low_precision.md).
@@ -31,10 +31,10 @@ from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.runtime.freshness import mark_gathered
-from megatron_fsdp.runtime.parameters import Faces
+from megatron_fsdp.runtime.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.weight_buffers import WeightBuffers
 
-__all__ = ["ExtensionFaces", "ExtensionWeights"]
+__all__ = ["ExtensionParams", "ExtensionWeights"]
 
 _ALIGNMENT = 16
 _DROP_HOOK = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
@@ -118,7 +118,7 @@ class ExtensionWeights(WeightBuffers):
                 "use Placements.optim_grads_params or hsdp without CPU offload, or list it in ignored_params"
             )
         self._spec, self._plan = spec, plan
-        self._module = weakref.ref(owned.sites[0].module)
+        self._module = weakref.ref(owned.param_module_infos[0].module)
         self.rests_whole = False
         self.post_forward = None
         self.gather_function = None
@@ -296,8 +296,8 @@ def _torch_policy(spec: GroupSpec) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=spec.dtypes.compute, reduce_dtype=spec.dtypes.reduce)
 
 
-class ExtensionFaces(Faces):
-    """The two faces of one such parameter: a DTensor whose local tensor is the subclass, and what the hook made."""
+class ExtensionParams(FSDPParams):
+    """The sharded and the unsharded parameter: a DTensor whose local tensor is the subclass, and what the hook made."""
 
     def __init__(self, owned: Sequence[OwnedParameter], weights: ExtensionWeights, receiver: Any) -> None:
         self._weights = weights
@@ -318,13 +318,13 @@ class ExtensionFaces(Faces):
             part, mesh, placements, run_check=False, shape=extension.shape, stride=extension.stride
         )
 
-    def _sharded_face(self, index: int) -> nn.Parameter:
-        face = nn.Parameter(self._resting(index), requires_grad=self._owned[index].parameter.requires_grad)
+    def _sharded_param(self, index: int) -> nn.Parameter:
+        param = nn.Parameter(self._resting(index), requires_grad=self._owned[index].parameter.requires_grad)
         # A parameter is a detached copy of the wrappers, over the same memory: users reach the part by it.
-        self._weights.part = face._local_tensor  # type: ignore[attr-defined]
-        return face
+        self._weights.part = param._local_tensor  # type: ignore[attr-defined]
+        return param
 
-    def _gathered_face(self, index: int, gathered: DBuffer) -> nn.Parameter:
+    def _unsharded_param(self, index: int, gathered: DBuffer) -> nn.Parameter:
         mark_gathered(self._weights.used, self._owned[index].name)
         return self._weights.used
 
@@ -334,8 +334,8 @@ class ExtensionFaces(Faces):
         Raises:
             StateError: somebody did.
         """
-        current = self.sites.registered(0)
-        if current is not None and current is not self.sharded[0]:
+        current = self.module_infos.registered(0)
+        if current is not None and current is not self.sharded_params[0]:
             raise StateError(
                 f"unit {unit!r}: parameter {self._owned[0].name!r}, a {self._extension.kind.__name__}, was replaced; "
                 "replace it before fully_shard, or copy values into it"

@@ -213,10 +213,10 @@ def fuse_linear_layers(owned: Iterable[OwnedParameter]) -> None:
     Layers with a ``forward`` of their own are left alone, and so are weights that are sharded over further axes.
     """
     for parameter in owned:
-        for site in parameter.sites:
-            kind = type(site.module)
-            if parameter.split is None and site.attribute == "weight" and kind.forward is nn.Linear.forward:
-                site.module.__class__ = _fused_class(kind)  # type: ignore[arg-type]  # a class is hashable
+        for info in parameter.param_module_infos:
+            kind = type(info.module)
+            if parameter.split is None and info.attribute == "weight" and kind.forward is nn.Linear.forward:
+                info.module.__class__ = _fused_class(kind)  # type: ignore[arg-type]  # a class is hashable
 
 
 @functools.cache

@@ -133,7 +133,7 @@ class GatheredWeight(nn.Parameter):
         if group is not None:
             sharded = group.parameters[self._fsdp_handle.parameter]
             is_whole = value is not None and not isinstance(value, DTensor) and value.shape == sharded.shape
-            sharded.grad = group.faces.laid_out(sharded, value) if is_whole else value
+            sharded.grad = group.fsdp_params.laid_out(sharded, value) if is_whole else value
 
     @grad.deleter
     def grad(self) -> None:

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 from dbuffer import DBuffer, FlatDTensor
 from dbuffer.dtensor.flat_dtensor import GradDrops
 from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.grad_dtypes import allow_any, refuse_late
 from megatron_fsdp.runtime.lanes import is_capturing
-from megatron_fsdp.runtime.parameters import Faces
 from megatron_fsdp.runtime.pending_sums import PendingSums
 from megatron_fsdp.runtime.shown_gradients import CastGradients, outside
 
@@ -62,7 +62,7 @@ class GradBinding:
 
     Args:
         main_grad: the accumulator. final: the slice of it that the optimizer reads.
-        faces: the parameters; the sharded ones' ``.grad`` is set when gradients are final, and read to see
+        fsdp_params: the parameters; the sharded ones' ``.grad`` is set when gradients are final, and read to see
             ``zero_grad``.
         dtype: of the main weights.
 
@@ -75,12 +75,12 @@ class GradBinding:
         missing: parameters of which this sum has no gradient so far (``missing_gradients.py``).
     """
 
-    def __init__(self, main_grad: DBuffer, final: DBuffer, faces: Faces, dtype: torch.dtype) -> None:
+    def __init__(self, main_grad: DBuffer, final: DBuffer, fsdp_params: FSDPParams, dtype: torch.dtype) -> None:
         self.name = main_grad.name
         self.state = GradState.EMPTY
         self.main_grad, self.final = main_grad, final
-        self._faces = faces
-        self._parameters = tuple(faces.sharded)
+        self._fsdp_params = fsdp_params
+        self._parameters = tuple(fsdp_params.sharded_params)
         self._dtype = dtype
         self.trained = bytearray(int(parameter.requires_grad) for parameter in self._parameters)
         self.missing = bytearray(len(self._parameters))
@@ -99,7 +99,7 @@ class GradBinding:
         self.keeps = self.is_taken = False
         self.watch()
         self._sums: PendingSums | None = None
-        self._cast = CastGradients(dtype, faces.wrap)
+        self._cast = CastGradients(dtype, fsdp_params.wrap)
 
     def become(self, state: GradState) -> None:
         """Change the state.
@@ -272,7 +272,7 @@ class GradBinding:
                     self.missing[index] = 0
                 pending.is_zeroed = False
             elif gradient is not None:
-                self._sums[index].add(self._faces.own_rows(index, gradient))
+                self._sums[index].add(self._fsdp_params.own_rows(index, gradient))
                 self._sums.wanted[index] = self._had[index] = 1
 
     # ------------------------------------------------------------------ a sum is thrown away
@@ -333,7 +333,7 @@ class GradBinding:
         self._sums.end()
 
     def _describe(self, index: int) -> str:
-        name = f"{self.name}: the gradient of parameter {self._faces.name_of(index)!r}"
+        name = f"{self.name}: the gradient of parameter {self._fsdp_params.name_of(index)!r}"
         if self._sums is not None and self._sums.is_void:
             return (
                 f"{name} is incomplete, because the last backward raised. Drop it, with what was accumulated before: "
@@ -382,7 +382,7 @@ class GradBinding:
         try:
             hooks = _assign_grads(self._parameters, gradients, wanted)
         except RuntimeError as error:
-            refuse_late(self.name, self._faces, self.final.dtype, error)
+            refuse_late(self.name, self._fsdp_params, self.final.dtype, error)
         if is_sum:
             self.end_sum(clears=False)
         # Autograd accumulates into the gathered parameters, so it calls no hook of the sharded ones.
@@ -398,7 +398,7 @@ class GradBinding:
                 allow_any(self._parameters)
             indices = range(len(self._parameters))
             self._gradients = [
-                self._faces.wrap(index, self.final.get_dtensor(index, is_view=True)) for index in indices
+                self._fsdp_params.wrap(index, self.final.get_dtensor(index, is_view=True)) for index in indices
             ]
             self._locals = [gradient._local_tensor for gradient in self._gradients]
             self._tell_owners()
@@ -458,7 +458,7 @@ class GradBinding:
             if gradient is None:
                 mine.zero_()
             elif not self._gradients or gradient is not self._gradients[index]:
-                rows = self._faces.own_rows(index, gradient)
+                rows = self._fsdp_params.own_rows(index, gradient)
                 if rows.data_ptr() != mine.data_ptr():
                     mine.view(-1).copy_(rows.reshape(-1))
 

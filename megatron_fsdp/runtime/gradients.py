@@ -14,11 +14,11 @@ import torch
 from dbuffer import DBuffer
 from dbuffer.events import listeners, tell
 from dbuffer_kernels import accumulate
+from megatron_fsdp.runtime.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.fused_linear import add_product, offer_products
 from megatron_fsdp.runtime.grad_binding import GradState
 from megatron_fsdp.runtime.lanes import Ticket
 from megatron_fsdp.runtime.packed_gradients import PackedGradients
-from megatron_fsdp.runtime.parameters import Faces
 from megatron_fsdp.runtime.reduction import GradientSpec, Stages, submit_reductions
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ _plainly: Any = torch._C._disabled_torch_function_impl
 class GradientBuffer(PackedGradients):
     """The gradients of one parameter group; ``PackedGradients`` says what they lie in."""
 
-    def __init__(self, main_weight: DBuffer, spec: GradientSpec, faces: Faces) -> None:
-        super().__init__(main_weight, spec, faces)
+    def __init__(self, main_weight: DBuffer, spec: GradientSpec, fsdp_params: FSDPParams) -> None:
+        super().__init__(main_weight, spec, fsdp_params)
         self._observer: weakref.ref[Unit] | None = None
         # Whether the backward under way brought anything; hooks of gradients have the list itself.
-        self._begun = faces.begun
+        self._begun = fsdp_params.begun
         self._copies = False
         # The last backward that brought gradients, by the schedule's count.
         self._backward = 0
@@ -51,7 +51,7 @@ class GradientBuffer(PackedGradients):
         self.tickets: list[Ticket] = []
         if spec.fuses_weight_gradients:
             is_wide = spec.fuses_weight_gradients == "wide"
-            offer_products(faces.gathered, self._views, self, is_wide=is_wide)
+            offer_products(fsdp_params.unsharded_params, self._views, self, is_wide=is_wide)
 
     def observe(self, observer: Unit) -> None:
         """Report to ``observer``, which is referred to weakly."""
@@ -64,11 +64,11 @@ class GradientBuffer(PackedGradients):
 
     def awaits_gradients(self) -> bool:
         """Whether the graph that autograd is going through brings gradients that have not come yet."""
-        return self._faces.awaits_gradients()
+        return self._fsdp_params.awaits_gradients()
 
     def end_backward(self) -> None:
         """Expect gradients of all parameters again."""
-        self._faces.came[:] = bytes(len(self._views))
+        self._fsdp_params.came[:] = bytes(len(self._views))
 
     # ------------------------------------------------------------------ receive
 
@@ -103,7 +103,7 @@ class GradientBuffer(PackedGradients):
         """Take over the small gradients that are there."""
         if not self._begun[0]:
             return
-        gradients = _plainly(list, (), (map(_get_grad, self._waiting_faces),))
+        gradients = _plainly(list, (), (map(_get_grad, self._waiting_params),))
         are_there = bytearray(map(operator.is_not, gradients, repeat(None)))
         if 1 not in are_there:
             return
@@ -129,10 +129,10 @@ class GradientBuffer(PackedGradients):
         )
 
     def _drop_waiting(self) -> None:
-        _plainly(deque, (), (map(_set_grad, self._waiting_faces, repeat(None)), 0))
+        _plainly(deque, (), (map(_set_grad, self._waiting_params, repeat(None)), 0))
 
     def _add(self, index: int, gradient: torch.Tensor) -> None:
-        gradient = self._faces.local_gradient(index, gradient)
+        gradient = self._fsdp_params.local_gradient(index, gradient)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         accumulate(gradient, self._views[index], scale=self.pack_scale, overwrite=not self._filled[index])
@@ -156,7 +156,7 @@ class GradientBuffer(PackedGradients):
             return
         self._follow_freezing()
         if 1 in self._trained:
-            self._copies = self.pack_scale == 1.0 and not self._faces.has_splits
+            self._copies = self.pack_scale == 1.0 and not self._fsdp_params.has_splits
             self._begin()
             self._begun[0] = True
             observer = self._observer() if self._observer is not None else None
@@ -165,9 +165,9 @@ class GradientBuffer(PackedGradients):
 
     def _follow_freezing(self) -> None:
         """Take notice of parameters that were frozen since forward, which accumulate nothing as in any model."""
-        frozen = self._faces.frozen_since_used()
+        frozen = self._fsdp_params.frozen_since_used()
         for index in frozen:
-            self._faces.set_requires_grad(index, False)
+            self._fsdp_params.set_requires_grad(index, False)
             self._trained[index] = 0
         observer = self._observer() if frozen and self._observer is not None else None
         if observer is not None:
@@ -291,7 +291,7 @@ class GradientBuffer(PackedGradients):
         self.void(backward)
         self._begun[0] = False
         # Autograd may have been about to tell of any of them.
-        _plainly(deque, (), (map(_set_grad, self._faces.gathered, repeat(None)), 0))
+        _plainly(deque, (), (map(_set_grad, self._fsdp_params.unsharded_params, repeat(None)), 0))
         if self._backward == backward:
             self._empty()
 

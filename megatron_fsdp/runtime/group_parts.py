@@ -17,13 +17,13 @@ from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import GradDtype, MixedPrecisionPolicy, grad_dtype_of, set_grad_dtype
-from megatron_fsdp.runtime.extension_hooks import ExtensionFaces, ExtensionWeights
+from megatron_fsdp.runtime.extension_hooks import ExtensionParams, ExtensionWeights
 from megatron_fsdp.runtime.freshness import Freshness
+from megatron_fsdp.runtime.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.fused_linear import fuse_linear_layers
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.lanes import join_lanes
 from megatron_fsdp.runtime.packed_weights import PackedWeights
-from megatron_fsdp.runtime.parameters import Faces
 from megatron_fsdp.runtime.reduction import GradientSpec, ReduceFunction
 from megatron_fsdp.runtime.weight_buffers import WeightBuffers
 
@@ -50,7 +50,7 @@ class GroupParts:
         owned: what it was built from. parameters: the sharded ones by name within the unit, in plan order.
         plan: where the tensors sit. spec: what else it was built from.
         weights: its weight buffers. gradients: its gradient buffers; None for a frozen group.
-        faces: the two sets of parameter objects.
+        fsdp_params: the two sets of parameter objects.
         rests_whole: whether compute weights are whole on every rank all the time.
         freshness: how old the compute weights are.
         circle: of ``MissingGradients``: the ranks that reduce its gradients together; None before the first time.
@@ -74,33 +74,33 @@ class GroupParts:
         if not spec.is_meta:
             self.weights.fill([parameter.local_tensor for parameter in owned])
 
-    def _build(self, spec: GroupSpec, faces: Sequence[nn.Parameter] = ()) -> None:
+    def _build(self, spec: GroupSpec, params: Sequence[nn.Parameter] = ()) -> None:
         self.spec = spec
         self.weights: WeightBuffers
-        self.faces: Faces
+        self.fsdp_params: FSDPParams
         if self.owned[0].extension is None:
             self.weights = _WEIGHTS[spec.dtypes.gather is not None](self.plan, spec, self.name)
-            self.faces = Faces(self.owned, self.main_weight, self.gathered, self, faces)
+            self.fsdp_params = FSDPParams(self.owned, self.main_weight, self.gathered, self, params)
         else:
             weights = ExtensionWeights(self.owned[0], self.plan, spec, self.name)
-            self.weights, self.faces = weights, ExtensionFaces(self.owned, weights, self)
+            self.weights, self.fsdp_params = weights, ExtensionParams(self.owned, weights, self)
         self.weights.keeps_gathered = spec.keeps_gathered
-        self.parameters: dict[str, nn.Parameter] = self.faces.by_name()
-        for owned, face in zip(self.owned, self.faces.sharded, strict=True):
-            _GROUPS[face] = weakref.ref(self)
-            set_grad_dtype(face, owned.grad_dtype)
+        self.parameters: dict[str, nn.Parameter] = self.fsdp_params.by_name()
+        for owned, param in zip(self.owned, self.fsdp_params.sharded_params, strict=True):
+            _GROUPS[param] = weakref.ref(self)
+            set_grad_dtype(param, owned.grad_dtype)
         if self.weights.remainder is not None:
-            self.weights.remainder.watch(self.faces.sharded)
-        self.faces.adopt_names(self.name)
+            self.weights.remainder.watch(self.fsdp_params.sharded_params)
+        self.fsdp_params.adopt_names(self.name)
         self.rests_whole = self.weights.rests_whole
         if not self.rests_whole:
             # Only now: PyTorch makes views on memory that is there.
-            self.faces.released()
+            self.fsdp_params.released()
             self.weights.release()
         self.gradients: GradientBuffer | None = None
-        if any(face.requires_grad for face in self.faces.sharded):
+        if any(param.requires_grad for param in self.fsdp_params.sharded_params):
             self._make_gradients()
-        self.faces.sites.register()
+        self.fsdp_params.module_infos.register()
 
     def _make_gradients(self) -> None:
         spec, dtypes = self.spec, self.spec.dtypes
@@ -108,13 +108,13 @@ class GroupParts:
             spec.compute_device, spec.is_offloaded, spec.is_pinned, spec.fuses_weight_gradients, dtypes.accumulate
         )  # fmt: skip
         like = GradientSpec(spec.placements, dtypes.reduce, dtypes.main_grad, spec.divisor, *rest)
-        self.gradients = GradientBuffer(self.main_weight, like, self.faces)
+        self.gradients = GradientBuffer(self.main_weight, like, self.fsdp_params)
         self.gradients.rename(self.name)
         self.set_reduction()
         if dtypes.reduce.itemsize > dtypes.compute.itemsize:
             # What autograd's functions give in more than the compute dtype is not rounded to it.
-            for face in self.faces.gathered:
-                face.grad_dtype = None
+            for param in self.fsdp_params.unsharded_params:
+                param.grad_dtype = None
 
     def make_gradients_as(self, policy: MixedPrecisionPolicy, grad_dtype: GradDtype) -> None:
         """Make other gradient buffers, of the dtypes that are asked for; before any gradient came."""
@@ -167,8 +167,8 @@ class GroupParts:
         Like ``nn.Module.to_empty`` this makes new parameter objects: build optimizers afterwards.
         """
         if self.is_meta:
-            for owned, face in zip(self.owned, self.faces.sharded, strict=True):
-                owned.parameter.requires_grad_(face.requires_grad)
+            for owned, param in zip(self.owned, self.fsdp_params.sharded_params, strict=True):
+                owned.parameter.requires_grad_(param.requires_grad)
             self._build(replace(self.spec, is_meta=False))
 
     def spread_over(self, placements: Sequence[BufferPlacement]) -> list[MeshAxis]:
@@ -206,14 +206,14 @@ class GroupParts:
     def forget_originals(self) -> None:
         """Let go of the parameters that the group was built from: their memory is the whole unit's."""
         if not self.is_meta:
-            for owned, face in zip(self.owned, self.faces.sharded, strict=True):
-                owned.parameter = face
+            for owned, param in zip(self.owned, self.fsdp_params.sharded_params, strict=True):
+                owned.parameter = param
                 if owned.extension is not None:
                     owned.extension = owned.extension.emptied()
 
     def rebuild(self, spec: GroupSpec) -> None:
         """Make other buffers, with undefined content, under the parameters, which stay the same objects."""
-        self._build(spec, self.faces.sharded)
+        self._build(spec, self.fsdp_params.sharded_params)
 
     def rename(self, name: str) -> None:
         """Take another unit name, for messages."""
@@ -224,16 +224,16 @@ class GroupParts:
 
     def adopt(self, index: int, value: FlatDTensor) -> None:
         """Make a sharded tensor parameter ``index``: its values, and the object itself, over this group's memory."""
-        self.faces.adopt(index, value)
-        face = self.faces.sharded[index]
-        if grad_dtype_of(face) == "own":
-            set_grad_dtype(face, self.owned[index].grad_dtype)
-        self.parameters = self.faces.by_name()
-        self.owned[index].parameter = face
-        _GROUPS[face] = weakref.ref(self)
-        mark_owned(face, self.name, self.owned[index].name)
+        self.fsdp_params.adopt(index, value)
+        param = self.fsdp_params.sharded_params[index]
+        if grad_dtype_of(param) == "own":
+            set_grad_dtype(param, self.owned[index].grad_dtype)
+        self.parameters = self.fsdp_params.by_name()
+        self.owned[index].parameter = param
+        _GROUPS[param] = weakref.ref(self)
+        mark_owned(param, self.name, self.owned[index].name)
         if self.gradients is not None:
-            self.gradients.binding.replace(index, face)
+            self.gradients.binding.replace(index, param)
         self.freshness.change()
 
     def refuse_meta(self) -> NoReturn:

@@ -41,7 +41,7 @@ def _before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if torch.compiler.is_dynamo_compiling():
-        # The compiler would trace hooks into a unit's graph, and with them the switch between the two faces.
+        # The compiler would trace hooks into a unit's graph, and with them the switch to unsharded parameters.
         return _untraced_before(unit, module, args, kwargs)  # type: ignore[no-any-return]  # as this
     if unit is unit.schedule._root():
         if not is_in_backward():

@@ -72,7 +72,7 @@ def in_full_precision(groups: Iterable[ParameterGroup]) -> Iterator[None]:
     copies = [(group, group.weights.values()) for group in groups if group.weights.remainder is not None]
     with ExitStack() as stack:
         for group, values in copies:
-            stack.enter_context(group.faces.over(values))
+            stack.enter_context(group.fsdp_params.over(values))
         yield
     for group, values in copies:
         group.weights.store(values)

@@ -18,7 +18,7 @@ import torch
 from dbuffer.collectives import all_reduce
 from megatron_fsdp.runtime.agreement import mesh_ranks
 from megatron_fsdp.runtime.lanes import is_capturing, wait_on_host
-from megatron_fsdp.runtime.meeting import job_store
+from megatron_fsdp.runtime.rendezvous import job_store
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.gradients import GradientBuffer

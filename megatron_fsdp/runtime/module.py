@@ -127,7 +127,7 @@ class FSDPModule:
             StateError: something else is registered in the place of a parameter.
         """
         unit = unit_of(self)
-        unit.settle_strangers()
+        unit.settle_replaced_params()
         unit.schedule.gather_afresh(unit)
         handle = UnshardHandle(unit)
         if async_op:
@@ -369,7 +369,7 @@ class FSDPModule:
                     # In one pass, before nn.Module asks each of them.
                     group.gradients.binding.clear()
                 elif group.weight_state is WeightState.UNSHARDED:
-                    _zero_grad(group.faces.sharded, set_to_none=set_to_none)
+                    _zero_grad(group.fsdp_params.sharded_params, set_to_none=set_to_none)
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of nn.Module, which comes next in every class of ours
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -385,17 +385,17 @@ class FSDPModule:
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # The module's own parameters stay in their buffers; everything else is handled as in any module.
         unit = unit_of(self)
-        unit.settle_strangers()
+        unit.settle_replaced_params()
         unit.schedule.reshard(unit)
         for group in unit.groups:
-            group.faces.sites.hide()
+            group.fsdp_params.module_infos.hide()
         try:
             result = super()._apply(fn, recurse)  # type: ignore[misc]
             for group in unit.groups:
                 apply_to_group(group, fn, is_awaited=any(unit.outstanding_calls()))
         finally:
             for group in unit.groups:
-                group.faces.sites.unhide()
+                group.fsdp_params.module_infos.unhide()
             # A group that was on the meta device, or of another dtype, has other gradient buffers now.
             unit.follow_gradients()
         return result

@@ -140,7 +140,7 @@ def watch_readers(owned: Iterable[OwnedParameter], unit: Unit) -> None:
     if not unit.releases_weights:
         return
     outermost = {id(reference()) for reference in unit.modules}
-    modules = {id(site.module): site.module for parameter in owned for site in parameter.sites}
+    modules = {id(info.module): info.module for parameter in owned for info in parameter.param_module_infos}
     for key, module in modules.items():
         is_lookup = type(module).forward in (nn.Embedding.forward, nn.EmbeddingBag.forward)
         if key not in outermost and not is_lookup and not isinstance(module, FusedLinear):

@@ -8,9 +8,9 @@ import torch
 
 from dbuffer import DBuffer, Partial
 from dbuffer.placements import BufferPlacement
+from megatron_fsdp.runtime.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.grad_binding import GradBinding
 from megatron_fsdp.runtime.lanes import turns
-from megatron_fsdp.runtime.parameters import Faces
 from megatron_fsdp.runtime.reduction import GradientSpec, Reduction
 
 __all__ = ["PackedGradients"]
@@ -21,7 +21,7 @@ class PackedGradients:
 
     Args:
         main_weight: the group's main weights; gradients share its plan and mesh.
-        faces: the parameters.
+        fsdp_params: the parameters.
 
     Attributes:
         binding: ``main_grad``, and what the parameters show of it.
@@ -37,19 +37,19 @@ class PackedGradients:
         unit: the name of the unit.
     """
 
-    def __init__(self, main_weight: DBuffer, spec: GradientSpec, faces: Faces) -> None:
+    def __init__(self, main_weight: DBuffer, spec: GradientSpec, fsdp_params: FSDPParams) -> None:
         self.unit = ""
-        self._spec, self._template, self._faces = spec, main_weight, faces
+        self._spec, self._template, self._fsdp_params = spec, main_weight, fsdp_params
         self._make_buffers()
         self.divide_by(spec.divisor)
-        self._views = [self.packed.get_local_tensor(index) for index in range(len(faces.sharded))]
+        self._views = [self.packed.get_local_tensor(index) for index in range(len(fsdp_params.sharded_params))]
         self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
         if self.rests_partial:
             self.binding.gaps = self._gaps
         self._turns = turns(spec.device)
-        self._waits = faces.waits
-        self._waiting = [index for index, waits in enumerate(faces.waits) if waits]
-        self._waiting_faces = [faces.gathered[index] for index in self._waiting]
+        self._waits = fsdp_params.waits
+        self._waiting = [index for index, waits in enumerate(fsdp_params.waits) if waits]
+        self._waiting_params = [fsdp_params.unsharded_params[index] for index in self._waiting]
         self._waiting_views = [self._views[index] for index in self._waiting]
         self._trained = self.binding.trained
         if not self.rests_partial:
@@ -88,7 +88,7 @@ class PackedGradients:
         if resting != placements.optimizer:
             final = main_grad.slice_view(placements.optimizer)
         self.rests_final = final is main_grad and not self.rests_partial
-        self.binding = GradBinding(main_grad, final, self._faces, self._template.dtype)
+        self.binding = GradBinding(main_grad, final, self._fsdp_params, self._template.dtype)
         # Memory of the host is plentiful, and pages that a GPU writes are slow to come by.
         self.binding.keeps = spec.is_offloaded
         self.reduction = Reduction(

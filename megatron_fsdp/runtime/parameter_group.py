@@ -1,4 +1,4 @@
-"""ParameterGroup: the buffers of one unit's parameters of one dtype in a step, and the switch between their two faces.
+"""ParameterGroup: the buffers of one unit's parameters of one dtype in a step, and their switch.
 
 Between uses a module shows its parameters as DTensors over ``main_weight``; from ``unshard`` to ``reshard`` it shows
 plain tensors, views of gathered storage, which the forward and backward compute with. Both sets of objects live as
@@ -20,9 +20,9 @@ from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.policy.offload import hand_back
 from megatron_fsdp.runtime.freshness import Freshness, refreshes_itself
+from megatron_fsdp.runtime.fsdp_params import is_laid_out_like
 from megatron_fsdp.runtime.group_parts import GroupParts, group_of_parameter
 from megatron_fsdp.runtime.lanes import Ticket, lane
-from megatron_fsdp.runtime.parameters import is_laid_out_like
 from megatron_fsdp.runtime.weight_buffers import WeightBuffers
 
 __all__ = [
@@ -144,11 +144,11 @@ class ParameterGroup(GroupParts):
         refreshes_locally: whether a refresh is a cast of this rank's shard, without communication.
     """
 
-    def _build(self, spec: GroupSpec, faces: Sequence[nn.Parameter] = ()) -> None:
+    def _build(self, spec: GroupSpec, params: Sequence[nn.Parameter] = ()) -> None:
         self.weight_state = WeightState.SHARDED
         self.gather_ticket: Ticket | None = None
-        super()._build(spec, faces)
-        self.freshness = Freshness(self.faces.counted)
+        super()._build(spec, params)
+        self.freshness = Freshness(self.fsdp_params.counted)
         self.refreshes_locally = self.weights.refreshes_locally
 
     # ------------------------------------------------------------------ unshard, reshard
@@ -170,19 +170,19 @@ class ParameterGroup(GroupParts):
         # Each of these may be done again, by whoever comes after an interrupt.
         self.weights.gathered_is_used()
         if not self.rests_whole:
-            self.faces.brought_back()
-        self.faces.sites.show_unsharded()
+            self.fsdp_params.brought_back()
+        self.fsdp_params.module_infos.show_unsharded()
         self.gather_ticket = None
         self.weight_state = WeightState.UNSHARDED
 
-    def reveal(self) -> None:
-        """Show gathered weights that ``conceal`` took away."""
-        if self.weight_state is WeightState.UNSHARDED and not self.faces.sites.is_gathered_everywhere():
-            self.faces.sites.show_unsharded()
+    def show_unsharded(self) -> None:
+        """Show gathered weights that ``show_sharded`` took away."""
+        if self.weight_state is WeightState.UNSHARDED and not self.fsdp_params.module_infos.is_gathered_everywhere():
+            self.fsdp_params.module_infos.show_unsharded()
 
-    def conceal(self) -> None:
+    def show_sharded(self) -> None:
         """Show the sharded parameters, while gathered weights stay for the backward that follows."""
-        self.faces.sites.show_sharded()
+        self.fsdp_params.module_infos.show_sharded()
 
     def reshard(self, *, keep_part: bool = False) -> None:
         """Show the sharded parameters and release the gathered weights.
@@ -196,24 +196,24 @@ class ParameterGroup(GroupParts):
             return
         if self.weight_state is WeightState.GATHERING:
             self.finish_gather()
-        self.faces.sites.show_sharded()
+        self.fsdp_params.module_infos.show_sharded()
         self.weight_state = WeightState.SHARDED
         # An error that is being handled is what should be seen; the next reshard finds the change as well.
         is_raising = sys.exc_info()[0] is not None
-        changed = None if is_raising else self.faces.changed_in_place()
+        changed = None if is_raising else self.fsdp_params.changed_in_place()
         if changed is not None:
             self._lose()
         if not self.rests_whole:
-            self.faces.released(is_unchanged=changed is None and not is_raising)
+            self.fsdp_params.released(is_unchanged=changed is None and not is_raising)
             self.weights.release(keep_generation=self.freshness.gathered if keep_part else None)
         if changed is not None:
-            self.faces.refuse_change(changed)
+            self.fsdp_params.refuse_change(changed)
 
     def _lose(self) -> None:
         """Gathered weights were changed in place: write them again before anybody uses them."""
         self.freshness.lose()
         if self.weights.can_restore_gathered:
-            self.faces.accept_versions()
+            self.fsdp_params.accept_versions()
 
     # ------------------------------------------------------------------ main weight to model weight
 
@@ -227,15 +227,17 @@ class ParameterGroup(GroupParts):
         Raises:
             StateError: somebody changed the gathered weights in place.
         """
-        changed = self.faces.changed_in_place() if self.weight_state is WeightState.UNSHARDED else None
+        changed = self.fsdp_params.changed_in_place() if self.weight_state is WeightState.UNSHARDED else None
         if changed is not None:
             self._lose()
-            self.faces.refuse_change(changed)
+            self.fsdp_params.refuse_change(changed)
         return self.freshness.is_stale()
 
     def is_outdated(self) -> bool:
         """Whether what is gathered is not what was asked for by ``model.unshard()``; raises as ``is_stale``."""
-        return self.weight_state is not WeightState.SHARDED and (self.is_stale() or not self.faces.sites.shows_gathered)
+        return self.weight_state is not WeightState.SHARDED and (
+            self.is_stale() or not self.fsdp_params.module_infos.shows_gathered
+        )
 
     @property
     def is_untouched(self) -> bool:
@@ -255,14 +257,14 @@ class ParameterGroup(GroupParts):
             StateError: an unfrozen parameter has no main weight of the dtype that the policy wants.
         """
         is_renewed = self._leave_gradients()
-        changed = self.faces.changed_requires_grad()
+        changed = self.fsdp_params.changed_requires_grad()
         for index in changed:
-            trained = self.faces.sharded[index].requires_grad
+            trained = self.fsdp_params.sharded_params[index].requires_grad
             if trained and self.gradients is None:
                 self._check_main_dtype(index)
                 self._make_gradients()
             assert self.gradients is not None
-            self.faces.set_requires_grad(index, trained)
+            self.fsdp_params.set_requires_grad(index, trained)
             self.gradients.binding.trained[index] = trained
         return bool(changed) or is_renewed
 

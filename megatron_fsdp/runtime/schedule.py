@@ -131,7 +131,7 @@ class Schedule:
         is_gathering = False
         for group in unit.groups:
             if group.weight_state is not WeightState.GATHERING:
-                group.reveal()
+                group.show_unsharded()
                 continue
             if listeners and not is_gathering:
                 tell("use", unit)
@@ -165,12 +165,12 @@ class Schedule:
             self._start_pass()
         if not self.open_call(unit, module):
             return
-        # First, since to release weights is to take back what strangers lend to the call.
+        # First, since to release weights is to restore what replaced parameters lent to the call.
         for group in unit.groups:
             if group.weight_state is not WeightState.SHARDED and group.is_stale():
                 self.reshard(unit)
                 break
-        unit.meet_strangers()
+        unit.admit_replaced_params()
         self._release_lingering(unit)
         unit.follow_requires_grad()
         self.unshard(unit, check=True)
@@ -234,7 +234,7 @@ class Schedule:
     def _close_call(self, unit: Unit, call: Call) -> None:
         self._end_call(unit, call)
         for group in unit.groups:
-            group.faces.sites.take_back()
+            group.fsdp_params.module_infos.restore()
         if unit.calls and unit.calls[-1]() is call:
             if unit.trail is not self.trail:
                 unit.trail, unit.first_begin = self.trail, call.begin
@@ -280,7 +280,7 @@ class Schedule:
                 self.reshard(unit, keep_part=torch.is_grad_enabled())
         if awaited is not None:
             # Whoever asks for parameters between forward and backward gets those that can be trained and changed.
-            awaited.conceal()
+            awaited.show_sharded()
 
     def end_backward(self) -> None:
         """Release what backward has gathered, and what it need not have kept."""
@@ -295,4 +295,4 @@ class Schedule:
             else:
                 unit.entered = None
                 # Kept for the next forward; whoever zeroes or changes parameters meanwhile means the sharded ones.
-                unit.conceal()
+                unit.show_sharded()

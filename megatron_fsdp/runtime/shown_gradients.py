@@ -29,16 +29,16 @@ class CastGradients:
         self,
         parameters: Sequence[torch.Tensor],
         shown: Sequence[torch.Tensor | None],
-        faces: Sequence[torch.Tensor],
+        params: Sequence[torch.Tensor],
         buffer: DBuffer,
     ) -> None:
         """Replace ``.grad`` where it has another dtype: those of ``buffer`` by one cast, the user's own one by one."""
         cast: DBuffer | None = None
-        for index, (parameter, gradient, face) in enumerate(zip(parameters, shown, faces, strict=True)):
+        for index, (parameter, gradient, param) in enumerate(zip(parameters, shown, params, strict=True)):
             if gradient is None or gradient.dtype is self._dtype:
                 continue
             allowed, parameter.grad_dtype = parameter.grad_dtype, None
-            if gradient is face:
+            if gradient is param:
                 cast = cast or buffer.cast(self._dtype)
                 parameter.grad = self._wrap(index, cast.get_dtensor(index))
             else:
@@ -54,15 +54,15 @@ class CastGradients:
 
 
 def outside(
-    gradients: Sequence[torch.Tensor | None], faces: Sequence[torch.Tensor], buffer: DBuffer
+    gradients: Sequence[torch.Tensor | None], params: Sequence[torch.Tensor], buffer: DBuffer
 ) -> list[torch.Tensor]:
     """Return this rank's parts of those gradients that are tensors of their own, not the buffer's.
 
     Args:
         gradients: DTensors, in the order of the buffer's tensors; None for none.
-        faces: known to be the buffer's, in the same order; none where they were not made yet.
+        params: known to be the buffer's, in the same order; none where they were not made yet.
     """
-    if faces and all(map(operator.is_, gradients, faces)):
+    if params and all(map(operator.is_, gradients, params)):
         return []
     found = []
     for index, gradient in enumerate(gradients):

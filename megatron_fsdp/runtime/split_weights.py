@@ -29,7 +29,7 @@ class Remainder:
     def __init__(self, main: DBuffer, *, pin_memory: bool = False) -> None:
         self._main = main
         self.buffer = self._like(torch.int16, pin_memory=pin_memory).zero_()
-        self._faces: tuple[nn.Parameter, ...] = ()
+        self._fsdp_params: tuple[nn.Parameter, ...] = ()
         self._seen: tuple[int, ...] = ()
 
     def _like(self, dtype: torch.dtype, *, pin_memory: bool = False) -> DBuffer:
@@ -37,9 +37,9 @@ class Remainder:
         placed = main.plan, main.mesh, main.placements
         return DBuffer.from_plan(*placed, dtype, main.device, name=main.name, pin_memory=pin_memory)
 
-    def watch(self, faces: Sequence[nn.Parameter]) -> None:
+    def watch(self, params: Sequence[nn.Parameter]) -> None:
         """See changes of the parameters' memory by these DTensors over it, in plan order, from now on."""
-        self._faces = tuple(faces)
+        self._fsdp_params = tuple(params)
         self.accept()
 
     def accept(self) -> None:
@@ -49,7 +49,7 @@ class Remainder:
     def _versions(self) -> tuple[int, ...]:
         """Return the version counters of the whole buffer and of each parameter, which in-place changes move."""
         with torch._C.DisableTorchFunctionSubclass():
-            own = [face._version + face._local_tensor._version for face in self._faces]  # type: ignore[attr-defined]
+            own = [param._version + param._local_tensor._version for param in self._fsdp_params]  # type: ignore[attr-defined]
         return self._main.local_buffer._version, *own
 
     def current(self) -> torch.Tensor:

@@ -21,7 +21,7 @@ def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bo
 def _before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for below in units_below(module):
         # What was assigned in the place of a parameter is what the values are for.
-        below.settle_strangers()
+        below.settle_replaced_params()
         below.schedule.reshard(below)
     _materialize_for(module, prefix, state_dict)
     # Whole tensors, and DTensors that torch.distributed.tensor cut, are brought into the rows of each rank.
@@ -30,7 +30,7 @@ def _before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str,
         if owner is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
             continue
         if not is_laid_out_like(value, parameter):
-            state_dict[prefix + name] = owner.faces.laid_out(parameter, value)
+            state_dict[prefix + name] = owner.fsdp_params.laid_out(parameter, value)
         elif isinstance(parameter, FlatDTensor) and isinstance(value, DTensor) and not isinstance(value, FlatDTensor):
             # PyTorch made a DTensor of the parameter's placements. Its own operators, a detach of torch 2.14 even, take
             # the rows of such a one for those of a plain Shard(0).
@@ -43,13 +43,13 @@ def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any])
     for name, parameter in module.named_parameters():
         names[id(parameter)] = prefix + name
     for unit in units_below(module):
-        faces = [face for group in unit.groups for face in group.parameters.values()]
-        if any(group.is_meta for group in unit.groups) and all(names.get(id(face)) in state_dict for face in faces):
+        params = [param for group in unit.groups for param in group.parameters.values()]
+        if any(group.is_meta for group in unit.groups) and all(names.get(id(param)) in state_dict for param in params):
             unit.materialize()
 
 
 def _after_load_state_dict(unit: Unit, *_: Any) -> None:
     for group in unit.groups:
         # Copy values back where a parameter was replaced (``assign=True``).
-        if group.faces.readopt(group.name):
+        if group.fsdp_params.readopt(group.name):
             group.freshness.change()

@@ -22,7 +22,7 @@ from megatron_fsdp.runtime.gathered_weight import handle_of
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.memory_slots import SlotChoice, place_in_slots
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
-from megatron_fsdp.runtime.strangers import admit, settle
+from megatron_fsdp.runtime.replaced_params import admit, settle
 from megatron_fsdp.runtime.tree import Tree
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Unit(StateNames):
             buffer.observe(self)
         for group in self.groups:
             if not group.rests_whole:
-                for weight in group.faces.gathered:
+                for weight in group.fsdp_params.unsharded_params:
                     handle_of(weight).unit = self.reference
                 self.releases_weights = True
 
@@ -201,21 +201,21 @@ class Unit(StateNames):
         if is_changed:
             self.follow_gradients()
 
-    def meet_strangers(self) -> None:
+    def admit_replaced_params(self) -> None:
         """Decide what becomes of what somebody else registered in the places of the unit's parameters.
 
         Raises:
             StateError: it cannot be used for what follows.
         """
         for group in self.groups:
-            strangers = group.faces.sites.strangers()
-            if strangers:
+            replaced = group.fsdp_params.module_infos.replaced()
+            if replaced:
                 was_meta = group.is_meta
-                admit(group, strangers)
+                admit(group, replaced)
                 if was_meta:
                     self.follow_gradients()
 
-    def settle_strangers(self) -> None:
+    def settle_replaced_params(self) -> None:
         """Let sharded parameters that were assigned take their places for good, and refuse whatever else is there.
 
         Raises:
@@ -230,12 +230,12 @@ class Unit(StateNames):
     def places(self) -> Iterator[tuple[dict[str, nn.Parameter | None], str]]:
         """Yield where its parameters are registered: a module's dictionary, and the name in it."""
         for group in self.groups:
-            yield from group.faces.sites.places()
+            yield from group.fsdp_params.module_infos.places()
 
-    def conceal(self) -> None:
+    def show_sharded(self) -> None:
         """Show the sharded parameters, while gathered weights stay for the backward that follows."""
         for group in self.groups:
-            group.conceal()
+            group.show_sharded()
 
     def materialize(self) -> None:
         """Allocate the buffers of parameters that were on the meta device."""

@@ -61,7 +61,7 @@ def _value(node: Any, name: str) -> Any:
 def _names_over(unit: Unit, tensor: torch.Tensor) -> Iterator[str]:
     """Yield the parameters in whose gathered memory a tensor begins."""
     for group in unit.groups:
-        for name, weight in zip(group.parameters, group.faces.gathered, strict=True):
+        for name, weight in zip(group.parameters, group.fsdp_params.unsharded_params, strict=True):
             begin = tensor.data_ptr() - weight.data_ptr()
             if not group.rests_whole and 0 <= begin < weight.numel() * weight.itemsize:
                 yield name

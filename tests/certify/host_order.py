@@ -57,7 +57,7 @@ def _meaning(issue: Issue) -> tuple[str, int]:
 
 
 def _text(issue: Issue | None) -> str:
-    return "none" if issue is None else f"{issue.kind} of {issue.num_bytes} bytes at {issue.site}"
+    return "none" if issue is None else f"{issue.kind} of {issue.num_bytes} bytes at {issue.origin}"
 
 
 def _cycle(ranks: Sequence[Sequence[Issue]]) -> list[_Node]:

@@ -77,7 +77,9 @@ def _of_engine(code: CodeType) -> bool:
     known = _is_engine.get(code)
     if known is None:
         # How often a rank looks whether the others have come depends on the moment.
-        known = _is_engine[code] = code.co_filename.startswith(_ROOTS) and not code.co_filename.endswith("meeting.py")
+        known = _is_engine[code] = code.co_filename.startswith(_ROOTS) and not code.co_filename.endswith(
+            "rendezvous.py"
+        )
     return known
 
 

@@ -218,7 +218,7 @@ def issues_of(order: tuple[int, ...]) -> Certificate:
             check.checker.issues[-1] = check.checker.issues[-1].__class__(
                 **{
                     name: getattr(check.checker.issues[-1], name)
-                    for name in ("group", "number", "kind", "site", "after")
+                    for name in ("group", "number", "kind", "origin", "after")
                 },
                 num_bytes=size,
             )

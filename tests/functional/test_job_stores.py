@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp import ConfigError, Watch, fully_shard
-from megatron_fsdp.runtime import meeting
+from megatron_fsdp.runtime import rendezvous
 from tests.harness import run_ranks
 
 TIMES = 2
@@ -31,15 +31,15 @@ def meet_late_in_a_file(path: str) -> float:
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     store = dist.distributed_c10d._get_default_store()
-    follow = meeting._Room.follow
+    follow = rendezvous._Room.follow
 
-    def tell_and_follow(room: meeting._Room) -> None:
+    def tell_and_follow(room: rendezvous._Room) -> None:
         store.set("the first has looked", "")
         follow(room)
 
     model = nn.Linear(5, 3)
     # Looks as long as this are the store's own waits, as all long ones are.
-    with mock.patch.object(meeting, "_LOOK_S", 0.02), mock.patch.object(meeting._Room, "follow", tell_and_follow):
+    with mock.patch.object(rendezvous, "_LOOK_S", 0.02), mock.patch.object(rendezvous._Room, "follow", tell_and_follow):
         if rank == 1:
             store.wait(["the first has looked"])
         fully_shard(model)

@@ -63,7 +63,7 @@ def growth_mib() -> float:
 # What it guards against has tests of its own: who issues collectives, below.
 @pytest.mark.slow
 def test_a_hundred_steps_add_less_than_10_mib_to_what_is_resident() -> None:
-    # Without the clerk 30. New processes, as a used heap has holes that take the growth for a while.
+    # Without the comm thread 30. New processes, as a used heap has holes that take the growth for a while.
     assert max(run_ranks(2, growth_mib, fresh=True, timeout=180.0)) < 10
 
 

@@ -167,7 +167,7 @@ def test_swapped_units_of_one_size_are_found_by_a_check_at_the_end_and_at_an_int
 
 def threads_of_ours() -> list[threading.Thread]:
     # The first collective on CPU tensors starts a thread that stays.
-    return [thread for thread in threading.enumerate() if thread.name != "dbuffer clerk"]
+    return [thread for thread in threading.enumerate() if thread.name != "dbuffer comm"]
 
 
 def train_watched(strategy: str, shape: tuple[int, ...], is_watched: bool) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer import Element
 from megatron_fsdp import CPUOffloadPolicy, Placements, fully_shard
-from megatron_fsdp.runtime import meeting
+from megatron_fsdp.runtime import rendezvous
 from tests.harness import run_ranks
 from tests.harness.models import Block, Stack, squared
 
@@ -186,7 +186,7 @@ def test_ranks_that_do_different_things_raise_at_once_what_each_of_them_did(
 @contextmanager
 def patient_for(seconds: float) -> Iterator[None]:
     """Let meetings give up after some seconds."""
-    with mock.patch.object(meeting, "job_timeout", return_value=datetime.timedelta(seconds=seconds)):
+    with mock.patch.object(rendezvous, "job_timeout", return_value=datetime.timedelta(seconds=seconds)):
         yield
 
 
@@ -218,13 +218,13 @@ def test_a_rank_that_does_not_come_is_named_and_told_when_it_does() -> None:
 def meet_over_records_of_a_run_before() -> list[str]:
     """What an earlier run left in a store that was kept: a meeting that never ended, and one that ended badly."""
     store = dist.distributed_c10d._get_default_store()
-    room = meeting._Room(store, (0, 1), 1, 0.0)
+    room = rendezvous._Room(store, (0, 1), 1, 0.0)
     if dist.get_rank() == 0:
         for number, digest in ((1, "stale"), (2, "stale")):
             store.set(room._record_key[:-1] + str(number), f"1 {digest} token{number} 1000.0")
         store.set(f"{room._record_key[:-1]}2 token2 verdict", "gone rank 1 was killed")
     dist.barrier()
-    return [meeting.meet((0, 1), meeting.Statement("comes")) for _ in range(3)]
+    return [rendezvous.meet((0, 1), rendezvous.Statement("comes")) for _ in range(3)]
 
 
 def test_records_of_a_run_before_in_a_kept_store_count_for_nothing() -> None:

@@ -16,7 +16,7 @@ FOLDER_ORDER = (
     ("dbuffer_kernels",),
     ("dbuffer.errors",),
     ("dbuffer.placements", "dbuffer.planner", "dbuffer.memory_meter", "dbuffer.events"),
-    ("dbuffer.mesh", "dbuffer.slot_pool", "dbuffer.clerk"),
+    ("dbuffer.mesh", "dbuffer.slot_pool", "dbuffer.comm_thread"),
     ("dbuffer.layout", "dbuffer.gloo", "dbuffer.storage", "dbuffer.arena_pool"),
     ("dbuffer.collectives",),
     ("dbuffer.dtensor",),

@@ -62,14 +62,14 @@ def final_gradients(group: ParameterGroup) -> DBuffer | None:
 def _counted(chunks: Sequence[MegatronFSDP], groups: ModelGroups, choose: Choice) -> Iterator[torch.Tensor]:
     for chunk in chunks:
         for unit in units_below(chunk):
-            unit.settle_strangers()
+            unit.settle_replaced_params()
             for group in unit.groups:
                 buffer = choose(group)
                 if buffer is None or not _is_first_replica(buffer):
                     continue
-                for index, face in enumerate(group.faces.sharded):
+                for index, param in enumerate(group.fsdp_params.sharded_params):
                     rows = buffer.get_local_tensor(index)
-                    if rows.numel() and groups.counts(face):
+                    if rows.numel() and groups.counts(param):
                         yield rows
 
 

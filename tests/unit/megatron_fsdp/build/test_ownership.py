@@ -84,20 +84,23 @@ def test_a_tied_weight_is_owned_once_with_every_site() -> None:
     model[1].weight = model[0].weight
     weight, _ = collect_parameters([model], no_units, ())
     assert weight.name == "0.weight"
-    assert [(site.module, site.attribute) for site in weight.sites] == [(model[0], "weight"), (model[1], "weight")]
+    assert [(site.module, site.attribute) for site in weight.param_module_infos] == [
+        (model[0], "weight"),
+        (model[1], "weight"),
+    ]
 
 
 def test_one_module_in_two_places_has_one_site() -> None:
     shared = nn.Linear(3, 3)
     weight, _ = collect_parameters([nn.ModuleList([shared, shared])], no_units, ())
-    assert len(weight.sites) == 1
+    assert len(weight.param_module_infos) == 1
 
 
 def test_a_weight_tied_between_two_modules_of_a_list_is_owned_once() -> None:
     first, second = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
     second.weight = first.weight
     (weight,) = collect_parameters([first, second], no_units, ())
-    assert [site.module for site in weight.sites] == [first, second]
+    assert [site.module for site in weight.param_module_infos] == [first, second]
 
 
 def test_a_parameter_that_a_unit_has_taken_names_that_unit() -> None:

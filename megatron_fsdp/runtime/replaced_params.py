@@ -1,4 +1,4 @@
-"""Strangers: tensors that somebody registered in the place of a sharded parameter, and what becomes of them.
+"""Replaced parameters: tensors that somebody registered in the place of a sharded parameter, and what becomes of them.
 
 The rule (docs/design/facade.md): what a plain model would compute is computed, or refused by name. A tensor that needs
 no gradient is used for the call, as in ``torch.func.functional_call``. One that needs a gradient would get this rank's
@@ -19,7 +19,7 @@ from torch.nn.utils import stateless
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from megatron_fsdp.build.ownership import owner_words
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.parameters import Stranger
+from megatron_fsdp.runtime.fsdp_params import ReplacedParam
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.parameter_group import ParameterGroup
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 __all__ = ["admit", "settle"]
 
 
-def admit(group: ParameterGroup, strangers: Sequence[Stranger]) -> None:
+def admit(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> None:
     """Use what is registered in the places of a group's parameters for the forward call that begins, or refuse it.
 
     Raises:
         StateError: autograd would leave a gradient there that no rank reduces, or nothing is there.
     """
     if group.is_untouched and not _is_functional_call():
-        strangers = _adopt(group, strangers)
-    for stranger in strangers:
-        value, place = stranger.value, _place(group, stranger)
+        replaced = _adopt(group, replaced)
+    for found in replaced:
+        value, place = found.value, _place(group, found)
         if value is None:
             raise StateError(
                 f"{place} was taken out of its module after fully_shard. Remove parameters before fully_shard, or set "
@@ -50,12 +50,12 @@ def admit(group: ParameterGroup, strangers: Sequence[Stranger]) -> None:
             )
         if torch.is_grad_enabled() and value.requires_grad:
             raise StateError(_replaced(place, value))
-        if group.faces.has_splits:
+        if group.fsdp_params.has_splits:
             raise StateError(
                 f"{place} was replaced after fully_shard, and is sharded over further axes besides: copy the values "
                 "into the parameter, which is a DTensor, instead."
             )
-        group.faces.sites.lend(stranger, _for_compute(group, value))
+        group.fsdp_params.module_infos.override(found, _for_compute(group, value))
 
 
 def settle(group: ParameterGroup) -> None:
@@ -64,16 +64,16 @@ def settle(group: ParameterGroup) -> None:
     Raises:
         StateError: something else is registered in the place of a parameter.
     """
-    strangers: Sequence[Stranger] = group.faces.sites.strangers()
-    if strangers and group.is_untouched:
-        strangers = _adopt(group, strangers)
-    for stranger in strangers:
-        place, value = _place(group, stranger), stranger.value
+    replaced: Sequence[ReplacedParam] = group.fsdp_params.module_infos.replaced()
+    if replaced and group.is_untouched:
+        replaced = _adopt(group, replaced)
+    for found in replaced:
+        place, value = _place(group, found), found.value
         raise StateError(f"{place} was taken out of its module" if value is None else _replaced(place, value))
 
 
-def _place(group: ParameterGroup, stranger: Stranger) -> str:
-    return f"unit {group.name!r}: parameter {list(group.parameters)[stranger.index]!r}"
+def _place(group: ParameterGroup, found: ReplacedParam) -> str:
+    return f"unit {group.name!r}: parameter {list(group.parameters)[found.index]!r}"
 
 
 def _replaced(place: str, value: torch.Tensor) -> str:
@@ -110,36 +110,36 @@ def _is_functional_call() -> bool:
     return False
 
 
-def _adopt(group: ParameterGroup, strangers: Sequence[Stranger]) -> Sequence[Stranger]:
-    """Let sharded parameters that users assigned take their places for good; return the strangers that are none."""
+def _adopt(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> Sequence[ReplacedParam]:
+    """Let sharded parameters that users assigned take their places for good; return the rest."""
     adopted = {
-        stranger.index: stranger.value
-        for stranger in strangers
-        if isinstance(stranger.value, FlatDTensor)
-        and isinstance(stranger.value, nn.Parameter)
-        and owner_words(stranger.value) is None
-        and _fits(group, stranger.index, stranger.value)
+        found.index: found.value
+        for found in replaced
+        if isinstance(found.value, FlatDTensor)
+        and isinstance(found.value, nn.Parameter)
+        and owner_words(found.value) is None
+        and _fits(group, found.index, found.value)
     }
     was_meta = group.is_meta
     if was_meta:
         if len(adopted) < len(group.parameters):
-            return strangers
+            return replaced
         group.materialize()
     for index, value in adopted.items():
         group.adopt(index, value)
     if was_meta:
         # Materialized parameters were registered over the adopted ones, which are all of them.
-        group.faces.sites.register()
-    return [stranger for stranger in strangers if stranger.index not in adopted]
+        group.fsdp_params.module_infos.register()
+    return [found for found in replaced if found.index not in adopted]
 
 
 def _fits(group: ParameterGroup, index: int, value: FlatDTensor) -> bool:
-    face = group.faces.sharded[index]
-    assert isinstance(face, FlatDTensor)
+    param = group.fsdp_params.sharded_params[index]
+    assert isinstance(param, FlatDTensor)
     return (
-        not group.faces.has_splits
-        and group.faces.sites.num_places(index) == 1
-        and (value.shape, value.dtype, value.device_mesh) == (face.shape, face.dtype, face.device_mesh)
+        not group.fsdp_params.has_splits
+        and group.fsdp_params.module_infos.num_places(index) == 1
+        and (value.shape, value.dtype, value.device_mesh) == (param.shape, param.dtype, param.device_mesh)
         and not value.is_meta
         and not value._backward_hooks
         and group.weights.remainder is None

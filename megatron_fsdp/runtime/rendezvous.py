@@ -1,4 +1,4 @@
-"""Meeting: ranks say in the job's store what they are about to do, and go on when all of them do the same.
+"""Rendezvous: ranks say in the job's store what they are about to do, and go on when all of them do the same.
 
 No collective: a collective that one rank never joins can be neither ended nor taken back, and making a communicator for
 it may be the very thing that hangs. In the store the others learn within a second why somebody does not come
@@ -69,7 +69,7 @@ def meet(ranks: Sequence[int], statement: Statement) -> str:
     """Wait until all of ``ranks`` have come with the same statement; a few requests to the store each.
 
     Returns:
-        A name of this meeting that no other one in the store has; empty where nobody else can come.
+        A name of this rendezvous that no other one in the store has; empty where nobody else can come.
     Raises:
         MeshError: on all of them, when any two statements differ.
         AgreementError: a rank was excused, or did not come before the job's timeout (or a watch's).
@@ -95,7 +95,7 @@ def meet(ranks: Sequence[int], statement: Statement) -> str:
 
 
 def excuse(ranks: Sequence[int], action: str, error: BaseException) -> None:
-    """Tell the others that this rank does not come to their next meeting, and why: they raise instead of waiting."""
+    """Tell the others that this rank does not come to their next rendezvous, and why: they raise instead of waiting."""
     room = _Room.enter(ranks)
     if room is not None:
         room.close(action, error)
@@ -103,7 +103,7 @@ def excuse(ranks: Sequence[int], action: str, error: BaseException) -> None:
 
 @dataclass(slots=True)
 class _Era:
-    """What this process remembers of the meetings of one process group of the job.
+    """What this process remembers of the rendezvous of one process group of the job.
 
     Attributes:
         held: how many there were of which ranks; the next one is known by that number. since: records in the store that
@@ -119,7 +119,7 @@ _latest = [time.time()]
 
 
 class _Room:
-    """One meeting, as this rank sees it.
+    """One rendezvous, as this rank sees it.
 
     The first to come writes a record with a token, and all else is written under that token. Who takes the record of
     another rank, whose clock is late, for one of a run before replaces it; the other one notices and joins again.
@@ -133,11 +133,11 @@ class _Room:
         self._since = since
         self._digest = _ABSENT
         listed = hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
-        self._record_key = f"megatron_fsdp meeting {listed} {number}"
+        self._record_key = f"megatron_fsdp rendezvous {listed} {number}"
 
     @classmethod
     def enter(cls, ranks: Iterable[int]) -> _Room | None:
-        """Return the next meeting of some ranks; None where this process is the only one, or stands for all."""
+        """Return the next rendezvous of some ranks; None where this process is the only one, or stands for all."""
         ranks = tuple(sorted(ranks))
         if len(ranks) < 2 or not dist.is_initialized() or dist.get_rank() not in ranks:
             return None
@@ -193,7 +193,7 @@ class _Room:
         _latest[0] = time.time()
 
     def set_verdict(self, verdict: str) -> None:
-        """Say how the meeting ends, unless somebody has."""
+        """Say how the rendezvous ends, unless somebody has."""
         self._get_or_set(self._key("verdict"), "", verdict)
 
     def _get_or_set(self, key: str, old: str, new: str) -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dbuffer.clerk import issue
+from dbuffer.comm_thread import issue
 
 
 class Mode(TorchDispatchMode):
@@ -84,7 +84,7 @@ def test_an_interrupted_wait_leaves_nothing_to_the_next_call() -> None:
         signal.signal(signal.SIGALRM, previous)
 
 
-def test_a_forked_process_has_a_clerk_of_its_own() -> None:
+def test_a_forked_process_has_a_comm_thread_of_its_own() -> None:
     issue(int)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons dislike forks of threads
@@ -94,11 +94,11 @@ def test_a_forked_process_has_a_clerk_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_what_a_call_refers_to_and_returns_goes_with_the_caller_not_when_the_clerk_next_runs() -> None:
+def test_what_a_call_refers_to_and_returns_goes_with_the_caller_not_when_the_comm_thread_next_runs() -> None:
     class Held:
         """Something whose end is seen."""
 
-    # The caller goes on as soon as it may, with the clerk anywhere between its answer and its next order.
+    # The caller goes on as soon as it may, with the thread anywhere between its answer and its next order.
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -1,8 +1,8 @@
-"""Clerk: a thread that issues collectives on CPU tensors, so that what c10d keeps of each lies in a heap of its own.
+"""A thread that issues collectives on CPU tensors, so that what c10d keeps of each lies in a heap of its own.
 
 PyTorch's flight recorder keeps small blocks of the last 2,000 collectives. Made by the thread that trains, they lie
 between its activations, no two of which can become one free block again, and the process grows by megabytes a step
-(docs/design/storage.md, "Memory on CPU"). glibc gives each thread an arena; elsewhere the clerk does no harm.
+(docs/design/storage.md, "Memory on CPU"). glibc gives each thread an arena; elsewhere it does no harm.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class _Order:
     done: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
 
 
-_clerks: list[queue.SimpleQueue[_Order]] = []
+_threads: list[queue.SimpleQueue[_Order]] = []
 _hiring = threading.Lock()
 # Threads do not survive a fork.
-os.register_at_fork(after_in_child=_clerks.clear)
+os.register_at_fork(after_in_child=_threads.clear)
 
 
 def issue(call: Callable[[], Any]) -> Any:
-    """Let the clerk make a call that does not block, and return what it returns or raise what it raises.
+    """Let the comm thread make a call that does not block, and return what it returns or raise what it raises.
 
     Under a dispatch mode or a profiler, which see the thread alone that they were entered on, the call is made here.
     """
@@ -49,7 +49,7 @@ def issue(call: Callable[[], Any]) -> Any:
     _orders().put(order)
     order.done.get()
     result, error = order.result, order.error
-    # The clerk may hold the order a moment longer, and what it refers to with it.
+    # The comm thread may hold the order a moment longer, and what it refers to with it.
     order.result = order.error = None
     if error is None:
         return result
@@ -61,13 +61,13 @@ def issue(call: Callable[[], Any]) -> Any:
 
 
 def _orders() -> queue.SimpleQueue[_Order]:
-    if not _clerks:
+    if not _threads:
         with _hiring:
-            if not _clerks:
+            if not _threads:
                 orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
-                threading.Thread(target=_serve, args=(orders,), name="dbuffer clerk", daemon=True).start()
-                _clerks.append(orders)
-    return _clerks[0]
+                threading.Thread(target=_serve, args=(orders,), name="dbuffer comm", daemon=True).start()
+                _threads.append(orders)
+    return _threads[0]
 
 
 def _serve(orders: queue.SimpleQueue[_Order]) -> None:

@@ -1,4 +1,4 @@
-"""Faces: the two sets of parameter objects of a group, and what users did to them.
+"""FSDPParams: the two sets of parameter objects of a group, and what users did to them.
 
 At rest a module shows DTensors over ``main_weight``; while its weights are gathered it shows plain tensors, views of
 that storage. Both sets live as long as the group, so switching is a few dictionary writes."""
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from megatron_fsdp.runtime.group_parts import GroupParts
 
 __all__ = [
-    "Faces",
-    "Sites",
-    "Stranger",
+    "FSDPParams",
+    "ParamModuleInfos",
+    "ReplacedParam",
     "is_laid_out_like",
 ]
 
@@ -51,11 +51,11 @@ _plainly: Any = torch._C._disabled_torch_function_impl
 _SMALL_NUMEL = 1 << 14
 
 
-class Faces:
+class FSDPParams:
     """The sharded and the gathered parameters of one group, and where they are registered.
 
     Attributes:
-        sharded: DTensors over ``main_weight``, in plan order. gathered: views of the gathered weights.
+        sharded_params: DTensors over ``main_weight``, in plan order. unsharded_params: views of the gathered weights.
         has_splits: whether parameters were sharded along another axis before.
         counted: the tensors whose versions grow with every in-place change of them that PyTorch counts.
 
@@ -74,15 +74,15 @@ class Faces:
         self._owned = tuple(owned)
         self._main_weight = main_weight
         self.has_splits = any(parameter.split is not None for parameter in owned)
-        self.sharded = [self._sharded_face(index) for index in range(len(owned))]
+        self.sharded_params = [self._sharded_param(index) for index in range(len(owned))]
         if known:
-            self.sharded = [rebound(face, new) for face, new in zip(known, self.sharded, strict=True)]
+            self.sharded_params = [rebound(param, new) for param, new in zip(known, self.sharded_params, strict=True)]
         self._receiver = weakref.ref(receiver)
-        self.gathered = [self._gathered_face(index, gathered) for index in range(len(owned))]
-        for parameter, weight in zip(owned, self.gathered, strict=True):
+        self.unsharded_params = [self._unsharded_param(index, gathered) for index in range(len(owned))]
+        for parameter, weight in zip(owned, self.unsharded_params, strict=True):
             weight._fsdp_handle = WeightHandle(self._receiver, parameter.name)  # type: ignore[attr-defined]
-        self._guarded = [face for face in self.gathered if isinstance(face, GatheredWeight)]
-        self._guard = ReadGuard(self.gathered)
+        self._guarded = [param for param in self.unsharded_params if isinstance(param, GatheredWeight)]
+        self._guard = ReadGuard(self.unsharded_params)
         self._versions = self._guard.current()
         self._refuse_uses()
         self.counted: list[torch.Tensor] = []
@@ -91,60 +91,60 @@ class Faces:
         self.begun = [False]
         # Of which parameters autograd has added up all that the backward under way brings.
         self.came = bytearray(len(owned))
-        self.waits = bytearray(int(face.numel() <= _SMALL_NUMEL) for face in self.gathered)
+        self.waits = bytearray(int(param.numel() <= _SMALL_NUMEL) for param in self.unsharded_params)
         self._listening = bytearray(len(owned))
         self._required = [False] * len(owned)
         self._num_flags_set = -1
         for index, parameter in enumerate(owned):
             self.set_requires_grad(index, parameter.parameter.requires_grad)
-        self.sites = Sites(owned, self.sharded, self.gathered)
+        self.module_infos = ParamModuleInfos(owned, self.sharded_params, self.unsharded_params)
 
     def by_name(self) -> dict[str, nn.Parameter]:
         """Return the sharded parameters by their names within the unit."""
-        return {owned.name: face for owned, face in zip(self._owned, self.sharded, strict=True)}
+        return {owned.name: param for owned, param in zip(self._owned, self.sharded_params, strict=True)}
 
     def adopt_names(self, unit: str) -> None:
         """Mark all sharded parameters as belonging to a unit."""
-        for owned, face in zip(self._owned, self.sharded, strict=True):
-            mark_owned(face, unit, owned.name)
+        for owned, param in zip(self._owned, self.sharded_params, strict=True):
+            mark_owned(param, unit, owned.name)
 
     def _resting(self, index: int) -> DTensor:
         rows = self._main_weight.get_dtensor(index)
         split = self._owned[index].split
         return rows if split is None else split.resting(rows)
 
-    def _sharded_face(self, index: int) -> nn.Parameter:
+    def _sharded_param(self, index: int) -> nn.Parameter:
         owned = self._owned[index]
-        face = nn.Parameter(self._resting(index), requires_grad=owned.parameter.requires_grad)
-        _copy_attributes(owned.parameter, face)
-        return face
+        param = nn.Parameter(self._resting(index), requires_grad=owned.parameter.requires_grad)
+        _copy_attributes(owned.parameter, param)
+        return param
 
-    def _gathered_face(self, index: int, gathered: DBuffer) -> nn.Parameter:
+    def _unsharded_param(self, index: int, gathered: DBuffer) -> nn.Parameter:
         owned = self._owned[index]
         # .data gives the view a version counter of its own. Gathering again must not look to autograd like a change of
         # the tensors it saved: the values are the same.
         view = gathered.get_local_tensor(index).data
         if owned.split is None:
-            face: nn.Parameter = GatheredWeight(view, requires_grad=False)
+            param: nn.Parameter = GatheredWeight(view, requires_grad=False)
         else:
-            face = nn.Parameter(owned.split.gathered(view), requires_grad=False)
-        _copy_attributes(owned.parameter, face)
-        mark_gathered(face, owned.name)
-        return face
+            param = nn.Parameter(owned.split.gathered(view), requires_grad=False)
+        _copy_attributes(owned.parameter, param)
+        mark_gathered(param, owned.name)
+        return param
 
     @contextmanager
     def over(self, values: DBuffer) -> Iterator[None]:
         """Register parameters over another buffer of the same plan, inside the block, in place of the sharded ones."""
-        faces = []
+        params = []
         for index, owned in enumerate(self._owned):
-            face = nn.Parameter(self.wrap(index, values.get_dtensor(index)), self.sharded[index].requires_grad)
-            _copy_attributes(owned.parameter, face)
-            faces.append(face)
-        Sites(self._owned, faces, self.gathered).register()
+            param = nn.Parameter(self.wrap(index, values.get_dtensor(index)), self.sharded_params[index].requires_grad)
+            _copy_attributes(owned.parameter, param)
+            params.append(param)
+        ParamModuleInfos(self._owned, params, self.unsharded_params).register()
         try:
             yield
         finally:
-            self.sites.register()
+            self.module_infos.register()
 
     # ------------------------------------------------------------------ memory of the gathered ones
 
@@ -178,7 +178,7 @@ class Faces:
         Raises:
             StateError: always.
         """
-        refuse_uncounted(self.gathered[index], WeightHandle(self._receiver, self._owned[index].name))
+        refuse_uncounted(self.unsharded_params[index], WeightHandle(self._receiver, self._owned[index].name))
 
     def accept_versions(self) -> None:
         """Forget of changes in place: the values will be written again."""
@@ -187,7 +187,7 @@ class Faces:
     # ------------------------------------------------------------------ requires_grad
 
     def changed_requires_grad(self) -> list[int]:
-        """Return which parameters were frozen or unfrozen since compute last used them, on whichever face."""
+        """Return which parameters were frozen or unfrozen since compute last used them, on either object."""
         used, required = self._used_flags(), self._required
         if num_flags_set() == self._num_flags_set and used == required:
             return []
@@ -197,8 +197,8 @@ class Faces:
         changed = []
         for index, flag in enumerate(required):
             wanted = used[index] if used[index] is not flag else resting[index]
-            self.sharded[index].requires_grad_(wanted)
-            self.gathered[index].requires_grad_(flag)
+            self.sharded_params[index].requires_grad_(wanted)
+            self.unsharded_params[index].requires_grad_(flag)
             if wanted is not flag:
                 changed.append(index)
         return changed
@@ -211,20 +211,20 @@ class Faces:
         flags = zip(self._resting_flags(), used, self._required, strict=True)
         frozen = [index for index, (one, other, required) in enumerate(flags) if required and not (one and other)]
         for index in frozen:
-            self.sharded[index].requires_grad_(False)
+            self.sharded_params[index].requires_grad_(False)
         return frozen
 
     def _resting_flags(self) -> list[bool]:
-        flags: list[bool] = _plainly(list, (), (map(_requires_grad, self.sharded),))
+        flags: list[bool] = _plainly(list, (), (map(_requires_grad, self.sharded_params),))
         return flags
 
     def _used_flags(self) -> list[bool]:
-        flags: list[bool] = _plainly(list, (), (map(_requires_grad, self.gathered),))
+        flags: list[bool] = _plainly(list, (), (map(_requires_grad, self.unsharded_params),))
         return flags
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
-        """Make the gathered face require a gradient, and hear of it, or not."""
-        used = self.gathered[index]
+        """Make the unsharded parameter require a gradient, and hear of it, or not."""
+        used = self.unsharded_params[index]
         used.requires_grad_(requires_grad)
         self._required[index] = requires_grad
         if requires_grad and not self._listening[index]:
@@ -241,8 +241,8 @@ class Faces:
     def awaits_gradients(self) -> bool:
         """Whether the graph that autograd is going through brings gradients that have not come yet."""
         return any(
-            not came and face.requires_grad and _is_in_graph(face)
-            for face, came in zip(self.gathered, self.came, strict=True)
+            not came and param.requires_grad and _is_in_graph(param)
+            for param, came in zip(self.unsharded_params, self.came, strict=True)
         )
 
     def local_gradient(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
@@ -266,8 +266,8 @@ class Faces:
                 f"{self._main_weight.name}: .grad of parameter {self._owned[index].name!r} was replaced by a plain "
                 "tensor; assign a DTensor laid out like the parameter, or change the gradient in place"
             )
-        if not is_laid_out_like(gradient, self.sharded[index]):
-            gradient = self.laid_out(self.sharded[index], gradient)
+        if not is_laid_out_like(gradient, self.sharded_params[index]):
+            gradient = self.laid_out(self.sharded_params[index], gradient)
         return gradient.to_local()
 
     # ------------------------------------------------------------------ what users do to them
@@ -279,42 +279,42 @@ class Faces:
             StateError: the replacement has another shape, dtype or device.
         """
         is_changed = False
-        for index, face in enumerate(self.sharded):
-            current = self.sites.registered(index)
+        for index, param in enumerate(self.sharded_params):
+            current = self.module_infos.registered(index)
             if current is None:
                 continue
             local = current.to_local() if isinstance(current, DTensor) else current.data
             wanted = self._main_weight.get_local_tensor(index)
-            if current is face and local.data_ptr() == wanted.data_ptr():
+            if current is param and local.data_ptr() == wanted.data_ptr():
                 continue
             self._adopt(index, current, unit)
-            if current is not face:
-                face.grad = None  # A parameter that is loaded by assign=True brings no gradient.
+            if current is not param:
+                param.grad = None  # A parameter that is loaded by assign=True brings no gradient.
             is_changed = True
-        self.sites.register()
+        self.module_infos.register()
         return is_changed
 
     def _adopt(self, index: int, current: torch.Tensor, unit: str) -> None:
-        buffer, face, owned = self._main_weight, self.sharded[index], self._owned[index]
-        if current.shape != face.shape or current.dtype != buffer.dtype or current.device != buffer.device:
+        buffer, param, owned = self._main_weight, self.sharded_params[index], self._owned[index]
+        if current.shape != param.shape or current.dtype != buffer.dtype or current.device != buffer.device:
             raise StateError(
                 f"unit {unit!r}: parameter {owned.name!r} was replaced by {current.dtype} {tuple(current.shape)} on "
-                f"{current.device}; its buffer holds {buffer.dtype} {tuple(face.shape)} on {buffer.device}. "
+                f"{current.device}; its buffer holds {buffer.dtype} {tuple(param.shape)} on {buffer.device}. "
                 "Change dtype or device before fully_shard, or use MixedPrecisionPolicy."
             )
         with torch.no_grad():
             mine = buffer.get_local_tensor(index)
-            if isinstance(current, DTensor) and is_laid_out_like(current, face):
+            if isinstance(current, DTensor) and is_laid_out_like(current, param):
                 mine.view(-1).copy_(current.to_local().reshape(-1))
             else:
                 whole = current.full_tensor() if isinstance(current, DTensor) else current
                 buffer.write_tensor(index, whole if owned.split is None else owned.split.local_part(whole))
-            face.data = self._resting(index)
+            param.data = self._resting(index)
             self._follow_locals()
 
     def adopt(self, index: int, value: FlatDTensor) -> None:
         """Let a sharded tensor that a user registered be parameter ``index``, over this group's memory."""
-        old, resting = self.sharded[index], self._resting(index)
+        old, resting = self.sharded_params[index], self._resting(index)
         assert isinstance(old, FlatDTensor)
         assert isinstance(resting, FlatDTensor)
         with torch.no_grad():
@@ -324,28 +324,28 @@ class Faces:
             resting._local_tensor.copy_(values._local_tensor)
             rebind(value, resting)
         mark_replaced(old, self._owned[index].name)
-        self.sharded[index] = value  # type: ignore[call-overload]  # a DTensor that says that it is a parameter
+        self.sharded_params[index] = value  # type: ignore[call-overload]  # a DTensor that says that it is a parameter
         self._refuse_uses()
         self._follow_locals()
-        self.sites = Sites(self._owned, self.sharded, self.gathered)
+        self.module_infos = ParamModuleInfos(self._owned, self.sharded_params, self.unsharded_params)
 
     def _refuse_uses(self) -> None:
-        for owned, face in zip(self._owned, self.sharded, strict=True):
+        for owned, param in zip(self._owned, self.sharded_params, strict=True):
             handle = WeightHandle(self._receiver, owned.name)
-            refuse_uses(face, hook=partial(_no_hooks, handle), convert=partial(_no_conversion, handle))
+            refuse_uses(param, hook=partial(_no_hooks, handle), convert=partial(_no_conversion, handle))
 
     def _follow_locals(self) -> None:
         # Every in-place operator on a sharded parameter changes the version of the rows below it.
-        locals_ = [face._local_tensor for face in self.sharded if isinstance(face, DTensor)]
+        locals_ = [param._local_tensor for param in self.sharded_params if isinstance(param, DTensor)]
         self.counted[:] = [self._main_weight.local_buffer, *locals_]
 
-    def laid_out(self, face: torch.Tensor, value: torch.Tensor) -> DTensor:
+    def laid_out(self, param: torch.Tensor, value: torch.Tensor) -> DTensor:
         """Return ``value``, a whole tensor or a DTensor of any placement, as a DTensor laid out like a parameter.
 
         Every rank of the mesh calls it. One whole tensor exists at a time.
         """
-        index = next(position for position, other in enumerate(self.sharded) if other is face)
-        template, split = self.sharded[index], self._owned[index].split
+        index = next(position for position, other in enumerate(self.sharded_params) if other is param)
+        template, split = self.sharded_params[index], self._owned[index].split
         assert isinstance(template, FlatDTensor)
         local = torch.empty_like(template.to_local(), dtype=value.dtype)
         touched = _touched_slices(value, template)
@@ -379,12 +379,12 @@ def _no_conversion(handle: WeightHandle) -> str:
     )
 
 
-def rebound(face: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
-    """Return ``face``, which stands for what ``new`` stands for from here on."""
-    assert isinstance(face, FlatDTensor)
+def rebound(param: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
+    """Return ``param``, which stands for what ``new`` stands for from here on."""
+    assert isinstance(param, FlatDTensor)
     assert isinstance(new, FlatDTensor)
-    rebind(face, new)
-    return face
+    rebind(param, new)
+    return param
 
 
 def _touched_slices(value: torch.Tensor, template: FlatDTensor) -> torch.Tensor | None:
@@ -431,20 +431,20 @@ def _copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
             setattr(target, name, value)
 
 
-def is_laid_out_like(value: torch.Tensor, face: torch.Tensor) -> bool:
+def is_laid_out_like(value: torch.Tensor, param: torch.Tensor) -> bool:
     """Whether ``value`` may stand beside a sharded parameter as it is: a DTensor with the very rows of its ranks."""
-    if not isinstance(value, DTensor) or not isinstance(face, DTensor):
+    if not isinstance(value, DTensor) or not isinstance(param, DTensor):
         return False
-    if value.to_local().numel() != face.to_local().numel():
+    if value.to_local().numel() != param.to_local().numel():
         return False
-    return [repr(placement) for placement in value.placements] == [repr(placement) for placement in face.placements]
+    return [repr(placement) for placement in value.placements] == [repr(placement) for placement in param.placements]
 
 
 _registered: Callable[[dict[str, nn.Parameter | None], str], nn.Parameter | None] = dict.get
 
 
 @dataclass(frozen=True, slots=True)
-class Stranger:
+class ReplacedParam:
     """Something that is registered where a parameter was.
 
     Attributes:
@@ -457,7 +457,7 @@ class Stranger:
     value: torch.Tensor | None
 
 
-class Sites:
+class ParamModuleInfos:
     """Where the parameters of a group are registered, and the two sets of objects to register there."""
 
     def __init__(
@@ -470,15 +470,15 @@ class Sites:
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
         self._indices: list[int] = []
         for index, (parameter, resting, used) in enumerate(zip(owned, sharded, unsharded, strict=True)):
-            for site in parameter.sites:
-                place = (site.module._parameters, site.attribute, resting, used)
+            for info in parameter.param_module_infos:
+                place = (info.module._parameters, info.attribute, resting, used)
                 self._indices.append(index)
                 self._places.append(place)
-                if type(site.module).__setattr__ is nn.Module.__setattr__:
+                if type(info.module).__setattr__ is nn.Module.__setattr__:
                     self._plain.append(place)
                 else:
                     # Modules with their own __setattr__ (recurrent ones) keep further references to their weights.
-                    self._assigned.append((weakref.ref(site.module), site.attribute, resting, used))
+                    self._assigned.append((weakref.ref(info.module), info.attribute, resting, used))
         # The columns of the plain places, for passes over all of them that leave Python once.
         self._registries = [registry for registry, *_ in self._plain]
         self._attributes = [attribute for _, attribute, *_ in self._plain]
@@ -486,7 +486,7 @@ class Sites:
         self._used = [used for *_, used in self._plain]
         self._hidden: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
         # By position: what is registered for one call, and what was.
-        self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._overridden: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.shows_gathered = False
 
     def registered(self, index: int) -> torch.Tensor | None:
@@ -503,21 +503,21 @@ class Sites:
         """Return how often parameter ``index`` is registered."""
         return self._indices.count(index)
 
-    def strangers(self) -> list[Stranger]:
+    def replaced(self) -> list[ReplacedParam]:
         """Return what somebody else registered."""
         if not self._assigned and self._shows(self._resting):
             return []
         return [
-            Stranger(position, self._indices[position], registry.get(attribute))
+            ReplacedParam(position, self._indices[position], registry.get(attribute))
             for position, (registry, attribute, resting, used) in enumerate(self._places)
             if (found := registry.get(attribute)) is not resting and found is not used
         ]
 
-    def lend(self, stranger: Stranger, value: torch.Tensor) -> None:
-        """Let compute use ``value`` in a stranger's place until ``take_back``."""
-        assert stranger.value is not None
-        self._lent[stranger.position] = (value, stranger.value)
-        registry, attribute, *_ = self._places[stranger.position]
+    def override(self, found: ReplacedParam, value: torch.Tensor) -> None:
+        """Let compute use ``value`` in the place of a replaced parameter until ``restore``."""
+        assert found.value is not None
+        self._overridden[found.position] = (value, found.value)
+        registry, attribute, *_ = self._places[found.position]
         registry[attribute] = value  # type: ignore[assignment]  # as torch.func.functional_call does
 
     def register(self) -> None:
@@ -533,8 +533,8 @@ class Sites:
         self._switch(self._used, self._resting)
         if self._assigned:
             self._assign(is_gathered=False)
-        if self._lent:
-            self.take_back()
+        if self._overridden:
+            self.restore()
         self.shows_gathered = False
 
     def show_unsharded(self) -> None:
@@ -549,7 +549,7 @@ class Sites:
         return all(map(operator.is_, map(_registered, self._registries, self._attributes), wanted))
 
     def _switch(self, found: Sequence[nn.Parameter], wanted: Sequence[nn.Parameter]) -> None:
-        """Register parameters in the plain places of others; strangers stay."""
+        """Register parameters in the plain places of others; replaced ones stay."""
         if all(map(operator.is_, map(_registered, self._registries, self._attributes), found)):
             collections.deque(map(operator.setitem, self._registries, self._attributes, wanted), maxlen=0)
             return
@@ -577,15 +577,15 @@ class Sites:
             if module._parameters.get(attribute) is found:
                 setattr(module, attribute, wanted)
 
-    def take_back(self) -> None:
+    def restore(self) -> None:
         """Register what was there in place of what was lent."""
-        if not self._lent:
+        if not self._overridden:
             return
-        for position, (value, original) in self._lent.items():
+        for position, (value, original) in self._overridden.items():
             registry, attribute, *_ = self._places[position]
             if registry.get(attribute) is value:
                 registry[attribute] = original  # type: ignore[assignment]  # what functional_call had put there
-        self._lent.clear()
+        self._overridden.clear()
 
     def hide(self) -> None:
         """Register nothing in the places of the sharded parameters, until ``unhide``."""

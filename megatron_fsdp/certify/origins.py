@@ -1,4 +1,4 @@
-"""Sites: which line of whose code issued an operator or a wait."""
+"""Origins: which line of whose code issued an operator or a wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Site", "here"]
+__all__ = ["Origin", "here"]
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _CERTIFY = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -26,7 +26,7 @@ _hidden: dict[str, bool] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class Origin:
     """A line, and where autograd issued the work itself the node that did."""
 
     path: str
@@ -49,7 +49,7 @@ class Site:
         return self.place + (f" ({self.node})" if self.node else "")
 
 
-def here(outside: str = "") -> Site:
+def here(outside: str = "") -> Origin:
     """Return the innermost line outside of PyTorch, of the standard library's own frames and of the checker.
 
     Args:
@@ -59,12 +59,12 @@ def here(outside: str = "") -> Site:
     while frame is not None and (frame.f_code.co_filename == outside or _is_hidden(frame.f_code.co_filename)):
         if os.path.basename(frame.f_code.co_filename) == "weakref.py":
             # Whatever line let go of the object last has nothing to do with it.
-            return Site("a finalizer", 0)
+            return Origin("a finalizer", 0)
         frame = frame.f_back
     if frame is None:
-        return Site("", 0)
+        return Origin("", 0)
     node = _node()
-    return Site(
+    return Origin(
         frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname if sys.version_info >= (3, 11) else "",
         "" if node is None else node.name(),
     )  # fmt: skip
