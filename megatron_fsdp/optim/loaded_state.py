@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from dbuffer import FlatDTensor
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.runtime.parameter_group import group_of_parameter, is_laid_out_like
+from megatron_fsdp.runtime.fsdp_params import is_laid_out_like
+from megatron_fsdp.runtime.parameter_group import group_of_parameter
 
 __all__ = [
     "hide_state",

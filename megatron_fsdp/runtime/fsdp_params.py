@@ -30,7 +30,7 @@ from megatron_fsdp.runtime.lanes import turns
 from megatron_fsdp.runtime.read_guard import ReadGuard
 
 if TYPE_CHECKING:
-    from megatron_fsdp.runtime.group_parts import GroupParts
+    from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
 __all__ = [
     "FSDPParams",
@@ -68,7 +68,7 @@ class FSDPParams:
         owned: Sequence[OwnedParameter],
         main_weight: DBuffer,
         gathered: DBuffer,
-        receiver: GroupParts,
+        receiver: ParameterGroup,
         known: Sequence[nn.Parameter] = (),
     ) -> None:
         self._owned = tuple(owned)
@@ -398,7 +398,7 @@ def _touched_slices(value: torch.Tensor, template: FlatDTensor) -> torch.Tensor 
 
 
 def _gradient_hook(
-    receiver: weakref.ref[GroupParts], index: int, begun: list[bool], came: bytearray
+    receiver: weakref.ref[ParameterGroup], index: int, begun: list[bool], came: bytearray
 ) -> Callable[[torch.Tensor], None]:
     def receive(parameter: torch.Tensor) -> None:
         came[index] = 1

@@ -26,10 +26,9 @@ from dbuffer import DBuffer, FlatDTensor
 from dbuffer.dtensor.flat_dtensor import GradDrops
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.grad_dtypes import allow_any, refuse_late
 from megatron_fsdp.runtime.lanes import is_capturing
 from megatron_fsdp.runtime.pending_sums import PendingSums
-from megatron_fsdp.runtime.shown_gradients import CastGradients, outside
+from megatron_fsdp.runtime.shown_gradients import CastGradients, allow_any, outside, refuse_late
 
 __all__ = ["GradBinding", "GradState", "grads_of"]
 

@@ -11,9 +11,8 @@ from torch import nn
 from dbuffer.collectives import broadcast
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.runtime.module import units_below
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.unit import Unit
+from megatron_fsdp.runtime.unit import Unit, units_below
 
 __all__ = ["in_full_precision", "materialize"]
 

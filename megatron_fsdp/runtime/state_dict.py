@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer.dtensor import FlatDTensor
-from megatron_fsdp.runtime.module import units_below
-from megatron_fsdp.runtime.parameter_group import group_of_parameter, is_laid_out_like
-from megatron_fsdp.runtime.unit import Unit
+from megatron_fsdp.runtime.fsdp_params import is_laid_out_like
+from megatron_fsdp.runtime.parameter_group import group_of_parameter
+from megatron_fsdp.runtime.unit import Unit, units_below
 
 
 def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
