@@ -18,8 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 import torch  # noqa: E402
 from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 
-from dbuffer_kernels.accumulate import accumulate_kernel  # noqa: E402
-from dbuffer_kernels.cast import cast_kernel  # noqa: E402
+from dbuffer_kernels.elementwise_kernels import accumulate_kernel, cast_kernel  # noqa: E402
 from dbuffer_kernels.split import join_kernel, split_kernel  # noqa: E402
 from tests.functional.kernels import compiled_cases as cases  # noqa: E402
 from tests.functional.kernels import compiled_step_cases as step_cases  # noqa: E402

@@ -1,15 +1,14 @@
 """Kernels over flat tensors: Triton on CUDA, the same numerics in plain torch everywhere else."""
 
-# The ops are imported here and not on first use: a later import of the submodule `accumulate`, `adamw` or `pack` would
+# The ops are imported here and not on first use: a later import of the submodule `adamw` or `pack` would
 # rebind that name in this package from the function to the module.
 from dbuffer_kernels import reference
-from dbuffer_kernels.accumulate import accumulate
 from dbuffer_kernels.adamw import adamw, adamw_row, adamw_rows
-from dbuffer_kernels.cast import cast_copy
+from dbuffer_kernels.backends import backend, use_backend
 from dbuffer_kernels.dynamic_map import QUANT_BLOCK, dequantize_blocks, dynamic_map, num_blocks, quantize_blocks
+from dbuffer_kernels.elementwise import accumulate, cast_copy
 from dbuffer_kernels.int8_adamw import CodedSegments, int8_adamw
 from dbuffer_kernels.int8_reference import CodedSegment, Int8AdamWBuffers, Int8Moments
-from dbuffer_kernels.launch import backend, use_backend
 from dbuffer_kernels.muon import MuonWeights, muon_apply, muon_momentum
 from dbuffer_kernels.norm import sum_of_squares
 from dbuffer_kernels.pack import pack

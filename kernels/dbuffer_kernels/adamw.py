@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dbuffer_kernels import reference
-from dbuffer_kernels.launch import device_function, element_type, launch, runs_on_triton, without_grad
+from dbuffer_kernels.backends import runs_on_triton, without_grad
+from dbuffer_kernels.launch import device_function, element_type, launch
 from dbuffer_kernels.reference import AdamWBuffers
 from dbuffer_kernels.segments import STEP_BLOCK, Segments, find_segment
 from dbuffer_kernels.split import joined, lower_half, upper_half

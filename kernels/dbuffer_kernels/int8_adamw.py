@@ -9,9 +9,10 @@ from torch import Tensor
 
 from dbuffer_kernels import int8_reference
 from dbuffer_kernels.adamw import divide, root, store_rounded, update
+from dbuffer_kernels.backends import runs_on_triton, without_grad
 from dbuffer_kernels.dynamic_map import QUANT_BLOCK, map_tables
 from dbuffer_kernels.int8_reference import CodedSegment, Int8AdamWBuffers
-from dbuffer_kernels.launch import device_function, launch, runs_on_triton, without_grad
+from dbuffer_kernels.launch import device_function, launch
 from dbuffer_kernels.reference import NUM_COLUMNS
 from dbuffer_kernels.rounding import random_bits
 from dbuffer_kernels.segments import STEP_BLOCK, SegmentTable, find_segment

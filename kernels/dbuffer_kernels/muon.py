@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dbuffer_kernels.launch import device_function, element_type, launch, runs_on_triton, without_grad
+from dbuffer_kernels.backends import runs_on_triton, without_grad
+from dbuffer_kernels.launch import device_function, element_type, launch
 from dbuffer_kernels.segments import STEP_BLOCK, Segments, find_segment
 from dbuffer_kernels.split import join_weight, joined, lower_half, split_weight, upper_half
 

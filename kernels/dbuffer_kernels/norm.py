@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from dbuffer_kernels import reference
-from dbuffer_kernels.launch import BLOCK, element_type, launch, runs_on_triton, without_grad
+from dbuffer_kernels.backends import runs_on_triton, without_grad
+from dbuffer_kernels.dtypes import FLOAT_DTYPES, compute_dtype
+from dbuffer_kernels.launch import BLOCK, element_type, launch
 
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
@@ -36,7 +38,7 @@ def sum_of_squares(source: Tensor, out: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: a non-contiguous ``source``, a dtype that is none of the four, or another ``out``.
     """
-    if source.dtype not in reference.FLOAT_DTYPES:
+    if source.dtype not in FLOAT_DTYPES:
         raise ValueError(f"sum_of_squares: found {source.dtype}; wanted float32, bfloat16, float16 or float64.")
     if not source.is_contiguous():
         raise ValueError(
@@ -56,7 +58,7 @@ def sum_of_squares(source: Tensor, out: Tensor | None = None) -> Tensor:
     if num_programs == 0:
         return out.zero_()
     partial = torch.empty(2 * num_programs, dtype=torch.float64, device=source.device)
-    compute = element_type(reference.compute_dtype(source.dtype, source.dtype))
+    compute = element_type(compute_dtype(source.dtype, source.dtype))
     launch(squares_kernel, num_programs, source.device, source, partial, source.numel(), COMPUTE=compute)
     launch(total_kernel, 1, source.device, partial, out, num_programs, block=MAX_PROGRAMS)
     return out

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from dbuffer_kernels import reference
-from dbuffer_kernels.cast import check_dtypes
-from dbuffer_kernels.launch import BLOCK, element_type, launch, runs_on_triton, without_grad
+from dbuffer_kernels.backends import runs_on_triton, without_grad
+from dbuffer_kernels.dtypes import compute_dtype
+from dbuffer_kernels.elementwise import check_dtypes
+from dbuffer_kernels.launch import BLOCK, element_type, launch
 
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
@@ -84,7 +86,7 @@ def _launch_one_dtype(
         float(scale),
         SOURCE=element_type(source_dtype),
         OUT=element_type(out_dtype),
-        COMPUTE=element_type(out_dtype if is_plain else reference.compute_dtype(dtype, out.dtype)),
+        COMPUTE=element_type(out_dtype if is_plain else compute_dtype(dtype, out.dtype)),
         ACCUMULATE=accumulate,
     )
 

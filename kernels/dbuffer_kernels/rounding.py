@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from dbuffer_kernels import reference
-from dbuffer_kernels.cast import check_pair
-from dbuffer_kernels.launch import BLOCK, device_function, launch, runs_on_triton, without_grad
+from dbuffer_kernels.backends import runs_on_triton, without_grad
+from dbuffer_kernels.elementwise import check_pair
+from dbuffer_kernels.launch import BLOCK, device_function, launch
 
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.

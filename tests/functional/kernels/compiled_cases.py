@@ -19,9 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from dbuffer_kernels import launch, reference
-from dbuffer_kernels.accumulate import accumulate_kernel
-from dbuffer_kernels.cast import cast_kernel
+from dbuffer_kernels import launch
+from dbuffer_kernels.dtypes import compute_dtype
+from dbuffer_kernels.elementwise_kernels import accumulate_kernel, cast_kernel
 from dbuffer_kernels.pack import pack_kernel
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
@@ -46,7 +46,7 @@ by_elementwise = pytest.mark.parametrize("kernel", [cast_kernel, accumulate_kern
 def compile_elementwise(
     kernel: Any, source: torch.dtype, out: torch.dtype, architecture: int, *, aligned: bool = True
 ) -> Any:
-    constants = {"COMPUTE": launch.element_type(reference.compute_dtype(source, out))}
+    constants = {"COMPUTE": launch.element_type(compute_dtype(source, out))}
     pointers = {"source": f"*{SHORT[source]}", "out": f"*{SHORT[out]}"}
     return compile_for(kernel, pointers, constants, architecture, aligned=aligned)
 
@@ -57,7 +57,7 @@ def compile_pack(
     constants = {
         "SOURCE": launch.element_type(source),
         "OUT": launch.element_type(out),
-        "COMPUTE": launch.element_type(out if is_plain else reference.compute_dtype(source, out)),
+        "COMPUTE": launch.element_type(out if is_plain else compute_dtype(source, out)),
         "ACCUMULATE": adds,
     }
     return compile_for(pack_kernel, {"table": "*i64"}, constants, architecture)

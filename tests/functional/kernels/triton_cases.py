@@ -13,7 +13,7 @@ from itertools import product
 import pytest
 import torch
 
-from dbuffer_kernels import accumulate, cast_copy, pack, reference
+from dbuffer_kernels import accumulate, cast_copy, elementwise, pack, reference
 from tests.functional.kernels.on_triton import DEVICE, INTERPRETS, SIZES, count_launches, guarded, only_kernels, random
 from tests.harness.grids import covering
 from tests.unit.kernels.oracle import DTYPES, allowed_cast, allowed_sum, exact
@@ -32,8 +32,12 @@ by_types_and_scale = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def _only_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    ops = () if "reference_allowed" in request.keywords else ("cast_copy", "accumulate", "pack")
-    with only_kernels(monkeypatch, reference, ops):
+    is_allowed = "reference_allowed" in request.keywords
+    ops = () if is_allowed else ("reference_cast", "reference_accumulate")
+    with (
+        only_kernels(monkeypatch, elementwise, ops),
+        only_kernels(monkeypatch, reference, () if is_allowed else ("pack",)),
+    ):
         yield
 
 

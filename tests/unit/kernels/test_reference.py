@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbuffer_kernels import accumulate, cast_copy, pack, reference
+from dbuffer_kernels import accumulate, cast_copy, pack
+from dbuffer_kernels.elementwise import CHUNK_NUMEL
 from tests.unit.kernels.oracle import DTYPES, allowed_cast, allowed_sum, exact, round_to
 
 NAN = float("nan")
@@ -98,7 +99,7 @@ def test_pack_fills_its_ranges_in_any_order_and_leaves_the_gaps(
 def test_tensors_around_and_above_one_chunk_come_out_whole(
     source_dtype: torch.dtype, out_dtype: torch.dtype, extra: int
 ) -> None:
-    numel = reference.CHUNK_NUMEL + extra
+    numel = CHUNK_NUMEL + extra
     generator = torch.Generator().manual_seed(numel)
     source = torch.randn(numel, generator=generator, dtype=torch.float64).to(source_dtype)
     before = torch.randn(numel, generator=generator, dtype=torch.float64).to(out_dtype)
@@ -143,11 +144,11 @@ def largest_temporary(op: Callable[[], torch.Tensor]) -> int:
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("source_dtype", DTYPES, ids=str)
 def test_no_op_allocates_more_than_one_chunk_at_a_time(source_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
-    numel = 8 * reference.CHUNK_NUMEL
+    numel = 8 * CHUNK_NUMEL
     source, out = torch.ones(numel, dtype=source_dtype), torch.ones(numel, dtype=out_dtype)
     is_full = source_dtype is out_dtype and out_dtype in (torch.float32, torch.float64)
     # Eight bytes hold the scale.
-    limit = 8 if is_full else 8 * reference.CHUNK_NUMEL
+    limit = 8 if is_full else 8 * CHUNK_NUMEL
     assert largest_temporary(lambda: torch.ones(numel, dtype=source_dtype)) >= numel * source_dtype.itemsize
     assert largest_temporary(lambda: cast_copy(source, out)) == 0
     assert largest_temporary(lambda: accumulate(source, out, scale=0.3, overwrite=True)) <= limit
