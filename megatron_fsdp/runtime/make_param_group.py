@@ -14,12 +14,12 @@ from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import GradDtype, MixedPrecisionPolicy, grad_dtype_of, set_grad_dtype
-from megatron_fsdp.runtime.extension_hooks import ExtensionParams, ExtensionWeights
+from megatron_fsdp.runtime.extension_hooks import ExtensionWeights, make_extension_params
 from megatron_fsdp.runtime.freshness import Freshness
-from megatron_fsdp.runtime.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.fuse import fuse_linear_layers
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.lanes import join_lanes
+from megatron_fsdp.runtime.make_fsdp_params import adopt, make_fsdp_params
 from megatron_fsdp.runtime.packed_weights import PackedWeights
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState, note_group
 from megatron_fsdp.runtime.reduction import GradientSpec, ReduceFunction
@@ -62,18 +62,18 @@ def build(group: ParameterGroup, spec: GroupSpec, params: Sequence[nn.Parameter]
     group.gather_ticket = None
     if group.owned[0].extension is None:
         group.weights = _WEIGHTS[spec.dtypes.gather is not None](group.plan, spec, group.name)
-        group.fsdp_params = FSDPParams(group.owned, group.main_weight, group.gathered, group, params)
+        group.fsdp_params = make_fsdp_params(group.owned, group.main_weight, group.gathered, group, params)
     else:
         weights = ExtensionWeights(group.owned[0], group.plan, spec, group.name)
-        group.weights, group.fsdp_params = weights, ExtensionParams(group.owned, weights, group)
+        group.weights, group.fsdp_params = weights, make_extension_params(group.owned, weights, group)
     group.weights.keeps_gathered = spec.keeps_gathered
-    group.parameters = group.fsdp_params.by_name()
+    group.parameters = dict(zip((each.name for each in group.owned), group.fsdp_params.sharded_params, strict=True))
     for owned, param in zip(group.owned, group.fsdp_params.sharded_params, strict=True):
         note_group(param, group)
         set_grad_dtype(param, owned.grad_dtype)
+        mark_owned(param, group.name, owned.name)
     if group.weights.remainder is not None:
         group.weights.remainder.watch(group.fsdp_params.sharded_params)
-    group.fsdp_params.adopt_names(group.name)
     group.rests_whole = group.weights.rests_whole
     if not group.rests_whole:
         # Only now: PyTorch makes views on memory that is there.
@@ -185,11 +185,11 @@ def rename_group(group: ParameterGroup, name: str) -> None:
 
 def adopt_param(group: ParameterGroup, index: int, value: FlatDTensor) -> None:
     """Make a sharded tensor parameter ``index``: its values, and the object itself, over this group's memory."""
-    group.fsdp_params.adopt(index, value)
+    adopt(group.fsdp_params, index, value)
     param = group.fsdp_params.sharded_params[index]
     if grad_dtype_of(param) == "own":
         set_grad_dtype(param, group.owned[index].grad_dtype)
-    group.parameters = group.fsdp_params.by_name()
+    group.parameters = dict(zip((each.name for each in group.owned), group.fsdp_params.sharded_params, strict=True))
     group.owned[index].parameter = param
     note_group(param, group)
     mark_owned(param, group.name, group.owned[index].name)
