@@ -21,7 +21,7 @@ from dbuffer.mesh import MeshAxis
 from dbuffer_kernels import AdamWBuffers, CodedSegments, Int8AdamWBuffers, Segment, Segments, pack
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.nonfinite import Reading
-from megatron_fsdp.runtime.grad_binding import GradState
+from megatron_fsdp.runtime.grad_state import GradState
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
 __all__ = ["FlatGradient", "GroupGradients", "GroupMoments", "adopt_together", "local_range", "state_values"]

@@ -20,7 +20,7 @@ from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError, StateError
 from megatron_fsdp.runtime.asked_gradients import refuse_gathered
 from megatron_fsdp.runtime.freshness import MOMENTS
-from megatron_fsdp.runtime.grad_binding import GradState
+from megatron_fsdp.runtime.grad_state import GradState
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.lanes import join_lanes
 from megatron_fsdp.runtime.missing_gradients import MissingGradients

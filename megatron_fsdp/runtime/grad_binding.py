@@ -8,7 +8,6 @@ sum is not reduced over all ranks, ``.grad`` shows a stand-in that says so when 
 from __future__ import annotations
 
 import collections
-import enum
 import functools
 import itertools
 import operator
@@ -26,35 +25,18 @@ from dbuffer import DBuffer, FlatDTensor
 from dbuffer.dtensor.flat_dtensor import GradDrops
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.fsdp_params import FSDPParams
+from megatron_fsdp.runtime.grad_state import CHANGES, GradState
 from megatron_fsdp.runtime.lanes import is_capturing
 from megatron_fsdp.runtime.param_layout import own_rows
 from megatron_fsdp.runtime.pending_sums import PendingSums
-from megatron_fsdp.runtime.shown_gradients import CastGradients, allow_any, outside, refuse_late
+from megatron_fsdp.runtime.shown_gradients import CastGradients, allow_any, grads_of, outside, refuse_late
+from megatron_fsdp.runtime.unreduced_grads import adopt_direct, describe, has_had
 
-__all__ = ["GradBinding", "GradState", "grads_of"]
+__all__ = ["GradBinding"]
 
 _GRAD: Any = torch._C.TensorBase.grad
 _get, _set = _GRAD.__get__, _GRAD.__set__
 _get_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
-
-
-class GradState(enum.Enum):
-    """What ``main_grad`` holds: nothing, a sum not reduced over all axes yet, or what the optimizer may read."""
-
-    EMPTY = "empty"
-    PARTIAL = "partial"
-    FINAL = "final"
-
-
-_CHANGES = (
-    (GradState.EMPTY, GradState.PARTIAL),
-    (GradState.PARTIAL, GradState.FINAL),
-    (GradState.FINAL, GradState.EMPTY),
-    (GradState.FINAL, GradState.PARTIAL),
-    (GradState.PARTIAL, GradState.PARTIAL),
-    (GradState.PARTIAL, GradState.EMPTY),
-    (GradState.EMPTY, GradState.EMPTY),
-)
 
 
 class GradBinding:
@@ -79,15 +61,15 @@ class GradBinding:
         self.name = main_grad.name
         self.state = GradState.EMPTY
         self.main_grad, self.final = main_grad, final
-        self._fsdp_params = fsdp_params
-        self._parameters = tuple(fsdp_params.sharded_params)
+        self.fsdp_params = fsdp_params
+        self.parameters = tuple(fsdp_params.sharded_params)
         self._dtype = dtype
-        self.trained = bytearray(int(parameter.requires_grad) for parameter in self._parameters)
-        self.missing = bytearray(len(self._parameters))
+        self.trained = bytearray(int(parameter.requires_grad) for parameter in self.parameters)
+        self.missing = bytearray(len(self.parameters))
         # Parameters that had a gradient before this sum began.
-        self._had = bytearray(len(self._parameters))
+        self.had = bytearray(len(self.parameters))
         # What ``final`` held when this sum began, where its memory takes part in the sum.
-        self._carry: torch.Tensor | None = None
+        self.carry: torch.Tensor | None = None
         self._gradients: list[DTensor] = []
         self._locals: list[torch.Tensor] = []
         # All of them are looked at when the last one that had a gradient drops it.
@@ -98,7 +80,7 @@ class GradBinding:
         self.gaps: Sequence[torch.Tensor] = ()
         self.keeps = self.is_taken = False
         self.watch()
-        self._sums: PendingSums | None = None
+        self.sums: PendingSums | None = None
         self._cast = CastGradients(dtype, fsdp_params.wrap)
 
     def become(self, state: GradState) -> None:
@@ -107,7 +89,7 @@ class GradBinding:
         Raises:
             StateError: gradients cannot go from what they are to that.
         """
-        if (self.state, state) not in _CHANGES:
+        if (self.state, state) not in CHANGES:
             raise StateError(
                 f"{self.name}: main_grad is {self.state.value} and cannot become {state.value}. This is an error of "
                 "the engine or of code that calls its methods; please report it."
@@ -157,7 +139,7 @@ class GradBinding:
         if self.state is GradState.PARTIAL or self.has_sum_under_way:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter in reversed(self._parameters):
+            for parameter in reversed(self.parameters):
                 if _get(parameter) is not None:
                     self._drops.last = weakref.ref(parameter)
                     return
@@ -165,7 +147,7 @@ class GradBinding:
 
     def clear(self) -> None:
         """Set every ``.grad`` to None."""
-        _clear_grads(self._parameters)
+        _clear_grads(self.parameters)
         self.dropped()
 
     def slice(self, start: int, stop: int) -> torch.Tensor:
@@ -186,7 +168,7 @@ class GradBinding:
     def watch(self) -> None:
         """Hear of each ``.grad`` of the parameters that is set to None, in place of whoever did."""
         self._drops.last = None
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if isinstance(parameter, FlatDTensor):
                 parameter.on_grad_dropped = self._drops
 
@@ -194,175 +176,107 @@ class GradBinding:
 
     def replace(self, index: int, parameter: nn.Parameter) -> None:
         """Show gradients of parameter ``index`` on another object."""
-        self._parameters = (*self._parameters[:index], parameter, *self._parameters[index + 1 :])
+        self.parameters = (*self.parameters[:index], parameter, *self.parameters[index + 1 :])
         self.watch()
         if self._gradients:
             self._tell_owners()
-        if self._sums is not None:
-            self._sums.follow(self._parameters)
+        if self.sums is not None:
+            self.sums.follow(self.parameters)
 
     @property
     def has_sum_under_way(self) -> bool:
         """Whether gradients are accumulated that are not final."""
-        return self._sums is not None and self._sums.is_under_way
+        return self.sums is not None and self.sums.is_under_way
 
     @property
     def is_void(self) -> bool:
         """Whether a backward raised and left the sum incomplete."""
-        return self._sums is not None and self._sums.is_void
+        return self.sums is not None and self.sums.is_void
 
     # ------------------------------------------------------------------ a sum begins
 
     def begin_sum(self) -> None:
         """Begin a sum, or go on with it: what ``.grad`` was counts as a part of it."""
-        if self._sums is None:
-            self._sums = PendingSums(self._parameters, self._final_gradients(), _describer(self))
-        if self._sums.is_under_way:
-            added = bytearray(map(operator.gt, self.trained, self._sums.wanted))
+        if self.sums is None:
+            self.sums = PendingSums(self.parameters, self._final_gradients(), _describer(self))
+        if self.sums.is_under_way:
+            added = bytearray(map(operator.gt, self.trained, self.sums.wanted))
             self.missing = _either(self.missing, added)
-            self._sums.wanted = _either(self.trained, self._sums.wanted)
+            self.sums.wanted = _either(self.trained, self.sums.wanted)
             self.show_pending()
             return
-        shown = self._shown()
+        shown = grads_of(self.parameters)
         self.missing = bytearray(self.trained)
         if True not in _given(shown):
-            self._had = bytearray(len(shown))
+            self.had = bytearray(len(shown))
             self.become(GradState.EMPTY)
-            self._sums.begin(bytearray(self.trained))
+            self.sums.begin(bytearray(self.trained))
             return
-        self._had = bytearray(map(self._has_had, range(len(shown)), shown))
+        self.had = bytearray(map(functools.partial(has_had, self), range(len(shown)), shown))
         if self.state is GradState.EMPTY:
-            self._sums.begin(_either(self.trained, _given(shown)))
-            self._adopt_direct(shown)
-            self._sums.show()
+            self.sums.begin(_either(self.trained, _given(shown)))
+            adopt_direct(self, shown)
+            self.sums.show()
         else:
             self._adopt_user_gradients(shown)
-            self._sums.begin(_either(self.trained, _given(shown)))
-            _clear_grads(self._parameters)
+            self.sums.begin(_either(self.trained, _given(shown)))
+            _clear_grads(self.parameters)
             self.become(GradState.PARTIAL)
             if self.final is not self.main_grad:
                 # The memory around the final slice holds what the last reduction left: keep the slice aside, start
                 # over.
-                self._carry = self.final.local_buffer.clone()
+                self.carry = self.final.local_buffer.clone()
                 self.become(GradState.EMPTY)
-
-    def _has_had(self, index: int, shown: torch.Tensor | None) -> bool:
-        """Whether a plain model would have a gradient beside the one that is summed up next."""
-        assert self._sums is not None
-        if self._sums.sum_of(index, shown) is None:
-            return shown is not None
-        # Of a sum that was set to zero: a sum of nothing is none still.
-        return bool(self._had[index] or not self.missing[index])
 
     def show_pending(self) -> None:
         """Let ``.grad`` of all parameters of a sum under way say so."""
-        assert self._sums is not None
-        shown = self._shown()
-        if not self._sums.is_untouched(shown):
-            self._adopt_direct(shown)
-        self._sums.show()
-
-    def _adopt_direct(self, shown: Sequence[torch.Tensor | None]) -> None:
-        """Take what lies in ``.grad`` beside a sum as something to add to it in the end."""
-        assert self._sums is not None
-        for index, gradient in enumerate(shown):
-            pending = self._sums.sum_of(index, gradient)
-            if pending is not None:
-                if pending.is_added:
-                    self.missing[index] = 0
-                pending.is_zeroed = False
-            elif gradient is not None:
-                self._sums[index].add(own_rows(self._fsdp_params, index, gradient))
-                self._sums.wanted[index] = self._had[index] = 1
+        assert self.sums is not None
+        shown = grads_of(self.parameters)
+        if not self.sums.is_untouched(shown):
+            adopt_direct(self, shown)
+        self.sums.show()
 
     # ------------------------------------------------------------------ a sum is thrown away
 
-    def settle(self) -> list[int] | None:
-        """Take notice, before a backward, of what users did to ``.grad`` while a sum was under way.
-
-        Returns:
-            The parameters whose sum they threw away; None where that of every one.
-        Raises:
-            StateError: a backward has raised, and ``.grad`` was not dropped since.
-        """
-        sums = self._sums
-        if sums is None or not sums.is_under_way:
-            return []
-        dropped = []
-        for index, (gradient, is_wanted) in enumerate(zip(self._shown(), sums.wanted, strict=True)):
-            pending = sums.sum_of(index, gradient)
-            if pending is None:
-                sums[index].forget()
-            if is_wanted and (pending is None or pending.is_zeroed):
-                dropped.append(index)
-        if len(dropped) == sum(sums.wanted):
-            return None
-        if sums.is_void:
-            raise StateError(self._describe(next(i for i, one in enumerate(sums.wanted) if one and i not in dropped)))
-        for index in dropped:
-            self._drop_one(index, sums)
-        return dropped
-
-    def _drop_one(self, index: int, sums: PendingSums) -> None:
-        self._had[index] = self._has_had(index, self._shown()[index])
-        sums.wanted[index] = self.missing[index] = self.trained[index]
-        if self.state is GradState.PARTIAL:
-            self.main_grad.get_local_tensor(index).zero_()
-        if self._carry is not None:
-            self.final.layout.piece(index, self._carry).zero_()
-
     def void(self) -> None:
         """Let ``.grad`` of a sum that a backward left incomplete refuse to be read until it is dropped."""
-        assert self._sums is not None
-        if not self._sums.is_void:
-            self._sums.show()
-            self._sums.is_void = True
+        assert self.sums is not None
+        if not self.sums.is_void:
+            self.sums.show()
+            self.sums.is_void = True
 
     def empty(self) -> None:
         """Hold nothing of a sum under way."""
-        self._carry = None
+        self.carry = None
         self.become(GradState.EMPTY)
         self.let_go()
 
     def end_sum(self, *, clears: bool) -> None:
         """Have no sum under way any more; ``clears``: where ``.grad`` says that there is one."""
-        assert self._sums is not None
+        assert self.sums is not None
         if clears:
-            _clear_grads(self._parameters)
-        self._sums.forget()
-        self._sums.end()
-
-    def _describe(self, index: int) -> str:
-        name = f"{self.name}: the gradient of parameter {self._fsdp_params.name_of(index)!r}"
-        if self._sums is not None and self._sums.is_void:
-            return (
-                f"{name} is incomplete, because the last backward raised. Drop it, with what was accumulated before: "
-                "call zero_grad() of the optimizer or the model, or model.reset_iter_state()."
-            )
-        return (
-            f"{name} is a sum under way, not reduced over all ranks yet. Run the last microbatch outside of no_sync() "
-            "and of microbatch(model, False), and call finalize_backward() if that is manual, before .grad is read or "
-            "an optimizer steps; after a backward that raised call zero_grad() first."
-        )
+            _clear_grads(self.parameters)
+        self.sums.forget()
+        self.sums.end()
 
     # ------------------------------------------------------------------ a sum is complete
 
     def complete(self) -> None:
         """Take notice that no axis holds partial sums; ``show`` sets ``.grad`` of the sharded parameters then."""
-        if self._carry is not None:
-            self.final.local_buffer.add_(self._carry)
-            self._carry = None
+        if self.carry is not None:
+            self.final.local_buffer.add_(self.carry)
+            self.carry = None
         self._add_direct_gradients()
         self.become(GradState.FINAL)
 
     def _add_direct_gradients(self) -> None:
-        assert self._sums is not None
-        shown = self._shown()
-        if self._sums.is_untouched(shown):
+        assert self.sums is not None
+        shown = grads_of(self.parameters)
+        if self.sums.is_untouched(shown):
             return
-        self._adopt_direct(shown)
+        adopt_direct(self, shown)
         for index in range(len(shown)):
-            rows = self._sums[index].added
+            rows = self.sums[index].added
             if rows is not None:
                 self.final.get_local_tensor(index).view(-1).add_(rows.reshape(-1))
 
@@ -371,18 +285,18 @@ class GradBinding:
         gradients, wanted = self._final_gradients(), self.trained
         self._drops.last = None
         is_sum = self.has_sum_under_way
-        if self._sums is not None and is_sum and 0 in self.trained:
+        if self.sums is not None and is_sum and 0 in self.trained:
             # One that was frozen in between keeps what was accumulated before.
-            wanted = _either(self.trained, self._sums.wanted)
+            wanted = _either(self.trained, self.sums.wanted)
         if 1 in self.missing:
             # They keep what they had, and nothing was accumulated of which hooks could be told.
-            _clear_grads(itertools.compress(self._parameters, self.missing))
-            _assign_grads(self._parameters, gradients, bytes(map(operator.and_, self.missing, self._had)))
+            _clear_grads(itertools.compress(self.parameters, self.missing))
+            _assign_grads(self.parameters, gradients, bytes(map(operator.and_, self.missing, self.had)))
             wanted = bytearray(map(operator.gt, wanted, self.missing))
         try:
-            hooks = _assign_grads(self._parameters, gradients, wanted)
+            hooks = _assign_grads(self.parameters, gradients, wanted)
         except RuntimeError as error:
-            refuse_late(self.name, self._fsdp_params, self.final.dtype, error)
+            refuse_late(self.name, self.fsdp_params, self.final.dtype, error)
         if is_sum:
             self.end_sum(clears=False)
         # Autograd accumulates into the gathered parameters, so it calls no hook of the sharded ones.
@@ -395,10 +309,10 @@ class GradBinding:
         if not self._gradients:
             self.hold()
             if self.final.dtype is not self._dtype:
-                allow_any(self._parameters)
-            indices = range(len(self._parameters))
+                allow_any(self.parameters)
+            indices = range(len(self.parameters))
             self._gradients = [
-                self._fsdp_params.wrap(index, self.final.get_dtensor(index, is_view=True)) for index in indices
+                self.fsdp_params.wrap(index, self.final.get_dtensor(index, is_view=True)) for index in indices
             ]
             self._locals = [gradient._local_tensor for gradient in self._gradients]
             self._tell_owners()
@@ -406,7 +320,7 @@ class GradBinding:
         return self._gradients
 
     def _tell_owners(self) -> None:
-        for gradient, parameter in zip(self._gradients, self._parameters, strict=True):
+        for gradient, parameter in zip(self._gradients, self.parameters, strict=True):
             if isinstance(gradient, FlatDTensor):
                 gradient.gradient_of = weakref.ref(parameter)
 
@@ -420,14 +334,14 @@ class GradBinding:
         Raises:
             StateError: a sum is under way.
         """
-        if self._sums is not None and self._sums.is_under_way:
-            for index, gradient in enumerate(self._shown()):
-                pending = self._sums.sum_of(index, gradient)
+        if self.sums is not None and self.sums.is_under_way:
+            for index, gradient in enumerate(grads_of(self.parameters)):
+                pending = self.sums.sum_of(index, gradient)
                 if pending is not None:
                     pending.values()
         if self.state is GradState.PARTIAL:
             return None
-        shown = self._shown()
+        shown = grads_of(self.parameters)
         if all(gradient is None for gradient in shown):
             return None
         if self.hold():
@@ -437,20 +351,17 @@ class GradBinding:
 
     def scale(self, factor: torch.Tensor | float) -> None:
         """Multiply the gradients that ``settled`` returned, and the user's own tensors where they are not those."""
-        for tensor in (self.final.local_buffer, *outside(self._shown(), self._gradients, self.final)):
+        for tensor in (self.final.local_buffer, *outside(grads_of(self.parameters), self._gradients, self.final)):
             tensor.mul_(factor.to(tensor) if isinstance(factor, torch.Tensor) else factor)
 
     def match_parameter_dtype(self) -> None:
         """Show gradients in the parameters' dtype, which PyTorch's optimizers need; ``restore_dtype`` undoes it."""
         if self.final.dtype is not self._dtype and self.state is GradState.FINAL:
-            self._cast.show(self._parameters, self._shown(), self._gradients, self.final)
+            self._cast.show(self.parameters, grads_of(self.parameters), self._gradients, self.final)
 
     def restore_dtype(self) -> None:
         """Show the gradients themselves again after ``match_parameter_dtype``."""
         self._cast.take_back()
-
-    def _shown(self) -> list[torch.Tensor | None]:
-        return grads_of(self._parameters)
 
     def _adopt_user_gradients(self, shown: Sequence[torch.Tensor | None]) -> None:
         for index, gradient in enumerate(shown):
@@ -458,7 +369,7 @@ class GradBinding:
             if gradient is None:
                 mine.zero_()
             elif not self._gradients or gradient is not self._gradients[index]:
-                rows = own_rows(self._fsdp_params, index, gradient)
+                rows = own_rows(self.fsdp_params, index, gradient)
                 if rows.data_ptr() != mine.data_ptr():
                     mine.view(-1).copy_(rows.reshape(-1))
 
@@ -491,17 +402,11 @@ def _describer(binding: GradBinding) -> Callable[[int], str]:
     """Return what the pending gradients ask for their error; they must not keep the buffer alive."""
     reference = weakref.ref(binding)
 
-    def describe(index: int) -> str:
+    def words(index: int) -> str:
         owner = reference()
-        return "the model of this gradient is gone" if owner is None else owner._describe(index)
+        return "the model of this gradient is gone" if owner is None else describe(owner, index)
 
-    return describe
-
-
-def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return ``.grad`` of each parameter."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return list(map(_get, parameters))
+    return words
 
 
 def _clear_grads(parameters: Iterable[torch.Tensor]) -> None:

@@ -17,10 +17,11 @@ from dbuffer_kernels import accumulate
 from megatron_fsdp.runtime.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.fuse import offer_products
 from megatron_fsdp.runtime.fused_linear import add_product
-from megatron_fsdp.runtime.grad_binding import GradState
+from megatron_fsdp.runtime.grad_state import GradState
 from megatron_fsdp.runtime.lane_types import Ticket
 from megatron_fsdp.runtime.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.reduction import GradientSpec, Stages, submit_reductions
+from megatron_fsdp.runtime.unreduced_grads import settle_sum
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.unit import Unit
@@ -266,7 +267,7 @@ class GradientBuffer(PackedGradients):
         Raises:
             StateError: a backward has raised, and ``.grad`` was not dropped since.
         """
-        dropped = self.binding.settle()
+        dropped = settle_sum(self.binding)
         if dropped is None:
             self._empty()
             self.binding.end_sum(clears=False)

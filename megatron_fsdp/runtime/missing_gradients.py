@@ -13,12 +13,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from dbuffer.collectives import all_reduce
 from megatron_fsdp.runtime.agreement import mesh_ranks
-from megatron_fsdp.runtime.lanes import is_capturing, wait_on_host
-from megatron_fsdp.runtime.rendezvous import job_store
+from megatron_fsdp.runtime.missing_votes import all_have_said, ask, say
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.gradients import GradientBuffer
@@ -36,14 +32,14 @@ class MissingGradients:
     """
 
     def __init__(self, tokens: Mapping[tuple[int, ...], str]) -> None:
-        self._tokens = tokens
-        self._circles: dict[Any, _Circle] = {}
+        self.tokens = tokens
+        self._circles: dict[Any, Circle] = {}
 
     def say(self, groups: Iterable[ParameterGroup]) -> None:
         """Tell the other ranks, before gradients are reduced, if some are missing here."""
         for group in groups:
             if group.gradients is not None and 1 in group.gradients.binding.missing:
-                self._circle(group).say()
+                say(self._circle(group))
 
     def settle(self, final: Sequence[ParameterGroup], units: Iterable[Unit]) -> None:
         """Leave in ``missing`` of reduced buffers what no rank has. Every rank calls it.
@@ -51,7 +47,7 @@ class MissingGradients:
         Args:
             final: whose gradients are reduced. units: all of the model, in the same order on every rank.
         """
-        circles: dict[_Circle, list[GradientBuffer]] = {}
+        circles: dict[Circle, list[GradientBuffer]] = {}
         for group in final:
             circle = group.circle
             if circle is None:
@@ -68,10 +64,10 @@ class MissingGradients:
             groups = [group for unit in units for group in unit.groups if self._circle(group) is circle]
             circle.settle(reduced, [buffer for group in groups for buffer in _buffers(group)])
 
-    def _circle(self, group: ParameterGroup) -> _Circle:
+    def _circle(self, group: ParameterGroup) -> Circle:
         mesh = group.spec.mesh
         if mesh not in self._circles:
-            circle = _Circle(group, self._tokens)
+            circle = Circle(group, self.tokens)
             self._circles[mesh] = next((one for one in self._circles.values() if one.ranks == circle.ranks), circle)
         return self._circles[mesh]
 
@@ -81,7 +77,7 @@ def _buffers(group: ParameterGroup) -> Iterator[GradientBuffer]:
         yield group.gradients
 
 
-class _Circle:
+class Circle:
     """The ranks that reduce some groups together, and how far they are.
 
     Args:
@@ -93,85 +89,42 @@ class _Circle:
 
     def __init__(self, group: ParameterGroup, tokens: Mapping[tuple[int, ...], str]) -> None:
         self.ranks = mesh_ranks(group.spec.mesh)
-        self._axes = group.main_weight.axes
-        self._device = group.spec.compute_device
-        self._tokens = tokens
+        self.axes = group.main_weight.axes
+        self.device = group.spec.compute_device
+        self.tokens = tokens
         # How many accumulations were reduced; whether this rank has said for the next one that it misses gradients, or
         # all ask each other at its end in any case.
-        self._number = 0
-        self._has_said = False
-        self._asks = False
-        self._old_keys: tuple[str, ...] = ()
+        self.number = 0
+        self.has_said = False
+        self.asks = False
+        self.old_keys: tuple[str, ...] = ()
 
     @property
     def is_quiet(self) -> bool:
         """Whether nothing is to be found out."""
-        return not (self._has_said or self._asks)
+        return not (self.has_said or self.asks)
 
     @property
-    def _token(self) -> str | None:
-        # None before they agreed, and empty where nobody else can come.
-        return "" if math.prod(axis.size for axis in self._axes) == 1 else self._tokens.get(self.ranks)
-
-    def say(self) -> None:
-        """Leave word that gradients are missing here, once an accumulation."""
-        if self.is_quiet and self._token and not is_capturing(self._device):
-            self._has_said = True
-            self._store().add(self._key("missing"), 1)
+    def token(self) -> str | None:
+        """The name of the ranks' agreement; None before they agreed, and empty where nobody else can come."""
+        return "" if math.prod(axis.size for axis in self.axes) == 1 else self.tokens.get(self.ranks)
 
     def pass_over(self, reduced: Iterable[GradientBuffer]) -> None:
         """Go on without asking: what is missing here was zeros for the others."""
-        self._number += 1
-        if self._token != "":
+        self.number += 1
+        if self.token != "":
             _count_as_zeros(reduced)
 
     def settle(self, reduced: Sequence[GradientBuffer], known: Sequence[GradientBuffer]) -> None:
         """Find out which gradients of ``reduced`` are missing everywhere."""
-        if self._has_said and not self._asks:
-            self._asks = self._all_have_said()
-        if self._asks:
-            self._ask(reduced, known)
+        if self.has_said and not self.asks:
+            self.asks = all_have_said(self)
+        if self.asks:
+            ask(self, reduced, known)
         else:
             _count_as_zeros(reduced)
-        self._number += 1
-        self._has_said = False
-
-    def _all_have_said(self) -> bool:
-        # Reductions that are done have waited for every rank, and every rank has spoken before its own.
-        wait_on_host(self._device)
-        store = self._store()
-        have_all = store.add(self._key("missing"), 0) == len(self.ranks)
-        # The first look counts for all who look. Who has said nothing does not, but then it is this very answer.
-        found = store.compare_set(self._key("verdict"), "", "all" if have_all else "some").decode()
-        # Nobody reads the last ones any more: this reduction has waited for all to have begun with it.
-        for key in self._old_keys:
-            store.delete_key(key)
-        self._old_keys = (self._key("missing"), self._key("verdict"))
-        return bool(found == "all")
-
-    def _ask(self, reduced: Sequence[GradientBuffer], known: Sequence[GradientBuffer]) -> None:
-        wanted = {id(buffer) for buffer in reduced}
-        mine = [one if id(buffer) in wanted else 0 for buffer in known for one in buffer.binding.missing]
-        # The maximum of "is there" is whether any rank has it. The last one: whether any misses something.
-        votes = torch.tensor([*(1 - one for one in mine), max(mine, default=0)], dtype=torch.int32, device=self._device)
-        for axis in self._axes:
-            all_reduce(votes, axis, "max")
-        *is_there, is_missed = votes.tolist()
-        self._asks = bool(is_missed)
-        position = 0
-        for buffer in known:
-            size = len(buffer.binding.missing)
-            if id(buffer) in wanted:
-                buffer.binding.missing = bytearray(1 - one for one in is_there[position : position + size])
-            position += size
-
-    def _key(self, name: str) -> str:
-        return f"{self._token} {self._number} {name}"
-
-    def _store(self) -> Any:
-        store = job_store()
-        assert store is not None
-        return store
+        self.number += 1
+        self.has_said = False
 
 
 def _count_as_zeros(buffers: Iterable[GradientBuffer]) -> None:

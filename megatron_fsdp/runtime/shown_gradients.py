@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,7 +14,10 @@ from megatron_fsdp.errors import StateError
 from megatron_fsdp.policy.precision import grad_dtype_of
 from megatron_fsdp.runtime.fsdp_params import FSDPParams
 
-__all__ = ["CastGradients", "allow_any", "outside", "refuse_late"]
+__all__ = ["CastGradients", "allow_any", "grads_of", "outside", "refuse_late"]
+
+_GRAD: Any = torch._C.TensorBase.grad
+_get = _GRAD.__get__
 
 
 class CastGradients:
@@ -97,3 +100,9 @@ def refuse_late(unit: str, fsdp_params: FSDPParams, dtype: torch.dtype, error: R
                 f"{dtype} were laid out for it; set it before the first forward"
             ) from error
     raise error
+
+
+def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return ``.grad`` of each parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(_get, parameters))

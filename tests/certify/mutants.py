@@ -38,6 +38,7 @@ MODULES = (
     "megatron_fsdp.runtime.post_forward_shard",
     "megatron_fsdp.runtime.memory_slots",
     "megatron_fsdp.runtime.missing_gradients",
+    "megatron_fsdp.runtime.missing_votes",
     "megatron_fsdp.optim.adamw",
     "megatron_fsdp.optim.adamw_update",
     "dbuffer.storage",

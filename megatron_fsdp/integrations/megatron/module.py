@@ -16,7 +16,7 @@ from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.integrations.megatron.groups import ModelGroups
 from megatron_fsdp.integrations.megatron.names import WholeNames
 from megatron_fsdp.runtime.backward import Backward
-from megatron_fsdp.runtime.grad_binding import GradState
+from megatron_fsdp.runtime.grad_state import GradState
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.module import FSDPModule
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState

@@ -8,7 +8,7 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp import StateError, fully_shard
-from megatron_fsdp.runtime.grad_binding import GradState
+from megatron_fsdp.runtime.grad_state import GradState
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
 GRADIENTS = {
