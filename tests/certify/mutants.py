@@ -111,7 +111,7 @@ EQUIVALENT: dict[str, str] = {
     ),
     "ParameterGroup.reshard: `self.weights.release(keep_generation=self.freshness.gathered if keep_part else None)` "
     "at the start of its block": ("nothing is issued between the two places"),
-    "build: `self.weights.release()` at the start of its block": "nothing is issued between the two places",
+    "build: `group.weights.release()` at the start of its block": "nothing is issued between the two places",
     "GradientBuffer.receive: `if self._turns is not None` taken as True": ("on a device with streams it is never None"),
     "GradientBuffer.receive_product: `if self._turns is not None` taken as True": (
         "on a device with streams it is never None"

@@ -299,7 +299,8 @@ def killed(mutant: Mutant, name: str) -> list[str]:
     ],
 )
 def test_a_lane_that_waits_less_is_found(what: str, case: str) -> None:
-    mutant = a_mutant("megatron_fsdp.runtime.lanes", what)
+    module = "lanes" if "join" in what else "cuda_lane"
+    mutant = a_mutant(f"megatron_fsdp.runtime.{module}", what)
     ((*found,),) = run_ranks(1, killed, mutant, case)
     assert found
 
