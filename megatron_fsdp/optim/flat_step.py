@@ -25,10 +25,10 @@ from dbuffer import FlatDTensor
 from dbuffer.dtensor.flat_dtensor import rebind
 from megatron_fsdp.optim.adamw_state import local_range
 from megatron_fsdp.optim.loaded_state import lay_out_loaded_state, refuse_split_weights
+from megatron_fsdp.runtime.fsdp_params import grads_of
 from megatron_fsdp.runtime.lanes import is_capturing
 from megatron_fsdp.runtime.param_layout import is_laid_out_like
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.shown_gradients import grads_of
 
 __all__ = ["attend_optimizers"]
 

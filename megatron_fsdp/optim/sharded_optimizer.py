@@ -17,11 +17,11 @@ from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.fresh_state import show_fresh_state
 from megatron_fsdp.optim.loaded_state import lay_out_loaded_state, parameters_of, refuse_split_weights
 from megatron_fsdp.runtime.freshness import refreshes_itself
+from megatron_fsdp.runtime.fsdp_params import grads_of
 from megatron_fsdp.runtime.grad_state import GradState
 from megatron_fsdp.runtime.param_layout import own_rows
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.resting_copy import catch_up_together, expect_step
-from megatron_fsdp.runtime.shown_gradients import grads_of
 
 __all__ = [
     "fully_shard_optimizer",

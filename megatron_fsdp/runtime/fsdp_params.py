@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,15 +22,18 @@ from dbuffer.events import listeners, tell
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.runtime.gathered_weight import GatheredWeight, ReleasedWeight, WeightHandle, refuse_uncounted
 from megatron_fsdp.runtime.lanes import turns
-from megatron_fsdp.runtime.read_guard import ReadGuard
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
 __all__ = [
+    "RELEASED_VERSION",
     "FSDPParams",
     "ParamModuleInfos",
+    "ReadGuard",
     "ReplacedParam",
+    "grads_of",
+    "outside",
 ]
 
 _REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
@@ -43,6 +46,67 @@ _plainly: Any = torch._C._disabled_torch_function_impl
 
 # Gradients of so few elements are copied together: one copy costs a launch as that of many does.
 _SMALL_NUMEL = 1 << 14
+
+RELEASED_VERSION = 1_000_000_000
+"""What autograd's message gives as the version of a weight that was released."""
+
+
+_VERSION: Any = torch._C.TensorBase._version
+
+
+_version = _VERSION.__get__
+
+
+_set_versions: Any = torch._C._autograd._unsafe_set_version_counter
+
+_GRAD: Any = torch._C.TensorBase.grad
+
+
+_get_grad = _GRAD.__get__
+
+
+class ReadGuard:
+    """Allows and forbids the backwards of operators that saved any of some tensors, or views of them.
+
+    Autograd compares the version of a saved tensor with the one that it had when it was saved, and refuses before it
+    computes. Released weights get a version that no operator has seen, gathered ones the version that they had before,
+    so a backward that reaches them unannounced is an error of autograd's instead of a read of other memory, at the
+    price of one call for a unit's parameters (docs/design/order.md).
+
+    Args:
+        tensors: as operators see them. Of a DTensor the local part is guarded too.
+    """
+
+    __slots__ = ("_owners", "_released", "_tensors", "_versions")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        wrappers = [(index, tensor) for index, tensor in enumerate(tensors) if isinstance(tensor, DTensor)]
+        self._owners: list[int] = [*range(len(tensors)), *(index for index, _ in wrappers)]
+        self._tensors = (*tensors, *(tensor._local_tensor for _, tensor in wrappers))
+        self._released = (RELEASED_VERSION,) * len(self._tensors)
+        self._versions = self.current()
+
+    def forbid(self, versions: tuple[int, ...] | None = None) -> None:
+        """Make autograd refuse what was saved.
+
+        Args:
+            versions: what ``current`` returns now, where that is known.
+        """
+        self._versions = self.current() if versions is None else versions
+        _set_versions(self._tensors, self._released)
+
+    def allow(self) -> None:
+        """Let autograd use again what was saved since the tensors were last changed in place."""
+        _set_versions(self._tensors, self._versions)
+
+    def current(self) -> tuple[int, ...]:
+        """Return how often each tensor was changed in place, and after them the local parts of those that have one."""
+        versions: tuple[int, ...] = _plainly(tuple, (), (map(_version, self._tensors),))
+        return versions
+
+    def index_of(self, position: int) -> int:
+        """Return to which tensor a version in ``current`` belongs."""
+        return self._owners[position]
 
 
 class FSDPParams:
@@ -406,3 +470,28 @@ class ParamModuleInfos:
             if module is not None and module._parameters.get(attribute) is resting:
                 setattr(module, attribute, resting)
         self._hidden = []
+
+
+def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return ``.grad`` of each parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(_get_grad, parameters))
+
+
+def outside(
+    gradients: Sequence[torch.Tensor | None], params: Sequence[torch.Tensor], buffer: DBuffer
+) -> list[torch.Tensor]:
+    """Return this rank's parts of those gradients that are tensors of their own, not the buffer's.
+
+    Args:
+        gradients: DTensors, in the order of the buffer's tensors; None for none.
+        params: known to be the buffer's, in the same order; none where they were not made yet.
+    """
+    if params and all(map(operator.is_, gradients, params)):
+        return []
+    found = []
+    for index, gradient in enumerate(gradients):
+        local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+        if local is not None and local.numel() and local.data_ptr() != buffer.get_local_tensor(index).data_ptr():
+            found.append(local)
+    return found

@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor
 from dbuffer import DBuffer, FlatDTensor
 from dbuffer.dtensor.flat_dtensor import GradDrops
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.fsdp_params import FSDPParams
+from megatron_fsdp.runtime.fsdp_params import FSDPParams, grads_of, outside
 from megatron_fsdp.runtime.grad_state import CHANGES, GradState
 from megatron_fsdp.runtime.lanes import is_capturing
 from megatron_fsdp.runtime.param_layout import own_rows
 from megatron_fsdp.runtime.pending_sums import PendingSums
-from megatron_fsdp.runtime.shown_gradients import CastGradients, allow_any, grads_of, outside, refuse_late
+from megatron_fsdp.runtime.shown_gradients import CastGradients, allow_any, refuse_late
 from megatron_fsdp.runtime.unreduced_grads import adopt_direct, describe, has_had
 
 __all__ = ["GradBinding"]

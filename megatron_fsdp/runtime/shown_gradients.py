@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,10 +13,7 @@ from megatron_fsdp.errors import StateError
 from megatron_fsdp.policy.precision import grad_dtype_of
 from megatron_fsdp.runtime.fsdp_params import FSDPParams
 
-__all__ = ["CastGradients", "allow_any", "grads_of", "outside", "refuse_late"]
-
-_GRAD: Any = torch._C.TensorBase.grad
-_get = _GRAD.__get__
+__all__ = ["CastGradients", "allow_any", "refuse_late"]
 
 
 class CastGradients:
@@ -60,25 +56,6 @@ class CastGradients:
             parameter.grad_dtype = allowed
 
 
-def outside(
-    gradients: Sequence[torch.Tensor | None], params: Sequence[torch.Tensor], buffer: DBuffer
-) -> list[torch.Tensor]:
-    """Return this rank's parts of those gradients that are tensors of their own, not the buffer's.
-
-    Args:
-        gradients: DTensors, in the order of the buffer's tensors; None for none.
-        params: known to be the buffer's, in the same order; none where they were not made yet.
-    """
-    if params and all(map(operator.is_, gradients, params)):
-        return []
-    found = []
-    for index, gradient in enumerate(gradients):
-        local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-        if local is not None and local.numel() and local.data_ptr() != buffer.get_local_tensor(index).data_ptr():
-            found.append(local)
-    return found
-
-
 def allow_any(parameters: Iterable[torch.Tensor]) -> None:
     """Let a gradient of any dtype be assigned where the user did not say which."""
     for parameter in parameters:
@@ -100,9 +77,3 @@ def refuse_late(unit: str, fsdp_params: FSDPParams, dtype: torch.dtype, error: R
                 f"{dtype} were laid out for it; set it before the first forward"
             ) from error
     raise error
-
-
-def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return ``.grad`` of each parameter."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return list(map(_get, parameters))

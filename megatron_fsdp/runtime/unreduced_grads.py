@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.fsdp_params import grads_of
 from megatron_fsdp.runtime.grad_state import GradState
 from megatron_fsdp.runtime.param_layout import own_rows
 from megatron_fsdp.runtime.pending_sums import PendingSums
-from megatron_fsdp.runtime.shown_gradients import grads_of
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.grad_binding import GradBinding

@@ -241,7 +241,7 @@ INTERRUPTED = (
     ("backward.py", "finish"),
     ("backward.py", "drain"),
     ("reduction.py", "fold"),
-    ("read_guard.py", "allow"),
+    ("fsdp_params.py", "allow"),
 )
 INTERRUPTS = [
     *(("no_shard", *place) for place in INTERRUPTED[:-2]),
