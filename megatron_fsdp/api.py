@@ -31,6 +31,7 @@ from megatron_fsdp.runtime.convert import convert
 from megatron_fsdp.runtime.freshness import mark_replaced
 from megatron_fsdp.runtime.fsdp2_view import show_state, state_to_come
 from megatron_fsdp.runtime.make_param_group import forget_originals, make_param_group
+from megatron_fsdp.runtime.memory_slots import check_reshard, reshard_to
 from megatron_fsdp.runtime.module import FSDPModule, unit_of
 from megatron_fsdp.runtime.originals import Originals, check_conversion
 from megatron_fsdp.runtime.outputs import watch_readers
@@ -128,12 +129,12 @@ def fully_shard(
             with is_asked:
                 groups = [make_param_group(each.owned, each.plan, each.spec, name) for each in plans]
             unit = Unit(name, modules, groups, policy)
-            unit.check_reshard(reshard_after_forward)
+            check_reshard(unit, reshard_after_forward)
             check_conversion(modules)
             wrapping.agree(name, groups, reshard_after_forward)
             if groups:
                 make_reduce_groups(axes)
-            unit.reshard_to(reshard_after_forward)
+            reshard_to(unit, reshard_after_forward)
             unit.trees = {id(each): Tree(each, {id(parameter) for parameter in ignored}) for each in modules}
             convert(modules, unit)
             if has_hooks:

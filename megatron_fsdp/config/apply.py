@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import nn
 
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.runtime.memory_slots import SlotChoice
+from megatron_fsdp.runtime.memory_slots import SlotChoice, use_slots
 from megatron_fsdp.runtime.module import FSDPModule, unit_of
 from megatron_fsdp.runtime.unit import units_below
 
@@ -50,7 +50,7 @@ def use_slots_of(model: nn.Module, flags: SlotFlags) -> None:
             device_type=next((group.spec.device.type for group in unit.groups), "cpu"),
         )
         if choice.sizing is not None:
-            unit.use_slots(choice)
+            use_slots(unit, choice)
 
 
 def prefetch_elements(model: nn.Module, num_elements: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,24 @@ from dbuffer.arena_pool import ArenaPool
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import flat_axes
 from dbuffer.slot_pool import Allocate, from_communicator, from_symmetric_memory
+from dbuffer_kernels.switches import is_off
+from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
 
-__all__ = ["BufferPools", "SlotChoice", "communicator_has_memory", "keep_gathered", "place_in_slots"]
+if TYPE_CHECKING:
+    from megatron_fsdp.runtime.unit import Unit
+
+__all__ = [
+    "BufferPools",
+    "SlotChoice",
+    "check_reshard",
+    "communicator_has_memory",
+    "keep_gathered",
+    "place_in_slots",
+    "place_unit",
+    "reshard_to",
+    "use_slots",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +158,48 @@ def _allocator(source: str, device: torch.device, group: dist.ProcessGroup) -> A
     if source == "communicator":
         return from_communicator(group, device)
     return from_symmetric_memory(group, device, source)
+
+
+def place_unit(unit: Unit) -> None:
+    """Take the memory of a unit from where its choice says."""
+    if unit.slots.sizing is None or is_off("slots"):
+        for group in unit.groups:
+            place_in_slots(group, None, unit.slots, unit.slots)
+        return
+    # Weights that stay from forward to backward would each hold a slot as large as the largest unit.
+    is_kept = not unit.schedule.reshards_after_forward(unit)
+    is_wasteful = is_kept and unit.slots.sizing == "largest"
+    weights = replace(unit.slots, sizing="by_size") if is_wasteful else unit.slots
+    for group in unit.groups:
+        place_in_slots(group, unit.schedule.pools, unit.slots, weights)
+
+
+def use_slots(unit: Unit, choice: SlotChoice) -> None:
+    """Take memory from slots from now on, or from the allocator again."""
+    unit.slots = choice
+    place_unit(unit)
+
+
+def reshard_to(unit: Unit, choice: bool | int | None) -> None:
+    """Choose what happens to weights between forward and backward; see ``fully_shard(reshard_after_forward=...)``.
+
+    Raises:
+        ConfigError: an int that does not divide the axis over which weights are sharded.
+    """
+    size = check_reshard(unit, choice)
+    for group in unit.groups:
+        group.weights.keep_part_for(size)
+    # Groups of one rank hold the weights whole.
+    unit.reshard_after_forward = choice if choice is None or isinstance(choice, bool) else size != 1
+    if unit.slots.sizing is not None:
+        place_unit(unit)
+
+
+def check_reshard(unit: Unit, choice: bool | int | None) -> int:
+    """Return on how many ranks ``reshard_to`` would keep the weights, 0 for none; it raises as that does."""
+    if choice is not None and not isinstance(choice, int):
+        raise ConfigError(f"reshard_after_forward={choice!r}; give None, True, False or a number of ranks")
+    size = 0 if choice is None or isinstance(choice, bool) else choice
+    for group in unit.groups:
+        group.weights.check_part(size)
+    return size

@@ -13,7 +13,7 @@ from torch import nn
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.runtime.conversion import apply_to_group
 from megatron_fsdp.runtime.make_param_group import set_divisor, set_reduction
-from megatron_fsdp.runtime.memory_slots import SlotChoice, communicator_has_memory, keep_gathered
+from megatron_fsdp.runtime.memory_slots import SlotChoice, communicator_has_memory, keep_gathered, reshard_to, use_slots
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.runtime.refusals import refuse_ddp
 from megatron_fsdp.runtime.unit import Unit, alive, is_in_backward, units_below
@@ -150,7 +150,7 @@ class FSDPModule:
             for group in unit.groups:
                 keep_gathered(group, keeps=keep)
             if unit.slots.sizing is not None:
-                unit.use_slots(unit.slots)
+                use_slots(unit, unit.slots)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: the next backwards keep gradients on this rank, unreduced. The first one with True reduces the sum."""
@@ -224,7 +224,7 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool | int | None, recurse: bool = True) -> None:
         """Choose whether weights are released after forward and gathered again; as in ``fully_shard``."""
         for unit in self._units(recurse):
-            unit.reshard_to(reshard_after_forward)
+            reshard_to(unit, reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """False keeps weights gathered after backward, so the next microbatch's forward needs no gather."""
@@ -341,15 +341,15 @@ class FSDPModule:
             StorageError: another ``sizing``, or a PyTorch that cannot do it (before 2.13).
         """
         for unit in self._units(recurse):
-            unit.use_slots(SlotChoice(sizing, unit.slots.source))
+            use_slots(unit, SlotChoice(sizing, unit.slots.source))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take this unit's slots from the communicator's own allocator (NCCL: registered memory), if it has one."""
         unit = unit_of(self)
         if not enable:
-            unit.use_slots(SlotChoice(unit.slots.sizing if unit.slots.source == "device" else None))
+            use_slots(unit, SlotChoice(unit.slots.sizing if unit.slots.source == "device" else None))
         elif any(communicator_has_memory(group.main_weight.axes, group.spec.device) for group in unit.groups):
-            unit.use_slots(SlotChoice(unit.slots.sizing or "by_size", "communicator"))
+            use_slots(unit, SlotChoice(unit.slots.sizing or "by_size", "communicator"))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Take this unit's slots from symmetric memory, which every rank maps at once; on GPUs only.
@@ -358,7 +358,7 @@ class FSDPModule:
             StorageError: the unit is not on a GPU.
         """
         unit = unit_of(self)
-        unit.use_slots(SlotChoice(unit.slots.sizing or "by_size", backend))
+        use_slots(unit, SlotChoice(unit.slots.sizing or "by_size", backend))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters; also of those that are gathered now, which show no gradient."""

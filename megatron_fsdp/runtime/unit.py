@@ -7,14 +7,12 @@ import functools
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from dbuffer_kernels.switches import is_off
-from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.errors import StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.runtime.freshness import MOMENTS
 from megatron_fsdp.runtime.fsdp2_view import StateNames
@@ -26,7 +24,7 @@ from megatron_fsdp.runtime.make_param_group import (
     materialize_group,
     rename_group,
 )
-from megatron_fsdp.runtime.memory_slots import SlotChoice, place_in_slots
+from megatron_fsdp.runtime.memory_slots import SlotChoice, place_unit
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.runtime.replaced_params import admit, settle
 from megatron_fsdp.runtime.tree import Tree
@@ -145,50 +143,10 @@ class Unit(StateNames):
         self.releases_weights = False
         self.follow_gradients()
 
-    def reshard_to(self, choice: bool | int | None) -> None:
-        """Choose what happens to weights between forward and backward; see ``fully_shard(reshard_after_forward=...)``.
-
-        Raises:
-            ConfigError: an int that does not divide the axis over which weights are sharded.
-        """
-        size = self.check_reshard(choice)
-        for group in self.groups:
-            group.weights.keep_part_for(size)
-        # Groups of one rank hold the weights whole.
-        self.reshard_after_forward = choice if choice is None or isinstance(choice, bool) else size != 1
-        if self.slots.sizing is not None:
-            self._place_in_slots()
-
-    def check_reshard(self, choice: bool | int | None) -> int:
-        """Return on how many ranks ``reshard_to`` would keep the weights, 0 for none; it raises as that does."""
-        if choice is not None and not isinstance(choice, int):
-            raise ConfigError(f"reshard_after_forward={choice!r}; give None, True, False or a number of ranks")
-        size = 0 if choice is None or isinstance(choice, bool) else choice
-        for group in self.groups:
-            group.weights.check_part(size)
-        return size
-
-    def use_slots(self, choice: SlotChoice) -> None:
-        """Take memory from slots from now on, or from the allocator again."""
-        self.slots = choice
-        self._place_in_slots()
-
-    def _place_in_slots(self) -> None:
-        if self.slots.sizing is None or is_off("slots"):
-            for group in self.groups:
-                place_in_slots(group, None, self.slots, self.slots)
-            return
-        # Weights that stay from forward to backward would each hold a slot as large as the largest unit.
-        is_kept = not self.schedule.reshards_after_forward(self)
-        is_wasteful = is_kept and self.slots.sizing == "largest"
-        weights = replace(self.slots, sizing="by_size") if is_wasteful else self.slots
-        for group in self.groups:
-            place_in_slots(group, self.schedule.pools, self.slots, weights)
-
     def follow_gradients(self) -> None:
         """Take notice of gradient buffers that were made or changed: after materialization, freezing, unfreezing."""
         if self.slots.sizing is not None:
-            self._place_in_slots()
+            place_unit(self)
         self.gradients = tuple(group.gradients for group in self.groups if group.gradients is not None)
         self.num_gradients = sum(buffer.num_trained for buffer in self.gradients)
         for buffer in self.gradients:
