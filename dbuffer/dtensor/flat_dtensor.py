@@ -428,3 +428,13 @@ for _types in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach
         _types.append(FlatDTensor)
 # So that torch.load(weights_only=True) reads what torch.save wrote.
 torch.serialization.add_safe_globals([FlatDTensor, RaggedShard, FlatRows])
+
+
+_FRAMES = torch._C._dynamo.eval_frame
+# Dynamo has no word for what these call: it breaks its graph there, and they run as they are.
+for _property in (FlatDTensor.__dict__["grad"], FlatDTensor.__dict__["requires_grad"]):
+    for _function in (_property.fget, _property.fset):
+        _function._torchdynamo_disable = True
+        _FRAMES.set_code_exec_strategy(
+            _function.__code__, _FRAMES._FrameExecStrategy(_FRAMES._FrameAction.SKIP, _FRAMES._FrameAction.DEFAULT)
+        )
