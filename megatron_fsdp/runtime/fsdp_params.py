@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, RaggedShard
 from dbuffer.dtensor.checkpoint_chunks import own_rows
-from dbuffer.dtensor.flat_dtensor import FlatDTensor, num_flags_set, rebind, refuse_uses
+from dbuffer.dtensor.flat_dtensor import FlatDTensor, rebind, refuse_uses
+from dbuffer.dtensor.parameter import NUM_FLAGS_SET
 from dbuffer.events import listeners, tell
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import StateError
@@ -189,9 +190,9 @@ class FSDPParams:
     def changed_requires_grad(self) -> list[int]:
         """Return which parameters were frozen or unfrozen since compute last used them, on either object."""
         used, required = self._used_flags(), self._required
-        if num_flags_set() == self._num_flags_set and used == required:
+        if NUM_FLAGS_SET[0] == self._num_flags_set and used == required:
             return []
-        resting, self._num_flags_set = self._resting_flags(), num_flags_set()
+        resting, self._num_flags_set = self._resting_flags(), NUM_FLAGS_SET[0]
         if resting == required == used:
             return []
         changed = []
@@ -206,7 +207,7 @@ class FSDPParams:
     def frozen_since_used(self) -> list[int]:
         """Return which parameters were trained when compute last used them and are not any more."""
         used = self._used_flags()
-        if num_flags_set() == self._num_flags_set and used == self._required:
+        if NUM_FLAGS_SET[0] == self._num_flags_set and used == self._required:
             return []
         flags = zip(self._resting_flags(), used, self._required, strict=True)
         frozen = [index for index, (one, other, required) in enumerate(flags) if required and not (one and other)]

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from dbuffer.collectives import wait_for
 from dbuffer.events import listeners, tell
-from dbuffer.gloo import wait_for
 from dbuffer_kernels.switches import is_off
 
 __all__ = [
