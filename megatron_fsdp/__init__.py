@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from megatron_fsdp.policy.offload import CPUOffloadPolicy, OffloadPolicy
     from megatron_fsdp.policy.precision import MixedPrecisionPolicy
     from megatron_fsdp.policy.strategy import Placements
-    from megatron_fsdp.runtime.fused_linear import expert_matmul
-    from megatron_fsdp.runtime.hooks import register_fsdp_forward_method
+    from megatron_fsdp.runtime.convert import register_fsdp_forward_method
+    from megatron_fsdp.runtime.fused_experts import expert_matmul
     from megatron_fsdp.runtime.materialize import materialize
     from megatron_fsdp.runtime.module import FSDPModule, GradientReductionHandle, UnshardHandle
     from megatron_fsdp.runtime.module import FsdpModule as FsdpModule
@@ -90,8 +90,8 @@ _HOMES = {
     "policy.offload": "CPUOffloadPolicy OffloadPolicy",
     "policy.precision": "MixedPrecisionPolicy",
     "policy.strategy": "Placements",
-    "runtime.fused_linear": "expert_matmul",
-    "runtime.hooks": "register_fsdp_forward_method",
+    "runtime.convert": "register_fsdp_forward_method",
+    "runtime.fused_experts": "expert_matmul",
     "runtime.materialize": "materialize",
     "runtime.module": "FSDPModule FsdpModule GradientReductionHandle UnshardHandle",
     "runtime.parameter_group": "ParameterGroup",

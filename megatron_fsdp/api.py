@@ -27,16 +27,16 @@ from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.agreement import Wrapping
 from megatron_fsdp.runtime.asked_gradients import serve_asked_gradients
 from megatron_fsdp.runtime.backward import Backward
+from megatron_fsdp.runtime.convert import convert
 from megatron_fsdp.runtime.freshness import mark_replaced
 from megatron_fsdp.runtime.fsdp2_view import show_state, state_to_come
-from megatron_fsdp.runtime.hooks import convert
-from megatron_fsdp.runtime.module import FSDPModule, unit_of, units_below
+from megatron_fsdp.runtime.make_param_group import forget_originals, make_param_group
+from megatron_fsdp.runtime.module import FSDPModule, unit_of
 from megatron_fsdp.runtime.originals import Originals, check_conversion
 from megatron_fsdp.runtime.outputs import watch_readers
-from megatron_fsdp.runtime.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.tree import Tree
-from megatron_fsdp.runtime.unit import Unit
+from megatron_fsdp.runtime.unit import Unit, units_below
 
 __all__ = ["fully_shard", "microbatch", "no_sync", "replicate", "share_comm_ctx"]
 
@@ -126,7 +126,7 @@ def fully_shard(
                 state_to_come(modules, is_released=reshard_after_forward is not False) if has_hooks else nullcontext()
             )
             with is_asked:
-                groups = [ParameterGroup(each.owned, each.plan, each.spec, name) for each in plans]
+                groups = [make_param_group(each.owned, each.plan, each.spec, name) for each in plans]
             unit = Unit(name, modules, groups, policy)
             unit.check_reshard(reshard_after_forward)
             check_conversion(modules)
@@ -142,7 +142,7 @@ def fully_shard(
         mark_owned(parameter.parameter, name, parameter.name)
         mark_replaced(parameter.parameter, parameter.name)
     for group in groups:
-        group.forget_originals()
+        forget_originals(group)
     attend_optimizers()
     watch_readers(owned, unit)
     _adopt_units(modules, unit)

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from megatron_fsdp.certify.checker import Checker, Issue
 from megatron_fsdp.certify.clocks import VirtualStreams, Wait
 from megatron_fsdp.runtime.lanes import drive_with
-from megatron_fsdp.runtime.module import units_below
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.unit import units_below
 
 __all__ = ["Certificate", "Certification", "HostWait", "WaitCount", "certify", "watching"]
 

@@ -18,8 +18,9 @@ from megatron_fsdp.checkpoint.foreign import Saved, read_model, read_values
 from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
 from megatron_fsdp.checkpoint.reader import OpenCheckpoint, read_entries
 from megatron_fsdp.errors import CheckpointError
-from megatron_fsdp.runtime.module import units_below
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, catch_up_together, group_of_parameter
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.runtime.resting_copy import catch_up_together
+from megatron_fsdp.runtime.unit import units_below
 
 __all__ = [
     "ModelMatch",

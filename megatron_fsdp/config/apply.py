@@ -9,7 +9,8 @@ from torch import nn
 
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.runtime.memory_slots import SlotChoice
-from megatron_fsdp.runtime.module import FSDPModule, unit_of, units_below
+from megatron_fsdp.runtime.module import FSDPModule, unit_of
+from megatron_fsdp.runtime.unit import units_below
 
 __all__ = [
     "SlotFlags",

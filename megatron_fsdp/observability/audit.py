@@ -17,9 +17,8 @@ from dbuffer.events import listen
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.runtime.gradients import GradientBuffer
-from megatron_fsdp.runtime.module import units_below
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
-from megatron_fsdp.runtime.unit import Unit
+from megatron_fsdp.runtime.unit import Unit, units_below
 
 __all__ = ["Audit"]
 

@@ -28,8 +28,8 @@ from megatron_fsdp.errors import ConfigError, GradientScaleError
 from megatron_fsdp.observability.model_snapshot import ModelSnapshot
 from megatron_fsdp.observability.scale_report import GradientScale, Measured, NormScale, ParameterScale
 from megatron_fsdp.optim.grad_norm import clip_grad_norm_
-from megatron_fsdp.runtime.module import units_below
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.runtime.unit import units_below
 
 __all__ = ["check_gradient_scale"]
 

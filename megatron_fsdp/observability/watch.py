@@ -29,9 +29,9 @@ from dbuffer.events import listen
 from dbuffer.mesh import new_group
 from megatron_fsdp.errors import AgreementError, ConfigError
 from megatron_fsdp.observability.flight_recorder import Journal, RankState, verdict
-from megatron_fsdp.runtime.lanes import latest_submission
-from megatron_fsdp.runtime.module import units_below
+from megatron_fsdp.runtime.cuda_lane import latest_submission
 from megatron_fsdp.runtime.rendezvous import Statement, job_store, meet
+from megatron_fsdp.runtime.unit import units_below
 
 __all__ = ["Watch"]
 

@@ -23,13 +23,9 @@ from megatron_fsdp.optim.adamw_update import (
 from megatron_fsdp.optim.flat_base import FlatBase, Gradients, Home, loss_of
 from megatron_fsdp.optim.int8_moments import CODED_KEYS, Int8GroupMoments, decoded_state
 from megatron_fsdp.optim.loaded_state import parameters_of, state_dtype
-from megatron_fsdp.runtime.parameter_group import (
-    ParameterGroup,
-    catch_up_together,
-    expect_step,
-    group_of_parameter,
-    refreshes_itself,
-)
+from megatron_fsdp.runtime.freshness import refreshes_itself
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.runtime.resting_copy import catch_up_together, expect_step
 
 __all__ = ["AdamW"]
 

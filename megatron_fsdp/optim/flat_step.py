@@ -27,7 +27,8 @@ from megatron_fsdp.optim.adamw_state import local_range
 from megatron_fsdp.optim.loaded_state import lay_out_loaded_state, refuse_split_weights
 from megatron_fsdp.runtime.grad_binding import grads_of
 from megatron_fsdp.runtime.lanes import is_capturing
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter, is_laid_out_like
+from megatron_fsdp.runtime.param_layout import is_laid_out_like
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
 
 __all__ = ["attend_optimizers"]
 

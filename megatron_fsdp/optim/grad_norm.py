@@ -16,8 +16,8 @@ from megatron_fsdp.optim.adamw_state import GroupGradients
 from megatron_fsdp.optim.adamw_update import PlainParameter, _sum_on
 from megatron_fsdp.optim.nonfinite import clip_factor, may_step, readings_of
 from megatron_fsdp.optim.sharded_optimizer import _Held, _held_by
-from megatron_fsdp.runtime.module import units_below
 from megatron_fsdp.runtime.parameter_group import group_of_parameter
+from megatron_fsdp.runtime.unit import units_below
 
 __all__ = [
     "clip_grad_norm_",

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from dbuffer import FlatDTensor
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.runtime.parameter_group import group_of_parameter, is_laid_out_like
+from megatron_fsdp.runtime.param_layout import is_laid_out_like, laid_out
+from megatron_fsdp.runtime.parameter_group import group_of_parameter
 
 __all__ = [
     "hide_state",
@@ -61,7 +62,7 @@ def lay_out_loaded_state(optimizer: Optimizer, *_: Any) -> None:
             if not is_per_element:
                 continue
             if not isinstance(value, FlatDTensor) or not is_laid_out_like(value, parameter):
-                values[key] = group.fsdp_params.laid_out(parameter, value)
+                values[key] = laid_out(group.fsdp_params, parameter, value)
             elif (
                 isinstance(parameter, FlatDTensor)
                 and value.window is None

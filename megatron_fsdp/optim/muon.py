@@ -21,13 +21,9 @@ from megatron_fsdp.optim.matrix_views import MatrixBlock, MatrixView
 from megatron_fsdp.optim.newton_schulz import Iteration, coefficients, scale_factor
 from megatron_fsdp.optim.owner_ranks import owner_ranks
 from megatron_fsdp.optim.ownership import MatrixWork, holders_of, plan_ownership
-from megatron_fsdp.runtime.parameter_group import (
-    ParameterGroup,
-    catch_up_together,
-    expect_step,
-    group_of_parameter,
-    refreshes_itself,
-)
+from megatron_fsdp.runtime.freshness import refreshes_itself
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.runtime.resting_copy import catch_up_together, expect_step
 
 __all__ = ["Domain", "Muon"]
 

@@ -16,14 +16,11 @@ from dbuffer.placements import BufferPlacement
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.fresh_state import show_fresh_state
 from megatron_fsdp.optim.loaded_state import lay_out_loaded_state, parameters_of, refuse_split_weights
+from megatron_fsdp.runtime.freshness import refreshes_itself
 from megatron_fsdp.runtime.grad_binding import GradState, grads_of
-from megatron_fsdp.runtime.parameter_group import (
-    ParameterGroup,
-    catch_up_together,
-    expect_step,
-    group_of_parameter,
-    refreshes_itself,
-)
+from megatron_fsdp.runtime.param_layout import own_rows
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.runtime.resting_copy import catch_up_together, expect_step
 
 __all__ = [
     "fully_shard_optimizer",
@@ -123,7 +120,7 @@ def _held_by(group: ParameterGroup) -> Iterator[_Held]:
     # A frozen group has no buffer for what the user puts in .grad.
     for index, gradient in enumerate(grads_of(group.fsdp_params.sharded_params)):
         if gradient is not None:
-            rows = group.fsdp_params.own_rows(index, gradient)
+            rows = own_rows(group.fsdp_params, index, gradient)
             yield _Held(group, rows.reshape(-1), group.main_weight.placements, functools.partial(_scale, gradient))
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.make_param_group import materialize_group, rebuild
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
 __all__ = ["apply_to_group"]
@@ -36,7 +37,7 @@ def apply_to_group(
     with torch.no_grad():
         found = function(probe)
     if group.is_meta and found.device == group.spec.device:
-        group.materialize()
+        materialize_group(group)
         return
     if found.device != current.device or (probe.device.type == "cpu" and probe.is_shared()):
         what = "go into shared memory" if found.device == current.device else f"move to {found.device}"
@@ -63,7 +64,7 @@ def _convert(group: ParameterGroup, dtype: torch.dtype) -> None:
         dtype, requires_grad=any(param.requires_grad for param in group.fsdp_params.sharded_params)
     )
     weights, values = group.weights, group.main_weight.local_buffer
-    group.rebuild(replace(group.spec, dtypes=dtypes))
+    rebuild(group, replace(group.spec, dtypes=dtypes))
     group.main_weight.local_buffer.copy_(values)
     group.weights.gather_function = weights.gather_function
     if weights.post_forward is not None:

@@ -11,7 +11,8 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,9 +33,13 @@ from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.runtime.freshness import mark_gathered
 from megatron_fsdp.runtime.fsdp_params import FSDPParams
+from megatron_fsdp.runtime.make_fsdp_params import refuse_uses_of
 from megatron_fsdp.runtime.weight_buffers import WeightBuffers
 
-__all__ = ["ExtensionParams", "ExtensionWeights"]
+if TYPE_CHECKING:
+    from megatron_fsdp.runtime.parameter_group import ParameterGroup
+
+__all__ = ["ExtensionWeights", "make_extension_params"]
 
 _ALIGNMENT = 16
 _DROP_HOOK = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
@@ -296,48 +301,30 @@ def _torch_policy(spec: GroupSpec) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=spec.dtypes.compute, reduce_dtype=spec.dtypes.reduce)
 
 
-class ExtensionParams(FSDPParams):
-    """The sharded and the unsharded parameter: a DTensor whose local tensor is the subclass, and what the hook made."""
+def make_extension_params(
+    owned: Sequence[OwnedParameter], weights: ExtensionWeights, receiver: ParameterGroup
+) -> FSDPParams:
+    """Return the one parameter: sharded a DTensor whose local tensor is the subclass, unsharded what the hook made."""
+    extension = owned[0].extension
+    assert extension is not None
+    resting = partial(_resting, weights, extension)
+    sharded = nn.Parameter(resting(0), requires_grad=owned[0].parameter.requires_grad)
+    # A parameter is a detached copy of the wrappers, over the same memory: users reach the part by it.
+    weights.part = sharded._local_tensor  # type: ignore[attr-defined]
+    mark_gathered(weights.used, owned[0].name)
+    params = FSDPParams(owned, weights.main, [sharded], [weights.used], resting, receiver)
+    params.subclass = extension.kind.__name__
+    refuse_uses_of(params)
+    return params
 
-    def __init__(self, owned: Sequence[OwnedParameter], weights: ExtensionWeights, receiver: Any) -> None:
-        self._weights = weights
-        extension = owned[0].extension
-        assert extension is not None
-        self._extension = extension
-        super().__init__(owned, weights.main, weights.gathered, receiver)
 
-    def _resting(self, index: int) -> DTensor:
-        part, extension = self._weights.part, self._extension
-        if not extension.is_packed:
-            rows = self._main_weight.get_dtensor(index)
-            assert isinstance(rows, FlatDTensor)
-            return FlatDTensor(part, rows._spec, requires_grad=False)
-        mesh = self._main_weight.mesh
-        placements = [Shard(0) if each == Flat() else Replicate() for each in self._main_weight.placements]
-        return DTensor.from_local(
-            part, mesh, placements, run_check=False, shape=extension.shape, stride=extension.stride
-        )
-
-    def _sharded_param(self, index: int) -> nn.Parameter:
-        param = nn.Parameter(self._resting(index), requires_grad=self._owned[index].parameter.requires_grad)
-        # A parameter is a detached copy of the wrappers, over the same memory: users reach the part by it.
-        self._weights.part = param._local_tensor  # type: ignore[attr-defined]
-        return param
-
-    def _unsharded_param(self, index: int, gathered: DBuffer) -> nn.Parameter:
-        mark_gathered(self._weights.used, self._owned[index].name)
-        return self._weights.used
-
-    def readopt(self, unit: str) -> bool:
-        """Refuse what somebody registered in its place.
-
-        Raises:
-            StateError: somebody did.
-        """
-        current = self.module_infos.registered(0)
-        if current is not None and current is not self.sharded_params[0]:
-            raise StateError(
-                f"unit {unit!r}: parameter {self._owned[0].name!r}, a {self._extension.kind.__name__}, was replaced; "
-                "replace it before fully_shard, or copy values into it"
-            )
-        return False
+def _resting(weights: ExtensionWeights, extension: Extension, _: int) -> DTensor:
+    main, part = weights.main, weights.part
+    if not extension.is_packed:
+        rows = main.get_dtensor(0)
+        assert isinstance(rows, FlatDTensor)
+        return FlatDTensor(part, rows._spec, requires_grad=False)
+    placements = [Shard(0) if each == Flat() else Replicate() for each in main.placements]
+    return DTensor.from_local(
+        part, main.mesh, placements, run_check=False, shape=extension.shape, stride=extension.stride
+    )

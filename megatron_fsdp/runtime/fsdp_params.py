@@ -9,35 +9,28 @@ import collections
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dbuffer import DBuffer, RaggedShard
-from dbuffer.dtensor.checkpoint_chunks import own_rows
-from dbuffer.dtensor.flat_dtensor import FlatDTensor, rebind, refuse_uses
+from dbuffer import DBuffer
 from dbuffer.dtensor.parameter import NUM_FLAGS_SET
 from dbuffer.events import listeners, tell
-from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
-from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.freshness import STALE, mark_gathered, mark_replaced
+from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.runtime.gathered_weight import GatheredWeight, ReleasedWeight, WeightHandle, refuse_uncounted
 from megatron_fsdp.runtime.lanes import turns
 from megatron_fsdp.runtime.read_guard import ReadGuard
 
 if TYPE_CHECKING:
-    from megatron_fsdp.runtime.group_parts import GroupParts
+    from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
 __all__ = [
     "FSDPParams",
     "ParamModuleInfos",
     "ReplacedParam",
-    "is_laid_out_like",
 ]
 
 _REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
@@ -60,34 +53,36 @@ class FSDPParams:
         has_splits: whether parameters were sharded along another axis before.
         counted: the tensors whose versions grow with every in-place change of them that PyTorch counts.
 
-    Args:
-        known: sharded parameters that stay the same objects, over other memory.
+        owned: what they were made from. main_weight: what the sharded ones lie in.
+        resting: returns this rank's rows of a parameter, by its index, over ``main_weight``.
+        subclass: the name of the class of a parameter that says itself what is gathered; empty for plain ones.
+        receiver: of gradients, referred to weakly.
     """
 
     def __init__(
         self,
         owned: Sequence[OwnedParameter],
         main_weight: DBuffer,
-        gathered: DBuffer,
-        receiver: GroupParts,
-        known: Sequence[nn.Parameter] = (),
+        sharded_params: list[nn.Parameter],
+        unsharded_params: list[nn.Parameter],
+        resting: Callable[[int], DTensor],
+        receiver: ParameterGroup,
     ) -> None:
-        self._owned = tuple(owned)
-        self._main_weight = main_weight
+        self.owned = tuple(owned)
+        self.main_weight = main_weight
+        self.resting = resting
+        self.subclass = ""
         self.has_splits = any(parameter.split is not None for parameter in owned)
-        self.sharded_params = [self._sharded_param(index) for index in range(len(owned))]
-        if known:
-            self.sharded_params = [rebound(param, new) for param, new in zip(known, self.sharded_params, strict=True)]
-        self._receiver = weakref.ref(receiver)
-        self.unsharded_params = [self._unsharded_param(index, gathered) for index in range(len(owned))]
-        for parameter, weight in zip(owned, self.unsharded_params, strict=True):
-            weight._fsdp_handle = WeightHandle(self._receiver, parameter.name)  # type: ignore[attr-defined]
+        self.sharded_params = sharded_params
+        self.receiver = weakref.ref(receiver)
+        self.unsharded_params = unsharded_params
+        for parameter, weight in zip(owned, unsharded_params, strict=True):
+            weight._fsdp_handle = WeightHandle(self.receiver, parameter.name)  # type: ignore[attr-defined]
         self._guarded = [param for param in self.unsharded_params if isinstance(param, GatheredWeight)]
         self._guard = ReadGuard(self.unsharded_params)
         self._versions = self._guard.current()
-        self._refuse_uses()
         self.counted: list[torch.Tensor] = []
-        self._follow_locals()
+        self.follow_locals()
         # Whether the backward under way brought gradients, by which hooks of small ones see that nothing is to be done.
         self.begun = [False]
         # Of which parameters autograd has added up all that the backward under way brings.
@@ -99,53 +94,6 @@ class FSDPParams:
         for index, parameter in enumerate(owned):
             self.set_requires_grad(index, parameter.parameter.requires_grad)
         self.module_infos = ParamModuleInfos(owned, self.sharded_params, self.unsharded_params)
-
-    def by_name(self) -> dict[str, nn.Parameter]:
-        """Return the sharded parameters by their names within the unit."""
-        return {owned.name: param for owned, param in zip(self._owned, self.sharded_params, strict=True)}
-
-    def adopt_names(self, unit: str) -> None:
-        """Mark all sharded parameters as belonging to a unit."""
-        for owned, param in zip(self._owned, self.sharded_params, strict=True):
-            mark_owned(param, unit, owned.name)
-
-    def _resting(self, index: int) -> DTensor:
-        rows = self._main_weight.get_dtensor(index)
-        split = self._owned[index].split
-        return rows if split is None else split.resting(rows)
-
-    def _sharded_param(self, index: int) -> nn.Parameter:
-        owned = self._owned[index]
-        param = nn.Parameter(self._resting(index), requires_grad=owned.parameter.requires_grad)
-        _copy_attributes(owned.parameter, param)
-        return param
-
-    def _unsharded_param(self, index: int, gathered: DBuffer) -> nn.Parameter:
-        owned = self._owned[index]
-        # .data gives the view a version counter of its own. Gathering again must not look to autograd like a change of
-        # the tensors it saved: the values are the same.
-        view = gathered.get_local_tensor(index).data
-        if owned.split is None:
-            param: nn.Parameter = GatheredWeight(view, requires_grad=False)
-        else:
-            param = nn.Parameter(owned.split.gathered(view), requires_grad=False)
-        _copy_attributes(owned.parameter, param)
-        mark_gathered(param, owned.name)
-        return param
-
-    @contextmanager
-    def over(self, values: DBuffer) -> Iterator[None]:
-        """Register parameters over another buffer of the same plan, inside the block, in place of the sharded ones."""
-        params = []
-        for index, owned in enumerate(self._owned):
-            param = nn.Parameter(self.wrap(index, values.get_dtensor(index)), self.sharded_params[index].requires_grad)
-            _copy_attributes(owned.parameter, param)
-            params.append(param)
-        ParamModuleInfos(self._owned, params, self.unsharded_params).register()
-        try:
-            yield
-        finally:
-            self.module_infos.register()
 
     # ------------------------------------------------------------------ memory of the gathered ones
 
@@ -179,7 +127,7 @@ class FSDPParams:
         Raises:
             StateError: always.
         """
-        refuse_uncounted(self.unsharded_params[index], WeightHandle(self._receiver, self._owned[index].name))
+        refuse_uncounted(self.unsharded_params[index], WeightHandle(self.receiver, self.owned[index].name))
 
     def accept_versions(self) -> None:
         """Forget of changes in place: the values will be written again."""
@@ -232,12 +180,12 @@ class FSDPParams:
             self._listening[index] = 1
             # Streams take turns: there each one has to be seen.
             can_wait = self.waits[index] and turns(used.device) is None
-            hook = _gradient_hook(self._receiver, index, self.begun if can_wait else [False], self.came)
+            hook = _gradient_hook(self.receiver, index, self.begun if can_wait else [False], self.came)
             torch.Tensor.register_post_accumulate_grad_hook(used, hook)  # type: ignore[no-untyped-call]  # torch's stub
 
     def name_of(self, index: int) -> str:
         """Return the name of a parameter within its unit."""
-        return self._owned[index].name
+        return self.owned[index].name
 
     def awaits_gradients(self) -> bool:
         """Whether the graph that autograd is going through brings gradients that have not come yet."""
@@ -248,158 +196,23 @@ class FSDPParams:
 
     def local_gradient(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the gradient of a gathered parameter, whole along the data-parallel axes."""
-        split = self._owned[index].split
+        split = self.owned[index].split
         return gradient if split is None else split.local_gradient(gradient)
 
     def wrap(self, index: int, rows: DTensor) -> DTensor:
         """Return another buffer's DTensor of parameter ``index``, placed like the sharded parameter."""
-        split = self._owned[index].split
+        split = self.owned[index].split
         return rows if split is None else split.resting(rows)
 
-    def own_rows(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of a gradient that autograd or the user gave a sharded parameter.
-
-        Raises:
-            StateError: it is a plain tensor.
-        """
-        if not isinstance(gradient, DTensor):
-            raise StateError(
-                f"{self._main_weight.name}: .grad of parameter {self._owned[index].name!r} was replaced by a plain "
-                "tensor; assign a DTensor laid out like the parameter, or change the gradient in place"
-            )
-        if not is_laid_out_like(gradient, self.sharded_params[index]):
-            gradient = self.laid_out(self.sharded_params[index], gradient)
-        return gradient.to_local()
-
-    # ------------------------------------------------------------------ what users do to them
-
-    def readopt(self, unit: str) -> bool:
-        """Copy values back where somebody replaced a registered parameter or its tensor; tell whether any was.
-
-        Raises:
-            StateError: the replacement has another shape, dtype or device.
-        """
-        is_changed = False
-        for index, param in enumerate(self.sharded_params):
-            current = self.module_infos.registered(index)
-            if current is None:
-                continue
-            local = current.to_local() if isinstance(current, DTensor) else current.data
-            wanted = self._main_weight.get_local_tensor(index)
-            if current is param and local.data_ptr() == wanted.data_ptr():
-                continue
-            self._adopt(index, current, unit)
-            if current is not param:
-                param.grad = None  # A parameter that is loaded by assign=True brings no gradient.
-            is_changed = True
-        self.module_infos.register()
-        return is_changed
-
-    def _adopt(self, index: int, current: torch.Tensor, unit: str) -> None:
-        buffer, param, owned = self._main_weight, self.sharded_params[index], self._owned[index]
-        if current.shape != param.shape or current.dtype != buffer.dtype or current.device != buffer.device:
-            raise StateError(
-                f"unit {unit!r}: parameter {owned.name!r} was replaced by {current.dtype} {tuple(current.shape)} on "
-                f"{current.device}; its buffer holds {buffer.dtype} {tuple(param.shape)} on {buffer.device}. "
-                "Change dtype or device before fully_shard, or use MixedPrecisionPolicy."
-            )
-        with torch.no_grad():
-            mine = buffer.get_local_tensor(index)
-            if isinstance(current, DTensor) and is_laid_out_like(current, param):
-                mine.view(-1).copy_(current.to_local().reshape(-1))
-            else:
-                whole = current.full_tensor() if isinstance(current, DTensor) else current
-                buffer.write_tensor(index, whole if owned.split is None else owned.split.local_part(whole))
-            param.data = self._resting(index)
-            self._follow_locals()
-
-    def adopt(self, index: int, value: FlatDTensor) -> None:
-        """Let a sharded tensor that a user registered be parameter ``index``, over this group's memory."""
-        old, resting = self.sharded_params[index], self._resting(index)
-        assert isinstance(old, FlatDTensor)
-        assert isinstance(resting, FlatDTensor)
-        with torch.no_grad():
-            values = value if is_laid_out_like(value, old) else self.laid_out(old, value.detach())
-            # Who kept the old parameter keeps its values.
-            rebind(old, old.with_local(old._local_tensor.clone()))
-            resting._local_tensor.copy_(values._local_tensor)
-            rebind(value, resting)
-        mark_replaced(old, self._owned[index].name)
-        self.sharded_params[index] = value  # type: ignore[call-overload]  # a DTensor that says that it is a parameter
-        self._refuse_uses()
-        self._follow_locals()
-        self.module_infos = ParamModuleInfos(self._owned, self.sharded_params, self.unsharded_params)
-
-    def _refuse_uses(self) -> None:
-        for owned, param in zip(self._owned, self.sharded_params, strict=True):
-            handle = WeightHandle(self._receiver, owned.name)
-            refuse_uses(param, hook=partial(_no_hooks, handle), convert=partial(_no_conversion, handle))
-
-    def _follow_locals(self) -> None:
+    def follow_locals(self) -> None:
+        """Count changes of the tensors that the sharded parameters lie in now."""
         # Every in-place operator on a sharded parameter changes the version of the rows below it.
         locals_ = [param._local_tensor for param in self.sharded_params if isinstance(param, DTensor)]
-        self.counted[:] = [self._main_weight.local_buffer, *locals_]
-
-    def laid_out(self, param: torch.Tensor, value: torch.Tensor) -> DTensor:
-        """Return ``value``, a whole tensor or a DTensor of any placement, as a DTensor laid out like a parameter.
-
-        Every rank of the mesh calls it. One whole tensor exists at a time.
-        """
-        index = next(position for position, other in enumerate(self.sharded_params) if other is param)
-        template, split = self.sharded_params[index], self._owned[index].split
-        assert isinstance(template, FlatDTensor)
-        local = torch.empty_like(template.to_local(), dtype=value.dtype)
-        touched = _touched_slices(value, template)
-        if touched is not None:
-            local.copy_(touched)
-        else:
-            held = self._main_weight.layout.held(index)
-            whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-            part = (whole if split is None else split.local_part(whole)).reshape(-1)
-            local.view(-1).copy_(part[held.start : held.stop])
-        stride = template.stride()
-        return FlatDTensor.from_local(
-            local, template.device_mesh, template.placements, run_check=False, shape=template.shape, stride=stride
-        )
-
-
-def _no_hooks(handle: WeightHandle) -> str:
-    return (
-        f"{handle.words}: register_hook on a sharded parameter would never be called, as autograd knows the gathered "
-        "weights alone. Use register_post_accumulate_grad_hook(hook): it gets the parameter when .grad, the gradient "
-        "averaged over ranks, is there, and may change that in place."
-    )
-
-
-def _no_conversion(handle: WeightHandle) -> str:
-    return (
-        f"{handle.words}: .to(), .float(), .half() and the like of a module inside of the unit, whose parameters share "
-        "one buffer, so one of them cannot have another dtype or device than the rest. Convert the module before "
-        "fully_shard, or the whole model after it; MixedPrecisionPolicy chooses the dtypes of compute and gradients; a "
-        "fully_shard of its own makes the module a unit."
-    )
-
-
-def rebound(param: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
-    """Return ``param``, which stands for what ``new`` stands for from here on."""
-    assert isinstance(param, FlatDTensor)
-    assert isinstance(new, FlatDTensor)
-    rebind(param, new)
-    return param
-
-
-def _touched_slices(value: torch.Tensor, template: FlatDTensor) -> torch.Tensor | None:
-    """Return this rank's rows where PyTorch cut ``value`` like ``template``, but by slices of the first dimension."""
-    if not isinstance(value, DTensor) or isinstance(value, FlatDTensor) or not template.distribution.is_flattened:
-        return None
-    if [repr(one) for one in value.placements] != [repr(one) for one in template.placements]:
-        return None
-    ragged = next(one for one in value.placements if isinstance(one, RaggedShard))
-    return own_rows(value.to_local().detach(), ragged, template.distribution.rows)
+        self.counted[:] = [self.main_weight.local_buffer, *locals_]
 
 
 def _gradient_hook(
-    receiver: weakref.ref[GroupParts], index: int, begun: list[bool], came: bytearray
+    receiver: weakref.ref[ParameterGroup], index: int, begun: list[bool], came: bytearray
 ) -> Callable[[torch.Tensor], None]:
     def receive(parameter: torch.Tensor) -> None:
         came[index] = 1
@@ -424,21 +237,6 @@ def _is_in_graph(leaf: torch.Tensor) -> bool:
     except RuntimeError:
         # ``torch.autograd.grad`` returns this leaf's gradient and accumulates none.
         return False
-
-
-def _copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
-    for name, value in vars(source).items():
-        if name != STALE:
-            setattr(target, name, value)
-
-
-def is_laid_out_like(value: torch.Tensor, param: torch.Tensor) -> bool:
-    """Whether ``value`` may stand beside a sharded parameter as it is: a DTensor with the very rows of its ranks."""
-    if not isinstance(value, DTensor) or not isinstance(param, DTensor):
-        return False
-    if value.to_local().numel() != param.to_local().numel():
-        return False
-    return [repr(placement) for placement in value.placements] == [repr(placement) for placement in param.placements]
 
 
 _registered: Callable[[dict[str, nn.Parameter | None], str], nn.Parameter | None] = dict.get

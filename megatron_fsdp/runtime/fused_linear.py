@@ -9,9 +9,7 @@ parameter (docs/design/fused_gradients.md).
 from __future__ import annotations
 
 import copyreg
-import functools
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,20 +17,22 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from megatron_fsdp.build.ownership import OwnedParameter
-from megatron_fsdp.runtime.gathered_weight import KINDS, WeightHandle, handle_of
+from megatron_fsdp.runtime.gathered_weight import KINDS, WeightHandle
 
 if TYPE_CHECKING:
-    from megatron_fsdp.runtime.gradients import GradientBuffer
+    pass
 
 __all__ = [
+    "WEIGHTS",
     "FusedLinear",
     "add_product",
-    "expert_matmul",
-    "fuse_linear_layers",
+    "applied",
+    "as_factor",
     "has_transforms",
     "is_recorded_plainly",
-    "offer_products",
+    "task_id",
+    "watched",
+    "weight_gradient",
 ]
 
 
@@ -58,10 +58,10 @@ class FusedLinear(nn.Linear):
             return functional.linear(input, weight, bias)
         unit = handle.unit()
         is_cast = input.dtype is not weight.dtype or torch.is_autocast_enabled(input.device.type)
-        factor = _as_factor(input, weight) if is_cast else input
+        factor = as_factor(input, weight) if is_cast else input
         is_plain = type(factor) in _PLAIN and factor.layout is torch.strided  # type: ignore[union-attr]  # None is no tensor
         if not is_plain or not weight.requires_grad or (bias is not None and bias.dtype is not weight.dtype):
-            return _watched(functional.linear(input, weight, bias), unit)
+            return watched(functional.linear(input, weight, bias), unit)
         output: torch.Tensor = _linear_into_buffer(factor, weight, bias, handle, unit and unit.open_call)
         return output
 
@@ -70,7 +70,7 @@ class FusedLinear(nn.Linear):
         return copyreg._reconstructor, (self._plain_class, object, None), *state  # type: ignore[attr-defined]
 
 
-def _watched(output: torch.Tensor, unit: Any) -> torch.Tensor:
+def watched(output: torch.Tensor, unit: Any) -> torch.Tensor:
     """Have weights gathered before backward goes through the output of PyTorch's own operator, and return that."""
     if unit is not None:
         unit.schedule.watch(unit, output)
@@ -78,8 +78,8 @@ def _watched(output: torch.Tensor, unit: Any) -> torch.Tensor:
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_WEIGHTS = (*_PLAIN, *KINDS)
-_task_id: Callable[[], int] = torch._C._current_graph_task_id
+WEIGHTS = (*_PLAIN, *KINDS)
+task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -90,7 +90,7 @@ def is_recorded_plainly() -> bool:
     return torch.is_grad_enabled() and not has_transforms() and forward_ad._current_level < 0
 
 
-def _as_factor(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+def as_factor(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     """Return what the weight is multiplied with: the input, cast as autocast casts it; None where they do not fit."""
     if type(input) not in _PLAIN or input.layout is not torch.strided:
         return None
@@ -124,7 +124,7 @@ class _LinearIntoBuffer(torch.autograd.Function):
         if gradient is None:
             return None, None, None, None, None
         unit, call = ctx.handle.unit(), ctx.call
-        if unit is not None and (unit.entered is not call or unit.entered_task != _task_id()):
+        if unit is not None and (unit.entered is not call or unit.entered_task != task_id()):
             unit.backward.before_reading(unit, call)
         input, weight = ctx.saved_tensors
         rows, inputs = (gradient, input) if input.ndim == 2 else (_rows(gradient), _rows(input))
@@ -132,7 +132,7 @@ class _LinearIntoBuffer(torch.autograd.Function):
         if of_input is not None and inputs is not input:
             of_input = of_input.view(input.shape)
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return of_input, _weight_gradient(ctx, rows.T, inputs), of_bias, None, None
+        return of_input, weight_gradient(ctx, rows.T, inputs), of_bias, None, None
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(0, -2) if tensor.ndim > 1 else tensor.unsqueeze(0)
 
 
-def _weight_gradient(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+def weight_gradient(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient ``left @ right`` of a weight for autograd; None where the buffer took it, or none is wanted.
 
     Args:
@@ -171,30 +171,7 @@ def _weight_gradient(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch
     return None
 
 
-class _ExpertsIntoBuffer(torch.autograd.Function):
-    """``torch.bmm``, with the gradient of the weight added to its unit's buffer."""
-
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, handle: WeightHandle, call: Any) -> torch.Tensor:
-        ctx.to_save = (input, weight if ctx.needs_input_grad[0] else None)
-        ctx.handle, ctx.call = handle, call
-        ctx.materialize_grads = False
-        return torch.bmm(input, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = gradients
-        if gradient is None:
-            return None, None, None, None
-        unit, call = ctx.handle.unit(), ctx.call
-        if unit is not None and (unit.entered is not call or unit.entered_task != _task_id()):
-            unit.backward.before_reading(unit, call)
-        input, weight = ctx.saved_tensors
-        of_input = None if weight is None else torch.bmm(gradient, weight.mT)
-        return of_input, _weight_gradient(ctx, input.mT, gradient), None, None
-
-
-def _applied(function: type[torch.autograd.Function]) -> Any:
+def applied(function: type[torch.autograd.Function]) -> Any:
     """Return a function's ``apply``, without what callers have seen to and what only other functions need.
 
     PyTorch's own looks for transforms first, as callers here do (``is_recorded_plainly``), and for another way to call
@@ -204,47 +181,7 @@ def _applied(function: type[torch.autograd.Function]) -> Any:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]  # of the base, in C
 
 
-_linear_into_buffer, _experts_into_buffer = map(_applied, (_LinearIntoBuffer, _ExpertsIntoBuffer))
-
-
-def fuse_linear_layers(owned: Iterable[OwnedParameter]) -> None:
-    """Mix ``FusedLinear`` into the linear layers that hold one of the parameters as their weight.
-
-    Layers with a ``forward`` of their own are left alone, and so are weights that are sharded over further axes.
-    """
-    for parameter in owned:
-        for info in parameter.param_module_infos:
-            kind = type(info.module)
-            if parameter.split is None and info.attribute == "weight" and kind.forward is nn.Linear.forward:
-                info.module.__class__ = _fused_class(kind)  # type: ignore[arg-type]  # a class is hashable
-
-
-@functools.cache
-def _fused_class(kind: type[nn.Linear]) -> type[FusedLinear]:
-    # The name is the class's own, as models are printed by it and units named after it; the qualified name differs.
-    namespace = {"__module__": kind.__module__, "__qualname__": f"FusedLinear.{kind.__name__}", "_plain_class": kind}
-    return type(kind.__name__, (FusedLinear, kind), namespace)
-
-
-def offer_products(
-    weights: Sequence[torch.Tensor],
-    views: Sequence[torch.Tensor],
-    receiver: GradientBuffer,
-    *,
-    is_wide: bool = False,
-) -> None:
-    """Let backward multiply gradients of gathered weights into ``views``, where a product of theirs has the dtype.
-
-    Args:
-        weights: the gathered parameters, in plan order. views: of their packed buffer. receiver: who keeps it.
-        is_wide: also into FP32 views of 16-bit weights.
-    """
-    for index, (weight, view) in enumerate(zip(weights, views, strict=True)):
-        is_plain = type(weight) in _WEIGHTS and weight.ndim in (2, 3) and weight.is_floating_point()
-        fits = weight.dtype is view.dtype or (is_wide and weight.itemsize == 2 and view.dtype is torch.float32)
-        if is_plain and fits and weight.device == view.device:
-            handle = handle_of(weight)
-            handle.gradients, handle.index = weakref.ref(receiver), index
+_linear_into_buffer = applied(_LinearIntoBuffer)
 
 
 def add_product(
@@ -272,31 +209,3 @@ def add_product(
             out.mul_(scale)
     else:
         (out.baddbmm_ if is_batched else out.addmm_)(left, right, beta=beta, alpha=scale)
-
-
-def expert_matmul(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``torch.bmm(input, weight)``; backward multiplies the gradient of an expert weight into its unit's buffer.
-
-    For models that compute their experts in batches of equal size. An ordinary ``torch.bmm`` makes a tensor of the
-    gradients of all experts first. It is one where the weight is not gathered, or the conditions of ``nn.Linear``'s
-    fusion do not hold (docs/design/fused_gradients.md).
-
-    Args:
-        input: (experts, tokens, in). weight: (experts, in, out).
-    Returns:
-        (experts, tokens, out).
-
-    Example:
-        experts = nn.Parameter(torch.randn(8, 16, 32))
-        tokens = torch.randn(8, 100, 16)  # 100 tokens for each of 8 experts
-        output = expert_matmul(tokens, experts)
-    """
-    handle: WeightHandle | None = getattr(weight, "_fsdp_handle", None)
-    if torch.compiler.is_compiling() or handle is None or not is_recorded_plainly():
-        return torch.bmm(input, weight)
-    takes = weight.requires_grad and handle.gradients() is not None
-    factor, unit = _as_factor(input, weight) if takes else None, handle.unit()
-    if factor is None:
-        return _watched(torch.bmm(input, weight), unit)
-    output: torch.Tensor = _experts_into_buffer(factor, weight, handle, unit and unit.open_call)
-    return output

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import StorageError
 from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.param_layout import laid_out
 
 __all__ = [
     "KINDS",
@@ -132,8 +133,9 @@ class GatheredWeight(nn.Parameter):
         group = self._fsdp_handle.group()
         if group is not None:
             sharded = group.parameters[self._fsdp_handle.parameter]
-            is_whole = value is not None and not isinstance(value, DTensor) and value.shape == sharded.shape
-            sharded.grad = group.fsdp_params.laid_out(sharded, value) if is_whole else value
+            if value is not None and not isinstance(value, DTensor) and value.shape == sharded.shape:
+                value = laid_out(group.fsdp_params, sharded, value)
+            sharded.grad = value
 
     @grad.deleter
     def grad(self) -> None:

@@ -26,10 +26,10 @@ from dbuffer import DBuffer, FlatDTensor
 from dbuffer.dtensor.parameter import GradDrops
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.grad_dtypes import allow_any, refuse_late
 from megatron_fsdp.runtime.lanes import is_capturing
+from megatron_fsdp.runtime.param_layout import own_rows
 from megatron_fsdp.runtime.pending_sums import PendingSums
-from megatron_fsdp.runtime.shown_gradients import CastGradients, outside
+from megatron_fsdp.runtime.shown_gradients import CastGradients, allow_any, outside, refuse_late
 
 __all__ = ["GradBinding", "GradState", "grads_of"]
 
@@ -272,7 +272,7 @@ class GradBinding:
                     self.missing[index] = 0
                 pending.is_zeroed = False
             elif gradient is not None:
-                self._sums[index].add(self._fsdp_params.own_rows(index, gradient))
+                self._sums[index].add(own_rows(self._fsdp_params, index, gradient))
                 self._sums.wanted[index] = self._had[index] = 1
 
     # ------------------------------------------------------------------ a sum is thrown away
@@ -460,7 +460,7 @@ class GradBinding:
             if gradient is None:
                 mine.zero_()
             else:
-                rows = self._fsdp_params.own_rows(index, gradient)
+                rows = own_rows(self._fsdp_params, index, gradient)
                 if rows.data_ptr() != mine.data_ptr():
                     mine.view(-1).copy_(rows.reshape(-1))
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, NoReturn
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatron_fsdp.build.ownership import settle_grad_dtypes
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.policy.precision import grad_dtype_of
+from megatron_fsdp.runtime.make_param_group import make_gradients_as
 
 if TYPE_CHECKING:
-    from megatron_fsdp.runtime.fsdp_params import FSDPParams
     from megatron_fsdp.runtime.parameter_group import ParameterGroup
     from megatron_fsdp.runtime.unit import Unit
 
-__all__ = ["allow_any", "follow_grad_dtypes", "refuse_late"]
+__all__ = [
+    "follow_grad_dtypes",
+]
 
 
 def follow_grad_dtypes(unit: Unit) -> None:
@@ -34,7 +33,7 @@ def follow_grad_dtypes(unit: Unit) -> None:
     settle_grad_dtypes(owned, unit.policy, params)
     for group in unit.groups:
         _check(group)
-        group.make_gradients_as(group.owned[0].policy, group.owned[0].grad_dtype)
+        make_gradients_as(group, group.owned[0].policy, group.owned[0].grad_dtype)
     unit.follow_gradients()
 
 
@@ -52,26 +51,3 @@ def _check(group: ParameterGroup) -> None:
             f"unit {group.name!r}: grad_dtype of parameter {first.name!r} was changed while it has a gradient. Set it "
             "before the first forward, or call zero_grad() first."
         )
-
-
-def allow_any(parameters: Iterable[torch.Tensor]) -> None:
-    """Let a gradient of any dtype be assigned where the user did not say which."""
-    for parameter in parameters:
-        if grad_dtype_of(parameter) == "own":
-            parameter.grad_dtype = None
-
-
-def refuse_late(unit: str, fsdp_params: FSDPParams, dtype: torch.dtype, error: RuntimeError) -> NoReturn:
-    """Name the parameter to which no gradient of ``dtype`` could be assigned, and take back what was set.
-
-    Raises:
-        StateError: its ``grad_dtype`` is another one. RuntimeError: ``error``, where that of none is.
-    """
-    for index, parameter in enumerate(fsdp_params.sharded_params):
-        if parameter.grad_dtype not in (None, dtype):
-            found, parameter.grad_dtype = parameter.grad_dtype, dtype
-            raise StateError(
-                f"{unit}: grad_dtype of parameter {fsdp_params.name_of(index)!r} was set to {found} after gradients of "
-                f"{dtype} were laid out for it; set it before the first forward"
-            ) from error
-    raise error

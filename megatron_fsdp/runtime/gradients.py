@@ -15,9 +15,10 @@ from dbuffer import DBuffer
 from dbuffer.events import listeners, tell
 from dbuffer_kernels import accumulate
 from megatron_fsdp.runtime.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.fused_linear import add_product, offer_products
+from megatron_fsdp.runtime.fuse import offer_products
+from megatron_fsdp.runtime.fused_linear import add_product
 from megatron_fsdp.runtime.grad_binding import GradState
-from megatron_fsdp.runtime.lanes import Ticket
+from megatron_fsdp.runtime.lane_types import Ticket
 from megatron_fsdp.runtime.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.reduction import GradientSpec, Stages, submit_reductions
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import types
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,34 +11,40 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.runtime.module import FSDPModule, _innermost_transform, sharded_class, unit_of, units_below
-from megatron_fsdp.runtime.pytree import caster
-from megatron_fsdp.runtime.state_dict import _after_load_state_dict, _before_load_state_dict, _before_state_dict
-from megatron_fsdp.runtime.unit import Unit, is_in_backward
+from megatron_fsdp.runtime.module import _innermost_transform
+from megatron_fsdp.runtime.pytree import map_tensors
+from megatron_fsdp.runtime.unit import Unit, is_in_backward, units_below
 
 __all__ = [
-    "convert",
-    "register_fsdp_forward_method",
+    "after_forward",
+    "before_forward",
+    "caster",
 ]
 
 
-def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
-    """Make the modules ``FSDPModule``s of ``unit`` and install the hooks."""
-    for module in modules:
-        module.__class__ = sharded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
-        module._fsdp_unit = unit  # type: ignore[assignment]  # not a submodule or tensor: lands in the instance dictionary
-        module.register_forward_pre_hook(functools.partial(_before_forward, unit), prepend=True, with_kwargs=True)
-        # Also called, with None for the output, when forward raised: parameters must not stay gathered then.
-        module.register_forward_hook(functools.partial(_after_forward, unit), always_call=True)
-        module.register_state_dict_pre_hook(functools.partial(_before_state_dict, unit))
-        module.register_load_state_dict_pre_hook(functools.partial(_before_load_state_dict, unit))
-        module.register_load_state_dict_post_hook(functools.partial(_after_load_state_dict, unit))
+@functools.cache
+def caster(dtype: torch.dtype) -> Callable[[Any], Any]:
+    """Return a function that casts every floating-point tensor in a nested structure to ``dtype``."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor
+
+    def cast_all(value: Any) -> Any:
+        if type(value) is tuple or (type(value) is dict and not value):
+            for each in value:
+                if type(each) is not torch.Tensor or each.dtype is not dtype:
+                    break
+            else:
+                return value
+        return map_tensors(cast, value)
+
+    return cast_all
 
 
-def _before_forward(
+def before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Gather a unit's weights for the call of one of its modules; return the arguments, cast, where that is asked."""
     if torch.compiler.is_dynamo_compiling():
         # The compiler would trace hooks into a unit's graph, and with them the switch to unsharded parameters.
         return _untraced_before(unit, module, args, kwargs)  # type: ignore[no-any-return]  # as this
@@ -67,7 +72,8 @@ def _gather(unit: Unit, module: nn.Module, given: Any) -> None:
         unit.schedule.before_forward(unit, module, given)
 
 
-def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Watch what the call of a module leaves for backward, and reshard; return its output, cast where that is asked."""
     if torch.compiler.is_dynamo_compiling():
         return _untraced_after(unit, module, args, output)
     if unit.policy.output_dtype is not None:
@@ -76,39 +82,5 @@ def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output:
     return output
 
 
-_untraced_before: Any = _disable_dynamo(_before_forward)
-_untraced_after: Any = _disable_dynamo(_after_forward)
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Treat a call of another method (``generate``, ``encode``) like one of ``forward``: weights are gathered for it.
-
-    Nothing happens to a module that is not sharded, so model code may call it in either case.
-
-    Raises:
-        ConfigError: the module has no such method.
-
-    Example:
-        fully_shard(model)
-        register_fsdp_forward_method(model, "encode")
-        encoded = model.encode(batch)
-    """
-    if not isinstance(module, FSDPModule):
-        return
-    method = getattr(module, method_name, None)
-    if not callable(method):
-        raise ConfigError(f"{type(module).__name__} has no method {method_name!r} to register as a forward method")
-    unit = unit_of(module)
-
-    @functools.wraps(method)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        changed = _before_forward(unit, self, args, kwargs)
-        args, kwargs = changed if changed is not None else (args, kwargs)
-        output = None
-        try:
-            output = method(*args, **kwargs)
-        finally:
-            output = _after_forward(unit, self, args, output)
-        return output
-
-    setattr(module, method_name, types.MethodType(call, module))
+_untraced_before: Any = _disable_dynamo(before_forward)
+_untraced_after: Any = _disable_dynamo(after_forward)

@@ -11,9 +11,9 @@ from torch import nn
 from dbuffer.collectives import broadcast
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.runtime.module import units_below
+from megatron_fsdp.runtime.make_fsdp_params import shown_over
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.unit import Unit
+from megatron_fsdp.runtime.unit import Unit, units_below
 
 __all__ = ["in_full_precision", "materialize"]
 
@@ -72,7 +72,7 @@ def in_full_precision(groups: Iterable[ParameterGroup]) -> Iterator[None]:
     copies = [(group, group.weights.values()) for group in groups if group.weights.remainder is not None]
     with ExitStack() as stack:
         for group, values in copies:
-            stack.enter_context(group.fsdp_params.over(values))
+            stack.enter_context(shown_over(group.fsdp_params, values))
         yield
     for group, values in copies:
         group.weights.store(values)

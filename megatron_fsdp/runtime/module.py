@@ -12,10 +12,11 @@ from torch import nn
 
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.runtime.conversion import apply_to_group
+from megatron_fsdp.runtime.make_param_group import set_divisor, set_reduction
 from megatron_fsdp.runtime.memory_slots import SlotChoice, communicator_has_memory, keep_gathered
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
-from megatron_fsdp.runtime.rewrapping import refuse_ddp
-from megatron_fsdp.runtime.unit import Unit, alive, is_in_backward
+from megatron_fsdp.runtime.refusals import refuse_ddp
+from megatron_fsdp.runtime.unit import Unit, alive, is_in_backward, units_below
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.backward import Backward
@@ -27,7 +28,6 @@ __all__ = [
     "UnshardHandle",
     "sharded_class",
     "unit_of",
-    "units_below",
 ]
 
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
@@ -242,7 +242,7 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by ``factor`` instead of by the number of data-parallel ranks."""
         for group in unit_of(self).groups:
-            group.set_divisor(float(factor))
+            set_divisor(group, float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Do what ``set_gradient_divide_factor`` does; FSDP2's older name."""
@@ -263,7 +263,7 @@ class FSDPModule:
                 "set_all_reduce_hook(stream=...): the hook runs on the lane of the reductions; leave it None"
             )
         for group in unit_of(self).groups:
-            group.set_reduction(hook=hook)
+            set_reduction(group, hook=hook)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather this unit's weights by ``comm(output_tensor, input_tensor, group, async_op=...)``.
@@ -279,7 +279,7 @@ class FSDPModule:
         FSDP2's ``ReduceScatter`` protocol; memory is the unit's own, so ``comm.allocate`` is not called.
         """
         for group in unit_of(self).groups:
-            group.set_reduction(function=comm)
+            set_reduction(group, function=comm)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward does not gather this unit's weights, for a module whose backward does not read them.
@@ -436,16 +436,6 @@ def unit_of(module: object) -> Unit:
     if not isinstance(unit, Unit):
         raise StateError(f"{type(module).__name__} is not sharded; call fully_shard on it first")
     return unit
-
-
-def units_below(module: object) -> Iterator[Unit]:
-    """Yield the units of a module and of all modules in it, each once, in registration order."""
-    assert isinstance(module, nn.Module)
-    seen: set[int] = set()
-    for child in module.modules():
-        if isinstance(child, FSDPModule) and id(child._fsdp_unit) not in seen:
-            seen.add(id(child._fsdp_unit))
-            yield child._fsdp_unit
 
 
 @functools.cache

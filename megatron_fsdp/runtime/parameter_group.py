@@ -10,32 +10,40 @@ from __future__ import annotations
 import enum
 import functools
 import sys
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
+from dbuffer import BufferPlacement, DBuffer, Flat, Plan
 from dbuffer.collectives import Part, all_gather
 from dbuffer.collectives_together import gather_together
-from dbuffer.events import listeners, tell
+from dbuffer.mesh import MeshAxis
 from megatron_fsdp.build.builder import GroupSpec
+from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.policy.offload import hand_back
-from megatron_fsdp.runtime.freshness import Freshness, refreshes_itself
-from megatron_fsdp.runtime.fsdp_params import is_laid_out_like
-from megatron_fsdp.runtime.group_parts import GroupParts, group_of_parameter
-from megatron_fsdp.runtime.lanes import Ticket, lane
+from megatron_fsdp.runtime.freshness import Freshness
+from megatron_fsdp.runtime.lane_types import Ticket
+from megatron_fsdp.runtime.lanes import lane
+from megatron_fsdp.runtime.refusals import refuse_meta
+from megatron_fsdp.runtime.resting_copy import catch_up_together, refresh_together
 from megatron_fsdp.runtime.weight_buffers import WeightBuffers
+
+if TYPE_CHECKING:
+    from megatron_fsdp.runtime.fsdp_params import FSDPParams
+    from megatron_fsdp.runtime.gradients import GradientBuffer
+    from megatron_fsdp.runtime.reduction import ReduceFunction
 
 __all__ = [
     "ParameterGroup",
     "WeightState",
-    "catch_up_together",
-    "expect_step",
     "group_of_parameter",
-    "is_laid_out_like",
-    "refresh_together",
-    "refreshes_itself",
+    "note_group",
     "start_gathers",
 ]
 
@@ -84,7 +92,7 @@ def _follow_main_weights(groups: Sequence[ParameterGroup]) -> None:
     stale = []
     for group in groups:
         if group.spec.is_meta:
-            group.refuse_meta()
+            refuse_meta(group.name, group.parameters)
         if not group.weights.has_copy:
             group.freshness.gathered_directly()
         elif group.freshness.wants_refresh():
@@ -93,42 +101,18 @@ def _follow_main_weights(groups: Sequence[ParameterGroup]) -> None:
         refresh_together(stale)
 
 
-def refresh_together(groups: Sequence[ParameterGroup]) -> None:
-    """Bring ``model_weight`` of groups of one unit up to date: casts, and one gather where weights rest whole."""
-    for group in groups if listeners else ():
-        tell("refresh", group)
-    parts = [part for group in groups for part in group.weights.start_refresh()]
-    try:
-        if parts:
-            gather_together(parts)
-    finally:
-        # Where both share memory the gather writes the main weights' bytes too, with the values that they have.
-        share_memory = [group for group in groups if group.weights.end_refresh()]
-    for group in groups:
-        group.freshness.refreshed()
-    for group in share_memory:
-        group.freshness.look_again()
-    for group in groups if listeners else ():
-        tell("refreshed", group)
+_GROUPS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def expect_step(groups: Iterable[ParameterGroup]) -> None:
-    """Take notice that an optimizer is about to step main weights: a step that raises has changed some of them."""
-    for group in groups:
-        group.freshness.change()
+def group_of_parameter(parameter: torch.Tensor) -> ParameterGroup | None:
+    """Return the group that a sharded parameter belongs to, None for any other tensor."""
+    reference = _GROUPS.get(parameter)
+    return None if reference is None else reference()
 
 
-def catch_up_together(groups: Iterable[ParameterGroup]) -> None:
-    """Take notice of an optimizer step or a load: gather what rests whole, leave the rest to its next gather."""
-    by_unit: dict[int, list[ParameterGroup]] = {}
-    for group in groups:
-        if group.refreshes_locally:
-            group.freshness.change()
-        else:
-            group.freshness.is_changed()
-            by_unit.setdefault(group.unit, []).append(group)
-    for found in by_unit.values():
-        refresh_together(found)
+def note_group(parameter: torch.Tensor, group: ParameterGroup) -> None:
+    """Let ``group_of_parameter`` find the group of a sharded parameter."""
+    _GROUPS[parameter] = weakref.ref(group)
 
 
 class WeightState(enum.Enum):
@@ -139,23 +123,84 @@ class WeightState(enum.Enum):
     UNSHARDED = "unsharded"
 
 
-class ParameterGroup(GroupParts):
+class ParameterGroup:
     """Buffers for parameters of one dtype, ``requires_grad`` and strategy, laid out by one plan, and what a step does.
 
-    What it is made of is in ``GroupParts``.
+    ``make_param_group`` makes it.
 
     Attributes:
+        name: the unit's name, for messages. unit: its identity.
+        owned: what it was built from. parameters: the sharded ones by name within the unit, in plan order.
+        plan: where the tensors sit. spec: what else it was built from.
+        weights: its weight buffers. gradients: its gradient buffers; None for a frozen group.
+        fsdp_params: the two sets of parameter objects.
+        rests_whole: whether compute weights are whole on every rank all the time.
+        freshness: how old the compute weights are.
+        circle: of ``MissingGradients``: the ranks that reduce its gradients together; None before the first time.
+        reduce_hook, reduce_function: see ``set_reduction``.
         weight_state: changed by ``start_gathers``, ``finish_gather`` and ``reshard`` alone.
         gather_ticket: of the gather under way, None where weights rest whole.
         refreshes_locally: whether a refresh is a cast of this rank's shard, without communication.
     """
 
-    def _build(self, spec: GroupSpec, params: Sequence[nn.Parameter] = ()) -> None:
-        self.weight_state = WeightState.SHARDED
-        self.gather_ticket: Ticket | None = None
-        super()._build(spec, params)
-        self.freshness = Freshness(self.fsdp_params.counted)
-        self.refreshes_locally = self.weights.refreshes_locally
+    weights: WeightBuffers
+    fsdp_params: FSDPParams
+    parameters: dict[str, nn.Parameter]
+    gradients: GradientBuffer | None
+    freshness: Freshness
+    weight_state: WeightState
+    gather_ticket: Ticket | None
+    rests_whole: bool
+    refreshes_locally: bool
+
+    def __init__(self, owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> None:
+        self.name = name
+        self.unit = 0
+        self.plan = plan
+        self.spec = spec
+        self.owned = tuple(owned)
+        self.circle: Any = None
+        self.reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.reduce_function: ReduceFunction | None = None
+
+    @property
+    def main_weight(self) -> DBuffer:
+        """What the optimizer updates, at the optimizer placement."""
+        return self.weights.main
+
+    @property
+    def model_weight(self) -> DBuffer:
+        """The compute-dtype copy at rest; ``main_weight`` itself where dtype and placement agree."""
+        return self.weights.model
+
+    @property
+    def gathered(self) -> DBuffer:
+        """The weights that compute uses, allocated from ``unshard`` to ``reshard``."""
+        return self.weights.gathered
+
+    @property
+    def main_grad(self) -> DBuffer | None:
+        """The gradient accumulator, at the gradient placement; None for a frozen group."""
+        return None if self.gradients is None else self.gradients.main_grad
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any of its parameters is trained."""
+        return self.gradients is not None and 1 in self.gradients.binding.trained
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether nothing is allocated yet: the parameters were on the meta device."""
+        return self.spec.is_meta
+
+    def spread_over(self, placements: Sequence[BufferPlacement]) -> list[MeshAxis]:
+        """Return the axes whose ranks hold different elements of a buffer of this group that is placed so.
+
+        These are the ``Flat`` data-parallel axes, and those along which the parameters were sharded before.
+        """
+        flat = [axis for axis, placement in zip(self.main_weight.axes, placements, strict=True) if placement == Flat()]
+        split = self.owned[0].split
+        return flat if split is None else flat + split.sharded_axes
 
     # ------------------------------------------------------------------ unshard, reshard
 
@@ -253,36 +298,6 @@ class ParameterGroup(GroupParts):
     def refresh(self) -> None:
         """Bring ``model_weight`` up to date with ``main_weight``: one cast, and a gather where weights rest whole."""
         refresh_together([self])
-
-    # ------------------------------------------------------------------ what a forward finds changed
-
-    def follow_requires_grad(self) -> bool:
-        """Take notice of parameters that were frozen or unfrozen; tell whether any was.
-
-        Raises:
-            StateError: an unfrozen parameter has no main weight of the dtype that the policy wants.
-        """
-        is_renewed = self._leave_gradients()
-        changed = self.fsdp_params.changed_requires_grad()
-        for index in changed:
-            trained = self.fsdp_params.sharded_params[index].requires_grad
-            if trained and self.gradients is None:
-                self._check_main_dtype(index)
-                self._make_gradients()
-            assert self.gradients is not None
-            self.fsdp_params.set_requires_grad(index, trained)
-            self.gradients.binding.trained[index] = trained
-        return bool(changed) or is_renewed
-
-    def _leave_gradients(self) -> bool:
-        """Let whoever took gradients before ``zero_grad`` have their memory; return whether somebody did."""
-        if self.gradients is None or not self.gradients.binding.is_taken:
-            return False
-        self.gradients.binding.dropped()
-        if self.gradients.binding.is_taken:
-            self._make_gradients()
-            return True
-        return False
 
     def __repr__(self) -> str:
         return f"ParameterGroup({self.name!r}, {len(self.parameters)} parameters, {self.weight_state.value})"

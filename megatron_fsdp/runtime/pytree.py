@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -15,31 +14,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
     "PLAIN_VALUES",
-    "caster",
     "iterate_tensors",
     "map_tensors",
     "members_of",
     "treat_as_plain",
 ]
-
-
-@functools.cache
-def caster(dtype: torch.dtype) -> Callable[[Any], Any]:
-    """Return a function that casts every floating-point tensor in a nested structure to ``dtype``."""
-
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor
-
-    def cast_all(value: Any) -> Any:
-        if type(value) is tuple or (type(value) is dict and not value):
-            for each in value:
-                if type(each) is not torch.Tensor or each.dtype is not dtype:
-                    break
-            else:
-                return value
-        return map_tensors(cast, value)
-
-    return cast_all
 
 
 PLAIN_VALUES = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}

@@ -17,7 +17,8 @@ from dbuffer.route import Route
 from dbuffer_kernels import accumulate
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.strategy import Placements
-from megatron_fsdp.runtime.lanes import Ticket, lane
+from megatron_fsdp.runtime.lane_types import Ticket
+from megatron_fsdp.runtime.lanes import lane
 
 __all__ = ["GradientSpec", "ReduceFunction", "Reduction", "Stages", "submit_reductions"]
 

@@ -20,6 +20,7 @@ from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from megatron_fsdp.build.ownership import owner_words
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.fsdp_params import ReplacedParam
+from megatron_fsdp.runtime.make_param_group import adopt_param, materialize_group
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.parameter_group import ParameterGroup
@@ -58,14 +59,13 @@ def admit(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> None:
         group.fsdp_params.module_infos.override(found, _for_compute(group, value))
 
 
-def settle(group: ParameterGroup) -> None:
+def settle(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> None:
     """Let sharded parameters that were assigned take their places, and refuse whatever else is there.
 
     Raises:
         StateError: something else is registered in the place of a parameter.
     """
-    replaced: Sequence[ReplacedParam] = group.fsdp_params.module_infos.replaced()
-    if replaced and group.is_untouched:
+    if group.is_untouched:
         replaced = _adopt(group, replaced)
     for found in replaced:
         place, value = _place(group, found), found.value
@@ -124,9 +124,9 @@ def _adopt(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> Sequence
     if was_meta:
         if len(adopted) < len(group.parameters):
             return replaced
-        group.materialize()
+        materialize_group(group)
     for index, value in adopted.items():
-        group.adopt(index, value)
+        adopt_param(group, index, value)
     if was_meta:
         # Materialized parameters were registered over the adopted ones, which are all of them.
         group.fsdp_params.module_infos.register()

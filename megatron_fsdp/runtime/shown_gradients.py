@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
+from megatron_fsdp.errors import StateError
+from megatron_fsdp.policy.precision import grad_dtype_of
+from megatron_fsdp.runtime.fsdp_params import FSDPParams
 
-__all__ = ["CastGradients", "outside"]
+__all__ = ["CastGradients", "allow_any", "outside", "refuse_late"]
 
 
 class CastGradients:
@@ -70,3 +74,26 @@ def outside(
         if local is not None and local.numel() and local.data_ptr() != buffer.get_local_tensor(index).data_ptr():
             found.append(local)
     return found
+
+
+def allow_any(parameters: Iterable[torch.Tensor]) -> None:
+    """Let a gradient of any dtype be assigned where the user did not say which."""
+    for parameter in parameters:
+        if grad_dtype_of(parameter) == "own":
+            parameter.grad_dtype = None
+
+
+def refuse_late(unit: str, fsdp_params: FSDPParams, dtype: torch.dtype, error: RuntimeError) -> NoReturn:
+    """Name the parameter to which no gradient of ``dtype`` could be assigned, and take back what was set.
+
+    Raises:
+        StateError: its ``grad_dtype`` is another one. RuntimeError: ``error``, where that of none is.
+    """
+    for index, parameter in enumerate(fsdp_params.sharded_params):
+        if parameter.grad_dtype not in (None, dtype):
+            found, parameter.grad_dtype = parameter.grad_dtype, dtype
+            raise StateError(
+                f"{unit}: grad_dtype of parameter {fsdp_params.name_of(index)!r} was set to {found} after gradients of "
+                f"{dtype} were laid out for it; set it before the first forward"
+            ) from error
+    raise error

@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer.dtensor import FlatDTensor
-from megatron_fsdp.runtime.module import units_below
-from megatron_fsdp.runtime.parameter_group import group_of_parameter, is_laid_out_like
-from megatron_fsdp.runtime.unit import Unit
+from megatron_fsdp.runtime.make_fsdp_params import readopt
+from megatron_fsdp.runtime.param_layout import is_laid_out_like, laid_out
+from megatron_fsdp.runtime.parameter_group import group_of_parameter
+from megatron_fsdp.runtime.unit import Unit, units_below
 
 
 def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -30,7 +31,7 @@ def _before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str,
         if owner is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
             continue
         if not is_laid_out_like(value, parameter):
-            state_dict[prefix + name] = owner.fsdp_params.laid_out(parameter, value)
+            state_dict[prefix + name] = laid_out(owner.fsdp_params, parameter, value)
         elif isinstance(parameter, FlatDTensor) and isinstance(value, DTensor) and not isinstance(value, FlatDTensor):
             # PyTorch made a DTensor of the parameter's placements. Its own operators, a detach of torch 2.14 even, take
             # the rows of such a one for those of a plain Shard(0).
@@ -51,5 +52,5 @@ def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any])
 def _after_load_state_dict(unit: Unit, *_: Any) -> None:
     for group in unit.groups:
         # Copy values back where a parameter was replaced (``assign=True``).
-        if group.fsdp_params.readopt(group.name):
+        if readopt(group.fsdp_params, group.name):
             group.freshness.change()

@@ -20,6 +20,12 @@ from megatron_fsdp.runtime.freshness import MOMENTS
 from megatron_fsdp.runtime.fsdp2_view import StateNames
 from megatron_fsdp.runtime.gathered_weight import handle_of
 from megatron_fsdp.runtime.gradients import GradientBuffer
+from megatron_fsdp.runtime.make_param_group import (
+    follow_requires_grad,
+    leave_gradients,
+    materialize_group,
+    rename_group,
+)
 from megatron_fsdp.runtime.memory_slots import SlotChoice, place_in_slots
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.runtime.replaced_params import admit, settle
@@ -29,7 +35,7 @@ if TYPE_CHECKING:
     from megatron_fsdp.runtime.backward import Backward
     from megatron_fsdp.runtime.schedule import Schedule
 
-__all__ = ["Call", "Unit", "alive", "is_in_backward", "watchers"]
+__all__ = ["Call", "Unit", "alive", "is_in_backward", "units_below", "watchers"]
 
 _WATCHERS = "_fsdp_watchers"
 
@@ -197,7 +203,12 @@ class Unit(StateNames):
         """Take notice of parameters that were frozen or unfrozen since the last forward."""
         is_changed = False
         for group in self.groups:
-            is_changed = group.follow_requires_grad() or is_changed
+            if group.gradients is not None and group.gradients.binding.is_taken:
+                is_changed = leave_gradients(group) or is_changed
+            changed = group.fsdp_params.changed_requires_grad()
+            if changed:
+                follow_requires_grad(group, changed)
+                is_changed = True
         if is_changed:
             self.follow_gradients()
 
@@ -221,11 +232,13 @@ class Unit(StateNames):
         Raises:
             StateError: something else is registered in the place of a parameter.
         """
-        was_meta = any(group.is_meta for group in self.groups)
         for group in self.groups:
-            settle(group)
-        if was_meta:
-            self.follow_gradients()
+            replaced = group.fsdp_params.module_infos.replaced()
+            if replaced:
+                was_meta = group.is_meta
+                settle(group, replaced)
+                if was_meta:
+                    self.follow_gradients()
 
     def places(self) -> Iterator[tuple[dict[str, nn.Parameter | None], str]]:
         """Yield where its parameters are registered: a module's dictionary, and the name in it."""
@@ -240,7 +253,7 @@ class Unit(StateNames):
     def materialize(self) -> None:
         """Allocate the buffers of parameters that were on the meta device."""
         for group in self.groups:
-            group.materialize()
+            materialize_group(group)
         self.follow_gradients()
 
     def awaits(self, module: nn.Module) -> bool:
@@ -318,12 +331,23 @@ class Unit(StateNames):
         """Take the name that the unit has below a (new) root."""
         self.name = name
         for group in self.groups:
-            group.rename(name)
+            rename_group(group, name)
 
 
 def alive(references: Iterable[weakref.ref[Unit]]) -> list[Unit]:
     """Return the units that still exist."""
     return [unit for reference in references if (unit := reference()) is not None]
+
+
+def units_below(module: object) -> Iterator[Unit]:
+    """Yield the units of a module and of all modules in it, each once, in registration order."""
+    assert isinstance(module, nn.Module)
+    seen: set[int] = set()
+    for child in module.modules():
+        unit = child.__dict__.get("_fsdp_unit")
+        if unit is not None and id(unit) not in seen:
+            seen.add(id(unit))
+            yield unit
 
 
 def is_in_backward() -> bool:

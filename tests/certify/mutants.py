@@ -25,11 +25,12 @@ from tests.harness import RankError, run_ranks
 
 MODULES = (
     "megatron_fsdp.runtime.lanes",
+    "megatron_fsdp.runtime.cuda_lane",
     "megatron_fsdp.runtime.schedule",
     "megatron_fsdp.runtime.backward",
     "megatron_fsdp.runtime.unit",
     "megatron_fsdp.runtime.parameter_group",
-    "megatron_fsdp.runtime.group_parts",
+    "megatron_fsdp.runtime.make_param_group",
     "megatron_fsdp.runtime.gradients",
     "megatron_fsdp.runtime.packed_gradients",
     "megatron_fsdp.runtime.reduction",
@@ -109,7 +110,7 @@ EQUIVALENT: dict[str, str] = {
     ),
     "ParameterGroup.reshard: `self.weights.release(keep_generation=self.freshness.gathered if keep_part else None)` "
     "at the start of its block": ("nothing is issued between the two places"),
-    "GroupParts._build: `self.weights.release()` at the start of its block": "nothing is issued between the two places",
+    "build: `self.weights.release()` at the start of its block": "nothing is issued between the two places",
     "GradientBuffer.receive: `if self._turns is not None` taken as True": ("on a device with streams it is never None"),
     "GradientBuffer.receive_product: `if self._turns is not None` taken as True": (
         "on a device with streams it is never None"

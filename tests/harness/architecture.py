@@ -69,6 +69,7 @@ TORCH_ONLY_NAMES = frozenset(
 )
 
 LANES_FILE = "megatron_fsdp.runtime.lanes"
+STREAM_FILES = (LANES_FILE, "megatron_fsdp.runtime.cuda_lane")
 STREAM_NAMES = frozenset(
     """torch.Event torch.Stream torch.cuda.Event torch.cuda.ExternalStream torch.cuda.Stream torch.cuda.StreamContext
     torch.cuda.current_stream torch.cuda.default_stream torch.cuda.set_stream torch.cuda.stream""".split()
@@ -255,10 +256,10 @@ def stray_collectives(sources: Iterable[Source]) -> list[str]:
 
 
 def stray_streams(sources: Iterable[Source]) -> list[str]:
-    """Streams and events are handled in one file, so that the order of device work is decided in one place."""
+    """Streams and events are handled by lanes alone, so that the order of device work is decided in one place."""
     found = []
     for source in library(sources):
-        if source.module == LANES_FILE:
+        if source.module in STREAM_FILES:
             continue
         for name, place in spelled_names(source):
             if name in STREAM_NAMES or name.rpartition(".")[2] in STREAM_METHODS:

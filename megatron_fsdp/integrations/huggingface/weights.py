@@ -18,7 +18,7 @@ from dbuffer.mesh import MeshAxis
 from megatron_fsdp.checkpoint.model_state import announce_change
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.runtime.materialize import in_full_precision, materialize
-from megatron_fsdp.runtime.module import units_below
+from megatron_fsdp.runtime.unit import units_below
 
 __all__ = ["FirstRankWeights", "allocate_for_import", "load_pretrained", "take_weights"]
 

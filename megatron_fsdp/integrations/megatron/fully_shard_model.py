@@ -23,9 +23,11 @@ from megatron_fsdp.integrations.megatron.module import MegatronFSDP, as_megatron
 from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy, as_policy
+from megatron_fsdp.runtime.make_param_group import set_divisor, set_reduction
 from megatron_fsdp.runtime.materialize import materialize
-from megatron_fsdp.runtime.module import FSDPModule, unit_of, units_below
+from megatron_fsdp.runtime.module import FSDPModule, unit_of
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.unit import units_below
 
 __all__ = ["fully_shard_model", "fully_shard_model_and_optimizer"]
 
@@ -248,7 +250,7 @@ def _make_units(
             fully_shard(unit, expert_mesh, **options)
             # Exactly, whatever the sizes: a quotient times the expert mesh's size may be off by a rounding.
             for group in unit_of(unit).groups:
-                group.set_divisor(float(mesh.size()))
+                set_divisor(group, float(mesh.size()))
         else:
             fully_shard(unit, mesh, **options)
     if not isinstance(model, FSDPModule):
@@ -335,9 +337,9 @@ def _set_reduction(module: nn.Module, *, is_summed: bool, reports_nan: bool) -> 
     for unit in units_below(module):
         for group in unit.groups:
             if is_summed:
-                group.set_divisor(1.0)
+                set_divisor(group, 1.0)
             if reports_nan:
-                group.set_reduction(hook=functools.partial(_report_nan, weakref.ref(group)))
+                set_reduction(group, hook=functools.partial(_report_nan, weakref.ref(group)))
 
 
 def _report_nan(reference: weakref.ref[ParameterGroup], gradient: torch.Tensor) -> None:

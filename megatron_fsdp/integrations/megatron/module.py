@@ -18,8 +18,9 @@ from megatron_fsdp.integrations.megatron.names import WholeNames
 from megatron_fsdp.runtime.backward import Backward
 from megatron_fsdp.runtime.grad_binding import GradState
 from megatron_fsdp.runtime.gradients import GradientBuffer
-from megatron_fsdp.runtime.module import FSDPModule, units_below
+from megatron_fsdp.runtime.module import FSDPModule
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
+from megatron_fsdp.runtime.unit import units_below
 
 __all__ = ["MegatronFSDP", "as_megatron"]
 
