@@ -11,7 +11,7 @@ from dbuffer.planner.granularity import Block, Element, Granularity, Row, Whole
 from dbuffer.planner.plan import PaddingLimits, Plan, Region, check_plan
 from dbuffer.planner.regions import plan, plan_regions
 from dbuffer.slot_pool import SlotPool
-from dbuffer.storage import guard_released_storage
+from dbuffer.storage_guard import guard_released_storage
 
 __all__ = [
     "Block",

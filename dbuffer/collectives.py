@@ -1,4 +1,4 @@
-"""The one file that spells PyTorch's collectives.
+"""The file that spells PyTorch's collectives; those of several tensors at once are in ``collectives_together``.
 
 Every function works in place where the input is this rank's slice of the output, issues nothing on an axis of one
 rank, and either completes in stream order or, given ``works``, appends a handle to wait for. Issue order on a
@@ -16,20 +16,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
+from dbuffer import gloo
 from dbuffer.events import listen, listeners, tell
 from dbuffer.gloo import (
     _MOST_EXCHANGED_BYTES,
-    _all_reduce_by_message,
-    _finish,
-    _gather_by_message,
+    REDUCE_OPS,
     _gather_from_other,
-    _is_gloo,
     _reduce_by_exchange,
-    _reduce_by_message,
     _reduce_in_place,
-    _reduce_op,
     _same_memory,
-    _start,
 )
 from dbuffer.mesh import MeshAxis
 from dbuffer_kernels.switches import is_off
@@ -38,27 +33,25 @@ __all__ = [
     "CollectiveCall",
     "Part",
     "Transfer",
+    "Waiter",
     "all_gather",
     "all_reduce",
-    "all_reduce_together",
     "all_to_all",
     "barrier",
     "broadcast",
-    "gather_together",
     "observe_collectives",
     "reduce_scatter",
-    "reduce_together",
     "start_maximum",
+    "wait_for",
+    "wait_with",
 ]
 
-# torch 2.13 renames these two and warns on the old names; torch 2.11 has only the old names.
-_all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _HAS_SINGLE = hasattr(dist.ProcessGroup, "all_gather_single")
+_COPIES = is_off("in-place")
 
-# Private in every version, and what FSDP2 and Megatron use.
-_coalescing: Callable[..., Any] = dist._coalescing_manager  # type: ignore[attr-defined]
+Waiter = Callable[[dist.Work], None]
 
-_reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_waiter: list[Waiter] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +114,63 @@ def _told_of(kind: str, axis: MeshAxis, wholes: Iterable[torch.Tensor], transfer
     return transfer
 
 
+def wait_for(work: dist.Work) -> None:
+    """Wait for a collective, by the innermost ``wait_with`` where there is one."""
+    if _waiter:
+        _waiter[-1](work)
+    else:
+        work.wait()
+
+
+@contextmanager
+def wait_with(waiter: Waiter) -> Iterator[None]:
+    """Let ``waiter`` do the waiting for all collectives on tensors in CPU memory while the block runs."""
+    _waiter.append(waiter)
+    try:
+        yield
+    finally:
+        _waiter[:] = [other for other in _waiter if other is not waiter]
+
+
+def _start(
+    collective: Callable[..., Any], *tensors: torch.Tensor, group: dist.ProcessGroup, waits: bool, **options: Any
+) -> dist.Work | None:
+    """Issue a collective; on gloo by the comm thread, and always asynchronously.
+
+    Args:
+        waits: whether the caller wants it complete; then where nothing else is asked for the call itself waits.
+    """
+    on_cpu = tensors[0].is_cpu
+    if on_cpu and _is_gloo(group):
+        return gloo._start(collective, *tensors, group=group, **options)
+    is_asynchronous = not waits or (bool(_waiter) and on_cpu)
+    work: dist.Work | None = collective(*tensors, group=group, async_op=is_asynchronous, **options)
+    return work
+
+
+def _finish(work: dist.Work | None, works: list[dist.Work] | None) -> None:
+    if work is None:
+        return
+    if works is None:
+        wait_for(work)
+    else:
+        works.append(work)
+
+
+# By identity, which a look-up for every collective does not have to make a weak reference for.
+_GLOO: dict[int, bool] = {}
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether gloo serves a group's tensors in CPU memory."""
+    key = id(group)
+    if key not in _GLOO:
+        names = dist.get_backend_config(group).split(",")
+        _GLOO[key] = any(name in ("gloo", "cpu:gloo") for name in names)
+        weakref.finalize(group, _GLOO.pop, key, None)
+    return _GLOO[key]
+
+
 def _is_traced(tensor: torch.Tensor) -> bool:
     """Whether a compiler looks on, which has to see a function instead of something that happens to memory."""
     return type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter)
@@ -175,7 +225,7 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works:
     if axis.size == 2 and output.is_cpu and output.nbytes and _is_gloo(axis.gather_group):
         _finish(_gather_from_other(output, shard, axis), works)
     else:
-        source = shard.clone() if is_off("in-place") else shard
+        source = shard.clone() if _COPIES else shard
         _finish(_start(_issue_gather, output, source, group=axis.gather_group, waits=works is None), works)
     if told is not None:
         tell("transferred", told)
@@ -205,157 +255,11 @@ def reduce_scatter(
         is_small = 0 < full.nbytes <= _MOST_EXCHANGED_BYTES
         _finish((_reduce_by_exchange if is_small else _reduce_in_place)(full, output, axis, op), works)
     else:
-        reduce_op, waits = _reduce_op(op), works is None
-        source = full.clone() if is_off("in-place") else full
+        reduce_op, waits = REDUCE_OPS[op], works is None
+        source = full.clone() if _COPIES else full
         _finish(_start(_issue_reduction, output, source, op=reduce_op, group=group, waits=waits), works)
     if told is not None:
         tell("transferred", told)
-
-
-def gather_together(parts: Sequence[Part], works: list[dist.Work] | None = None) -> None:
-    """Do ``all_gather`` for each part: those along one axis in one collective, whatever their dtypes.
-
-    On gloo tensors of more than 64 MiB in all go one by one: there a copy costs more than a message.
-    """
-    if len(parts) == 1:
-        all_gather(parts[0].whole, parts[0].shard, parts[0].axis, works)
-        return
-    for axis, group, alike in _alike(parts, lambda axis: axis.gather_group):
-        if not _travel_together(alike, group):
-            for part in alike:
-                all_gather(part.whole, part.shard, axis, works)
-            continue
-        wholes, shards = [part.whole for part in alike], [part.shard for part in alike]
-        told = None
-        if listeners:
-            told = _told_of("all_gather", axis, wholes, Transfer("all_gather", group, tuple(shards), tuple(wholes)))
-        if wholes[0].is_cpu and _is_gloo(group):
-            _finish(_gather_by_message(list(zip(wholes, shards, strict=True)), axis), works)
-        else:
-            sources = [shard.clone() for shard in shards] if is_off("in-place") else shards
-            pairs = [
-                (whole.view(torch.uint8), shard.view(torch.uint8)) for whole, shard in zip(wholes, sources, strict=True)
-            ]
-            _coalesced(_all_gather_flat, pairs, group, works)
-        if told is not None:
-            tell("transferred", told)
-
-
-def all_reduce_together(parts: Sequence[Part], works: list[dist.Work] | None = None) -> None:
-    """Do ``all_reduce`` for each part's ``whole``: those along one axis, of one dtype, in one collective."""
-    for axis, group, alike in _alike(parts, lambda axis: axis.reduce_group, is_reduction=True, by_dtype=True):
-        wholes, op = [part.whole for part in alike], alike[0].op
-        if not _travel_together(alike, group):
-            for whole in wholes:
-                all_reduce(whole, axis, op, works)
-            continue
-        told = None
-        if listeners:
-            transfer = Transfer("all_reduce", group, tuple(wholes), tuple(wholes))
-            told = _told_of("all_reduce", axis, wholes, transfer)
-        if wholes[0].is_cpu and _is_gloo(group):
-            _finish(_all_reduce_by_message(wholes, axis, op), works)
-        else:
-            with _coalescing(group=group, async_ops=works is not None) as manager:
-                for whole in wholes:
-                    dist.all_reduce(whole, op=_reduce_op(op), group=group, async_op=works is not None)
-            if works is not None:
-                works.append(manager)
-        if told is not None:
-            tell("transferred", told)
-
-
-def reduce_together(parts: Sequence[Part], works: list[dist.Work] | None = None) -> None:
-    """Do ``reduce_scatter`` for each part: those along one axis, with one operation, in one collective.
-
-    Backends other than gloo reduce one dtype at a time. On gloo tensors of more than 64 MiB in all go one by one.
-    """
-    if len(parts) == 1:
-        reduce_scatter(parts[0].shard, parts[0].whole, parts[0].axis, parts[0].op, works)
-        return
-    for axis, group, alike in _alike(parts, lambda axis: axis.reduce_group, is_reduction=True):
-        if not _travel_together(alike, group):
-            for part in alike:
-                reduce_scatter(part.shard, part.whole, axis, part.op, works)
-            continue
-        wholes, shards, op = [part.whole for part in alike], [part.shard for part in alike], alike[0].op
-        told = None
-        if listeners:
-            transfer = Transfer("reduce_scatter", group, tuple(wholes), (*wholes, *shards))
-            told = _told_of("reduce_scatter", axis, wholes, transfer)
-        if _is_wide(alike[0]) or (wholes[0].is_cpu and _is_gloo(group)):
-            _finish(_reduce_by_message(list(zip(wholes, shards, strict=True)), axis, op), works)
-        else:
-            sources = [whole.clone() for whole in wholes] if is_off("in-place") else wholes
-            _coalesced(_reduce_scatter_flat, list(zip(shards, sources, strict=True)), group, works, op=_reduce_op(op))
-        if told is not None:
-            tell("transferred", told)
-
-
-def _alike(
-    parts: Sequence[Part],
-    group_of: Callable[[MeshAxis], dist.ProcessGroup],
-    *,
-    is_reduction: bool = False,
-    by_dtype: bool = False,
-) -> Iterator[tuple[MeshAxis, dist.ProcessGroup, list[Part]]]:
-    """Yield the parts that can travel together, in the order of the first of each."""
-    found: dict[object, list[Part]] = {}
-    for part in parts:
-        group = group_of(part.axis) if part.axis.size > 1 else None
-        mixes = not is_reduction or (group is not None and part.whole.is_cpu and _is_gloo(group))
-        key = None if mixes and not by_dtype else (_is_wide(part), part.whole.dtype)
-        found.setdefault((group, part.op, key), []).append(part)
-    for alike in found.values():
-        yield alike[0].axis, group_of(alike[0].axis), alike
-
-
-def _is_wide(part: Part) -> bool:
-    """Whether a reduction adds up in a wider dtype than travels."""
-    return part.shard.dtype is not part.whole.dtype
-
-
-def _travel_together(parts: Sequence[Part], group: dist.ProcessGroup) -> bool:
-    first = parts[0]
-    if len(parts) == 1 or first.axis.size == 1 or _is_traced(first.shard) or is_off("together"):
-        return False
-    if _is_wide(first):
-        return True
-    if first.whole.is_cpu and _is_gloo(group):
-        return 0 < sum(part.whole.nbytes for part in parts) <= _MOST_EXCHANGED_BYTES
-    return _coalesces(group, first.whole.device)
-
-
-_COALESCES: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
-
-
-def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether a group issues several collectives as one."""
-    known = _COALESCES.get(group)
-    if known is None:
-        try:
-            known = bool(group._get_backend(device).supports_coalescing)
-        except RuntimeError:
-            # A group written in Python, which has no backends but methods of its own.
-            known = True
-        _COALESCES[group] = known
-    return known
-
-
-def _coalesced(
-    collective: Callable[..., Any],
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    group: dist.ProcessGroup,
-    works: list[dist.Work] | None,
-    **options: Any,
-) -> None:
-    """Issue a collective on several pairs of output and input by one call."""
-    is_asynchronous = works is not None
-    with _coalescing(group=group, async_ops=is_asynchronous) as manager:
-        for output, source in pairs:
-            collective(output, source, group=group, async_op=is_asynchronous, **options)
-    if works is not None:
-        works.append(manager)
 
 
 def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.Work] | None = None) -> None:
@@ -366,7 +270,7 @@ def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.W
         tensor.copy_(_traced(torch.ops._c10d_functional.all_reduce(tensor, op, axis.reduce_group.group_name)))
         return
     told = _told("all_reduce", axis, tensor, axis.reduce_group, tensor, tensor) if listeners else None
-    reduce_op = dist.ReduceOp.MAX if op == "max" else _reduce_op(op)
+    reduce_op = REDUCE_OPS[op]
     _finish(_start(dist.all_reduce, tensor, op=reduce_op, group=axis.reduce_group, waits=works is None), works)
     if told is not None:
         tell("transferred", told)

@@ -21,22 +21,21 @@ from dbuffer.placements import BufferPlacement, Partial, validate_placements
 from dbuffer.planner.granularity import Granularity
 from dbuffer.planner.plan import Plan
 from dbuffer.planner.regions import plan as make_plan
-from dbuffer.storage import FlatStorage
+from dbuffer.storage import FlatStorage, StoredPart
 
 __all__ = ["FlatTensors"]
 
 AnyTensors = TypeVar("AnyTensors", bound="FlatTensors")
 
 
-class FlatTensors:
+class FlatTensors(StoredPart):
     """Tensors of given shapes in one flat buffer on a mesh.
 
     Attributes:
-        mesh, axes: where it is placed. plan: where each tensor lies in it.
+        mesh, axes: where it is placed. placements: one for each axis. plan: where each tensor lies in it.
         layout: which elements of the plan this rank has, under its placements.
         dtype: element type of the buffer. device: where this rank's part lives.
         name: how errors call it.
-        storage: the memory of this rank's part, or of the buffer that this one is a slice of.
     """
 
     def __init__(
@@ -99,7 +98,8 @@ class FlatTensors:
         self.mesh = mesh
         self.axes = mesh_axes(mesh)
         self.name = name
-        self.layout = make_layout(plan, validate_placements(placements, len(self.axes)), self.axes, name)
+        self.placements = validate_placements(placements, len(self.axes))
+        self.layout = make_layout(plan, self.placements, self.axes, name)
 
     def _allocate(self, dtype: torch.dtype, device: torch.device, pin_memory: bool = False) -> None:
         if device.type not in (self.mesh.device_type, "cpu", "meta"):
@@ -109,20 +109,15 @@ class FlatTensors:
             )
         self.dtype = dtype
         self.device = device
-        self._base: torch.Tensor | None = None
+        self._base = None
         self.storage = FlatStorage(self.layout.numel, dtype, device, name=self.name, pin_memory=pin_memory)
 
     def _view(self: AnyTensors, layout: Layout, base: torch.Tensor) -> AnyTensors:
         view = type(self).__new__(type(self))
         view.mesh, view.axes, view.plan, view.name = self.mesh, self.axes, self.plan, self.name
-        view.layout, view.dtype, view.device = layout, self.dtype, self.device
+        view.layout, view.placements, view.dtype, view.device = layout, layout.placements, self.dtype, self.device
         view.storage, view._base = self.storage, base
         return view
-
-    @property
-    def placements(self) -> tuple[BufferPlacement, ...]:
-        """One placement per mesh axis."""
-        return self.layout.placements
 
     @classmethod
     def from_local(
@@ -177,21 +172,6 @@ class FlatTensors:
         return buffer
 
     @property
-    def local_buffer(self) -> torch.Tensor:
-        """This rank's part as a 1-D tensor.
-
-        Raises:
-            StorageError: the storage is released.
-        """
-        whole = self.storage.tensor
-        return whole if self._base is None else self._base
-
-    @property
-    def is_allocated(self) -> bool:
-        """Whether the storage has its bytes."""
-        return self.storage.is_allocated
-
-    @property
     def nbytes(self) -> int:
         """Bytes of this rank's part while it is allocated."""
         return self.layout.numel * self.dtype.itemsize
@@ -200,14 +180,6 @@ class FlatTensors:
         """Change how errors call this buffer and its storage."""
         self.name = name
         self.storage.name = name
-
-    def release_storage(self) -> None:
-        """Give the memory back; tensors and views keep their identity and must not be used until reallocation."""
-        self.storage.release()
-
-    def reallocate_storage(self) -> None:
-        """Bring the memory back under the same views, with undefined content."""
-        self.storage.reallocate()
 
     def zero_(self: AnyTensors) -> AnyTensors:
         """Fill this rank's part, padding included, with zeros."""

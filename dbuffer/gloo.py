@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,61 +13,19 @@ import torch.distributed as dist
 from dbuffer.comm_thread import issue
 from dbuffer.mesh import MeshAxis
 
-__all__ = [
-    "Waiter",
-    "wait_for",
-    "wait_with",
-]
+__all__: list[str] = []
 
-Waiter = Callable[[dist.Work], None]
-
-_waiter: list[Waiter] = []
+REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 _NO_TIMEOUT = datetime.timedelta(0)
 
 
-def wait_for(work: dist.Work) -> None:
-    """Wait for a collective, by the innermost ``wait_with`` where there is one."""
-    if _waiter:
-        _waiter[-1](work)
-    else:
-        work.wait()
-
-
-@contextmanager
-def wait_with(waiter: Waiter) -> Iterator[None]:
-    """Let ``waiter`` do the waiting for all collectives of this file on tensors in CPU memory while the block runs."""
-    _waiter.append(waiter)
-    try:
-        yield
-    finally:
-        _waiter[:] = [other for other in _waiter if other is not waiter]
-
-
 def _start(
-    collective: Callable[..., Any], *tensors: torch.Tensor, group: dist.ProcessGroup, waits: bool, **options: Any
-) -> dist.Work | None:
-    """Issue a collective; on gloo by the comm thread, and always asynchronously.
-
-    Args:
-        waits: whether the caller wants it complete; then where nothing else is asked for the call itself waits.
-    """
-    on_cpu = tensors[0].is_cpu
-    if on_cpu and _is_gloo(group):
-        work: dist.Work | None = issue(functools.partial(collective, *tensors, group=group, async_op=True, **options))
-        return work
-    is_asynchronous = not waits or (bool(_waiter) and on_cpu)
-    work = collective(*tensors, group=group, async_op=is_asynchronous, **options)
+    collective: Callable[..., Any], *tensors: torch.Tensor, group: dist.ProcessGroup, **options: Any
+) -> dist.Work:
+    """Issue a collective by the comm thread, asynchronously."""
+    work: dist.Work = issue(functools.partial(collective, *tensors, group=group, async_op=True, **options))
     return work
-
-
-def _finish(work: dist.Work | None, works: list[dist.Work] | None) -> None:
-    if work is None:
-        return
-    if works is None:
-        wait_for(work)
-    else:
-        works.append(work)
 
 
 class _WorkThen(dist.Work):
@@ -110,8 +66,7 @@ def _reduce_in_place(full: torch.Tensor, output: torch.Tensor, axis: MeshAxis, o
 
     Gloo's own copies the whole input first, and its handle ignores timeouts.
     """
-    work = _start(dist.all_reduce, full, op=_reduce_op(op), group=axis.reduce_group, waits=False)
-    assert work is not None
+    work = _start(dist.all_reduce, full, op=REDUCE_OPS[op], group=axis.reduce_group)
 
     def keep_mine() -> None:
         mine = full[axis.rank * output.numel() :][: output.numel()]
@@ -146,8 +101,7 @@ def _all_reduce_by_message(tensors: Sequence[torch.Tensor], axis: MeshAxis, op: 
     scratch = _take_scratch(sum(sizes) * tensors[0].itemsize, tensors[0].device)
     whole = scratch[: sum(sizes) * tensors[0].itemsize].view(tensors[0].dtype)
     torch.cat([tensor.view(-1) for tensor in tensors], out=whole)
-    work = _start(dist.all_reduce, whole, op=_reduce_op(op), group=axis.reduce_group, waits=False)
-    assert work is not None
+    work = _start(dist.all_reduce, whole, op=REDUCE_OPS[op], group=axis.reduce_group)
 
     def take_apart() -> None:
         for tensor, part in zip(tensors, whole.split(sizes), strict=True):
@@ -272,9 +226,7 @@ def _exchange(arriving: torch.Tensor, leaving: torch.Tensor, axis: MeshAxis, gro
     splits = [leaving.nbytes * (rank != axis.rank) for rank in range(2)] if axis.size == 2 else None
     both = {"output_split_sizes": splits, "input_split_sizes": splits}
     parts = arriving.view(torch.uint8), leaving.view(torch.uint8)
-    work = _start(dist.all_to_all_single, *parts, group=group, waits=False, **both)
-    assert work is not None
-    return work
+    return _start(dist.all_to_all_single, *parts, group=group, **both)
 
 
 # Ranks decide alike, so by the size alone. Larger buffers are reduced in place.
@@ -301,24 +253,6 @@ def _give_scratch_back(scratch: torch.Tensor) -> None:
     if len(_scratch) > _MOST_SCRATCH_KEPT:
         _scratch.sort(key=torch.Tensor.numel)
         del _scratch[0]
-
-
-# By identity, which a look-up for every collective does not have to make a weak reference for.
-_GLOO: dict[int, bool] = {}
-
-
-def _is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether gloo serves a group's tensors in CPU memory."""
-    key = id(group)
-    if key not in _GLOO:
-        names = dist.get_backend_config(group).split(",")
-        _GLOO[key] = any(name in ("gloo", "cpu:gloo") for name in names)
-        weakref.finalize(group, _GLOO.pop, key, None)
-    return _GLOO[key]
-
-
-def _reduce_op(op: str) -> dist.ReduceOp.RedOpType:
-    return dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

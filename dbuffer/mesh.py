@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import weakref
 from collections import Counter
@@ -38,7 +39,7 @@ _NEIGHBOURS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, MeshAxis]] =
 _NUM_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class MeshAxis:
     """One direction of a mesh, as seen from this rank.
 
@@ -54,9 +55,8 @@ class MeshAxis:
     rank: int
     gather_group: dist.ProcessGroup
     has_separate_reduce_group: bool = True
-    _reduce_group: dist.ProcessGroup | None = None
 
-    @property
+    @functools.cached_property
     def reduce_group(self) -> dist.ProcessGroup:
         """A second communicator over the same ranks, created on first use (by all of them together).
 
@@ -65,13 +65,16 @@ class MeshAxis:
         """
         if not self.has_separate_reduce_group or is_off("separate-reduce"):
             return self.gather_group
-        if self._reduce_group is None:
-            known: dist.ProcessGroup | None = _REDUCE_GROUPS.get(self.gather_group)
-            if known is None:
-                ranks = dist.get_process_group_ranks(self.gather_group)
-                known = _REDUCE_GROUPS[self.gather_group] = new_group(ranks, f"reduce over {self.name}")
-            self._reduce_group = known
-        return self._reduce_group
+        known: dist.ProcessGroup | None = _REDUCE_GROUPS.get(self.gather_group)
+        if known is None:
+            ranks = dist.get_process_group_ranks(self.gather_group)
+            known = _REDUCE_GROUPS[self.gather_group] = new_group(ranks, f"reduce over {self.name}")
+        return known
+
+    def separate_reductions(self, enable: bool) -> None:
+        """Set ``has_separate_reduce_group``, from the next reduction on."""
+        self.has_separate_reduce_group = enable
+        self.__dict__.pop("reduce_group", None)
 
 
 def make_reduce_groups(axes: Iterable[MeshAxis]) -> None:

@@ -14,7 +14,10 @@ __all__ = ["Route"]
 class Route:
     """Does ``source.redistribute(out.placements, out=out)`` as often as it is called.
 
-    Where that is one collective, whoever calls may issue it together with others.
+    Where that is one collective, it may be issued together with others.
+
+    Attributes:
+        ready: that collective, once ``parts`` has looked.
     """
 
     def __init__(self, source: DBuffer, out: DBuffer) -> None:
@@ -23,7 +26,7 @@ class Route:
         self._changes = [(axis, before, after) for axis, (before, after) in pairs if before != after]
         self._is_checked = False
         # Tensors keep their identity while their memory comes and goes.
-        self._parts: list[Part] = []
+        self.ready: list[Part] = []
 
     def parts(self, works: list[dist.Work] | None) -> list[Part]:
         """Return the collective that is to be issued; where it takes more than one, do it all, and return none.
@@ -32,11 +35,11 @@ class Route:
             works: as in ``DBuffer.redistribute``.
         """
         if not self._is_checked:
-            self._parts = self._check()
+            self.ready = self._check()
             self._is_checked = True
-        if not self._parts:
+        if not self.ready:
             self._source.redistribute(self._out.placements, out=self._out, works=works)
-        return self._parts
+        return self.ready
 
     def part_on_all(self) -> Part | None:
         """Return the all-reduce in place that is all there is to it; None where it is anything else."""

@@ -7,27 +7,22 @@ bytes back under the same views. That is what lets a runtime build its views onc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from dbuffer.errors import StorageError
 from dbuffer.events import listeners, tell
 from dbuffer.memory_meter import memory_meter
 from dbuffer.slot_pool import SlotPool, SlotUser
 
-__all__ = ["FlatStorage", "guard_released_storage"]
+__all__ = ["FlatStorage", "StoredPart"]
 
 _METER = memory_meter()
 
 
-# By the address of PyTorch's storage, which stays the same.
-_KNOWN: weakref.WeakValueDictionary[int, FlatStorage] = weakref.WeakValueDictionary()
+KNOWN: weakref.WeakValueDictionary[int, FlatStorage] = weakref.WeakValueDictionary()
+"""By the address of PyTorch's storage, which stays the same."""
 
 
 @dataclass(slots=True)
@@ -75,7 +70,7 @@ class FlatStorage:
         self._holding = _Holding(self.nbytes)
         _METER.add(self.nbytes)
         self._bytes = self._tensor.untyped_storage()
-        _KNOWN[self._bytes._cdata] = self
+        KNOWN[self._bytes._cdata] = self
         self._finalizer = weakref.finalize(self, self._holding.forget)
         if listeners:
             tell("allocated", self)
@@ -169,36 +164,35 @@ class FlatStorage:
             tell("exchanged", (storage, slot))
 
 
-# They read no data and no storage size.
-_HARMLESS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+class StoredPart:
+    """This rank's part of a buffer, whose memory comes and goes.
 
-
-def _has_plain_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is no wrapper around others."""
-    return bool(type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__)
-
-
-class _ReleasedStorageGuard(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func not in _HARMLESS:
-            for leaf in tree_iter((args, kwargs or {})):
-                if isinstance(leaf, torch.Tensor) and _has_plain_storage(leaf) and leaf.numel():
-                    owner = _KNOWN.get(leaf.untyped_storage()._cdata)
-                    if owner is not None and not owner.is_allocated:
-                        raise StorageError(
-                            f"{owner.name}: {func} was called on a view of it after its storage was released"
-                        )
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def guard_released_storage() -> Iterator[None]:
-    """Check every operator in the block and raise ``StorageError`` where one touches released storage.
-
-    A view of released memory that was kept somewhere (a captured weight, a tensor saved for backward) ends in a
-    crash on
-    CPU and in an illegal address on a GPU. With this guard it is an error that names the owner; it costs a Python call
-    per operator, so it is for debugging and for tests.
+    Attributes:
+        storage: the memory of the part, or of the buffer that this one is a slice of.
     """
-    with _ReleasedStorageGuard():  # type: ignore[no-untyped-call]  # torch leaves the base untyped
-        yield
+
+    storage: FlatStorage
+    _base: torch.Tensor | None
+
+    @property
+    def local_buffer(self) -> torch.Tensor:
+        """This rank's part as a 1-D tensor.
+
+        Raises:
+            StorageError: the storage is released.
+        """
+        whole = self.storage.tensor
+        return whole if self._base is None else self._base
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether the storage has its bytes."""
+        return self.storage.is_allocated
+
+    def release_storage(self) -> None:
+        """Give the memory back; tensors and views keep their identity and must not be used until reallocation."""
+        self.storage.release()
+
+    def reallocate_storage(self) -> None:
+        """Bring the memory back under the same views, with undefined content."""
+        self.storage.reallocate()

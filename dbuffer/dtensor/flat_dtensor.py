@@ -7,7 +7,6 @@ runs: on the rows of each rank, on whole tensors, or as it is. See docs/design/f
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,58 +25,26 @@ from dbuffer.dtensor.distribution import Distribution, contiguous_stride
 from dbuffer.dtensor.elementwise_ops import run_by_rows, run_cast, run_factory, run_foreach, run_unscale
 from dbuffer.dtensor.gathered_ops import Arguments, Options, run_on_whole, run_random_like, run_view
 from dbuffer.dtensor.op_table import Kind, Operator, operator_of
+from dbuffer.dtensor.parameter import ParameterTensor
 from dbuffer.dtensor.placed_tensor import PlacedTensor
 from dbuffer.dtensor.placement import FlatRows, RaggedShard
 from dbuffer.dtensor.reduction_ops import run_foreach_norm, run_reduction
 from dbuffer.errors import PlacementError
 
-__all__ = ["FlatDTensor", "FlatRows", "GradDrops", "RaggedShard", "num_flags_set", "rebind", "refuse_uses"]
+__all__ = ["FlatDTensor", "FlatRows", "RaggedShard", "rebind", "refuse_uses"]
 
 
-_GRAD: Any = torch.Tensor.grad
-_get_grad, _set_grad = _GRAD.__get__, _GRAD.__set__
-# Calls a function without the overrides of subclasses, in less time than it takes to switch them off and on.
-_plainly: Any = torch._C._disabled_torch_function_impl
-_REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
-_num_flags_set = [0]
 _OF_THIS_OBJECT = ("on_grad_dropped", "gradient_of")
 
 
-class GradDrops:
-    """Calls a function when ``.grad`` of tensors that share it is set to None by Python code.
-
-    Attributes:
-        last: the only tensor of which it is called; None for any.
-    """
-
-    __slots__ = ("function", "last")
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self.function = function
-        self.last: weakref.ref[torch.Tensor] | None = None
-
-
-def num_flags_set() -> int:
-    """Return how often any sharded tensor was frozen or unfrozen so far: one number to look at instead of each."""
-    return _num_flags_set[0]
-
-
-class FlatDTensor(PlacedTensor):
+class FlatDTensor(ParameterTensor):
     """A DTensor whose rows lie where a flat buffer has them, through every operator.
 
     Element-wise functions, casts and new tensors of the same shape work on each rank's rows, and sums, means and norms
     need one all-reduce. Whatever else PyTorch has runs on whole tensors: right, but it gathers, and every rank of the
     mesh must call it. In-place functions write each rank's rows; random ones draw what the whole plain tensor would get
     from the same generator.
-
-    Attributes:
-        on_grad_dropped: what is called when ``.grad`` is set to None by Python code.
-        gradient_of: the parameter whose ``.grad`` this is, where its memory takes that parameter's next gradients: any
-            other one is given a copy of it.
     """
-
-    on_grad_dropped: GradDrops | None = None
-    gradient_of: weakref.ref[torch.Tensor] | None = None
 
     @classmethod
     def __torch_function__(
@@ -97,48 +64,6 @@ class FlatDTensor(PlacedTensor):
         if torch.is_grad_enabled() and operator.is_differentiable and is_recorded(args, kwargs or {}):
             return run_recorded(operator, args, kwargs or {})
         return handler(operator, args, kwargs or {})
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """As of any tensor; a property of its own because optimizers read it of every parameter in every step."""
-        gradient: torch.Tensor | None = _plainly(_get_grad, (), (self,))
-        return gradient
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        if value is None:
-            _plainly(_set_grad, (), (self, None))
-            drops = self.on_grad_dropped
-            if drops is not None and (drops.last is None or drops.last() is self):
-                drops.function()
-            return
-        if isinstance(value, FlatDTensor) and value.gradient_of is not None:
-            value = value if value.gradient_of() is self else value.clone()
-        _plainly(_set_grad, (), (self, value))
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-    @property
-    def requires_grad(self) -> bool:
-        """As of any tensor; a property of its own so that a change is noticed."""
-        with torch._C.DisableTorchFunctionSubclass():
-            flag: bool = _REQUIRES_GRAD.__get__(self)
-            return flag
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        _num_flags_set[0] += 1
-        with torch._C.DisableTorchFunctionSubclass():
-            _REQUIRES_GRAD.__set__(self, value)
-
-    def requires_grad_(self, requires_grad: bool = True) -> FlatDTensor:
-        """As of any tensor."""
-        _num_flags_set[0] += 1
-        with torch._C.DisableTorchFunctionSubclass():
-            super().requires_grad_(requires_grad)
-        return self
 
     @staticmethod
     def from_local(
@@ -428,13 +353,3 @@ for _types in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach
         _types.append(FlatDTensor)
 # So that torch.load(weights_only=True) reads what torch.save wrote.
 torch.serialization.add_safe_globals([FlatDTensor, RaggedShard, FlatRows])
-
-
-_FRAMES = torch._C._dynamo.eval_frame
-# Dynamo has no word for what these call: it breaks its graph there, and they run as they are.
-for _property in (FlatDTensor.__dict__["grad"], FlatDTensor.__dict__["requires_grad"]):
-    for _function in (_property.fget, _property.fset):
-        _function._torchdynamo_disable = True
-        _FRAMES.set_code_exec_strategy(
-            _function.__code__, _FRAMES._FrameExecStrategy(_FRAMES._FrameAction.SKIP, _FRAMES._FrameAction.DEFAULT)
-        )

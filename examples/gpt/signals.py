@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbuffer.gloo import wait_for
+from dbuffer.collectives import wait_for
 
 _STDERR = 2
 _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}

@@ -24,9 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 import dbuffer
-from dbuffer.collectives import start_maximum
+from dbuffer.collectives import start_maximum, wait_with
 from dbuffer.events import listen
-from dbuffer.gloo import wait_with
 from dbuffer.mesh import new_group
 from megatron_fsdp.errors import AgreementError, ConfigError
 from megatron_fsdp.observability.flight_recorder import Journal, RankState, verdict

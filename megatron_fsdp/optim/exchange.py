@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from dbuffer.collectives import all_gather, all_to_all
-from dbuffer.gloo import wait_for
+from dbuffer.collectives import all_gather, all_to_all, wait_for
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.optim.matrix_views import MatrixBlock, Rectangle
 from megatron_fsdp.optim.ownership import MatrixWork, Ownership

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 
 from megatron_fsdp.optim.adamw_state import FlatGradient, GroupGradients
 from megatron_fsdp.optim.adamw_update import PlainParameter
-from megatron_fsdp.optim.grad_norm import global_norm
+from megatron_fsdp.optim.global_norm import global_norm
+from megatron_fsdp.optim.grad_norm import clip_factor
 from megatron_fsdp.optim.loaded_state import hide_state, lay_out_loaded_state, reveal_state
-from megatron_fsdp.optim.nonfinite import Reading, check_policy, clip_factor, may_step
+from megatron_fsdp.optim.nonfinite import Reading, check_policy, may_step
 from megatron_fsdp.runtime.freshness import refreshes_itself
 
 __all__ = ["FlatBase", "Gradients", "Home", "loss_of"]

@@ -1,56 +1,41 @@
-"""Norms and clipping of gradients that rest sharded."""
+"""Clipping of gradients that rest sharded."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dbuffer.collectives import all_reduce
 from dbuffer.mesh import MeshAxis
-from dbuffer_kernels import sum_of_squares
-from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.adamw_state import GroupGradients
-from megatron_fsdp.optim.adamw_update import PlainParameter, _sum_on
-from megatron_fsdp.optim.nonfinite import clip_factor, may_step, readings_of
-from megatron_fsdp.optim.sharded_optimizer import _Held, _held_by
-from megatron_fsdp.runtime.parameter_group import group_of_parameter
+from dbuffer.placements import BufferPlacement
+from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.optim.nonfinite import may_step, readings_of
+from megatron_fsdp.runtime.fsdp_params import grads_of
+from megatron_fsdp.runtime.grad_state import GradState
+from megatron_fsdp.runtime.param_layout import own_rows
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.unit import units_below
 
 __all__ = [
+    "clip_factor",
     "clip_grad_norm_",
-    "global_norm",
 ]
 
 
-def global_norm(gradients: Iterable[tuple[GroupGradients | PlainParameter, torch.Tensor]]) -> torch.Tensor:
-    """Return the norm of all gradients of a step over all ranks: 0-d fp32, on the device of the first.
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return what gradients of this norm are multiplied by, that of ``torch.nn.utils.clip_grad_norm_``.
 
-    Every rank calls it with gradients of the same groups. One pass over each gradient, and one all-reduce of a scalar
-    for each set of axes over which gradients are spread; those of plain parameters count as they are on this rank.
-
-    Args:
-        gradients: 1-D, with what each belongs to.
+    It is just below max_norm / norm, never above 1. But a norm that is not finite clips nothing: NaN times every
+    gradient would make every weight NaN, and hide where it came from. One rule for ``clip_grad_norm_`` and for
+    ``AdamW``'s own clip.
     """
-    spread: dict[tuple[int, ...], tuple[tuple[MeshAxis, ...], torch.device, list[torch.Tensor]]] = {}
-    for owner, gradient in gradients:
-        total = sum_of_squares(gradient)[0]
-        axes: tuple[MeshAxis, ...] = ()
-        device = total.device
-        if isinstance(owner, GroupGradients):
-            axes, device = owner.axes, owner.device
-        spread.setdefault(tuple(id(axis.gather_group) for axis in axes), (axes, device, []))[2].append(total)
-    totals: list[torch.Tensor] = []
-    for axes, device, squares in spread.values():
-        total = _sum_on(device, squares)
-        for axis in axes:
-            all_reduce(total, axis, "sum")
-        totals.append(total)
-    if not totals:
-        return torch.zeros(())
-    return _sum_on(totals[0].device, totals).sqrt().float()
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0).where(norm.isfinite(), 1.0)
 
 
 def clip_grad_norm_(
@@ -145,3 +130,47 @@ def _by_axes(settled: Iterable[_Held]) -> Iterable[tuple[list[MeshAxis], list[_H
         axes = held.group.spread_over(held.placements)
         split.setdefault(tuple(id(axis.gather_group) for axis in axes), (axes, []))[1].append(held)
     return split.values()
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Gradients of one group on this rank.
+
+    Attributes:
+        flat: their elements. placements: of the buffer that they lie in. scale: multiplies them, wherever they lie.
+    """
+
+    group: ParameterGroup
+    flat: torch.Tensor
+    placements: Sequence[BufferPlacement]
+    scale: Callable[[torch.Tensor], None]
+
+
+def _held_by(group: ParameterGroup) -> Iterator[_Held]:
+    """Yield the gradients of a group.
+
+    Raises:
+        StateError: they are not final.
+    """
+    gradients = group.gradients
+    if gradients is not None:
+        binding = gradients.binding
+        if binding.state is GradState.PARTIAL or gradients.is_filled:
+            raise StateError(
+                f"{binding.name}: clip_grad_norm_ before gradients are final; run the last microbatch's backward "
+                "with synchronization (outside of no_sync, or after set_requires_gradient_sync(True))"
+            )
+        final = binding.settled()
+        if final is not None:
+            yield _Held(group, final.local_buffer, final.placements, binding.scale)
+        return
+    # A frozen group has no buffer for what the user puts in .grad.
+    for index, gradient in enumerate(grads_of(group.fsdp_params.sharded_params)):
+        if gradient is not None:
+            rows = own_rows(group.fsdp_params, index, gradient)
+            yield _Held(group, rows.reshape(-1), group.main_weight.placements, functools.partial(_scale, gradient))
+
+
+def _scale(tensor: torch.Tensor, factor: torch.Tensor) -> None:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local.mul_(factor.to(local))

@@ -22,6 +22,8 @@ from megatron_fsdp.runtime.param_layout import is_laid_out_like, laid_out
 from megatron_fsdp.runtime.parameter_group import group_of_parameter
 
 __all__ = [
+    "SEEN",
+    "WHOLE",
     "hide_state",
     "lay_out_loaded_state",
     "parameters_of",
@@ -31,9 +33,9 @@ __all__ = [
 ]
 
 # The state dictionary that each optimizer had when it was last looked through; loading makes another one.
-_SEEN: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
+SEEN: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
 # How many parameters the groups of each optimizer had when all of them were found to be whole weights.
-_WHOLE: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+WHOLE: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
 
 
 def parameters_of(optimizer: Optimizer) -> Iterable[torch.Tensor]:
@@ -51,7 +53,7 @@ def state_dtype(optimizer: Optimizer, parameter: torch.Tensor) -> torch.dtype:
 
 def lay_out_loaded_state(optimizer: Optimizer, *_: Any) -> None:
     """Bring state that was loaded since the last step into the parameters' rows; all ranks call it together."""
-    if _SEEN.get(optimizer) is optimizer.state:
+    if SEEN.get(optimizer) is optimizer.state:
         return
     for parameter in parameters_of(optimizer):
         group, values = group_of_parameter(parameter), optimizer.state.get(parameter)
@@ -70,7 +72,7 @@ def lay_out_loaded_state(optimizer: Optimizer, *_: Any) -> None:
             ):
                 # An equal mesh has process groups of its own: ranks must not differ in whose they gather over.
                 values[key] = parameter.with_local(value._local_tensor)
-    _SEEN[optimizer] = optimizer.state
+    SEEN[optimizer] = optimizer.state
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ def refuse_split_weights(optimizer: Optimizer, *_: Any) -> None:
         ConfigError: it would; the message names the first such parameter.
     """
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if getattr(optimizer, "steps_split_weights", False) or _WHOLE.get(optimizer) == sizes:
+    if getattr(optimizer, "steps_split_weights", False) or WHOLE.get(optimizer) == sizes:
         return
     for parameter in parameters_of(optimizer):
         group = group_of_parameter(parameter)
@@ -138,4 +140,4 @@ def refuse_split_weights(optimizer: Optimizer, *_: Any) -> None:
                 "weight (split_main_params=True), which an optimizer of torch.optim would round in every step. Use "
                 "megatron_fsdp.AdamW, or shard that unit with split_main_params=False."
             )
-    _WHOLE[optimizer] = sizes
+    WHOLE[optimizer] = sizes

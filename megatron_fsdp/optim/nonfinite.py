@@ -16,7 +16,7 @@ from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError, NonfiniteGradientError
 from megatron_fsdp.runtime.parameter_group import group_of_parameter
 
-__all__ = ["POLICIES", "Reading", "check_gradients", "check_policy", "clip_factor", "may_step", "readings_of"]
+__all__ = ["POLICIES", "Reading", "check_gradients", "check_policy", "may_step", "readings_of"]
 
 POLICIES = ("ignore", "skip", "raise")
 _LOG = logging.getLogger(__name__)
@@ -61,16 +61,6 @@ def check_gradients(model: nn.Module, norm: torch.Tensor, nonfinite: str = "rais
     """
     check_policy("check_gradients", nonfinite)
     return nonfinite == "ignore" or may_step(norm, nonfinite, lambda: readings_of(model))
-
-
-def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return what gradients of this norm are multiplied by, that of ``torch.nn.utils.clip_grad_norm_``.
-
-    It is just below max_norm / norm, never above 1. But a norm that is not finite clips nothing: NaN times every
-    gradient would make every weight NaN, and hide where it came from. One rule for ``clip_grad_norm_`` and for
-    ``AdamW``'s own clip.
-    """
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0).where(norm.isfinite(), 1.0)
 
 
 def check_policy(what: str, nonfinite: str) -> None:

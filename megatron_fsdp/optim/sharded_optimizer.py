@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
-import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dbuffer.placements import BufferPlacement
-from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.fresh_state import show_fresh_state
 from megatron_fsdp.optim.loaded_state import lay_out_loaded_state, parameters_of, refuse_split_weights
 from megatron_fsdp.runtime.freshness import refreshes_itself
-from megatron_fsdp.runtime.fsdp_params import grads_of
-from megatron_fsdp.runtime.grad_state import GradState
-from megatron_fsdp.runtime.param_layout import own_rows
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.resting_copy import catch_up_together, expect_step
 
@@ -84,47 +77,3 @@ def _after_step(references: Iterable[weakref.ref[ParameterGroup]], *_: Any) -> N
         if group.gradients is not None:
             group.gradients.binding.restore_dtype()
     catch_up_together(groups)
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """Gradients of one group on this rank.
-
-    Attributes:
-        flat: their elements. placements: of the buffer that they lie in. scale: multiplies them, wherever they lie.
-    """
-
-    group: ParameterGroup
-    flat: torch.Tensor
-    placements: Sequence[BufferPlacement]
-    scale: Callable[[torch.Tensor], None]
-
-
-def _held_by(group: ParameterGroup) -> Iterator[_Held]:
-    """Yield the gradients of a group.
-
-    Raises:
-        StateError: they are not final.
-    """
-    gradients = group.gradients
-    if gradients is not None:
-        binding = gradients.binding
-        if binding.state is GradState.PARTIAL or gradients.is_filled:
-            raise StateError(
-                f"{binding.name}: clip_grad_norm_ before gradients are final; run the last microbatch's backward "
-                "with synchronization (outside of no_sync, or after set_requires_gradient_sync(True))"
-            )
-        final = binding.settled()
-        if final is not None:
-            yield _Held(group, final.local_buffer, final.placements, binding.scale)
-        return
-    # A frozen group has no buffer for what the user puts in .grad.
-    for index, gradient in enumerate(grads_of(group.fsdp_params.sharded_params)):
-        if gradient is not None:
-            rows = own_rows(group.fsdp_params, index, gradient)
-            yield _Held(group, rows.reshape(-1), group.main_weight.placements, functools.partial(_scale, gradient))
-
-
-def _scale(tensor: torch.Tensor, factor: torch.Tensor) -> None:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    local.mul_(factor.to(local))

@@ -378,7 +378,8 @@ class Backward:
 
         Outside of any, finish what earlier ones left under way.
         """
-        tell("finish", self)
+        if listeners:
+            tell("finish", self)
         is_inside = is_in_backward()
         if not is_inside:
             self.recover()
@@ -403,7 +404,7 @@ class Backward:
         self.is_unfinished = is_left
         if is_for_others:
             refuse_gathered(group for unit in units for group in unit.groups)
-        if (self.is_last or self.is_manual) and not is_left:
+        if listeners and (self.is_last or self.is_manual) and not is_left:
             tell("backward", self)
 
     def start_reductions(self) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
-from dbuffer.dtensor.flat_dtensor import num_flags_set
+from dbuffer.dtensor.parameter import NUM_FLAGS_SET
 from dbuffer.events import listeners, tell
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.runtime.gathered_weight import GatheredWeight, ReleasedWeight, WeightHandle, refuse_uncounted
@@ -202,9 +202,9 @@ class FSDPParams:
     def changed_requires_grad(self) -> list[int]:
         """Return which parameters were frozen or unfrozen since compute last used them, on either object."""
         used, required = self._used_flags(), self._required
-        if num_flags_set() == self._num_flags_set and used == required:
+        if NUM_FLAGS_SET[0] == self._num_flags_set and used == required:
             return []
-        resting, self._num_flags_set = self._resting_flags(), num_flags_set()
+        resting, self._num_flags_set = self._resting_flags(), NUM_FLAGS_SET[0]
         if resting == required == used:
             return []
         changed = []
@@ -219,7 +219,7 @@ class FSDPParams:
     def frozen_since_used(self) -> list[int]:
         """Return which parameters were trained when compute last used them and are not any more."""
         used = self._used_flags()
-        if num_flags_set() == self._num_flags_set and used == self._required:
+        if NUM_FLAGS_SET[0] == self._num_flags_set and used == self._required:
             return []
         flags = zip(self._resting_flags(), used, self._required, strict=True)
         frozen = [index for index, (one, other, required) in enumerate(flags) if required and not (one and other)]

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer, FlatDTensor
-from dbuffer.dtensor.flat_dtensor import GradDrops
+from dbuffer.dtensor.parameter import GradDrops
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.fsdp_params import FSDPParams, grads_of, outside
 from megatron_fsdp.runtime.grad_state import CHANGES, GradState
@@ -365,10 +365,12 @@ class GradBinding:
 
     def _adopt_user_gradients(self, shown: Sequence[torch.Tensor | None]) -> None:
         for index, gradient in enumerate(shown):
+            if gradient is not None and self._gradients and gradient is self._gradients[index]:
+                continue
             mine = self.final.get_local_tensor(index)
             if gradient is None:
                 mine.zero_()
-            elif not self._gradients or gradient is not self._gradients[index]:
+            else:
                 rows = own_rows(self.fsdp_params, index, gradient)
                 if rows.data_ptr() != mine.data_ptr():
                     mine.view(-1).copy_(rows.reshape(-1))

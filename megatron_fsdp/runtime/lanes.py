@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dbuffer.collectives import wait_for
 from dbuffer.events import listeners, tell
-from dbuffer.gloo import wait_for
 from megatron_fsdp.runtime.cuda_lane import LATEST, Compute, CudaLane, Streams, Turns
 from megatron_fsdp.runtime.lane_types import Lane, Operation, Ticket
 

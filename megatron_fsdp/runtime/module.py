@@ -324,7 +324,7 @@ class FSDPModule:
         """Reduce on a communicator of its own (the default), or on the one that gathers, which saves its memory."""
         for unit in self._units(recurse):
             for axis in (axis for group in unit.groups for axis in group.main_weight.axes):
-                axis.has_separate_reduce_group = enable
+                axis.separate_reductions(enable)
 
     def set_slot_pool(self, sizing: str | None = "largest", *, recurse: bool = True) -> None:
         """Let gathered weights and packed gradients take turns in memory that stays, instead of allocating each time.

@@ -8,6 +8,7 @@ long as the group: switching is a few dictionary writes, and nothing is built on
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,7 +20,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dbuffer import BufferPlacement, DBuffer, Flat, Plan
-from dbuffer.collectives import Part, gather_together
+from dbuffer.collectives import Part, all_gather
+from dbuffer.collectives_together import gather_together
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter
@@ -67,18 +69,22 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
         if group.weights.post_forward is not None:
             group.weights.choose_source(generation)
     if weights:
-
-        def gather(works: list[dist.Work] | None) -> None:
-            parts: list[Part] = []
-            for each in weights:
-                parts += each.gather(works)
-            gather_together(parts, works)
-
+        gather = functools.partial(_gather, weights)
         ticket = lane("gather", groups[0].spec.device).submit(gather, on_host=on_host, owner=owner)
     # Last, so that whatever is raised before (an interrupt, out of memory) leaves nothing that looks gathered.
     for group in groups:
         group.gather_ticket = None if group.rests_whole else ticket
         group.weight_state = WeightState.GATHERING
+
+
+def _gather(weights: Sequence[WeightBuffers], works: list[dist.Work] | None) -> None:
+    parts: list[Part] = []
+    for each in weights:
+        parts += each.gather(works)
+    if len(parts) == 1:
+        all_gather(parts[0].whole, parts[0].shard, parts[0].axis, works)
+    else:
+        gather_together(parts, works)
 
 
 def _follow_main_weights(groups: Sequence[ParameterGroup]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from dbuffer import DBuffer, PlacementError
-from dbuffer.collectives import Part, all_reduce_together, reduce_together
+from dbuffer.collectives import Part, reduce_scatter
+from dbuffer.collectives_together import all_reduce_together, reduce_together
 from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
 from dbuffer_kernels import accumulate
@@ -67,16 +69,20 @@ class Stages:
     on_host: Callable[[], None] | None
 
 
+def _start(all_stages: Sequence[Stages], works: list[dist.Work] | None) -> None:
+    parts: list[Part] = []
+    for stages in all_stages:
+        parts += stages.start(works)
+    if len(parts) == 1:
+        reduce_scatter(parts[0].shard, parts[0].whole, parts[0].axis, parts[0].op, works)
+    else:
+        reduce_together(parts, works)
+
+
 def submit_reductions(
     device: torch.device, all_stages: Sequence[Stages], owner: int, tickets: Sequence[list[Ticket]]
 ) -> None:
     """Issue reductions together on their lane; who waits for the ticket, which each list gets, sees them folded."""
-
-    def start(works: list[dist.Work] | None) -> None:
-        parts: list[Part] = []
-        for stages in all_stages:
-            parts += stages.start(works)
-        reduce_together(parts, works)
 
     def fold() -> None:
         for stages in all_stages:
@@ -91,7 +97,7 @@ def submit_reductions(
     for stages in all_stages:
         if stages.on_host is not None:
             on_host = fold_on_host
-    lane("reduce", device).submit(start, fold, on_host, owner=owner, tickets=tickets)
+    lane("reduce", device).submit(functools.partial(_start, all_stages), fold, on_host, owner=owner, tickets=tickets)
 
 
 def _wide_part(packed: DBuffer, reduced: DBuffer) -> list[Part]:
@@ -179,7 +185,7 @@ class Reduction:
 
         def run(works: list[dist.Work] | None) -> list[Part]:
             if function is None:
-                return wide or route.parts(works)
+                return wide or route.ready or route.parts(works)
             group = only_flat_axis(reduced.axes, reduced.placements).reduce_group
             output, whole = reduced.local_buffer, packed.local_buffer
             work = function(output, whole, group, dist.ReduceOp.SUM, works is not None)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from dbuffer import MeshError
-from dbuffer.gloo import wait_for
+from dbuffer.collectives import wait_for
 from dbuffer.mesh import job_timeout
 from megatron_fsdp.errors import AgreementError, ConfigError
 from megatron_fsdp.formatting import rank_list

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from dbuffer.collectives import gather_together
+from dbuffer.collectives_together import gather_together
 from dbuffer.events import listeners, tell
 
 if TYPE_CHECKING:

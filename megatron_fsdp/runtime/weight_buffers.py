@@ -161,7 +161,7 @@ class WeightBuffers:
         if self.gather_function is None:
             if self._route is None:
                 self._route = Route(source, self.gathered)
-            return self._route.parts(works)
+            return self._route.ready or self._route.parts(works)
         group = only_flat_axis(source.axes, source.placements).gather_group
         work = self.gather_function(self.gathered.local_buffer, source.local_buffer, group, works is not None)
         if works is not None and work is not None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
-from dbuffer.storage import guard_released_storage
+from dbuffer.storage_guard import guard_released_storage
 from megatron_fsdp.certify.certificate import Certificate
 from tests.certify.cases import CASES
 from tests.certify.matrix import TIMEOUT_S, merged, run_on_rank

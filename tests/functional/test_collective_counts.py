@@ -256,7 +256,7 @@ def test_a_unit_of_many_groups_is_gathered_and_reduced_by_one_collective_each(
 
 
 def count_apart() -> list[dict[str, int]]:
-    with mock.patch("dbuffer.collectives.is_off", "together".__eq__):
+    with mock.patch("dbuffer.collectives_together.is_off", "together".__eq__):
         counts, _, worst = count_mixed("optim_grads_params", (2,), 2)
     assert worst < 1e-5
     return counts[1:]

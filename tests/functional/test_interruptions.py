@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dbuffer.gloo import wait_with
+from dbuffer.collectives import wait_with
 from dbuffer.storage import FlatStorage
 from megatron_fsdp import AdamW, Placements, fully_shard, fully_shard_optimizer
 from tests.functional.interruptions import SWEEPS, Sweep, run
@@ -108,7 +108,7 @@ def output_after_an_interrupted_gather(strategy: str) -> float:
     optimizer.step()
     optimizer.zero_grad()
     train_plain(plain, 0)
-    with interrupted_at("collectives.py", "gather_together"):
+    with interrupted_at("collectives.py", "all_gather"):
         model(inputs(dist.get_rank(), 1))
     return distance(model, plain, 2)
 

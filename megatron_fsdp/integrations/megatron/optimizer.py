@@ -17,8 +17,8 @@ from megatron_fsdp.integrations.megatron.norms import (
     gradient_zeros,
     weight_norm,
 )
+from megatron_fsdp.optim.grad_norm import clip_factor
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES, megatron_muon
-from megatron_fsdp.optim.nonfinite import clip_factor
 from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
 
 __all__ = ["OptimizerMethods", "adopt_optimizer"]

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from dbuffer.gloo import wait_for
+from dbuffer.collectives import wait_for
 from gpt.parallel import shard
 from megatron_fsdp import FsdpConfig
 from tests.harness import run_ranks

@@ -1,15 +1,11 @@
-"""Steps of ``torch.optim``'s own element-wise optimizers over sharded parameters, taken on flat memory.
+"""Which flat tensors stand for an optimizer's parameters while it steps, and how their state comes to lie so.
 
-The optimizer stays the user's: its param groups, state, hooks and state dicts are over the sharded parameters. Only for
-the length of a step a stand-in of the same class runs in its place, over 1-D plain tensors: neighbours in a unit's
-buffer that have gradients side by side, too, are one of them (docs/design/facade.md, "Steps on flat memory").
+Made when a step finds other parameters, gradients or state than the last one (``step_hook``).
 """
 
 from __future__ import annotations
 
-import functools
 import operator
-import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,25 +13,16 @@ from itertools import accumulate, chain, repeat
 from typing import Any, cast
 
 import torch
-from torch._compile import _disable_dynamo
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim import Optimizer
 
 from dbuffer import FlatDTensor
 from dbuffer.dtensor.flat_dtensor import rebind
 from megatron_fsdp.optim.adamw_state import local_range
-from megatron_fsdp.optim.loaded_state import lay_out_loaded_state, refuse_split_weights
-from megatron_fsdp.runtime.fsdp_params import grads_of
 from megatron_fsdp.runtime.lanes import is_capturing
 from megatron_fsdp.runtime.param_layout import is_laid_out_like
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
 
-__all__ = ["attend_optimizers"]
-
-ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
-    {Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD}
-)
-"""Classes that treat every element alike; a subclass of one may not."""
+__all__ = ["FlatPlan", "Numbers", "Run", "local_of", "spec_of"]
 
 # Loops of the CPU take whole vectors and, at the end of a tensor, single elements. In narrow dtypes the two round at
 # different places, so an element's value depends on where it lies. So it does in fused optimizers, of any dtype, which
@@ -43,87 +30,8 @@ ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
 _WIDE = (torch.float32, torch.float64)
 _VECTOR_BYTES = 64
 
-_local_of = operator.attrgetter("_local_tensor")
-_spec_of = operator.attrgetter("_spec")
-_address_of = torch.Tensor.data_ptr
-_STAND_INS: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
-
-
-def step_flat(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Have a step run on flat memory, where its values are those of the step over the parameters, to the bit.
-
-    A hook before the steps of all optimizers. Steps of other classes, of closures, with ``differentiable=True`` and
-    those that are being compiled run as they are.
-
-    Args:
-        optimizer: any. args, kwargs: of its ``step``, the optimizer itself first.
-    Returns:
-        The arguments with a stand-in for the optimizer; None for those that there are.
-    """
-    if torch.compiler.is_compiling() or type(optimizer) not in ELEMENT_WISE or args[0] is not optimizer:
-        return None
-    if any(argument is not None for argument in (*args[1:], *kwargs.values())):
-        return None
-    groups = optimizer.param_groups
-    if any(group.get("differentiable") for group in groups):
-        return None
-    if not any(type(parameter) is FlatDTensor for group in groups for parameter in group["params"]):
-        return None
-    stand_in = _STAND_INS.get(optimizer)
-    if stand_in is None:
-        stand_in = _STAND_INS[optimizer] = _stand_in(optimizer)
-    return (stand_in,), kwargs
-
-
-@functools.cache
-def _stand_in_class(kind: Any) -> type[Optimizer]:
-    return type(kind.__name__, (_StandIn, kind), {})
-
-
-def _stand_in(optimizer: Optimizer) -> Optimizer:
-    kind: Any = type(optimizer)
-    made = object.__new__(_stand_in_class(kind))
-    made.__dict__.update(_owner=weakref.ref(optimizer), _plan=None)
-    return made
-
-
-class _StandIn(Optimizer):
-    """An optimizer over flat tensors for the length of another one's step; of anything else it knows what that does."""
-
-    _owner: weakref.ref[Optimizer]
-    _plan: _Plan | None
-
-    def __getattr__(self, name: str) -> Any:
-        # Such as the scale and the finding that a gradient scaler leaves with a fused optimizer.
-        return getattr(self._owner(), name)
-
-    def _accelerator_graph_capture_health_check(self) -> None:
-        owner = self._owner()
-        assert owner is not None
-        owner._accelerator_graph_capture_health_check()
-
-    @property
-    def param_groups(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]  # a step goes through them once
-        """The groups of the flat tensors, from the gradients that there are now; the last one ends the step."""
-        owner = self._owner()
-        assert owner is not None
-        parameters = list(chain.from_iterable(group["params"] for group in owner.param_groups))
-        gradients = grads_of(parameters)
-        plan = self._plan
-        if plan is None or not plan.fits(owner, parameters, gradients):
-            plan = self._plan = _Plan(owner, parameters, gradients)
-        plan.lend(gradients)
-        for group, tensors in zip(owner.param_groups, plan.tensors, strict=True):
-            yield {**group, "params": tensors}
-        plan.settle(owner)
-
-    @property
-    def state(self) -> Mapping[torch.Tensor, Any]:  # type: ignore[override]
-        """The state of the flat tensors; that of others is the optimizer's own."""
-        assert self._plan is not None
-        return self._plan.state
+local_of = operator.attrgetter("_local_tensor")
+spec_of = operator.attrgetter("_spec")
 
 
 class _State(dict[torch.Tensor, Any]):
@@ -163,7 +71,7 @@ class _Member:
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
+class Run:
     """Neighbours that are stepped as one tensor.
 
     Attributes:
@@ -200,45 +108,25 @@ class _Run:
         local = flat[begin : begin + member.numel].view(member.parameter._local_tensor.shape)
         return member.parameter.with_local(local)
 
-    def publish(self, state: Mapping[torch.Tensor, Any]) -> bool:
-        """Show each member's part of the state in its own; return whether anything of it was new."""
-        if len(self.state) == len(self.shown) and _same(self.state.values(), self.shown):
-            return False
-        for member in self.members:
-            for key, value in self.state.items():
-                if isinstance(value, torch.Tensor):
-                    value = self.part(value, member) if value.shape == self.weight.shape else value.clone()
-                state[member.parameter][key] = value
-        return True
 
-
-class _Numbers:
+class Numbers:
     """State of one number, such as a count of steps: every parameter has its own, and those of a run are equal.
 
     They lie side by side, so that one operator gives all of them what the step made of each leader's.
     """
 
     def __init__(self, slots: Sequence[tuple[dict[str, Any], str]], leaders: Sequence[int]) -> None:
-        self._all = torch.stack([values[key] for values, key in slots])
+        self.all = torch.stack([values[key] for values, key in slots])
         # Pinned, because a copy from pageable memory would make the host wait for the stream.
-        numbers = torch.tensor(leaders, pin_memory=self._all.device.type == "cuda")
-        self._leaders = numbers.to(self._all.device, non_blocking=True)
-        for (values, key), number in zip(slots, self._all.unbind(), strict=True):
+        numbers = torch.tensor(leaders, pin_memory=self.all.device.type == "cuda")
+        self.leaders = numbers.to(self.all.device, non_blocking=True)
+        for (values, key), number in zip(slots, self.all.unbind(), strict=True):
             values[key] = number
-        self._version = self._all._version
-
-    def is_unchanged(self) -> bool:
-        """Whether nobody but the step wrote to one."""
-        return self._all._version == self._version
-
-    def follow(self) -> None:
-        """Give the numbers of each run's leader to all of the run."""
-        self._all.copy_(self._all[self._leaders])
-        self._version = self._all._version
+        self.version = self.all._version
 
 
-class _Plan:
-    """Which flat tensors stand for an optimizer's parameters, while these, their state and their gradients lie so.
+class FlatPlan:
+    """Flat tensors for an optimizer's parameters, while these, their state and their gradients lie so.
 
     Attributes:
         tensors: for each param group, those to step. state: theirs.
@@ -247,128 +135,62 @@ class _Plan:
     def __init__(
         self, owner: Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        self._parameters = parameters
-        self._sizes = _sizes(owner)
-        self._absent = list(map(operator.is_, gradients, repeat(None)))
-        self._gradient_ids = list(map(id, gradients))
+        self.parameters = parameters
+        self.sizes = [len(group["params"]) for group in owner.param_groups]
+        self.absent = list(map(operator.is_, gradients, repeat(None)))
+        self.gradient_ids = list(map(id, gradients))
         members = _members(owner, parameters, gradients)
-        self._runs = list(map(_run, _chains(members, gradients)))
+        self.runs = list(map(_run, _chains(members, gradients)))
         self.state = _State(owner.state)
-        for run in self._runs:
+        for run in self.runs:
             self.state[run.weight] = run.state
         self.tensors = self._tensors(gradients)
-        self._is_settled = True
-        self._show(owner)
+        self.is_settled = True
+        self.show(owner)
         # Gradients that break runs may be others the next time.
-        self._is_whole = len(self._runs) == len(list(_chains(members))) and len(members) == sum(
+        self.is_whole = len(self.runs) == len(list(_chains(members))) and len(members) == sum(
             type(p) is FlatDTensor and g is not None for p, g in zip(parameters, gradients, strict=True)
         )
 
     def _tensors(self, gradients: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor]]:
         """Return the runs of each param group, then its other parameters that have gradients."""
-        group_of = [number for number, size in enumerate(self._sizes) for _ in range(size)]
-        found: list[list[torch.Tensor]] = [[] for _ in self._sizes]
-        for run in self._runs:
+        group_of = [number for number, size in enumerate(self.sizes) for _ in range(size)]
+        found: list[list[torch.Tensor]] = [[] for _ in self.sizes]
+        for run in self.runs:
             found[group_of[run.leader.position]].append(run.weight)
-        flat = {member.position for run in self._runs for member in run.members}
-        for position, parameter in enumerate(self._parameters):
+        flat = {member.position for run in self.runs for member in run.members}
+        for position, parameter in enumerate(self.parameters):
             if position not in flat and gradients[position] is not None:
                 found[group_of[position]].append(parameter)
         return found
 
-    def _show(self, owner: Optimizer) -> None:
+    def show(self, owner: Optimizer) -> None:
         """Let the members' state and that of the runs be one memory, and note what ``fits`` compares."""
-        self._numbers = _lay_out_state(owner, self._runs)
-        for run in self._runs:
+        self.numbers = _lay_out_state(owner, self.runs)
+        for run in self.runs:
             run.shown = tuple(run.state.values())
         self._remember(owner)
 
     def _remember(self, owner: Optimizer) -> None:
         # As lists: every parameter is looked at in every step.
-        members = [member for run in self._runs for member in run.members]
-        self._positions = [member.position for member in members]
-        self._members = [member.parameter for member in members]
-        self._locals = list(map(_local_of, self._members))
-        self._specs = list(map(_spec_of, self._members))
-        self._leaders, self._distances = [], []
-        self._numels = [run.weight.numel() for run in self._runs]
-        sizes = [len(run.members) for run in self._runs]
+        members = [member for run in self.runs for member in run.members]
+        self.positions = [member.position for member in members]
+        self.members = [member.parameter for member in members]
+        self.locals = list(map(local_of, self.members))
+        self.specs = list(map(spec_of, self.members))
+        self.leaders, self.distances = [], []
+        self.numels = [run.weight.numel() for run in self.runs]
+        sizes = [len(run.members) for run in self.runs]
         beginnings = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
-        self._firsts = [
-            first + run.members.index(run.leader) for first, run in zip(beginnings, self._runs, strict=True)
-        ]
-        for first, leader, run in zip(beginnings, self._firsts, self._runs, strict=True):
+        self.firsts = [first + run.members.index(run.leader) for first, run in zip(beginnings, self.runs, strict=True)]
+        for first, leader, run in zip(beginnings, self.firsts, self.runs, strict=True):
             for number, member in enumerate(run.members, first):
                 # Those without elements lie nowhere.
-                self._leaders.append(leader if member.numel else number)
+                self.leaders.append(leader if member.numel else number)
                 distance = (member.start - run.leader.start) if member.numel else 0
-                self._distances.append(distance * member.parameter.dtype.itemsize)
-        self._records = list(map(owner.state.get, self._members))
-        self._values = list(chain.from_iterable(record.values() for record in self._records if record is not None))
-
-    def fits(
-        self, owner: Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
-    ) -> bool:
-        """Whether nothing has changed but values, and no step was broken off, whose state may be shown in part."""
-        return (
-            self._is_settled
-            and _sizes(owner) == self._sizes
-            and _same(parameters, self._parameters)
-            and list(map(operator.is_, gradients, repeat(None))) == self._absent
-            and (self._is_whole or list(map(id, gradients)) == self._gradient_ids)
-            and _same(map(_local_of, self._members), self._locals)
-            and self._fits_state(owner)
-            and self._fits_gradients([gradients[position] for position in self._positions])
-        )
-
-    def _fits_state(self, owner: Optimizer) -> bool:
-        records = list(map(owner.state.get, self._members))
-        if owner.state is not self.state.owner or not _same(records, self._records):
-            return False
-        values = list(chain.from_iterable(record.values() for record in records if record is not None))
-        is_same = len(values) == len(self._values) and _same(values, self._values)
-        return is_same and all(numbers.is_unchanged() for numbers in self._numbers)
-
-    def _fits_gradients(self, gradients: Sequence[Any]) -> bool:
-        # What is seen through a window has a layout of its own, so it has not the parameter's.
-        if not _same(map(type, gradients), repeat(FlatDTensor)) or not _same(map(_spec_of, gradients), self._specs):
-            return False
-        rows = list(map(_local_of, gradients))
-        if not _same(map(type, rows), repeat(torch.Tensor)):
-            return False
-        addresses = list(map(_address_of, rows))
-        if list(map(operator.sub, addresses, map(addresses.__getitem__, self._leaders))) != self._distances:
-            return False
-        return all(map(_reaches, map(rows.__getitem__, self._firsts), self._numels))
-
-    def lend(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Give the flat tensors their gradients."""
-        self._is_settled = False
-        for run, numel in zip(self._runs, self._numels, strict=True):
-            rows = cast(FlatDTensor, gradients[run.leader.position])._local_tensor
-            run.weight.grad = rows.as_strided((numel,), (1,))
-
-    def settle(self, owner: Optimizer) -> None:
-        """Take the gradients back, and show what the step did to the state."""
-        for numbers in self._numbers:
-            numbers.follow()
-        is_new = False
-        for run in self._runs:
-            run.weight.grad = None
-            is_new = run.publish(owner.state) or is_new
-        if is_new:
-            # Nothing is read: what a run got is alike for all of its members.
-            self._show(owner)
-        self._is_settled = True
-
-
-def _same(these: Iterable[Any], those: Iterable[Any]) -> bool:
-    """Whether two lists of one length have the same objects."""
-    return all(map(operator.is_, these, those))
-
-
-def _sizes(optimizer: Optimizer) -> list[int]:
-    return [len(group["params"]) for group in optimizer.param_groups]
+                self.distances.append(distance * member.parameter.dtype.itemsize)
+        self.records = list(map(owner.state.get, self.members))
+        self.values = list(chain.from_iterable(record.values() for record in self.records if record is not None))
 
 
 def _reaches(local: torch.Tensor, numel: int) -> bool:
@@ -505,44 +327,31 @@ def _leader(members: Sequence[_Member]) -> _Member:
     return next((member for member in members if member.numel), members[0])
 
 
-def _run(members: list[_Member]) -> _Run:
+def _run(members: list[_Member]) -> Run:
     leader = _leader(members)
     stop = max(member.stop for member in members) if leader.numel else leader.start
-    return _Run(members, leader, leader.group.main_weight.local_buffer[leader.start : stop])
+    return Run(members, leader, leader.group.main_weight.local_buffer[leader.start : stop])
 
 
-def _lay_out_state(owner: Optimizer, runs: Iterable[_Run]) -> list[_Numbers]:
+def _lay_out_state(owner: Optimizer, runs: Iterable[Run]) -> list[Numbers]:
     """Bring the state that members have into flat memory, and give it to the runs."""
     slots: dict[Hashable, list[tuple[dict[str, Any], str]]] = defaultdict(list)
     leaders: dict[Hashable, list[int]] = defaultdict(list)
-    shared: list[tuple[_Run, str]] = []
+    shared: list[tuple[Run, str]] = []
     for run in runs:
         records = [owner.state.get(member.parameter) or {} for member in run.members]
         for key, value in records[0].items():
             run.state[key] = value
             if isinstance(value, FlatDTensor):
                 values = [record[key] for record in records]
-                flat = run.over(list(map(_local_of, values)))
+                flat = run.over(list(map(local_of, values)))
                 run.state[key] = run.join(values) if flat is None else flat
             elif value is not None and len(records) > 1:
                 kind = (value.dtype, value.device)
                 leaders[kind] += repeat(len(slots[kind]), len(records))
                 slots[kind] += ((record, key) for record in records)
                 shared.append((run, key))
-    numbers = [_Numbers(slots[kind], leaders[kind]) for kind in slots]
+    numbers = [Numbers(slots[kind], leaders[kind]) for kind in slots]
     for run, key in shared:
         run.state[key] = owner.state[run.members[0].parameter][key]
     return numbers
-
-
-@functools.cache
-def attend_optimizers() -> None:
-    """From now on look at sharded parameters before any optimizer steps them, and step them on flat memory."""
-    # A compiled step calls the first one as it is; the second one is traced, and finds that it is.
-    register_optimizer_step_pre_hook(_disable_dynamo(_look_at))
-    register_optimizer_step_pre_hook(step_flat)
-
-
-def _look_at(optimizer: Optimizer, *_: Any) -> None:
-    refuse_split_weights(optimizer)
-    lay_out_loaded_state(optimizer)

@@ -1,0 +1,212 @@
+"""Steps of ``torch.optim``'s own element-wise optimizers over sharded parameters, taken on flat memory.
+
+The optimizer stays the user's: its param groups, state, hooks and state dicts are over the sharded parameters. Only for
+the length of a step a stand-in of the same class runs in its place, over 1-D plain tensors: neighbours in a unit's
+buffer that have gradients side by side, too, are one of them (docs/design/facade.md, "Steps on flat memory").
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, repeat
+from typing import Any, cast
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dbuffer import FlatDTensor
+from megatron_fsdp.optim.flat_plan import FlatPlan, Run, local_of, spec_of
+from megatron_fsdp.optim.loaded_state import SEEN, WHOLE, lay_out_loaded_state, refuse_split_weights
+from megatron_fsdp.runtime.fsdp_params import grads_of
+
+__all__ = ["attend_optimizers"]
+
+ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
+    {Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD}
+)
+"""Classes that treat every element alike; a subclass of one may not."""
+
+_address_of = torch.Tensor.data_ptr
+_STAND_INS: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+
+
+def step_flat(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Have a step run on flat memory, where its values are those of the step over the parameters, to the bit.
+
+    A hook before the steps of all optimizers. Steps of other classes, of closures, with ``differentiable=True`` and
+    those that are being compiled run as they are.
+
+    Args:
+        optimizer: any. args, kwargs: of its ``step``, the optimizer itself first.
+    Returns:
+        The arguments with a stand-in for the optimizer; None for those that there are.
+    """
+    if torch.compiler.is_compiling() or type(optimizer) not in ELEMENT_WISE or args[0] is not optimizer:
+        return None
+    if any(argument is not None for argument in (*args[1:], *kwargs.values())):
+        return None
+    groups = optimizer.param_groups
+    if any(group.get("differentiable") for group in groups):
+        return None
+    if not any(type(parameter) is FlatDTensor for group in groups for parameter in group["params"]):
+        return None
+    stand_in = _STAND_INS.get(optimizer)
+    if stand_in is None:
+        stand_in = _STAND_INS[optimizer] = _stand_in(optimizer)
+    return (stand_in,), kwargs
+
+
+@functools.cache
+def _stand_in_class(kind: Any) -> type[Optimizer]:
+    return type(kind.__name__, (_StandIn, kind), {})
+
+
+def _stand_in(optimizer: Optimizer) -> Optimizer:
+    kind: Any = type(optimizer)
+    made = object.__new__(_stand_in_class(kind))
+    made.__dict__.update(_owner=weakref.ref(optimizer), _plan=None)
+    return made
+
+
+class _StandIn(Optimizer):
+    """An optimizer over flat tensors for the length of another one's step; of anything else it knows what that does."""
+
+    _owner: weakref.ref[Optimizer]
+    _plan: FlatPlan | None
+
+    def __getattr__(self, name: str) -> Any:
+        # Such as the scale and the finding that a gradient scaler leaves with a fused optimizer.
+        return getattr(self._owner(), name)
+
+    def _accelerator_graph_capture_health_check(self) -> None:
+        owner = self._owner()
+        assert owner is not None
+        owner._accelerator_graph_capture_health_check()
+
+    @property
+    def param_groups(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]  # a step goes through them once
+        """The groups of the flat tensors, from the gradients that there are now; the last one ends the step."""
+        owner = self._owner()
+        assert owner is not None
+        parameters = list(chain.from_iterable(group["params"] for group in owner.param_groups))
+        gradients = grads_of(parameters)
+        plan = self._plan
+        if plan is None or not _fits(plan, owner, parameters, gradients):
+            plan = self._plan = FlatPlan(owner, parameters, gradients)
+        _lend(plan, gradients)
+        for group, tensors in zip(owner.param_groups, plan.tensors, strict=True):
+            yield {**group, "params": tensors}
+        _settle(plan, owner)
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Any]:  # type: ignore[override]
+        """The state of the flat tensors; that of others is the optimizer's own."""
+        assert self._plan is not None
+        return self._plan.state
+
+
+def _fits(
+    plan: FlatPlan, owner: Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> bool:
+    """Whether nothing has changed but values, and no step was broken off, whose state may be shown in part."""
+    return (
+        plan.is_settled
+        and _sizes(owner) == plan.sizes
+        and _same(parameters, plan.parameters)
+        and list(map(operator.is_, gradients, repeat(None))) == plan.absent
+        and (plan.is_whole or list(map(id, gradients)) == plan.gradient_ids)
+        and _same(map(local_of, plan.members), plan.locals)
+        and _fits_state(plan, owner)
+        and _fits_gradients(plan, [gradients[position] for position in plan.positions])
+    )
+
+
+def _fits_state(plan: FlatPlan, owner: Optimizer) -> bool:
+    records = list(map(owner.state.get, plan.members))
+    if owner.state is not plan.state.owner or not _same(records, plan.records):
+        return False
+    values = list(chain.from_iterable(record.values() for record in records if record is not None))
+    is_same = len(values) == len(plan.values) and _same(values, plan.values)
+    return is_same and all(numbers.all._version == numbers.version for numbers in plan.numbers)
+
+
+def _fits_gradients(plan: FlatPlan, gradients: Sequence[Any]) -> bool:
+    # What is seen through a window has a layout of its own, so it has not the parameter's.
+    if not _same(map(type, gradients), repeat(FlatDTensor)) or not _same(map(spec_of, gradients), plan.specs):
+        return False
+    rows = list(map(local_of, gradients))
+    if not _same(map(type, rows), repeat(torch.Tensor)):
+        return False
+    addresses = list(map(_address_of, rows))
+    if list(map(operator.sub, addresses, map(addresses.__getitem__, plan.leaders))) != plan.distances:
+        return False
+    for first, numel in zip(map(rows.__getitem__, plan.firsts), plan.numels, strict=True):
+        if first.untyped_storage().nbytes() < (first.storage_offset() + numel) * first.itemsize:
+            return False
+    return True
+
+
+def _lend(plan: FlatPlan, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Give the flat tensors their gradients."""
+    plan.is_settled = False
+    for run, numel in zip(plan.runs, plan.numels, strict=True):
+        rows = cast(FlatDTensor, gradients[run.leader.position])._local_tensor
+        run.weight.grad = rows.as_strided((numel,), (1,))
+
+
+def _settle(plan: FlatPlan, owner: Optimizer) -> None:
+    """Take the gradients back, and show what the step did to the state."""
+    for numbers in plan.numbers:
+        numbers.all.copy_(numbers.all[numbers.leaders])
+        numbers.version = numbers.all._version
+    is_new = False
+    for run in plan.runs:
+        run.weight.grad = None
+        is_new = _publish(run, owner.state) or is_new
+    if is_new:
+        # Nothing is read: what a run got is alike for all of its members.
+        plan.show(owner)
+    plan.is_settled = True
+
+
+def _publish(run: Run, state: Mapping[torch.Tensor, Any]) -> bool:
+    """Show each member's part of the state in its own; return whether anything of it was new."""
+    if len(run.state) == len(run.shown) and _same(run.state.values(), run.shown):
+        return False
+    for member in run.members:
+        for key, value in run.state.items():
+            if isinstance(value, torch.Tensor):
+                value = run.part(value, member) if value.shape == run.weight.shape else value.clone()
+            state[member.parameter][key] = value
+    return True
+
+
+def _same(these: Iterable[Any], those: Iterable[Any]) -> bool:
+    """Whether two lists of one length have the same objects."""
+    return all(map(operator.is_, these, those))
+
+
+def _sizes(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+@functools.cache
+def attend_optimizers() -> None:
+    """From now on look at sharded parameters before any optimizer steps them, and step them on flat memory."""
+    # A compiled step calls the first one as it is; the second one is traced, and finds that it is.
+    register_optimizer_step_pre_hook(_disable_dynamo(_look_at))
+    register_optimizer_step_pre_hook(step_flat)
+
+
+def _look_at(optimizer: Optimizer, *_: Any) -> None:
+    if WHOLE.get(optimizer) != _sizes(optimizer):
+        refuse_split_weights(optimizer)
+    if SEEN.get(optimizer) is not optimizer.state:
+        lay_out_loaded_state(optimizer)
