@@ -283,7 +283,7 @@ def host(setup: Setup) -> list[Row]:
     """Compare what the engines add to a step's host time."""
     num_layers = 2 if setup.is_small else 24
     with null_world(8):
-        return bench_host.measure({"layers": num_layers, "parameters": 9, "ranks": 8}, setup.rounds, setup.device)
+        return bench_host.measure({"model": "llama-like", "layers": num_layers, "ranks": 8}, setup.rounds, setup.device)
 
 
 def captured_step(setup: Setup) -> list[Row]:

@@ -1,125 +1,95 @@
-"""Host: processor time per step that sharding adds to a plain model, beside PyTorch FSDP2, in worlds of any size.
+"""Host: processor time and calls per step that sharding adds to real models, beside PyTorch FSDP2.
 
-The model is so small that only overhead is left: ``--layers`` units of ``--parameters`` vectors each, and a root with
-three; collectives do nothing (benchmarks/null_group.py). A step is forward, backward and zero_grad. What a step of the
-unsharded model takes in the same round is subtracted; rows are microseconds per step, their ratio to FSDP2's, and
-where this project's go, by hook.
+Models are those of benchmarks/host_models.py: Llama, Qwen3 and GPT-2 of transformers (left out where it is not
+installed), a layer shaped like Megatron's, one like Llama's, and vectors, in worlds of any size whose collectives do
+nothing (benchmarks/null_group.py). A step is forward, backward and zero_grad. What a step of the unsharded model takes
+in the same round is subtracted; rows are microseconds per step, calls of Python and C functions per step, and both over
+FSDP2's. ``--functions 40`` also prints the functions whose calls this project adds, most first.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import nn
 
 from benchmarks.engines import ENGINES, Precision, world_mesh
-from benchmarks.harness import Row, Samples, interleaved, ratio
+from benchmarks.harness import Row, Samples, interleaved, ratio, table
+from benchmarks.host_models import MODELS, NeedsTransformers, Trained
 from benchmarks.null_group import null_world
-from megatron_fsdp.runtime.backward import Backward, InFlight
-from megatron_fsdp.runtime.gradients import GradientBuffer
-from megatron_fsdp.runtime.schedule import Schedule
 
-WIDTH = 1024
-
-# Where the engine is entered from outside, and the parts of it that do the work of several of these.
-HOOKS: Mapping[str, tuple[type, str]] = {
-    "pre-forward": (Schedule, "before_forward"),
-    "post-forward": (Schedule, "after_forward"),
-    "pre-backward": (Backward, "before_backward"),
-    "gradient arrival": (GradientBuffer, "receive"),
-    "reduce": (Backward, "_reduce"),
-    "unshard": (Schedule, "unshard"),
-    "gather ahead": (Schedule, "gather_ahead"),
-    "reshard": (Schedule, "reshard"),
-    "fold": (InFlight, "drain"),
-    "end of backward": (Backward, "finish"),
-}
-
-
-class Layer(nn.Module):
-    """Vectors that scale the input one after the other."""
-
-    def __init__(self, num_parameters: int) -> None:
-        super().__init__()
-        for index in range(num_parameters):
-            self.register_parameter(f"scale{index}", nn.Parameter(torch.ones(WIDTH)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the scaled input."""
-        for scale in self._parameters.values():
-            assert scale is not None
-            x = x * scale
-        return x
-
-
-class Model(Layer):
-    """Layers within a root that has three parameters of its own."""
-
-    def __init__(self, num_layers: int, num_parameters: int) -> None:
-        super().__init__(3)
-        self.layers = nn.ModuleList(Layer(num_parameters) for _ in range(num_layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the last layer returns."""
-        x = super().forward(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x
+Calls = collections.Counter[str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes of the model and of the world, and the number of rounds."""
-    parser.add_argument("--layers", type=int, default=24, help="sharded layers beside the root")
-    parser.add_argument("--parameters", type=int, nargs="+", default=[9, 36], help="of a layer")
-    parser.add_argument("--worlds", type=int, nargs="+", default=[8, 1024], help="numbers of ranks")
+    """Add the models, their number of layers, the worlds and the number of rounds."""
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), help="what to train")
+    parser.add_argument("--layers", type=int, default=16, help="sharded layers beside the root")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[8], help="numbers of ranks")
     parser.add_argument("--rounds", type=int, default=41, help="measured steps of each engine")
+    parser.add_argument("--functions", type=int, default=0, help="print so many functions, by the calls they add")
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Measure every number of parameters in every world."""
+    """Measure every model in every world."""
     rows = []
     # Gathered memory holds anything, and arithmetic on denormal numbers would take longer than the engines.
     torch.set_flush_denormal(True)
     try:
         for num_ranks in args.worlds:
             with null_world(num_ranks):
-                for num_parameters in args.parameters:
-                    case = {"layers": args.layers, "parameters": num_parameters, "ranks": num_ranks}
-                    rows += measure(case, args.rounds)
+                for name in args.models:
+                    case = {"model": name, "layers": args.layers, "ranks": num_ranks}
+                    try:
+                        rows += measure(case, args.rounds, num_functions=args.functions)
+                    except NeedsTransformers as error:
+                        print(f"{name} is left out: {error}", file=sys.stderr)
     finally:
         torch.set_flush_denormal(False)
     return rows
 
 
-def measure(case: Mapping[str, int], rounds: int, device: str = "cpu") -> list[Row]:
-    """Return the rows of one model in the world that there is."""
+def measure(case: Mapping[str, Any], rounds: int, device: str = "cpu", num_functions: int = 0) -> list[Row]:
+    """Return the rows of one model in the world that there is.
+
+    Args:
+        case: ``model``, one of ``MODELS``; ``layers``; ``ranks``.
+        num_functions: print so many of the functions whose calls this project adds.
+    """
     mesh = world_mesh(device)
     steps = {}
     for name, shard in ENGINES.items():
-        model = Model(case["layers"], case["parameters"]).to(device)
-        steps[name] = functools.partial(step, shard(model, list(model.layers), mesh, Precision()), device)
+        trained = MODELS[case["model"]](case["layers"], device)
+        shard(trained.model, trained.units, mesh, Precision())
+        steps[name] = functools.partial(step, trained)
     # The host's own seconds: what other processes take does not count.
     seconds = interleaved(steps, rounds=rounds, warmup=5, clock=time.process_time)
-    added = {name: added_microseconds(seconds[name], seconds["plain"]) for name in steps if name != "plain"}
-    rows = [
-        Row("host", {**case, "engine": name}, "host time added to a step", "us", samples)
-        for name, samples in added.items()
-    ]
-    rows.append(Row("host", case, "host time over FSDP2's", "", ratio(added["ours"], added["FSDP2"])))
-    return rows + hook_rows(case, steps["ours"], max(rounds // 2, 1))
+    calls = {name: calls_of(run_step) for name, run_step in steps.items()}
+    if num_functions:
+        print(functions_text(case, added_calls(calls["ours"], calls["plain"]), num_functions))
+    rows = []
+    engines = [name for name in steps if name != "plain"]
+    times = {name: added_microseconds(seconds[name], seconds["plain"]) for name in engines}
+    counts = {name: Samples((float(calls[name].total() - calls["plain"].total()),)) for name in engines}
+    for what, unit, added in (("host time", "us", times), ("calls", "", counts)):
+        rows += [
+            Row("host", {**case, "engine": name}, f"{what} added to a step", unit, added[name]) for name in engines
+        ]
+        rows.append(Row("host", case, f"{what} over FSDP2's", "", ratio(added["ours"], added["FSDP2"])))
+    return rows
 
 
-def step(model: nn.Module, device: str = "cpu") -> None:
+def step(trained: Trained) -> None:
     """Run the model forward and backward, and drop the gradients."""
-    model(torch.ones(1, WIDTH, device=device)).sum().backward()
-    model.zero_grad()
+    trained.loss().backward()
+    trained.model.zero_grad()
 
 
 def added_microseconds(seconds: Samples, plain: Samples) -> Samples:
@@ -128,43 +98,35 @@ def added_microseconds(seconds: Samples, plain: Samples) -> Samples:
     return Samples(tuple(1e6 * (value - without) for value, without in pairs))
 
 
-def hook_rows(case: Mapping[str, int], run_step: Callable[[], None], rounds: int) -> list[Row]:
-    """Return the time within each of the engine's hooks, without that of hooks inside it."""
-    collected: dict[str, list[float]] = {name: [] for name in HOOKS}
-    for _ in range(rounds):
-        with timed(HOOKS) as spent:
-            run_step()
-        for name, value in spent.items():
-            collected[name].append(1e6 * value)
-    return [
-        Row("host", {**case, "engine": "ours", "hook": name}, "time in hook", "us", Samples(tuple(values)))
-        for name, values in collected.items()
-    ]
+def calls_of(function: Callable[[], object]) -> Calls:
+    """Return how often each function of Python and of C is called while ``function`` runs, in this thread."""
+    calls: Calls = collections.Counter()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            calls[f"{'/'.join(code.co_filename.split('/')[-2:])}:{code.co_qualname}"] += 1
+        elif event == "c_call":
+            calls[f"C: {getattr(argument, '__qualname__', argument)}"] += 1
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    # The call that ends the count.
+    calls["C: setprofile"] -= 1
+    return +calls
 
 
-@contextmanager
-def timed(
-    methods: Mapping[str, tuple[type, str]], clock: Callable[[], float] = time.perf_counter
-) -> Iterator[dict[str, float]]:
-    """Time methods of classes while the block runs; seconds by name, each without what the others take inside it."""
-    spent = dict.fromkeys(methods, 0.0)
-    inner = [0.0]
+def added_calls(calls: Calls, plain: Calls) -> list[tuple[str, int]]:
+    """Return functions with the calls of them beyond the plain model's, most first."""
+    added = {name: count - plain[name] for name, count in calls.items() if count != plain[name]}
+    return sorted(added.items(), key=lambda item: -item[1])
 
-    def wrapper(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            inner.append(0.0)
-            start = clock()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                took = clock() - start
-                spent[name] += took - inner.pop()
-                inner[-1] += took
 
-        return call
-
-    with ExitStack() as stack:
-        for name, (owner, attribute) in methods.items():
-            stack.enter_context(mock.patch.object(owner, attribute, wrapper(name, getattr(owner, attribute))))
-        yield spent
+def functions_text(case: Mapping[str, Any], added: list[tuple[str, int]], limit: int) -> str:
+    """Return a table of the functions that add most calls, per layer."""
+    cells = [[f"calls added in {case['model']}", "a step", "a layer"]]
+    cells += [[name, str(count), f"{count / case['layers']:.1f}"] for name, count in added[:limit]]
+    return table(cells)

@@ -42,12 +42,11 @@ class Claim:
     most: float | None = None
 
 
-def _host(parameters: int, most: float) -> list[Claim]:
-    words = "host time added to a step, {} parameters a layer, {:,} ranks"
+def _host(model: str, words: str, time: float, calls: float | None) -> list[Claim]:
+    case = {"model": model}
     return [
-        Claim(words.format(parameters, ranks), "host", "host time over FSDP2's", case, most)
-        for ranks in (8, 1024)
-        for case in ({"parameters": parameters, "ranks": ranks},)
+        Claim(f"{what}, {words}", "host", f"{what} over FSDP2's", case, most)
+        for what, most in (("host time", time), ("calls", calls))
     ]
 
 
@@ -103,7 +102,15 @@ def _bytes(metric: str, words: str, precision: str, most: float | None = None) -
 _PRECISIONS = ("fp32", "bf16", "bf16, reduced in fp32")
 
 TABLES: Mapping[str, Sequence[Claim]] = {
-    "host": [*_host(9, 0.15), *_host(36, 0.12)],
+    "host": [
+        *_host("hf-llama", "Hugging Face's Llama", 0.3, 0.25),
+        *_host("hf-qwen3", "Hugging Face's Qwen3", 0.3, 0.25),
+        *_host("hf-gpt2", "Hugging Face's GPT-2", 0.3, 0.25),
+        *_host("megatron-like", "layers shaped like Megatron's", 0.3, 0.25),
+        *_host("llama-like", "layers shaped like Llama's", 0.3, 0.25),
+        *_host("vectors-9", "9 vectors a layer", 0.15, None),
+        *_host("vectors-36", "36 vectors a layer", 0.15, None),
+    ],
     "step": [
         *_step("2 x 64 tokens, fp32, over FSDP2", "2x64-long", "fp32", "FSDP2", 0.65, 0.78),
         *_step("2 x 64 tokens, bf16, over FSDP2", "2x64-long", "bf16", "FSDP2", 0.7, None),

@@ -1,24 +1,14 @@
-"""Host time: what is subtracted from what, and the time within hooks."""
+"""Host time and calls: what is subtracted from what, and that every model trains."""
+
+import importlib.util
 
 import pytest
+import torch
 
-from benchmarks.bench_host import added_microseconds, measure, timed
+from benchmarks.bench_host import added_calls, added_microseconds, calls_of, measure
 from benchmarks.harness import Samples
+from benchmarks.host_models import MODELS, NeedsTransformers
 from benchmarks.null_group import null_world
-
-
-class Worker:
-    """Works by a clock of its own."""
-
-    now = 0.0
-
-    def outer(self) -> str:
-        Worker.now += 1.0
-        return self.inner()
-
-    def inner(self) -> str:
-        Worker.now += 3.0
-        return "done"
 
 
 def test_the_plain_step_of_the_same_round_is_subtracted() -> None:
@@ -26,30 +16,39 @@ def test_the_plain_step_of_the_same_round_is_subtracted() -> None:
     assert found.values == (4e6, 7e6)
 
 
-def test_time_within_an_inner_method_is_not_counted_twice() -> None:
-    methods = {"outer": (Worker, "outer"), "inner": (Worker, "inner")}
-    with timed(methods, clock=lambda: Worker.now) as spent:
-        assert Worker().outer() == "done"
-        Worker().inner()
-    assert spent == {"outer": 1.0, "inner": 6.0}
+def test_calls_of_python_and_of_c_are_counted_and_the_plain_ones_are_taken_away() -> None:
+    def inner() -> int:
+        return len("text")
+
+    calls = calls_of(lambda: (inner(), inner(), abs(-1)))
+    assert calls["C: len"] == 2
+    assert sum(count for name, count in calls.items() if name.endswith("inner")) == 2
+    added = dict(added_calls(calls, calls_of(inner)))
+    assert added["C: len"] == 1
+    assert added["C: abs"] == 1
 
 
-def test_methods_are_themselves_again_afterwards() -> None:
-    method = Worker.outer
-    with timed({"outer": (Worker, "outer")}):
-        assert Worker.outer is not method
-    assert Worker.outer is method
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_of_every_model_has_gradients_of_all_its_parameters(name: str) -> None:
+    if name.startswith("hf-") and importlib.util.find_spec("transformers") is None:
+        with pytest.raises(NeedsTransformers, match="pip install transformers"):
+            MODELS[name](2, "cpu")
+        return
+    trained = MODELS[name](2, "cpu")
+    trained.loss().backward()
+    assert len(trained.units) == 2
+    assert all(parameter.grad is not None for parameter in trained.model.parameters())
+    assert all(torch.isfinite(parameter.grad).all() for parameter in trained.model.parameters())  # type: ignore[arg-type]
 
 
-def test_the_ratio_is_ours_over_the_peers_round_by_round() -> None:
+def test_ratios_are_ours_over_the_peers_round_by_round() -> None:
     with null_world(8):
-        rows = measure({"layers": 2, "parameters": 3, "ranks": 8}, rounds=3)
+        rows = measure({"model": "llama-like", "layers": 2, "ranks": 8}, rounds=3)
     by_key = {row.key: row for row in rows}
-    case = "layers=2, parameters=3, ranks=8"
-    mine = by_key[f"host: host time added to a step (engine=ours, {case})"].samples.values
-    peer = by_key[f"host: host time added to a step (engine=FSDP2, {case})"].samples.values
-    ratio = by_key[f"host: host time over FSDP2's ({case})"].samples.values
-    assert ratio == pytest.approx([a / b for a, b in zip(mine, peer, strict=True)])
-    hooks = [row for row in rows if row.metric == "time in hook"]
-    assert {row.case["hook"] for row in hooks} >= {"pre-forward", "gradient arrival", "end of backward"}
-    assert all(row.samples.median > 0 for row in hooks if row.case["hook"] != "fold")
+    case = "layers=2, model=llama-like, ranks=8"
+    for what in ("host time", "calls"):
+        mine = by_key[f"host: {what} added to a step (engine=ours, {case})"].samples.values
+        peer = by_key[f"host: {what} added to a step (engine=FSDP2, {case})"].samples.values
+        ratio = by_key[f"host: {what} over FSDP2's ({case})"].samples.values
+        assert ratio == pytest.approx([a / b for a, b in zip(mine, peer, strict=True)])
+        assert min(mine) > 0
