@@ -30,13 +30,13 @@ from megatron_fsdp.runtime.backward import Backward
 from megatron_fsdp.runtime.convert import convert
 from megatron_fsdp.runtime.freshness import mark_replaced
 from megatron_fsdp.runtime.fsdp2_view import show_state, state_to_come
+from megatron_fsdp.runtime.hooks import Tree
 from megatron_fsdp.runtime.make_param_group import forget_originals, make_param_group
 from megatron_fsdp.runtime.memory_slots import check_reshard, reshard_to
 from megatron_fsdp.runtime.module import FSDPModule, unit_of
 from megatron_fsdp.runtime.originals import Originals, check_conversion
 from megatron_fsdp.runtime.outputs import watch_readers
 from megatron_fsdp.runtime.schedule import Schedule
-from megatron_fsdp.runtime.tree import Tree
 from megatron_fsdp.runtime.unit import Unit, units_below
 
 __all__ = ["fully_shard", "microbatch", "no_sync", "replicate", "share_comm_ctx"]

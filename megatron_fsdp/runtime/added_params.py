@@ -11,7 +11,7 @@ from torch import nn
 from megatron_fsdp.errors import StateError
 
 if TYPE_CHECKING:
-    from megatron_fsdp.runtime.tree import Tree
+    from megatron_fsdp.runtime.hooks import Tree
     from megatron_fsdp.runtime.unit import Unit
 
 __all__ = ["is_trained", "walk"]

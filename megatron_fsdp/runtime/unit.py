@@ -27,10 +27,10 @@ from megatron_fsdp.runtime.make_param_group import (
 from megatron_fsdp.runtime.memory_slots import SlotChoice, place_unit
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
 from megatron_fsdp.runtime.replaced_params import admit, settle
-from megatron_fsdp.runtime.tree import Tree
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.backward import Backward
+    from megatron_fsdp.runtime.hooks import Tree
     from megatron_fsdp.runtime.schedule import Schedule
 
 __all__ = ["Call", "Unit", "alive", "is_in_backward", "units_below", "watchers"]

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dbuffer import Element
 from megatron_fsdp import CPUOffloadPolicy, Placements, fully_shard
 from megatron_fsdp.runtime import rendezvous
+from megatron_fsdp.runtime.memory_slots import reshard_to
 from tests.harness import run_ranks
 from tests.harness.models import Block, Stack, squared
 
@@ -109,7 +110,7 @@ def another_setting() -> None:
         fully_shard(layer)
     fully_shard(model)
     if dist.get_rank() == 1:
-        fully_shard.state(model.layers[1]).reshard_to(False)
+        reshard_to(fully_shard.state(model.layers[1]), False)
     squared(model, dist.get_rank(), 0).backward()
 
 

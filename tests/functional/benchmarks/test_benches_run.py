@@ -10,7 +10,7 @@ from benchmarks.harness import Row, read_rows
 from tests.harness.grids import nightly_but
 
 TINY = {
-    "host": "--layers 2 --parameters 3 --worlds 8 --rounds 2",
+    "host": "--models llama-like vectors-9 --layers 2 --rounds 2",
     "link": "--layers 3 --collective 4 --compute 2 --rounds 2",
     "memory": "--layers 2 --width 32 --vocabulary 64 --ranks 8 --precisions bf16",
     "step": "--models 2x64 --precisions fp32 --layers 1 --width 32 --vocabulary 32 --rounds 1",
