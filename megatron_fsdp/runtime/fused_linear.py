@@ -46,12 +46,17 @@ class FusedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input @ weight.T + bias``, as ``nn.Linear`` does."""
-        weight = self.weight
-        bias: torch.Tensor | None = self.bias
+        try:
+            # As ``self.weight`` finds them, without a call for each.
+            parameters: Any = self._parameters
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:
+            # Parametrizations compute them.
+            weight, bias = self.weight, self.bias
         if torch.compiler.is_dynamo_compiling():
             return functional.linear(input, weight, bias)
         try:
-            handle: WeightHandle = weight._fsdp_handle  # type: ignore[attr-defined]  # of a gathered weight
+            handle: WeightHandle = weight._fsdp_handle
         except AttributeError:
             return functional.linear(input, weight, bias)
         if not torch.is_grad_enabled() or has_transforms() or forward_ad._current_level >= 0:
@@ -127,17 +132,16 @@ class _LinearIntoBuffer(torch.autograd.Function):
         if unit is not None and (unit.entered is not call or unit.entered_task != task_id()):
             unit.backward.before_reading(unit, call)
         input, weight = ctx.saved_tensors
-        rows, inputs = (gradient, input) if input.ndim == 2 else (_rows(gradient), _rows(input))
+        rows, inputs = gradient, input
+        if input.ndim > 2:
+            rows, inputs = gradient.flatten(0, -2), input.flatten(0, -2)
+        elif input.ndim == 1:
+            rows, inputs = gradient.unsqueeze(0), input.unsqueeze(0)
         of_input = None if weight is None else torch.mm(rows, weight)
         if of_input is not None and inputs is not input:
             of_input = of_input.view(input.shape)
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         return of_input, weight_gradient(ctx, rows.T, inputs), of_bias, None, None
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as a matrix of its last dimension's rows."""
-    return tensor.flatten(0, -2) if tensor.ndim > 1 else tensor.unsqueeze(0)
 
 
 def weight_gradient(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
