@@ -1,6 +1,7 @@
 """SIGTERM and Ctrl-C are noted while the context is open, once, and are the process's own affair before and after."""
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
@@ -42,6 +43,15 @@ def test_a_second_signal_goes_where_the_first_would_have_gone() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """A job that a shell has put into the background is told to ignore Ctrl-C, and all that it starts with it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_says_what_happens_and_a_second_one_interrupts(capfd: pytest.CaptureFixture[str]) -> None:
     with StopSignal(on_interrupt="the step is finished"):
         send_sigterm()
