@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp.runtime.pytree import PLAIN_VALUES, iterate_tensors, members_of
+from megatron_fsdp.runtime.pytree import PLAIN_VALUES, iterate_tensors, members_of, parts_of_dual
 from megatron_fsdp.runtime.unit import Call, watchers
 
 __all__ = ["Attributes", "watch_given", "watch_inputs", "watch_made", "watch_output"]
@@ -35,24 +35,9 @@ def watch_output(call: Call, output: Any) -> None:
         if tensor.requires_grad:
             _watch(call, tensor)
         if forward_ad._current_level >= 0:
-            for part in _parts_of_dual(tensor):
+            for part in parts_of_dual(tensor):
                 if part.requires_grad:
                     _watch(call, part)
-
-
-def _parts_of_dual(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield what autograd knows of a tensor of forward mode: its value without wrappers, and its tangent."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        if torch._C._functorch.is_gradtrackingtensor(tensor):
-            tangent = forward_ad.unpack_dual(tensor).tangent
-            if tangent is not None:
-                yield from _parts_of_dual(tangent)
-        yield from _parts_of_dual(torch._C._functorch.get_unwrapped(tensor))
-        return
-    dual = forward_ad.unpack_dual(tensor)
-    yield tensor
-    if dual.tangent is not None:
-        yield dual.tangent
 
 
 def watch_made(call: Call, value: Any) -> None:
