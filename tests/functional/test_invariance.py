@@ -1,6 +1,7 @@
 """The same bits on any number of ranks: ``MixedPrecisionPolicy(reduction="invariant")``."""
 
 import functools
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -8,7 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import MixedPrecisionPolicy, Placements, StateError, fully_shard, microbatch, no_sync
+from megatron_fsdp import (
+    MixedPrecisionPolicy,
+    Placements,
+    StateError,
+    clip_grad_norm_,
+    fully_shard,
+    microbatch,
+    no_sync,
+)
+from megatron_fsdp.optim.exact_norm import exact_norm
 from tests.harness import RankError, run_ranks
 from tests.harness.models import make_mesh
 from tests.harness.oracle import units_of, whole
@@ -86,6 +96,41 @@ def trained(run: Run) -> dict[str, torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return wholes(model, optimizer)
+
+
+def clipped(run: Run) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], float]:
+    """Return the norms of all steps, the model, and the norm of the first gradients from their exact sum of squares."""
+    model = sharded(run)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    norms, wanted = [], 0.0
+    for step in range(run.num_steps):
+        accumulate(model, step)
+        if step == 0:
+            wholes_of = [whole(parameter.grad, parameter) for parameter in model.parameters()]
+            wanted = math.sqrt(math.fsum(value**2 for each in wholes_of for value in each.flatten().tolist()))
+        norms.append(clip_grad_norm_(model, 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, wholes(model, optimizer), wanted
+
+
+CLIPPED = [Run((2,)), Run((3,)), Run((4,), "no_shard"), Run((2, 2), "hsdp"), Run((2, 2), "hfsdp"), Run((4,), "optim")]
+
+
+def test_norms_and_what_they_clip_are_those_of_one_rank_to_the_last_bit() -> None:
+    norms, wanted, exact = run_ranks(1, clipped, Run((1,)))[0]
+    assert norms[0].item() == torch.tensor(exact).item()
+    assert norms[0] > 0.1
+    for run in CLIPPED:
+        for found, values, _ in run_ranks(torch.Size(run.mesh).numel(), clipped, run):
+            assert torch.equal(torch.stack(found), torch.stack(norms)), run
+            assert_equal(values, wanted)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_says_which(bad: float) -> None:
+    found = exact_norm([([], [torch.tensor([1.0, bad, -2.0]), torch.zeros(0)])], 2.0, torch.device("cpu"))
+    assert torch.equal(found, torch.tensor(bad)) or (math.isnan(bad) and bool(found.isnan()))
 
 
 def counted(leaves: list[torch.Tensor]) -> torch.Tensor:
