@@ -86,7 +86,7 @@ class MixedPrecisionPolicy:
             model whose own parameters are bf16 with FP32 main weights.
         main_grads_dtype: dtype in which gradients rest and accumulate. None: the parameter's ``grad_dtype`` where that
             was set, else the main weights'.
-        fuse_weight_gradients: let the backward of ``nn.Linear`` multiply the weight's gradient straight into the unit's
+        fuse_weight_gradients: let the backward of large ``nn.Linear`` multiply the weight's gradient straight into the unit's
             packed gradient buffer, which saves a tensor and a copy, wherever that buffer has the compute dtype. "wide":
             also into an FP32 buffer from bf16 or fp16 weights; what is then summed was never rounded to 16 bits.
         split_main_params: keep no FP32 copy of trained weights, but the 16 bits that the bf16 ones lack of it, without

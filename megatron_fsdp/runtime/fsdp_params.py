@@ -53,16 +53,9 @@ RELEASED_VERSION = 1_000_000_000
 
 
 _VERSION: Any = torch._C.TensorBase._version
-
-
 _version = _VERSION.__get__
-
-
 _set_versions: Any = torch._C._autograd._unsafe_set_version_counter
-
 _GRAD: Any = torch._C.TensorBase.grad
-
-
 _get_grad = _GRAD.__get__
 
 
