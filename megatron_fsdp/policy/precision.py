@@ -86,9 +86,10 @@ class MixedPrecisionPolicy:
             model whose own parameters are bf16 with FP32 main weights.
         main_grads_dtype: dtype in which gradients rest and accumulate. None: the parameter's ``grad_dtype`` where that
             was set, else the main weights'.
-        fuse_weight_gradients: let the backward of ``nn.Linear``, where it is large, multiply the weight's gradient straight
-            into the unit's packed gradient buffer, which saves a tensor and a copy, wherever that buffer has the
-            compute dtype. "wide": also into an FP32 buffer from bf16 or fp16 weights; what is then summed was never rounded to 16 bits.
+        fuse_weight_gradients: let the backward of ``nn.Linear``, where it has more than 16,384 weights, multiply the
+            weight's gradient straight into the unit's packed gradient buffer, which saves a tensor and a copy, wherever
+            that buffer has the compute dtype. "wide": also into an FP32 buffer from bf16 or fp16 weights; what is then
+            summed was never rounded to 16 bits.
         split_main_params: keep no FP32 copy of trained weights, but the 16 bits that the bf16 ones lack of it, without
             losing a bit: 2 bytes per parameter instead of 4, and gradients rest in bf16 unless told otherwise. For
             ``param_dtype=torch.bfloat16``, FP32 main weights and ``megatron_fsdp.AdamW`` (docs/design/adamw.md).
