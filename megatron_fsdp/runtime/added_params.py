@@ -52,7 +52,8 @@ def walk(tree: Tree, module: nn.Module, units: Iterable[Unit]) -> None:
     tree.modules = [child._modules for child in below.values()]
     tree.parameters = [child._parameters for child in below.values()]
     tree.children = list(chain.from_iterable(map(_values, tree.modules)))
-    tree.hooks = [child._forward_hooks for child in below.values()]
+    # Hooks of units hold these, and what they return is watched in any case.
+    tree.hooks = [child._forward_hooks for child in below.values() if "_fsdp_unit" not in vars(child)]
     tree.count_hooks()
     tree.absent = [parameter is None for parameter in chain.from_iterable(map(_values, tree.parameters))]
 

@@ -78,27 +78,28 @@ class Attributes:
     Their names are looked for again when there are more or fewer attributes than before.
 
     Args:
-        modules: they are not referred to, but their dictionaries are.
+        modules: referred to weakly.
     """
 
     __slots__ = ("_modules", "_names", "_size")
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = [vars(module) for module in modules]
+        self._modules = [weakref.ref(module) for module in modules]
         self._size = -1
-        self._names: list[tuple[dict[str, Any], str]] = []
+        self._names: list[list[str]] = []
 
     def watch(self, call: Call) -> None:
         """Enter ``call`` when backward reaches any tensor made since it began that the modules keep."""
-        size = sum(map(len, self._modules))
+        modules = [module.__dict__ for reference in self._modules if (module := reference()) is not None]
+        size = sum(map(len, modules))
         if size != self._size:
-            self._size = size
-            self._names = [(each, name) for each in self._modules for name in each if name not in _INERT]
-        for attributes, name in self._names:
-            value = attributes.get(name)
-            if type(value) not in PLAIN_VALUES:
-                for tensor in _kept(value, 0):
-                    watch_made(call, tensor)
+            self._size, self._names = size, [[name for name in each if name not in _INERT] for each in modules]
+        for attributes, names in zip(modules, self._names, strict=True):
+            for name in names:
+                value = attributes.get(name)
+                if type(value) not in PLAIN_VALUES:
+                    for tensor in _kept(value, 0):
+                        watch_made(call, tensor)
 
 
 def _kept(value: Any, depth: int) -> Iterator[torch.Tensor]:
