@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model as fully_shard_model
     from megatron_fsdp.observability.audit import Audit
+    from megatron_fsdp.observability.checksum import checksum
     from megatron_fsdp.observability.gradient_scale import check_gradient_scale
     from megatron_fsdp.observability.scale_report import GradientScale
     from megatron_fsdp.observability.timeline import Timeline
@@ -76,6 +77,7 @@ _HOMES = {
     ),
     "integrations.megatron.fully_shard_model": "fully_shard_model",
     "observability.audit": "Audit",
+    "observability.checksum": "checksum",
     "observability.gradient_scale": "check_gradient_scale",
     "observability.scale_report": "GradientScale",
     "observability.timeline": "Timeline",
@@ -149,6 +151,7 @@ __all__ = [
     "add_megatron_fsdp_args",
     "check_gradient_scale",
     "check_gradients",
+    "checksum",
     "clip_grad_norm_",
     "expert_matmul",
     "explain",

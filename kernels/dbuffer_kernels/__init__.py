@@ -5,6 +5,7 @@
 from dbuffer_kernels import reference
 from dbuffer_kernels.adamw import adamw, adamw_row, adamw_rows
 from dbuffer_kernels.backends import backend, use_backend
+from dbuffer_kernels.bit_sums import checksum
 from dbuffer_kernels.dynamic_map import QUANT_BLOCK, dequantize_blocks, dynamic_map, num_blocks, quantize_blocks
 from dbuffer_kernels.elementwise import accumulate, cast_copy
 from dbuffer_kernels.int8_adamw import CodedSegments, int8_adamw
@@ -34,6 +35,7 @@ __all__ = [
     "backend",
     "cast_copy",
     "cast_stochastic",
+    "checksum",
     "dequantize_blocks",
     "dynamic_map",
     "int8_adamw",

@@ -85,6 +85,54 @@ def rounding_bits(index: Tensor, low_key: int, high_key: int) -> Tensor:
     return mixed >> 16
 
 
+CHECKSUM_BLOCK = 4096
+"""Elements of a whole tensor that share the second of the two odd numbers of ``checksum``."""
+_CHECKSUM_BLOCKS = 64
+
+
+def checksum(bits: Tensor, *, key: int, first_element: int) -> Tensor:
+    """Return the sum modulo 2**64 of ``bits[i] * odd(place) * odd(key + block)``, 0-d int64.
+
+    Element ``first_element + i`` of the whole tensor is at ``place`` of block ``block`` of ``CHECKSUM_BLOCK`` elements.
+    Allocates temporaries of ``_CHECKSUM_BLOCKS`` blocks in int64.
+
+    Args:
+        bits: 1-D integers, signed. key: within 64 bits, signed.
+    """
+    weights = odd_numbers(torch.arange(CHECKSUM_BLOCK, device=bits.device))
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    position, stop = first_element, first_element + bits.numel()
+    while position < stop:
+        block, place = divmod(position, CHECKSUM_BLOCK)
+        # Whole blocks together, what is cut off at either end by itself.
+        count = min(_CHECKSUM_BLOCKS, (stop - position) // CHECKSUM_BLOCK) if place == 0 else 0
+        numel = count * CHECKSUM_BLOCK or min(CHECKSUM_BLOCK - place, stop - position)
+        piece = bits.narrow(0, position - first_element, numel).view(count or 1, -1)
+        sums = (piece * weights[place : place + piece.shape[1]]).sum(dim=1)
+        blocks = torch.arange(block, block + (count or 1), device=bits.device)
+        total += (sums * odd_numbers(blocks + key)).sum()
+        position += numel
+    return total
+
+
+def odd_numbers(numbers: Tensor) -> Tensor:
+    """Return a random odd number of 64 bits for each integer (int64): splitmix64 of it, with the lowest bit set."""
+    mixed = (numbers + 1) * signed(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ _shifted(mixed, 30)) * signed(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ _shifted(mixed, 27)) * signed(0x94D049BB133111EB)
+    return (mixed ^ _shifted(mixed, 31)) | 1
+
+
+def signed(number: int) -> int:
+    """Return the low 64 bits of an integer as int64 holds them."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _shifted(numbers: Tensor, places: int) -> Tensor:
+    # torch shifts signs in.
+    return (numbers >> places) & ((1 << (64 - places)) - 1)
+
+
 def sum_of_squares(source: Tensor, out: Tensor) -> Tensor:
     """Write (sum of squares, number of non-finite values) into fp64 ``out`` of shape (2,) and return it.
 

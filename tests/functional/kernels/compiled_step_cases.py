@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dbuffer_kernels import launch
+from dbuffer_kernels.bit_sums import checksum_kernel
 from dbuffer_kernels.norm import MAX_PROGRAMS, squares_kernel, total_kernel
 from dbuffer_kernels.rounding import stochastic_kernel
 from dbuffer_kernels.segments import STEP_BLOCK
@@ -191,3 +192,10 @@ def test_block_starts_are_64_bit_because_buffers_exceed_two_billion_elements(nam
     scalars = [product for product in products if product != "tensor"]
     assert scalars
     assert set(scalars) == {"i64"}
+
+
+@on_all
+def test_the_checksum_multiplies_integers_and_spills_nothing(architecture: int, tmp_path: Path) -> None:
+    compiled = compile_for(checksum_kernel, {"source": "*i32", "partial": "*i64"}, {}, architecture)
+    assert not re.search(r"\.f(?:32|64)\b", compiled.asm["ptx"])
+    assert_no_spills(compiled, tmp_path)

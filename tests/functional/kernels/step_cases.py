@@ -18,6 +18,7 @@ from dbuffer_kernels import (
     adamw,
     adamw_row,
     cast_stochastic,
+    checksum,
     join_weight,
     reference,
     split_weight,
@@ -29,13 +30,14 @@ from tests.unit.kernels.step_oracle import (
     Hyperparameters,
     awkward_values,
     bits_of,
+    checksum_of,
     exact_squares,
     from_bits,
     step_of,
     stochastic_bits,
 )
 
-OPS = ("cast_stochastic", "sum_of_squares", "split_weight", "join_weight", "adamw")
+OPS = ("cast_stochastic", "checksum", "sum_of_squares", "split_weight", "join_weight", "adamw")
 HOW = (Hyperparameters(), Hyperparameters(step=1, lr=0.5, betas=(0.3, 0.9), weight_decay=0.0, maximize=True))
 
 # numpy, which does the interpreter's arithmetic, warns of infinities and NaNs.
@@ -73,6 +75,23 @@ def test_stochastic_rounding_of_shards_equals_that_of_the_whole() -> None:
     for start, stop in ((0, 1), (1, 4100), (4100, 4100), (4100, 9001)):
         cast_stochastic(source[start:stop], shards[start:stop], seed=3, first_element=start)
     assert np.array_equal(bits_of(shards), bits_of(whole))
+
+
+# ---------------------------------------------------------------------- checksum
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize(("numel", "first"), [(0, 5), (1, 0), (4097, 4095), (9001, 12_288), (12_288, 4096)])
+def test_a_checksum_is_that_of_integer_arithmetic(dtype: torch.dtype, numel: int, first: int) -> None:
+    source = (random(numel, torch.float32, 3) * 100).abs().to(dtype)
+    found = checksum(source, key=2**64 - 3, first_element=first).item() % 2**64
+    assert found == checksum_of(source, 2**64 - 3, first)
+
+
+def test_programs_share_the_blocks_of_a_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dbuffer_kernels.bit_sums.MAX_PROGRAMS", 2)
+    source = random(4096 * 5 + 17, torch.float32, seed=8)
+    assert checksum(source, key=7, first_element=9).item() % 2**64 == checksum_of(source, 7, 9)
 
 
 # ---------------------------------------------------------------------- sum of squares

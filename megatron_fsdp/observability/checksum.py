@@ -1,0 +1,166 @@
+"""``checksum``: 64 bits that say what weights and moments are, however these are sharded (docs/design/checksums.md)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import dbuffer_kernels
+from dbuffer import DBuffer
+from dbuffer.collectives import all_reduce
+from dbuffer.mesh import MeshAxis
+from dbuffer_kernels import QUANT_BLOCK
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.runtime.unit import units_below
+
+__all__ = ["checksum", "parameter_checksums"]
+
+_MODULUS = 1 << 64
+# What wrappers of PyTorch put between a parameter and its name in the model as it was written.
+_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
+_SCALES = "_scales"
+
+
+def checksum(model: nn.Module, optimizer: Optimizer | None = None) -> int:
+    """Return 64 bits over a model's weights, and an optimizer's moments: the same for every strategy and rank count.
+
+    Every rank calls it, between steps. Weights are main weights, so a model in FP32, sharded or not, has one checksum,
+    and compute in bf16 does not change it. Moments in 8 bits count by their codes and scales; counters of steps,
+    buffers and gradients do not count. A tied parameter counts once. Replicas are not compared: each sums its own.
+    One all-reduce of 8 bytes a parameter for each set of axes over which elements are spread.
+
+    Args:
+        model: sharded, or not.
+        optimizer: over parameters of the model.
+    Returns:
+        A number of 0 to 2**64 - 1.
+    Raises:
+        ConfigError: a parameter is cut by tensor or expert parallelism, is a DTensor that ``fully_shard`` did not make,
+            or has optimizer state that is not laid out like it.
+        StateError: something else is registered in the place of a parameter.
+
+    Example:
+        print(f"{checksum(model, optimizer):016x}")
+    """
+    return sum(parameter_checksums(model, optimizer).values()) % _MODULUS
+
+
+def parameter_checksums(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, int]:
+    """Return the checksum of each parameter by its name, of which ``checksum`` is the sum; raises as that."""
+    sums: dict[tuple[int, ...], tuple[list[MeshAxis], list[str], list[torch.Tensor]]] = {}
+    values: dict[int, DBuffer] = {}
+    for name, parameter in _parameters(model):
+        group = group_of_parameter(parameter)
+        axes = [] if group is None else group.spread_over(group.main_weight.placements)
+        found = [
+            dbuffer_kernels.checksum(piece.values, key=_key(name, piece.kind), first_element=piece.first)
+            for piece in _pieces(name, parameter, group, optimizer, values)
+        ]
+        device = found[0].device if group is None else group.spec.device
+        total = torch.stack([each.to(device) for each in found]).sum()
+        key = tuple(id(axis.gather_group) for axis in axes)
+        _, names, totals = sums.setdefault(key, (axes, [], []))
+        names.append(name)
+        totals.append(total)
+    result: dict[str, int] = {}
+    for axes, names, totals in sums.values():
+        vector = torch.stack([total.to(totals[0].device) for total in totals])
+        for axis in axes:
+            all_reduce(vector, axis, "sum")
+        result.update(zip(names, (number % _MODULUS for number in vector.tolist()), strict=True))
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What this rank holds of a parameter or of its state.
+
+    Attributes:
+        kind: "weight", or the key of the state. values: contiguous. first: index of the first one in the whole tensor.
+    """
+
+    kind: str
+    values: torch.Tensor
+    first: int
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter that rests sharded, or is plain, with the first of its names."""
+    for unit in units_below(model):
+        unit.settle_replaced_params()
+        for group in unit.groups:
+            # Between uses modules show sharded parameters, which optimizers know.
+            group.reshard()
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    for name, parameter in inner.named_parameters():
+        yield ".".join(part for part in name.split(".") if part not in _WRAPPERS), parameter
+
+
+def _pieces(
+    name: str,
+    parameter: nn.Parameter,
+    group: ParameterGroup | None,
+    optimizer: Optimizer | None,
+    values: dict[int, DBuffer],
+) -> Iterator[_Piece]:
+    """Yield this rank's part of the weight, and of its state.
+
+    Args:
+        values: main weights by the group's ``id``, which are copies where they are split; filled here.
+    """
+    if group is None:
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"checksum: parameter {name!r} is a DTensor that fully_shard did not make; where its elements lie in "
+                "the whole parameter is not known. Shard it with fully_shard, or take the checksum of "
+                "full_state_dict(model)"
+            )
+        first = 0
+        yield _Piece("weight", parameter.detach().contiguous(), first)
+    else:
+        if group.owned[0].split is not None:
+            raise ConfigError(
+                f"checksum: parameter {name!r} of unit {group.name!r} is cut by tensor or expert parallelism; wanted "
+                "parameters that data-parallel axes alone share out. Compare full_state_dict(model) instead"
+            )
+        index = next(index for index, param in enumerate(group.parameters.values()) if param is parameter)
+        if id(group) not in values:
+            values[id(group)] = group.weights.values()
+        buffer = values[id(group)]
+        first = buffer.layout.held(index).start
+        yield _Piece("weight", buffer.layout.piece(index, buffer.local_buffer), first)
+    state = {} if optimizer is None else optimizer.state.get(parameter, {})
+    for key in sorted(key for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim()):
+        yield _state_piece(name, key, state[key], parameter, first)
+
+
+def _state_piece(name: str, key: str, value: torch.Tensor, parameter: torch.Tensor, first: int) -> _Piece:
+    local, own = _local(value), _local(parameter)
+    if key.endswith(_SCALES):
+        # A block is never cut: the shard's first one is its first element's.
+        return _Piece(key, local.contiguous(), first // QUANT_BLOCK)
+    if value.shape != parameter.shape or local.numel() != own.numel():
+        raise ConfigError(
+            f"checksum: state {key!r} of parameter {name!r} has shape {tuple(value.shape)} and {local.numel()} "
+            f"elements on this rank; wanted the parameter's {tuple(parameter.shape)} and {own.numel()}. "
+            "Leave the optimizer out"
+        )
+    return _Piece(key, local.contiguous(), first)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _key(name: str, kind: str) -> int:
+    digest = hashlib.blake2b(f"{name}\0{kind}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
