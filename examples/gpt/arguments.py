@@ -128,6 +128,11 @@ def _check_parallelism(args: argparse.Namespace) -> None:
     if args.check_gradient_scale and (not args.use_megatron_fsdp or args.fake_process_group):
         which = "contradicts --fake-process-group" if args.fake_process_group else "needs --use-megatron-fsdp"
         raise ConfigError(f"--check-gradient-scale {which}: it measures what the sharding engine makes of gradients")
+    if args.check_gradient_scale and args.fsdp_invariant_reduction:
+        raise ConfigError(
+            "--check-gradient-scale contradicts --fsdp-invariant-reduction: it measures one microbatch, and gradients "
+            "are divided by the number of those of a step; measure without the second"
+        )
     tensor, expert = args.tensor_model_parallel_size, args.expert_model_parallel_size
     if tensor * expert > 1 and not args.use_megatron_fsdp:
         flag = "--tensor-model-parallel-size" if tensor > 1 else "--expert-model-parallel-size"
@@ -201,6 +206,8 @@ def _check_training(args: argparse.Namespace, num_ranks: int) -> None:
 
 
 def _check_without_engine(args: argparse.Namespace) -> None:
+    if args.fsdp_invariant_reduction:
+        raise ConfigError("--fsdp-invariant-reduction needs --use-megatron-fsdp, which keeps the order of sums")
     for name, what in (("weight_gather", "whose gather it is"), ("slot_pool", "whose buffers take turns in it")):
         if getattr(args, name) is not None:
             raise ConfigError(f"{_flag(name)} {getattr(args, name)} needs --use-megatron-fsdp, {what}")

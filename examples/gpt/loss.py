@@ -70,24 +70,35 @@ def counting_tokens(text: Tensor, masked_token: int | None) -> Tensor:
 class MeanLoss:
     """The mean loss over microbatches and ranks, or with ``--calculate-per-token-loss`` over all their tokens.
 
-    The two differ where microbatches have different numbers of tokens that count.
+    The two differ where microbatches have different numbers of tokens that count. Microbatch t of rank r of W is number
+    t * W + r, and losses are added up in the order of these numbers, so that no digit depends on W.
     """
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self._is_per_token: bool = args.calculate_per_token_loss
-        # FP64: thousands of FP32 losses are summed in a validation.
-        self._total, self._count = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+        self._device = device
+        self._totals: list[Tensor] = []
+        self._counts: list[Tensor] = []
 
     def add(self, loss: TokenLoss) -> Tensor:
         """Count one microbatch, and return what to call backward on after multiplying it by ``step_weight``."""
-        total, count = (loss.total, loss.num_tokens) if self._is_per_token else (loss.mean, 1)
-        self._total += total.detach()
-        self._count += count
+        total, count = loss.total, loss.num_tokens
+        if not self._is_per_token:
+            total, count = loss.mean, torch.ones_like(count)
+        # FP64: thousands of FP32 losses are summed in a validation.
+        self._totals.append(total.detach().double())
+        self._counts.append(count.double())
         return total
 
     def over_ranks(self) -> Tensor:
         """Return the loss of what was added so far, a 0-d fp32 tensor, without waiting for a GPU; all ranks call it."""
-        total, count = _sum_over_ranks(torch.stack([self._total, self._count]))
+        if not self._totals:
+            return torch.zeros((), device=self._device)
+        own = torch.stack([torch.stack(self._totals), torch.stack(self._counts)], dim=1)
+        found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        wait_for(dist.all_gather(found, own, async_op=True))
+        # (microbatches, ranks, 2) to the order of numbers; the shape of the sum is that of any number of ranks.
+        total, count = torch.stack(found, dim=1).view(-1, 2).sum(0)
         mean: Tensor = total / count.clamp(min=1)
         return mean.float()
 
@@ -99,7 +110,8 @@ def step_weight(args: argparse.Namespace, batches: Sequence[Tensor], masked_toke
         batches: of this rank, (micro batch, sequence + 1) int64 each; at least one.
     """
     if not args.calculate_per_token_loss:
-        return 1 / len(batches)
+        # Invariant gradients are divided once, after the last addition (FsdpConfig.apply).
+        return 1.0 if args.fsdp_invariant_reduction else 1 / len(batches)
     counts = torch.stack([counting_tokens(text, masked_token).sum() for text in batches])
     # The sharding engine sums gradients then (FsdpConfig.apply); DistributedDataParallel averages them still.
     num_averaged = 1 if args.use_megatron_fsdp else dist.get_world_size()

@@ -33,7 +33,7 @@ def build_model(config: GptConfig, args: argparse.Namespace, mesh: DeviceMesh, d
     if args.use_megatron_fsdp and args.init_model_with_meta_device:
         with torch.device("meta"):
             model = GptModel(config, recompute=recompute)
-        sharded = shard(model, FsdpConfig.from_args(args), mesh, low_precision(args), slot_pool=args.slot_pool)
+        sharded = shard_by_flags(model, args, mesh)
         sharded.to_empty(device=device)
         model.init_weights(args.seed)
         return sharded
@@ -48,12 +48,19 @@ def parallelize(model: GptModel, args: argparse.Namespace, mesh: DeviceMesh) -> 
     It is sharded by this project with ``--use-megatron-fsdp``, by PyTorch with ``--use-torch-fsdp2``, else replicated.
     """
     if args.use_megatron_fsdp:
-        return shard(model, FsdpConfig.from_args(args), mesh, low_precision(args), slot_pool=args.slot_pool)
+        return shard_by_flags(model, args, mesh)
     if args.use_torch_fsdp2:
         return shard_by_torch(model, args, mesh)
     if mesh.size() == 1:
         return model
     return DistributedDataParallel(model)
+
+
+def shard_by_flags(model: GptModel, args: argparse.Namespace, mesh: DeviceMesh) -> nn.Module:
+    """Do what ``shard`` does, as the flags say."""
+    count = args.global_batch_size // args.micro_batch_size
+    options: dict[str, Any] = {"slot_pool": args.slot_pool, "num_microbatches": count}
+    return shard(model, FsdpConfig.from_args(args), mesh, low_precision(args), **options)
 
 
 def low_precision(args: argparse.Namespace) -> dict[str, Any]:
@@ -68,6 +75,7 @@ def shard(
     precision: Mapping[str, Any] | None = None,
     *,
     slot_pool: str | None = None,
+    num_microbatches: int | None = None,
 ) -> nn.Module:
     """Make units of every block, of the embedding and of the head, in place, and return the model.
 
@@ -90,7 +98,7 @@ def shard(
     if not is_tied:
         fully_shard(model.head, **{**options, "reshard_after_forward": False})
     fully_shard(model, **options)
-    config.apply(model)
+    config.apply(model, num_microbatches=num_microbatches)
     if slot_pool is not None:
         assert isinstance(model, FSDPModule)
         model.set_slot_pool(slot_pool)

@@ -83,6 +83,8 @@ RULES = (
     Rule("--grad-reduce-in-bf16", "contradicts", "--megatron-fsdp-grad-comm-dtype fp32 or fp16",
          "gradients travel in one dtype",
          lambda c: c.grad_reduce_in_bf16 and c.megatron_fsdp_grad_comm_dtype in ("fp32", "fp16")),
+    Rule("--fsdp-invariant-reduction", "needs", "--use-megatron-fsdp", "no other engine keeps an order of sums",
+         lambda c: c.fsdp_invariant_reduction and not c.use_megatron_fsdp),
     Rule("--async-save", "needs", "--ckpt-format fsdp_dtensor or torch_dist", "the others write in the foreground only",
          lambda c: c.async_save and c.ckpt_format not in ("fsdp_dtensor", "torch_dist")),
     Rule("--use-torch-fsdp2", "needs", "--ckpt-format torch_dist or torch_dcp", "PyTorch's engine has no other format",

@@ -173,6 +173,8 @@ _DDP = (
     Flag("--use-sharp", False, Effect.HARDWARE, "reduce inside the network", "it takes switches with SHARP"),
     Flag("--sharp-enabled-group", None, Effect.HARDWARE, "which groups --use-sharp serves", "see --use-sharp",
          choices=("dp", "dp_replica"), kind=str),
+    Flag("--fsdp-invariant-reduction", False, Effect.ACTS, "this engine's own: the same bits on any number of ranks",
+         "gradients of microbatches are exchanged one by one and added up in FP32 in the order of their numbers"),
     Flag("--high-priority-stream-groups", (), Effect.ALWAYS, "groups whose collectives get high-priority streams",
          "gathers and reductions run on high-priority streams", kind=tuple),
 )

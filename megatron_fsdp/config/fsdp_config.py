@@ -87,6 +87,7 @@ class FsdpConfig:
     use_distributed_optimizer: bool = False
     use_sharp: bool = False
     sharp_enabled_group: str | None = None
+    fsdp_invariant_reduction: bool = False
     high_priority_stream_groups: tuple[str, ...] = ()
     bf16: bool = False
     fp16: bool = False
@@ -189,24 +190,42 @@ class FsdpConfig:
             **(self.hugging_face.fully_shard_kwargs() if self.hugging_face else {}),
         }
 
-    def apply(self, model: nn.Module) -> None:
+    def apply(self, model: nn.Module, *, num_microbatches: int | None = None) -> None:
         """Set what the flags ask of a model beyond ``fully_shard``; call it once, when all units are made.
 
         How far gathers run ahead (``--suggested-communication-unit-size``), whether buffers stay
         (``--fsdp-double-buffer`` and its like), and that gradients are summed instead of averaged
         (``--calculate-per-token-loss``), for the caller to divide by the number of tokens.
 
+        Args:
+            num_microbatches: of a step on all data-parallel ranks together, whose gradients are averaged with
+                ``--fsdp-invariant-reduction``; the caller does not divide their losses.
         Raises:
+            ConfigError: ``--fsdp-invariant-reduction`` without ``num_microbatches`` or ``--calculate-per-token-loss``.
             StateError: no module of ``model`` is sharded.
             StorageError: buffers that stay, and a PyTorch that has none (before 2.13).
         """
         use_slots_of(model, self)
         if self.suggested_communication_unit_size is not None:
             prefetch_elements(model, self.suggested_communication_unit_size)
-        if self.calculate_per_token_loss:
+        divisor = self._gradient_divisor(num_microbatches)
+        if divisor is not None:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
-                    module.set_gradient_divide_factor(1.0)
+                    module.set_gradient_divide_factor(divisor)
+
+    def _gradient_divisor(self, num_microbatches: int | None) -> float | None:
+        """Return what reduced gradients are divided by, None for the number of ranks."""
+        if self.calculate_per_token_loss:
+            return 1.0
+        if not self.fsdp_invariant_reduction:
+            return None
+        if num_microbatches is None:
+            raise ConfigError(
+                "--fsdp-invariant-reduction averages over the microbatches of a step on all ranks together: give their "
+                "number, FsdpConfig.apply(model, num_microbatches=...), or --calculate-per-token-loss"
+            )
+        return float(num_microbatches)
 
     def placements(self, *, num_axes: int) -> Placements:
         """Return where weights, gradients and optimizer state rest, on a mesh of one axis or of two (outer, inner)."""
@@ -233,6 +252,7 @@ class FsdpConfig:
             accumulate_dtype=torch.float32 if self.ddp_reduce_scatter_with_fp32_accumulation else None,
             # As Megatron's kernel does: FP32 gradients of 16-bit weights are sums of products that were never rounded.
             fuse_weight_gradients="wide" if self.gradient_accumulation_fusion else False,
+            reduction="invariant" if self.fsdp_invariant_reduction else None,
         )
 
     @property
@@ -376,6 +396,8 @@ class FsdpConfig:
         return ""
 
     def _why_no_wide_sums(self, reduce_dtype: torch.dtype | None) -> str:
+        if self.fsdp_invariant_reduction:
+            return "--fsdp-invariant-reduction adds up in fp32 in any case"
         if self._rests_partial:
             strategy = _spell(self, "data_parallel_sharding_strategy")
             return f"with {strategy} gradients are reduced as they are, see --megatron-fsdp-main-grads-dtype"
@@ -385,7 +407,7 @@ class FsdpConfig:
     @property
     def _rests_partial(self) -> bool:
         # Whole gradients accumulate over microbatches and are reduced once, in place, so in their own dtype.
-        return self.data_parallel_sharding_strategy in ("no_shard", "optim")
+        return self.data_parallel_sharding_strategy in ("no_shard", "optim") and not self.fsdp_invariant_reduction
 
 
 def _dtype_decision(what: str, dtype: torch.dtype | None, causes: list[str]) -> str:
@@ -424,6 +446,7 @@ CHOICES = {
     "megatron_fsdp_max_pool_double_buffer": "units take turns in buffers that stay, as large as the largest one",
     "nccl_ub": "buffers that stay are registered with NCCL, on GPUs",
     "disable_symmetric_registration": "registered buffers are not symmetric memory",
+    "fsdp_invariant_reduction": "gradients have the same bits on any number of ranks",
     "gradient_accumulation_fusion": "weight gradients are added after the GEMM, not in it",
     "calculate_per_token_loss": "gradients are summed over ranks and divided by the tokens of the step",
     "optimizer": "{} steps the main weights",

@@ -49,7 +49,10 @@ def test_no_token_at_all_is_a_loss_of_zero_with_gradients_of_zero() -> None:
 def mean_of_unequal(is_per_token: bool) -> tuple[float, float]:
     """Return the mean loss over two ranks of which one has 1 token of loss 8, the other 3 of loss 2, and a weight."""
     args = argparse.Namespace(
-        calculate_per_token_loss=is_per_token, use_megatron_fsdp=True, tensor_model_parallel_size=1
+        calculate_per_token_loss=is_per_token,
+        use_megatron_fsdp=True,
+        tensor_model_parallel_size=1,
+        fsdp_invariant_reduction=False,
     )
     is_first = torch.distributed.get_rank() == 0
     total, count = (8.0, 1) if is_first else (6.0, 3)

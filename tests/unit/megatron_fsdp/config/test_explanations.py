@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+from torch import nn
 
 from megatron_fsdp.config.fsdp_config import FsdpConfig
 from megatron_fsdp.config.parser import FLAGS, Flag
+from megatron_fsdp.errors import ConfigError
 from tests.unit.megatron_fsdp.config.lines import config, mesh
 
 STRATEGY = "--data-parallel-sharding-strategy"
@@ -89,6 +91,10 @@ def test_every_flag_that_acts_is_in_some_explanation() -> None:
             f"gradients are reduced as they are, in fp32: {STRATEGY} optim, {MAIN_GRADS} auto (default)",
         ),
         (
+            "--use-megatron-fsdp --fsdp-invariant-reduction",
+            "gradients have the same bits on any number of ranks: --fsdp-invariant-reduction",
+        ),
+        (
             "--enable-full-sharding-in-hsdp",
             "over the outer axis optimizer state and main weights are sharded too: --enable-full-sharding-in-hsdp",
         ),
@@ -158,3 +164,9 @@ def test_flags_that_are_acted_on_give_no_notice(line: str) -> None:
 def test_a_flag_that_the_other_flags_leave_without_effect_says_so(line: str, notice: str) -> None:
     (found,) = config(line).notices()
     assert found.startswith(notice)
+
+
+def test_invariant_sums_need_what_they_are_divided_by() -> None:
+    given = FsdpConfig(fsdp_invariant_reduction=True)
+    with pytest.raises(ConfigError, match=r"apply\(model, num_microbatches=...\), or --calculate-per-token-loss"):
+        given.apply(nn.Linear(2, 2))

@@ -52,6 +52,7 @@ DEFAULTS = {
     "use_distributed_optimizer": False,
     "use_sharp": False,
     "sharp_enabled_group": None,
+    "fsdp_invariant_reduction": False,
     "high_priority_stream_groups": [],
     "bf16": False,
     "fp16": False,
@@ -274,6 +275,9 @@ LINES = """
 --bf16 --grad-reduce-in-bf16 --megatron-fsdp-grad-comm-dtype fp32
   --grad-reduce-in-bf16 contradicts --megatron-fsdp-grad-comm-dtype fp32:
   --bf16 --grad-reduce-in-bf16 --megatron-fsdp-grad-comm-dtype bf16
+--fsdp-invariant-reduction
+  --fsdp-invariant-reduction needs --use-megatron-fsdp:
+  --fsdp-invariant-reduction --use-megatron-fsdp
 --async-save --ckpt-format torch
   --async-save needs --ckpt-format fsdp_dtensor or torch_dist (found torch):
   --async-save --ckpt-format fsdp_dtensor
