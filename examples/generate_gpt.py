@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,13 @@ from gpt.checkpoint import checkpoints_in
 from gpt.flags import add_sampling_flags
 from gpt.model import GptModel
 from gpt.model_config import GptConfig
-from gpt.sample import Sampling, generate_tokens
+from gpt.sample import Sampling, generate
 from gpt.tokenizer import Tokenizer, build_tokenizer
 from megatron_fsdp import ConfigError, FsdpError
 from megatron_fsdp.checkpoint.api import load_checkpoint
 from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
 from megatron_fsdp.checkpoint.reader import open_checkpoint
 from megatron_fsdp.command_parser import CommandParser
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A model with its weights, and what turns text into its tokens."""
-
-    model: GptModel
-    tokenizer: Tokenizer
 
 
 def continue_prompt(args: argparse.Namespace) -> str:
@@ -45,22 +36,14 @@ def continue_prompt(args: argparse.Namespace) -> str:
         ConfigError: there is no checkpoint of the script's in ``--load``, or its tokenizer is missing.
         CheckpointError: it is damaged.
     """
-    loaded = load(newest(args.load), args.tokenizer_model)
+    model, tokenizer = load(newest(args.load), args.tokenizer_model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sampling = Sampling(
-        args.temperature, args.seed, loaded.model.config.max_position_embeddings, loaded.tokenizer.vocabulary_size
-    )
+    context = model.config.max_position_embeddings
+    sampling = Sampling(args.temperature, args.seed, context, tokenizer.vocabulary_size)
+    prompt, count = tokenizer.encode(args.prompt), args.num_tokens_to_generate
+    tokens = generate(model.to(device).eval(), prompt, count, sampling, device)
     # disable=None: no bar where stderr is no terminal
-    with tqdm(total=args.num_tokens_to_generate, desc="generate", disable=None) as bar:
-        tokens = generate_tokens(
-            loaded.model.to(device).eval(),
-            loaded.tokenizer.encode(args.prompt),
-            args.num_tokens_to_generate,
-            sampling=sampling,
-            device=device,
-            on_token=lambda: _advance(bar),
-        )
-    return loaded.tokenizer.decode(tokens)
+    return tokenizer.decode([*prompt, *tqdm(tokens, desc="generate", total=count, disable=None)])
 
 
 def newest(folder: Path) -> Path:
@@ -78,8 +61,8 @@ def newest(folder: Path) -> Path:
     return series.path(steps[-1])
 
 
-def load(path: Path, tokenizer_model: Path | None) -> Loaded:
-    """Return the model of one checkpoint folder.
+def load(path: Path, tokenizer_model: Path | None) -> tuple[GptModel, Tokenizer]:
+    """Return the model of one checkpoint folder, and its tokenizer.
 
     Args:
         tokenizer_model: where the tokenizer's file lies now, None for where it lay in training.
@@ -95,36 +78,26 @@ def load(path: Path, tokenizer_model: Path | None) -> Loaded:
     except TypeError as error:
         raise ConfigError(f"--load: {path} is of another version of pretrain_gpt.py: {error}") from error
     flags: dict[str, Any] = extra.get("data", {})
-    saved_file = flags.get("tokenizer_model")
-    file = tokenizer_model or (None if saved_file is None else Path(saved_file))
+    saved = flags.get("tokenizer_model")
+    file = tokenizer_model or (saved and Path(saved))
     tokenizer = build_tokenizer(flags.get("tokenizer_type", "ByteTokenizer"), file, flags.get("vocab_size"))
     load_checkpoint(model, None, path)
-    return Loaded(model, tokenizer)
+    return model, tokenizer
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's flags."""
+def main(arguments: Sequence[str]) -> int:
+    """Run the command, and return the exit status: 0, or 2 after an error that the user can mend."""
     parser = CommandParser("generate_gpt.py", __doc__ or "")
     parser.add_argument("--load", type=Path, required=True, help="a run's --save folder, or one iter_... in it")
     parser.add_argument("--tokenizer-model", type=Path, help="tokenizer.json (default where it was in training)")
     parser.add_argument("--seed", type=int, default=1234, help="of the draws")
     add_sampling_flags(parser)
-    return parser
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the command, and return the exit status: 0, or 2 after an error that the user can mend."""
-    args = build_parser().parse_args(arguments)
     try:
-        print(continue_prompt(args))
+        print(continue_prompt(parser.parse_args(arguments)))
     except FsdpError as error:
         print(f"generate_gpt.py: error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _advance(bar: tqdm[Any]) -> None:
-    bar.update()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from gpt.optimizer import set_learning_rate
 from gpt.parallel import accumulation, clip_gradients, unwrapped, watched
 from gpt.profiling import StepProfiler
 from gpt.resume import data_flags, resume
-from gpt.sample import Sampling, generate_tokens
+from gpt.sample import Sampling, generate
 from gpt.signals import StopSignal
 from gpt.train_log import Interval, IntervalMeans, IterationRecord
 from megatron_fsdp import FsdpError, GradientScale, NonfiniteGradientError, check_gradient_scale, check_gradients
@@ -282,15 +282,12 @@ def show_sample(job: Job) -> None:
     args = job.args
     if args.num_tokens_to_generate == 0:
         return
+    sampling = Sampling(args.temperature, args.seed, args.max_position_embeddings, job.tokenizer.vocabulary_size)
+    tokens = job.tokenizer.encode(args.prompt)
     with job.log.progress("sample", args.num_tokens_to_generate) as advance:
-        tokens = generate_tokens(
-            job.model,
-            job.tokenizer.encode(args.prompt),
-            args.num_tokens_to_generate,
-            sampling=Sampling(args.temperature, args.seed, args.max_position_embeddings, job.tokenizer.vocabulary_size),
-            device=job.device,
-            on_token=advance,
-        )
+        for token in generate(job.model, tokens, args.num_tokens_to_generate, sampling, job.device):
+            tokens.append(token)
+            advance()
     job.log.message(f" sample at temperature {args.temperature}:\n{job.tokenizer.decode(tokens)}")
 
 

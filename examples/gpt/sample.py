@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,52 +26,23 @@ class Sampling:
     vocabulary_size: int | None = None
 
 
-def generate(
-    model: nn.Module,
-    prompt: bytes,
-    num_bytes: int,
-    *,
-    sampling: Sampling,
-    device: torch.device,
-    on_byte: Callable[[], None] = lambda: None,
-) -> bytes:
-    """Return the prompt continued by ``num_bytes`` bytes, with a model of bytes; otherwise as ``generate_tokens``."""
-    tokens = list(prompt)
-    return bytes(generate_tokens(model, tokens, num_bytes, sampling=sampling, device=device, on_token=on_byte))
-
-
 @torch.no_grad()
-def generate_tokens(
-    model: nn.Module,
-    prompt: Sequence[int],
-    num_tokens: int,
-    *,
-    sampling: Sampling,
-    device: torch.device,
-    on_token: Callable[[], None] = lambda: None,
-) -> list[int]:
-    """Return the prompt continued by ``num_tokens`` tokens.
+def generate(
+    model: nn.Module, prompt: Sequence[int], num_tokens: int, sampling: Sampling, device: torch.device
+) -> Iterator[int]:
+    """Yield ``num_tokens`` tokens that follow the prompt, which has at least one.
 
-    Every rank of a sharded model must call it with the same arguments: each token is one forward pass, whose gathers
-    need all ranks. All ranks draw the same tokens from the same seed.
-
-    Args:
-        prompt: at least one token.
-        on_token: called after each token, to show progress.
+    Every rank of a sharded model must call it with the same arguments, and take all tokens: each is one forward pass,
+    whose gathers need all ranks. All ranks draw the same tokens from the same seed.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
     text = list(prompt)
     for _ in range(num_tokens):
         tokens = torch.tensor([text[-sampling.max_context :]], device=device)
-        logits: Tensor = model(tokens)[0, -1, : sampling.vocabulary_size]
-        text.append(_draw(logits.float().cpu(), sampling.temperature, generator))
-        on_token()
-    return text
-
-
-def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """Return one token drawn from (vocabulary,) logits."""
-    if temperature == 0:
-        return int(logits.argmax())
-    probabilities = torch.softmax(logits / temperature, dim=0)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+        logits: Tensor = model(tokens)[0, -1, : sampling.vocabulary_size].float().cpu()
+        if sampling.temperature == 0:
+            drawn = logits.argmax()
+        else:
+            drawn = torch.multinomial((logits / sampling.temperature).softmax(dim=0), 1, generator=generator)
+        text.append(int(drawn))
+        yield text[-1]

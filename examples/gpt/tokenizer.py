@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_fsdp import ConfigError
 
 TOKENIZER_TYPES = ("ByteTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
-BYTE_VOCABULARY_SIZE = 256  # one token per byte value, nothing to pad or to learn
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
-class Tokenizer(Protocol):
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
     """Text to token numbers and back.
 
     Attributes:
@@ -24,31 +26,28 @@ class Tokenizer(Protocol):
 
     vocabulary_size: int
     end_of_document: int | None
-
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
-        ...
-
-    def decode(self, tokens: list[int]) -> str:
-        """Return the text of tokens."""
-        ...
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
 
 
-def build_tokenizer(kind: str, model: Path | None, vocab_size: int | None) -> Tokenizer:
+def build_tokenizer(kind: str, model: Path | None = None, vocab_size: int | None = None) -> Tokenizer:
     """Return what ``--tokenizer-type``, ``--tokenizer-model`` and ``--vocab-size`` ask for.
 
     Raises:
         ConfigError: the file or the package for it is missing, or a flag that the type needs.
     """
     if kind == "ByteTokenizer":
-        return ByteTokenizer()
+        # Documents end with byte 0, which no text has. Padding of the vocabulary is shown as that byte.
+        return Tokenizer(256, 0, lambda text: list(text.encode()), _text_of_bytes)
     if kind == "NullTokenizer":
         if vocab_size is None:
             raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size: the numbers alone do not tell it")
-        return NullTokenizer(vocab_size)
+        # Megatron counts the end of a document on top of --vocab-size.
+        size = vocab_size + 1
+        return Tokenizer(size, vocab_size, lambda text: _numbers(text, size), lambda tokens: " ".join(map(str, tokens)))
     if model is None:
         raise ConfigError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model: a local tokenizer.json")
-    return FileTokenizer(model)
+    return _read_tokenizer(model)
 
 
 def tokenizer_flags(args: argparse.Namespace) -> dict[str, Any]:
@@ -83,84 +82,42 @@ def add_tokenizer_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--vocab-size", type=int, help="of NullTokenizer, without its end-of-document token")
 
 
-class ByteTokenizer:
-    """The UTF-8 bytes of the text; documents end with byte 0, which no text has."""
-
-    def __init__(self) -> None:
-        self.vocabulary_size = BYTE_VOCABULARY_SIZE
-        self.end_of_document: int | None = 0
-
-    def encode(self, text: str) -> list[int]:
-        """Return the bytes."""
-        return list(text.encode())
-
-    def decode(self, tokens: list[int]) -> str:
-        """Return the text; what is no UTF-8, or no byte (padding of the vocabulary), is shown as such."""
-        return bytes(token if token < BYTE_VOCABULARY_SIZE else 0 for token in tokens).decode(errors="replace")
+def _text_of_bytes(tokens: list[int]) -> str:
+    return bytes(token if token < 256 else 0 for token in tokens).decode(errors="replace")
 
 
-class NullTokenizer:
-    """Numbers separated by blanks, as in Megatron: for data that was tokenized elsewhere."""
-
-    def __init__(self, size: int) -> None:
-        # Megatron counts the end of a document on top of --vocab-size.
-        self.vocabulary_size = size + 1
-        self.end_of_document: int | None = size
-
-    def encode(self, text: str) -> list[int]:
-        """Return the numbers.
-
-        Raises:
-            ConfigError: there is something else in the text, or none.
-        """
-        words = text.split()
-        if not words or not all(word.isdecimal() and int(word) < self.vocabulary_size for word in words):
-            raise ConfigError(
-                f"--tokenizer-type NullTokenizer: found {text[:40]!r}, wanted numbers from 0 to "
-                f"{self.vocabulary_size - 1}, separated by blanks"
-            )
-        return [int(word) for word in words]
-
-    def decode(self, tokens: list[int]) -> str:
-        """Return the numbers with blanks between them."""
-        return " ".join(map(str, tokens))
+def _numbers(text: str, size: int) -> list[int]:
+    """Return the numbers of a text that was tokenized elsewhere."""
+    words = text.split()
+    if not words or not all(word.isdecimal() and int(word) < size for word in words):
+        raise ConfigError(
+            f"--tokenizer-type NullTokenizer: found {text[:40]!r}, wanted numbers from 0 to {size - 1}, separated by "
+            "blanks"
+        )
+    return [int(word) for word in words]
 
 
-class FileTokenizer:
-    """A ``tokenizer.json`` of the ``tokenizers`` package, which is imported only here."""
-
-    def __init__(self, path: Path) -> None:
-        """Read the file.
-
-        Raises:
-            ConfigError: the package is not installed, or the file is missing or no tokenizer.
-        """
-        try:
-            backend: Any = importlib.import_module("tokenizers").Tokenizer
-        except ImportError as error:
-            raise ConfigError(
-                "--tokenizer-type HuggingFaceTokenizer needs the package tokenizers, which is not installed; "
-                "pip install tokenizers, or use --tokenizer-type ByteTokenizer"
-            ) from error
-        file = path / "tokenizer.json" if path.is_dir() else path
-        if not file.is_file():
-            raise ConfigError(f"--tokenizer-model: {file} does not exist; wanted a tokenizer.json, or its folder")
-        try:
-            self._backend: Any = backend.from_file(str(file))
-        except Exception as error:  # the package raises bare Exception
-            raise ConfigError(
-                f"--tokenizer-model: {file} is no tokenizer of the tokenizers package: {error}"
-            ) from error
-        self.vocabulary_size: int = self._backend.get_vocab_size()
-        found = (self._backend.token_to_id(name) for name in _END_NAMES)
-        self.end_of_document: int | None = next((token for token in found if token is not None), None)
-
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens, without the special ones that some tokenizers add around a text."""
-        tokens: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return tokens
-
-    def decode(self, tokens: list[int]) -> str:
-        """Return the text, special tokens included."""
-        text: str = self._backend.decode(tokens, skip_special_tokens=False)
-        return text
+def _read_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer of a ``tokenizer.json``, through its package, which is imported only here."""
+    try:
+        backend: Any = importlib.import_module("tokenizers").Tokenizer
+    except ImportError as error:
+        raise ConfigError(
+            "--tokenizer-type HuggingFaceTokenizer needs the package tokenizers, which is not installed; "
+            "pip install tokenizers, or use --tokenizer-type ByteTokenizer"
+        ) from error
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"--tokenizer-model: {file} does not exist; wanted a tokenizer.json, or its folder")
+    try:
+        model: Any = backend.from_file(str(file))
+    except Exception as error:  # the package raises bare Exception
+        raise ConfigError(f"--tokenizer-model: {file} is no tokenizer of the tokenizers package: {error}") from error
+    found = (model.token_to_id(name) for name in _END_NAMES)
+    return Tokenizer(
+        model.get_vocab_size(),
+        next((token for token in found if token is not None), None),
+        # Without the special tokens that some add around a text; those that the model draws are shown.
+        lambda text: model.encode(text, add_special_tokens=False).ids,
+        lambda tokens: model.decode(tokens, skip_special_tokens=False),
+    )

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 import preprocess_data
 import pretrain_gpt
 from gpt.indexed import megatron_datasets
-from gpt.tokenizer import FileTokenizer
+from gpt.tokenizer import build_tokenizer
 from megatron_fsdp import ConfigError
 
 TEXT = "the quick brown fox jumps over the lazy dog; zwölf Boxkämpfer jagen Eva. "
@@ -58,7 +58,7 @@ def train(flags: str) -> list[dict[str, Any]]:
 
 def test_a_text_comes_back_from_fewer_tokens_than_bytes(tokenizer_file: Path) -> None:
     for path in (tokenizer_file, tokenizer_file.parent):
-        tokenizer = FileTokenizer(path)
+        tokenizer = build_tokenizer("HuggingFaceTokenizer", path)
         tokens = tokenizer.encode(TEXT)
         assert tokenizer.decode(tokens) == TEXT
         assert len(tokens) < len(TEXT.encode()) / 2
@@ -67,7 +67,7 @@ def test_a_text_comes_back_from_fewer_tokens_than_bytes(tokenizer_file: Path) ->
 
 
 def test_special_tokens_are_not_added_to_a_text_and_one_of_them_ends_documents(tokenizer_file: Path) -> None:
-    tokenizer = FileTokenizer(tokenizer_file)
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_file)
     assert tokenizer.end_of_document == 1
     assert not {0, 1} & set(tokenizer.encode(TEXT))
     assert tokenizer.decode([*tokenizer.encode("fox"), 1]) == "fox</s>"
@@ -77,7 +77,7 @@ def test_special_tokens_are_not_added_to_a_text_and_one_of_them_ends_documents(t
 def test_a_file_that_is_no_tokenizer_is_refused_by_name(content: str) -> None:
     Path("other.json").write_text(content)
     with pytest.raises(ConfigError, match=r"other\.json is no tokenizer of the tokenizers package"):
-        FileTokenizer(Path("other.json"))
+        build_tokenizer("HuggingFaceTokenizer", Path("other.json"))
 
 
 def test_preprocessed_documents_are_those_of_the_tokenizer_and_can_be_trained_on(
@@ -87,7 +87,7 @@ def test_preprocessed_documents_are_those_of_the_tokenizer_and_can_be_trained_on
     assert preprocess_data.main(flags.split()) == 0
     dataset = megatron_datasets("indexed_dataset").IndexedDataset("data/a")  # its rows are unmapped with it
     document = dataset[0].tolist()
-    assert FileTokenizer(tokenizer_file).decode(document) == DOCUMENT + "</s>"
+    assert build_tokenizer("HuggingFaceTokenizer", tokenizer_file).decode(document) == DOCUMENT + "</s>"
     rows = train(
         f"--data-path data/a --split 80,20,0 {WITH_TOKENIZER} {tokenizer_file} --num-tokens-to-generate 3 --prompt fox"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt.tokenizer import ByteTokenizer, NullTokenizer, build_tokenizer, vocabulary_size
+from gpt.tokenizer import build_tokenizer, vocabulary_size
 from megatron_fsdp import ConfigError
 
 
@@ -51,21 +51,22 @@ def arguments(kind: str, model: Path | None = None, vocab_size: int | None = Non
 
 
 def test_bytes_come_back_as_the_text() -> None:
-    tokenizer = ByteTokenizer()
+    tokenizer = build_tokenizer("ByteTokenizer")
     assert tokenizer.decode(tokenizer.encode("grün €")) == "grün €"
     assert max(tokenizer.encode("grün €")) < tokenizer.vocabulary_size == 256
 
 
 def test_no_text_has_the_byte_that_ends_a_document() -> None:
-    assert ByteTokenizer().end_of_document not in ByteTokenizer().encode("abc 0 \n")
+    tokenizer = build_tokenizer("ByteTokenizer")
+    assert tokenizer.end_of_document not in tokenizer.encode("abc 0 \n")
 
 
 def test_a_padded_vocabulary_s_tokens_can_be_shown() -> None:
-    assert ByteTokenizer().decode([65, 300]) == "A\0"
+    assert build_tokenizer("ByteTokenizer").decode([65, 300]) == "A\0"
 
 
 def test_numbers_come_back_as_numbers() -> None:
-    tokenizer = NullTokenizer(50)
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=50)
     assert tokenizer.decode(tokenizer.encode("3  49")) == "3 49"
     assert (tokenizer.vocabulary_size, tokenizer.end_of_document) == (51, 50)
 
@@ -73,12 +74,12 @@ def test_numbers_come_back_as_numbers() -> None:
 @pytest.mark.parametrize("text", ["def ", "", "51", "-1", "1.5"])
 def test_what_is_no_number_of_the_vocabulary_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="wanted numbers from 0 to 50"):
-        NullTokenizer(50).encode(text)
+        build_tokenizer("NullTokenizer", vocab_size=50).encode(text)
 
 
 def test_a_file_is_read_by_its_package(tokenizer_file: Path) -> None:
     for path in (tokenizer_file, tokenizer_file.parent):
-        tokenizer = build_tokenizer("HuggingFaceTokenizer", path, None)
+        tokenizer = build_tokenizer("HuggingFaceTokenizer", path)
         assert tokenizer.encode("ab") == [97, 98]
         assert tokenizer.decode([97, 129]) == "a\x81"
         assert (tokenizer.vocabulary_size, tokenizer.end_of_document) == (130, 129)
@@ -87,24 +88,24 @@ def test_a_file_is_read_by_its_package(tokenizer_file: Path) -> None:
 def test_a_file_that_is_no_tokenizer_is_named(tokenizer_file: Path) -> None:
     tokenizer_file.write_text("[")
     with pytest.raises(ConfigError, match=r"tokenizer\.json is no tokenizer .* expected value at line 1"):
-        build_tokenizer("HuggingFaceTokenizer", tokenizer_file, None)
+        build_tokenizer("HuggingFaceTokenizer", tokenizer_file)
 
 
 def test_a_missing_file_is_named(tokenizer_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere does not exist; wanted a tokenizer\.json"):
-        build_tokenizer("HuggingFaceTokenizer", tokenizer_file.with_name("nowhere"), None)
+        build_tokenizer("HuggingFaceTokenizer", tokenizer_file.with_name("nowhere"))
 
 
 def test_a_missing_package_is_said_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ConfigError, match="needs the package tokenizers, which is not installed; pip install"):
-        build_tokenizer("HuggingFaceTokenizer", tmp_path, None)
+        build_tokenizer("HuggingFaceTokenizer", tmp_path)
 
 
 @pytest.mark.parametrize(("kind", "flag"), [("NullTokenizer", "--vocab-size"), ("HuggingFaceTokenizer", "-model")])
 def test_a_flag_that_the_type_needs_is_named(kind: str, flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
-        build_tokenizer(kind, None, None)
+        build_tokenizer(kind)
 
 
 def test_the_vocabulary_is_padded_unless_it_is_bytes(tokenizer_file: Path) -> None:

@@ -208,6 +208,12 @@ def test_every_flag_has_one_row_with_its_meaning_and_effect() -> None:
         assert sum(row[0] == f"`{flag.name}`" and row[2:] == wanted for row in rows) == 1, flag.name
 
 
+def test_no_text_of_a_flag_or_rule_breaks_its_row() -> None:
+    texts = [text for flag in FLAGS for text in (flag.name, flag.meaning, flag.here, *map(str, flag.choices))]
+    texts += [text for rule in RULES for text in (rule.first, rule.relation, rule.second, rule.reason)]
+    assert [text for text in texts if "|" in text or "\n" in text] == []
+
+
 def test_only_acting_flags_have_an_effect() -> None:
     assert {flag.effect for flag in FLAGS if not flag.is_silent} == {Effect.ACTS}
 
