@@ -90,6 +90,7 @@ class GroupGradients:
         main = group.main_weight
         self.members = tuple(members)
         self.device = group.spec.compute_device
+        self.is_invariant = group.spec.dtypes.reduction is not None
         self._group = weakref.ref(group)
         self._names = tuple(f"unit {group.name!r}: parameter {name!r}" for name in group.parameters)
         self._params = tuple(group.parameters.values())

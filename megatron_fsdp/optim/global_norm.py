@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -11,6 +11,7 @@ from dbuffer.mesh import MeshAxis
 from dbuffer_kernels import sum_of_squares
 from megatron_fsdp.optim.adamw_state import GroupGradients
 from megatron_fsdp.optim.adamw_update import PlainParameter, _sum_on
+from megatron_fsdp.optim.exact_norm import exact_norm
 
 __all__ = ["global_norm"]
 
@@ -20,10 +21,14 @@ def global_norm(gradients: Iterable[tuple[GroupGradients | PlainParameter, torch
 
     Every rank calls it with gradients of the same groups. One pass over each gradient, and one all-reduce of a scalar
     for each set of axes over which gradients are spread; those of plain parameters count as they are on this rank.
+    With ``MixedPrecisionPolicy(reduction="invariant")`` it is the exact norm.
 
     Args:
         gradients: 1-D, with what each belongs to.
     """
+    gradients = list(gradients)
+    if any(isinstance(owner, GroupGradients) and owner.is_invariant for owner, _ in gradients):
+        return _exact(gradients)
     spread: dict[tuple[int, ...], tuple[tuple[MeshAxis, ...], torch.device, list[torch.Tensor]]] = {}
     for owner, gradient in gradients:
         total = sum_of_squares(gradient)[0]
@@ -41,3 +46,12 @@ def global_norm(gradients: Iterable[tuple[GroupGradients | PlainParameter, torch
     if not totals:
         return torch.zeros(())
     return _sum_on(totals[0].device, totals).sqrt().float()
+
+
+def _exact(gradients: Sequence[tuple[GroupGradients | PlainParameter, torch.Tensor]]) -> torch.Tensor:
+    spread: dict[tuple[int, ...], tuple[list[MeshAxis], list[torch.Tensor]]] = {}
+    for owner, gradient in gradients:
+        axes = list(owner.axes) if isinstance(owner, GroupGradients) else []
+        spread.setdefault(tuple(id(axis.gather_group) for axis in axes), (axes, []))[1].append(gradient)
+    device = next(owner.device for owner, _ in gradients if isinstance(owner, GroupGradients))
+    return exact_norm(list(spread.values()), 2.0, device)
