@@ -114,9 +114,14 @@ def _told_of(kind: str, axis: MeshAxis, wholes: Iterable[torch.Tensor], transfer
     return transfer
 
 
-def wait_for(work: dist.Work) -> None:
-    """Wait for a collective, by the innermost ``wait_with`` where there is one."""
-    if _waiter:
+def wait_for(work: dist.Work, written: torch.Tensor | None = None) -> None:
+    """Wait for a collective, by the innermost ``wait_with`` where there is one.
+
+    Args:
+        written: what it writes. None: memory of the CPU. On another device to wait orders streams, and no waiter is
+            asked: to look at the time would block the host, and NCCL aborts a communicator when a time is over.
+    """
+    if _waiter and (written is None or written.is_cpu):
         _waiter[-1](work)
     else:
         work.wait()
@@ -148,11 +153,11 @@ def _start(
     return work
 
 
-def _finish(work: dist.Work | None, works: list[dist.Work] | None) -> None:
+def _finish(work: dist.Work | None, works: list[dist.Work] | None, written: torch.Tensor) -> None:
     if work is None:
         return
     if works is None:
-        wait_for(work)
+        wait_for(work, written)
     else:
         works.append(work)
 
@@ -223,10 +228,10 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works:
         return
     told = _told("all_gather", axis, output, axis.gather_group, shard, output) if listeners else None
     if axis.size == 2 and output.is_cpu and output.nbytes and _is_gloo(axis.gather_group):
-        _finish(_gather_from_other(output, shard, axis), works)
+        _finish(_gather_from_other(output, shard, axis), works, output)
     else:
         source = shard.clone() if _COPIES else shard
-        _finish(_start(_issue_gather, output, source, group=axis.gather_group, waits=works is None), works)
+        _finish(_start(_issue_gather, output, source, group=axis.gather_group, waits=works is None), works, output)
     if told is not None:
         tell("transferred", told)
 
@@ -250,14 +255,14 @@ def reduce_scatter(
     # The content of all of ``full`` is undefined afterwards.
     told = _told("reduce_scatter", axis, full, group, full, full, output) if listeners else None
     if output.dtype is not full.dtype:
-        _finish(_reduce_by_exchange(full, output, axis, op), works)
+        _finish(_reduce_by_exchange(full, output, axis, op), works, output)
     elif full.is_cpu and _is_gloo(group):
         is_small = 0 < full.nbytes <= _MOST_EXCHANGED_BYTES
-        _finish((_reduce_by_exchange if is_small else _reduce_in_place)(full, output, axis, op), works)
+        _finish((_reduce_by_exchange if is_small else _reduce_in_place)(full, output, axis, op), works, output)
     else:
         reduce_op, waits = REDUCE_OPS[op], works is None
         source = full.clone() if _COPIES else full
-        _finish(_start(_issue_reduction, output, source, op=reduce_op, group=group, waits=waits), works)
+        _finish(_start(_issue_reduction, output, source, op=reduce_op, group=group, waits=waits), works, output)
     if told is not None:
         tell("transferred", told)
 
@@ -271,7 +276,8 @@ def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.W
         return
     told = _told("all_reduce", axis, tensor, axis.reduce_group, tensor, tensor) if listeners else None
     reduce_op = REDUCE_OPS[op]
-    _finish(_start(dist.all_reduce, tensor, op=reduce_op, group=axis.reduce_group, waits=works is None), works)
+    work = _start(dist.all_reduce, tensor, op=reduce_op, group=axis.reduce_group, waits=works is None)
+    _finish(work, works, tensor)
     if told is not None:
         tell("transferred", told)
 
@@ -297,7 +303,8 @@ def all_to_all(
     told = _told("all_to_all", axis, output, axis.reduce_group, source, output) if listeners else None
     parts = output.view(torch.uint8), source.view(torch.uint8)
     splits = {"output_split_sizes": received, "input_split_sizes": sent}
-    _finish(_start(dist.all_to_all_single, *parts, group=axis.reduce_group, waits=works is None, **splits), works)
+    work = _start(dist.all_to_all_single, *parts, group=axis.reduce_group, waits=works is None, **splits)
+    _finish(work, works, output)
     if told is not None:
         tell("transferred", told)
 
@@ -320,6 +327,6 @@ def broadcast(tensor: torch.Tensor, axis: MeshAxis, source: int = 0) -> None:
     if axis.size == 1:
         return
     told = _told("broadcast", axis, tensor, axis.gather_group, tensor, tensor) if listeners else None
-    _finish(_start(dist.broadcast, tensor, group=axis.gather_group, group_src=source, waits=True), None)
+    _finish(_start(dist.broadcast, tensor, group=axis.gather_group, group_src=source, waits=True), None, tensor)
     if told is not None:
         tell("transferred", told)

@@ -60,7 +60,7 @@ def gather_together(parts: Sequence[Part], works: list[dist.Work] | None = None)
         if listeners:
             told = _told_of("all_gather", axis, wholes, Transfer("all_gather", group, tuple(shards), tuple(wholes)))
         if wholes[0].is_cpu and _is_gloo(group):
-            _finish(_gather_by_message(list(zip(wholes, shards, strict=True)), axis), works)
+            _finish(_gather_by_message(list(zip(wholes, shards, strict=True)), axis), works, wholes[0])
         else:
             sources = [shard.clone() for shard in shards] if is_off("in-place") else shards
             pairs = [
@@ -84,7 +84,7 @@ def all_reduce_together(parts: Sequence[Part], works: list[dist.Work] | None = N
             transfer = Transfer("all_reduce", group, tuple(wholes), tuple(wholes))
             told = _told_of("all_reduce", axis, wholes, transfer)
         if wholes[0].is_cpu and _is_gloo(group):
-            _finish(_all_reduce_by_message(wholes, axis, op), works)
+            _finish(_all_reduce_by_message(wholes, axis, op), works, wholes[0])
         else:
             with _coalescing(group=group, async_ops=works is not None) as manager:
                 for whole in wholes:
@@ -114,7 +114,7 @@ def reduce_together(parts: Sequence[Part], works: list[dist.Work] | None = None)
             transfer = Transfer("reduce_scatter", group, tuple(wholes), (*wholes, *shards))
             told = _told_of("reduce_scatter", axis, wholes, transfer)
         if _is_wide(alike[0]) or (wholes[0].is_cpu and _is_gloo(group)):
-            _finish(_reduce_by_message(list(zip(wholes, shards, strict=True)), axis, op), works)
+            _finish(_reduce_by_message(list(zip(wholes, shards, strict=True)), axis, op), works, wholes[0])
         else:
             sources = [whole.clone() for whole in wholes] if is_off("in-place") else wholes
             _coalesced(_reduce_scatter_flat, list(zip(shards, sources, strict=True)), group, works, op=REDUCE_OPS[op])

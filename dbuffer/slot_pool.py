@@ -152,11 +152,14 @@ def from_communicator(group: dist.ProcessGroup, device: torch.device) -> Allocat
 def from_symmetric_memory(group: dist.ProcessGroup, device: torch.device, backend: str) -> Allocate:
     """Return an allocator of memory that every rank of ``group`` maps at once; all of them allocate in the same order.
 
+    A communicator has to be there before its ranks can map memory; it is made here, so every rank calls this.
+
     Raises:
         StorageError: the device is no GPU.
     """
     if device.type != "cuda":
         raise StorageError(f"symmetric memory is memory of GPUs, found {device}; leave it off")
+    group._get_backend(device).eager_connect_single_device(device)
     symmetric_memory.set_backend(backend)  # type: ignore[arg-type]  # torch checks the name
 
     def allocate(num_bytes: int) -> torch.Tensor:

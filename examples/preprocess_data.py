@@ -1,4 +1,4 @@
-r"""Write text as a Megatron indexed data set, ``PREFIX.bin`` and ``PREFIX.idx``, for ``pretrain_gpt.py --data-path``.
+r"""Write text as a Megatron indexed data set for ``pretrain_gpt.py --data-path``; needs megatron-core.
 
     python examples/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod
     python examples/preprocess_data.py --input book.txt notes.txt --output-prefix data/books \
@@ -10,6 +10,7 @@ A JSONL file has one document per line; of other files each paragraph (up to and
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from gpt.data import DataError
-from gpt.indexed import IndexedWriter
+from gpt.indexed import megatron_datasets
 from gpt.tokenizer import add_tokenizer_flags, build_tokenizer
 from megatron_fsdp import ConfigError
 from megatron_fsdp.command_parser import CommandParser
@@ -35,22 +36,33 @@ def preprocess(args: argparse.Namespace) -> int:
     end = [tokenizer.end_of_document] if args.append_eod and tokenizer.end_of_document is not None else []
     if args.append_eod and not end:
         raise ConfigError(f"--append-eod: {args.tokenizer_model} has no token for the end of a document; leave it away")
+    indexed, prefix = megatron_datasets("indexed_dataset"), args.output_prefix
+    dtype = indexed.DType.optimal_dtype(tokenizer.vocabulary_size)
     total = sum(path.stat().st_size for path in args.input if path.is_file())
     count = 0
+    try:
+        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+        # An older index must not describe the new tokens if this command is killed.
+        Path(f"{prefix}.idx").unlink(missing_ok=True)
+        builder = indexed.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    except OSError as error:
+        raise DataError(f"--output-prefix: cannot write {prefix}.bin: {error.strerror}") from error
+    # disable=None: no bar where stderr is no terminal
     with (
-        IndexedWriter(args.output_prefix, tokenizer.vocabulary_size) as writer,
-        # disable=None: no bar where stderr is no terminal
+        contextlib.closing(builder.data_file),
         tqdm(total=total, unit="B", unit_scale=True, desc="preprocess", disable=None) as bar,
     ):
         for path in args.input:
             for text, num_bytes in documents(path, args.json_keys):
-                tokens = tokenizer.encode(text)
-                if tokens:
-                    writer.add_document(tokens + end)
+                if tokens := tokenizer.encode(text):
+                    builder.add_document(tokens + end, [len(tokens + end)])
                     count += 1
                 bar.update(num_bytes)
-        if count == 0:
-            raise DataError("--input: the files hold no text, so there is nothing to write")
+    if count == 0:
+        raise DataError("--input: the files hold no text, so there is nothing to write")
+    # Under another name until it is whole: a killed command must leave no index that looks right.
+    builder.finalize(f"{prefix}.idx.tmp")
+    Path(f"{prefix}.idx.tmp").replace(f"{prefix}.idx")
     return count
 
 

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from dbuffer import DBufferError
 from gpt.arguments import parse_arguments
-from gpt.blend import Samples
 from gpt.checkpoint import TrainingState, checkpoints_in
-from gpt.data import DataError, rank_samples
+from gpt.data import DataError, Samples, rank_samples
 from gpt.job import DEFAULT_FOLDER, Job, started
 from gpt.launch import Ranks, report_error
 from gpt.learning_rate import LearningRate

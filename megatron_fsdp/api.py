@@ -31,11 +31,11 @@ from megatron_fsdp.runtime.convert import convert
 from megatron_fsdp.runtime.freshness import mark_replaced
 from megatron_fsdp.runtime.fsdp2_view import show_state, state_to_come
 from megatron_fsdp.runtime.hooks import Tree
+from megatron_fsdp.runtime.inner_outputs import InnerOutputs, readers_of
 from megatron_fsdp.runtime.make_param_group import forget_originals, make_param_group
 from megatron_fsdp.runtime.memory_slots import check_reshard, reshard_to
 from megatron_fsdp.runtime.module import FSDPModule, unit_of
 from megatron_fsdp.runtime.originals import Originals, check_conversion
-from megatron_fsdp.runtime.outputs import watch_readers
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Unit, units_below
 
@@ -145,7 +145,7 @@ def fully_shard(
     for group in groups:
         forget_originals(group)
     attend_optimizers()
-    watch_readers(owned, unit)
+    unit.inner_outputs = InnerOutputs(readers_of(owned, unit), unit)
     _adopt_units(modules, unit)
     return module
 

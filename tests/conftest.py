@@ -11,11 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp.runtime import fuse
+
 # Examples are the same in every run and are not timed: the machine's load must not decide what a run finds.
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None, print_blob=True)
 hypothesis.settings.load_profile("suite")
 
 torch.set_num_threads(1)
+
+# The layers of tests are small: they are fused all the same, as large ones are (``tests/harness/preloaded.py``, too).
+fuse.MIN_NUMEL = 0
 
 # What takes longest, longest first: a process that takes one of them last is the one that all others wait for.
 # `pytest --durations=0 --durations-min=3` shows what has changed.

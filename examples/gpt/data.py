@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,6 +23,30 @@ _PROBE_BYTES = 8192
 
 class DataError(ValueError):
     """The training text is missing, unreadable or too short."""
+
+
+class Samples(Protocol):
+    """What training and validation draw from."""
+
+    def batch(self, numbers: range, device: torch.device) -> Tensor:
+        """Return the samples of the given numbers, (len(numbers), seq_length + 1) int64 on ``device``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """Where samples come from.
+
+    Attributes:
+        train, valid: no text is in both.
+        num_tokens: to train on.
+        source: what was read, in words; another source is other data.
+    """
+
+    train: Samples
+    valid: Samples
+    num_tokens: int
+    source: str
 
 
 @dataclass(frozen=True, slots=True)

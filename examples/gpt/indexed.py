@@ -1,52 +1,25 @@
-"""Megatron's indexed data sets: tokens in ``PREFIX.bin``, lengths and documents in ``PREFIX.idx``, memory-mapped.
-
-Layout of the index (Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``, version 1), little-endian: the nine
-bytes ``MMIDIDX\\0\\0``, version u64, dtype code u8, number of sequences u64, number of document indices u64; then the
-lengths (i32 per sequence), the byte offsets into the ``.bin`` file (i64 per sequence) and the document indices (i64).
-"""
+"""Megatron's indexed data sets and blends of them, read and written by megatron-core, in Megatron's own order."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import struct
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
-from gpt.data import DataError
+from gpt.data import DataError, TrainingData
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
-_CODES: dict[int, type[np.generic]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-_LARGEST_UINT16 = 65500  # Megatron's own limit, a little below 2**16
-
-
-@dataclass(frozen=True, slots=True)
-class IndexedDataset:
-    """The token sequences of one data set, in the order in which they lie in the file.
-
-    Attributes:
-        tokens: all of them in one row, memory-mapped, of the file's integer dtype.
-        bounds: (sequences + 1,) int64; sequence ``i`` is ``tokens[bounds[i] : bounds[i + 1]]``.
-        documents: int64 positions in ``bounds`` where documents start, and at last where the last one ends.
-        prefix: of the two files.
-    """
-
-    tokens: NDArray[Any]
-    bounds: NDArray[np.int64]
-    documents: NDArray[np.int64]
-    prefix: str
-
-    def __len__(self) -> int:
-        return len(self.bounds) - 1
-
-    def between(self, first: int, last: int) -> NDArray[Any]:
-        """Return the tokens of the sequences from ``first`` to before ``last``, without copying them."""
-        return self.tokens[self.bounds[first] : self.bounds[last]]
+DEFAULT_SPLIT = "969,30,1"  # Megatron's usual one
 
 
 def is_indexed(prefix: str | Path) -> bool:
@@ -54,104 +27,143 @@ def is_indexed(prefix: str | Path) -> bool:
     return Path(f"{prefix}.idx").is_file()
 
 
-def open_indexed(prefix: str | Path) -> IndexedDataset:
-    """Map a data set into memory.
+def megatron_datasets(module: str) -> Any:
+    """Return a module of ``megatron.core.datasets``.
 
     Raises:
-        DataError: a file is missing or cut off, or has another version, dtype or layout.
+        DataError: megatron-core cannot be imported.
     """
-    index_path, data_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     try:
-        index = np.memmap(index_path, dtype=np.uint8, mode="r")
-        dtype, num_sequences, num_documents = _read_header(index, index_path)
-        num_bytes = data_path.stat().st_size
-        num_tokens = num_bytes // np.dtype(dtype).itemsize
-        tokens = np.memmap(data_path, dtype=dtype, mode="r", shape=(num_tokens,))
-    except FileNotFoundError as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says which GPU packages it would like to have
+            return importlib.import_module(f"megatron.core.datasets.{module}")
+    except ImportError as error:
         raise DataError(
-            f"--data-path: {error.filename} does not exist (looked from {Path.cwd()}); {prefix} is wanted with .idx "
-            "and .bin; examples/preprocess_data.py writes both"
+            f"indexed data sets are read and written by megatron-core, which cannot be imported ({error}); "
+            "pip install megatron-core==0.16.1, or give --data-path a text file or folder"
         ) from error
-    except (OSError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"--data-path: cannot map {prefix}.idx and .bin: {error}") from error
-    ends = np.cumsum([_HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_documents])
-    if len(index) < ends[-1]:
-        raise DataError(
-            f"--data-path: {index_path} has {len(index)} bytes, its header promises {ends[-1]}; copy it anew"
-        )
-    lengths = index[ends[0] : ends[1]].view(np.int32)
-    pointers = index[ends[1] : ends[2]].view(np.int64)
-    bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    _check_layout(bounds, pointers, tokens, data_path)
-    return IndexedDataset(tokens, bounds, index[ends[2] : ends[3]].view(np.int64), str(prefix))
 
 
-def _read_header(index: NDArray[np.uint8], path: Path) -> tuple[type[np.generic], int, int]:
-    if len(index) < _HEADER.size or index[: len(_MAGIC)].tobytes() != _MAGIC:
-        raise DataError(f"--data-path: {path} does not start with {_MAGIC!r}; wanted an index of Megatron's")
-    _, version, code, num_sequences, num_documents = _HEADER.unpack(index[: _HEADER.size].tobytes())
-    if version != 1:
-        raise DataError(f"--data-path: {path} has version {version}; wanted 1")
-    if code not in _CODES:
-        raise DataError(f"--data-path: {path} has dtype code {code}; wanted an integer dtype, one of {sorted(_CODES)}")
-    return _CODES[code], num_sequences, num_documents
+@dataclass(frozen=True, slots=True)
+class IndexedSamples:
+    """Samples of one data set or of a blend, as Megatron would take them for a run of this many.
 
+    Attributes:
+        dataset: of megatron-core, a ``GPTDataset`` or ``BlendedDataset``.
+        vocabulary_size: a token at or above it is an error. source: named in errors.
+    """
 
-def _check_layout(bounds: NDArray[np.int64], pointers: NDArray[np.int64], tokens: NDArray[Any], path: Path) -> None:
-    if bounds[-1] > len(tokens):
-        raise DataError(f"--data-path: {path} has {len(tokens)} tokens, its index promises {bounds[-1]}; copy it anew")
-    if not np.array_equal(pointers, bounds[:-1] * tokens.dtype.itemsize):
-        # Samples are cut from the file as one row of tokens; Megatron's builder writes it that way.
-        raise DataError(f"--data-path: the sequences of {path} do not follow each other; write it anew")
+    dataset: Any
+    vocabulary_size: int
+    source: str
 
-
-class IndexedWriter:
-    """Writes a data set that Megatron and ``open_indexed`` read; a context, the index is written at its end."""
-
-    def __init__(self, prefix: str | Path, vocabulary_size: int) -> None:
-        """Create ``PREFIX.bin``; tokens are u16 for vocabularies below 65,500 and i32 above, as in Megatron.
+    def batch(self, numbers: range, device: torch.device) -> Tensor:
+        """Return the samples of the given numbers, (len(numbers), seq_length + 1) int64 on ``device``.
 
         Raises:
-            DataError: the file cannot be created.
+            DataError: a token is not in the vocabulary.
         """
-        self._prefix = str(prefix)
-        self._code = 8 if vocabulary_size < _LARGEST_UINT16 else 4
-        self._lengths: list[int] = []
-        try:
-            Path(self._prefix).parent.mkdir(parents=True, exist_ok=True)
-            # An older index must not describe the new tokens if this writer is killed.
-            Path(f"{prefix}.idx").unlink(missing_ok=True)
-            self._file = open(f"{prefix}.bin", "wb")  # noqa: SIM115  closed by __exit__
-        except OSError as error:
-            raise DataError(f"--output-prefix: cannot write {prefix}.bin: {error.strerror}") from error
+        samples = [self.dataset[number] for number in numbers]
+        rows = torch.stack([torch.cat([sample["tokens"], sample["labels"][-1:]]) for sample in samples])
+        if rows.min() < 0 or rows.max() >= self.vocabulary_size:
+            raise DataError(
+                f"--data-path: {self.source} has token {int(rows.max())}, the vocabulary {self.vocabulary_size}; give "
+                "the --tokenizer-type, --tokenizer-model and --vocab-size with which the data was written"
+            )
+        return rows.to(device)
 
-    def __enter__(self) -> IndexedWriter:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-        if kind is None:
-            self._write_index()
+def load_indexed(words: Sequence[str], args: argparse.Namespace) -> TrainingData:
+    """Open the data sets that ``--data-path`` names, for as many samples as the run takes.
 
-    def add_document(self, tokens: Sequence[int]) -> None:
-        """Append one document of one sequence; an empty one is left out."""
-        if len(tokens):
-            self._file.write(np.asarray(tokens, dtype=_CODES[self._code]).tobytes())
-            self._lengths.append(len(tokens))
+    Raises:
+        DataError: megatron-core is missing; a data set is, is damaged or too short; or weights or ``--split`` make no
+            sense.
+    """
+    prefixes, weights = parsed_blend(words)
+    split, source = args.split or DEFAULT_SPLIT, " ".join(words)
+    gpt, builder = megatron_datasets("gpt_dataset"), megatron_datasets("blended_megatron_dataset_builder")
+    sizes = [args.train_iters * args.global_batch_size, args.eval_iters * args.global_batch_size, 0]
+    with _refused(f"--split {split}: wanted three numbers >= 0 for training, validation and test, as {DEFAULT_SPLIT}"):
+        config = gpt.GPTDatasetConfig(
+            random_seed=args.seed,
+            sequence_length=args.seq_length,
+            blend=(prefixes, weights),
+            split=split,
+            # It says which tokens are padding (none: -1) and end documents, for masks that are not asked for here.
+            tokenizer=SimpleNamespace(vocab_size=None, pad=-1, eod=-2, unique_identifiers={}),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
+            # Indices are made anew in memory: those in a cache would outlive the data that they are of.
+            path_to_cache="",
+        )
+    config.split_matrix = [bounds if size else None for bounds, size in zip(config.split_matrix, sizes, strict=True)]
+    counts = [_num_train_tokens(prefix, config, split, args) for prefix in prefixes]
+    if weights is None and len(prefixes) > 1:
+        config.blend = (prefixes, [float(count) for count in counts])
+    with _refused(f"--data-path: cannot take {sizes[0]} samples from {source}"):
+        built = builder.BlendedMegatronDatasetBuilder(gpt.GPTDataset, sizes, lambda: True, config).build()
+    train, valid, _ = (IndexedSamples(dataset, args.padded_vocab_size, source) for dataset in built)
+    return TrainingData(train, valid, sum(counts), source)
 
-    def _write_index(self) -> None:
-        count = len(self._lengths)
-        lengths = np.asarray(self._lengths, dtype=np.int32)
-        size = np.dtype(_CODES[self._code]).itemsize
-        pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * size
-        # Under another name until it is whole: a killed writer must leave no index that looks right.
-        temporary = Path(f"{self._prefix}.idx.tmp")
-        with temporary.open("wb") as file:
-            file.write(_HEADER.pack(_MAGIC, 1, self._code, count, count + 1))
-            for part in (lengths, pointers.astype(np.int64), np.arange(count + 1, dtype=np.int64)):
-                file.write(part.tobytes())
-        temporary.replace(f"{self._prefix}.idx")
+
+def parsed_blend(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """Return prefixes and weights of ``--data-path``; weights None where only prefixes are given: then by size.
+
+    Raises:
+        DataError: a weight is not above 0.
+    """
+    try:
+        weights = [float(word) for word in words[::2]] if len(words) % 2 == 0 else None
+    except ValueError:
+        weights = None
+    if weights is None:
+        return list(words), None
+    if not all(0 < weight < float("inf") for weight in weights):
+        raise DataError(f"--data-path: the weights are {' '.join(words[::2])}; wanted numbers > 0")
+    return list(words[1::2]), weights
+
+
+def _num_train_tokens(prefix: str, config: Any, split: str, args: argparse.Namespace) -> int:
+    """Return how many tokens of a data set are to train on; megatron-core would count epochs of an empty part for ever.
+
+    Raises:
+        DataError: the data set is missing or damaged, or a part of it has no sample.
+    """
+    reader = megatron_datasets("indexed_dataset").IndexedDataset
+    if not reader.exists(prefix):
+        raise DataError(
+            f"--data-path: {prefix}.idx and {prefix}.bin are wanted (looked from {Path.cwd()}); "
+            "examples/preprocess_data.py writes both"
+        )
+    with _refused(f"--data-path: cannot read {prefix}.idx; copy or write it anew"):
+        dataset = reader(prefix)
+        # Copied: what it returns is unmapped together with it.
+        lengths, num_stored = dataset.sequence_lengths.copy(), Path(f"{prefix}.bin").stat().st_size
+        if num_stored != (promised := int(lengths.sum()) * dataset.index.dtype_size):
+            raise ValueError(f"{prefix}.bin has {num_stored} bytes, its index promises {promised}")
+    counts = []
+    for part, bounds in zip(("training", "validation"), config.split_matrix, strict=False):
+        # Rounded as the builder rounds them.
+        first, last = (round(share * len(lengths)) for share in bounds or (0, 0))
+        counts.append(int(lengths[first:last].sum()))
+        is_wanted = part == "training" or args.eval_iters > 0
+        if is_wanted and counts[-1] < args.seq_length + 1:
+            raise DataError(
+                f"--data-path: the {part} part of {prefix} has {counts[-1]} tokens (--split {split} of {len(lengths)} "
+                f"documents); --seq-length {args.seq_length} needs {args.seq_length + 1}. Give more documents, another "
+                "--split, or --eval-iters 0 to go without validation"
+            )
+    return counts[0]
+
+
+@contextmanager
+def _refused(message: str) -> Iterator[None]:
+    """Say what megatron-core asserts and raises as an error of the data."""
+    try:
+        with np.errstate(invalid="raise"):  # shares that add up to 0
+            yield
+    except (AssertionError, ArithmeticError, IndexError, OSError, ValueError, struct.error) as error:
+        raise DataError(f"{message} ({type(error).__name__}: {error})") from error

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gpt.arguments import flags_without_engine
-from gpt.blend import TrainingData, load_data
+from gpt.data import TrainingData
 from gpt.large_gradients import LargeGradients
 from gpt.launch import Ranks, precision_line, select_device, start_process_group
 from gpt.meshes import build_mesh
@@ -22,6 +22,7 @@ from gpt.optimizer import build_optimizer, write_parameter_groups
 from gpt.parallel import build_model, unwrapped
 from gpt.tokenizer import Tokenizer, build_tokenizer
 from gpt.train_log import TrainLog
+from gpt.training_data import load_data
 from megatron_fsdp import FsdpConfig, explain, fully_shard_optimizer
 from megatron_fsdp.checkpoint.async_save import finish_pending_save
 

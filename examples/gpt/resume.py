@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gpt.blend import DEFAULT_SPLIT
 from gpt.checkpoint import (
     TrainingState,
     check_load,
@@ -15,6 +14,7 @@ from gpt.checkpoint import (
     newest_of_another_model,
     resume_folder,
 )
+from gpt.indexed import DEFAULT_SPLIT, IndexedSamples
 from gpt.job import Job
 from gpt.parallel import unwrapped
 from gpt.tokenizer import tokenizer_flags
@@ -69,4 +69,7 @@ def data_flags(job: Job) -> dict[str, Any]:
     flags = {"seed": args.seed, "seq_length": args.seq_length, "data_path": job.data.source}
     if args.split not in (None, DEFAULT_SPLIT):
         flags["split"] = args.split
+    if isinstance(job.data.train, IndexedSamples):
+        # Megatron shuffles what a run of this length takes, so another length is another order.
+        flags["train_samples"] = args.train_iters * args.global_batch_size
     return flags | tokenizer_flags(args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -57,7 +58,8 @@ class GroupPlanner:
         self._policy = policy
         self._offload = offload
         self._granularity = granularity
-        self._divisor = target.mesh.size() * grad_divisor
+        # Invariant sums are divided by what does not depend on the mesh, which has to be said first.
+        self._divisor = math.inf if policy.reduction else target.mesh.size() * grad_divisor
 
     def plans(self, owned: Sequence[OwnedParameter]) -> list[GroupPlan]:
         """Return the groups of a unit: one per region of parameters that can share buffers.

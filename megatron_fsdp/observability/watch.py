@@ -36,6 +36,7 @@ from megatron_fsdp.runtime.unit import units_below
 __all__ = ["Watch"]
 
 _LOG = logging.getLogger(__name__)
+_LOOK_S = 0.001
 _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(module.__file__ or "")) + os.sep for module in (torch, dbuffer, threading)
 )
@@ -83,6 +84,7 @@ class Watch:
         self._timeout_s = timeout.total_seconds()
         self._poll_s = min(1.0, self._timeout_s / 10)
         self._poll = datetime.timedelta(seconds=self._poll_s)
+        self._looks = mesh.device_type != "cpu"
         self._interval = interval
         self._journal = Journal()
         self._prefix = ""
@@ -136,7 +138,7 @@ class Watch:
     # ------------------------------------------------------------------ on the thread that trains
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a collective on CPU tensors, at most until the ranks are found to differ.
+        """Let the host wait for a collective, at most until the ranks are found to differ.
 
         Raises:
             AgreementError: they do, or the collective failed.
@@ -165,6 +167,13 @@ class Watch:
 
     def _is_done(self, work: dist.Work) -> bool:
         """Wait for a while; tell whether the collective is complete."""
+        if self._looks and type(work) is dist.Work:
+            # NCCL aborts its communicator when a wait's time is over; to look does nothing.
+            if not work.is_completed():
+                time.sleep(_LOOK_S)
+                return False
+            work.wait()
+            return True
         try:
             work.wait(self._poll)
         except RuntimeError:

@@ -268,7 +268,7 @@ class Exchange:
     def _take_in(self, bucket: _Bucket, flight: _Flight, flats: Sequence[torch.Tensor]) -> None:
         """Wait for a bucket and put its matrices together."""
         for work in flight.works:
-            wait_for(work)
+            wait_for(work, flight.message)
         slots = [flight.batches[slot.batch][slot.position].view(-1) for slot in bucket.slots]
         places = [_in_slot(slots, bucket, place) for part in bucket.received for place in part]
         _unpack(flight.message, places)
@@ -298,7 +298,7 @@ class Exchange:
 
     def _take_back(self, bucket: _Bucket, flight: _Flight, flats: Sequence[torch.Tensor]) -> None:
         for work in flight.works:
-            wait_for(work)
+            wait_for(work, flight.message)
         _unpack(flight.message, [_in_flat(flats, place) for part in bucket.sent for place in part])
 
     def _share_with_replicas(self, flats: Sequence[torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ from dbuffer.collectives import all_reduce
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement
 from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.optim.exact_norm import exact_norm
 from megatron_fsdp.optim.nonfinite import may_step, readings_of
 from megatron_fsdp.runtime.fsdp_params import grads_of
 from megatron_fsdp.runtime.grad_state import GradState
@@ -22,10 +23,7 @@ from megatron_fsdp.runtime.param_layout import own_rows
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.unit import units_below
 
-__all__ = [
-    "clip_factor",
-    "clip_grad_norm_",
-]
+__all__ = ["clip_factor", "clip_grad_norm_"]
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -43,9 +41,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the gradients of a sharded model so that their global norm is at most ``max_norm``.
 
-    One pass over each flat gradient shard and one all-reduce of a scalar per distinct mesh, whatever the number of
-    parameters. Gradients that the user put in ``.grad`` count and are scaled as those that backward made. Parameters
-    that are not sharded (ignored ones) are taken in as they are on this rank.
+    One pass over each flat gradient shard and one all-reduce of a scalar per distinct mesh. Gradients that the user put
+    in ``.grad`` count and are scaled as well. Parameters that are not sharded are taken in as they are on this rank.
 
     Args:
         model: a module with sharded modules in it, after the last microbatch's backward.
@@ -72,15 +69,9 @@ def clip_grad_norm_(
     settled = [held for unit in units_below(model) for group in unit.groups for held in _held_by(group)]
     plain = [p.grad for p in model.parameters() if p.grad is not None and group_of_parameter(p) is None]
     device = next((held.group.spec.device for held in settled), plain[0].device if plain else torch.device("cpu"))
-    total = _combine([_partial_norm(tensor, order) for tensor in plain], order, device)
-    for axes, same_axes in _by_axes(settled):
-        subtotal = _combine([_partial_norm(held.flat, order) for held in same_axes], order, device)
-        for axis in axes:
-            all_reduce(subtotal, axis, "max" if order == math.inf else "sum")
-        total = _combine([total, subtotal], order, device)
-    norm: torch.Tensor = total
-    if order != math.inf:
-        norm = total.sqrt() if order == 2.0 else total.pow(1.0 / order)
+    spread = [(axes, [held.flat for held in same_axes]) for axes, same_axes in _by_axes(settled)]
+    measure = exact_norm if any(held.group.spec.dtypes.reduction for held in settled) else _norm
+    norm = measure([([], plain), *spread], order, device)
     if error_if_nonfinite:
         may_step(norm, "raise", lambda: readings_of(model))
     if max_norm != math.inf:
@@ -102,6 +93,20 @@ def _checked_order(model: nn.Module, norm_type: float) -> float:
             "parameters to torch.nn.utils.clip_grad_norm_."
         )
     return order
+
+
+def _norm(
+    spread: Sequence[tuple[list[MeshAxis], list[torch.Tensor]]], order: float, device: torch.device
+) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for axes, tensors in spread:
+        subtotal = _combine([_partial_norm(tensor, order) for tensor in tensors], order, device)
+        for axis in axes:
+            all_reduce(subtotal, axis, "max" if order == math.inf else "sum")
+        total = _combine([total, subtotal], order, device)
+    if order == math.inf:
+        return total
+    return total.sqrt() if order == 2.0 else total.pow(1.0 / order)
 
 
 def _partial_norm(gradient: torch.Tensor, order: float) -> torch.Tensor:

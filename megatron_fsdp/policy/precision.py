@@ -42,6 +42,7 @@ class GroupDtypes:
         gather: "fp8", "mxfp8" or "int8_block" where weights travel in 8 bits and rest in ``main`` alone otherwise.
         moments: "int8" where the optimizer's moments will be 8-bit codes, so that no shard may cut a block of them.
         accumulate: of the sum over ranks, where that is wider than ``reduce``; None: ``reduce``.
+        reduction: as the policy's.
     """
 
     compute: torch.dtype
@@ -52,6 +53,7 @@ class GroupDtypes:
     moments: str | None = None
     gather: str | None = None
     accumulate: torch.dtype | None = None
+    reduction: str | None = None
 
     @property
     def block_numel(self) -> int:
@@ -84,9 +86,10 @@ class MixedPrecisionPolicy:
             model whose own parameters are bf16 with FP32 main weights.
         main_grads_dtype: dtype in which gradients rest and accumulate. None: the parameter's ``grad_dtype`` where that
             was set, else the main weights'.
-        fuse_weight_gradients: let the backward of ``nn.Linear`` multiply the weight's gradient straight into the unit's
-            packed gradient buffer, which saves a tensor and a copy, wherever that buffer has the compute dtype. "wide":
-            also into an FP32 buffer from bf16 or fp16 weights; what is then summed was never rounded to 16 bits.
+        fuse_weight_gradients: let the backward of ``nn.Linear``, where it has more than 16,384 weights, multiply the
+            weight's gradient straight into the unit's packed gradient buffer, which saves a tensor and a copy, wherever
+            that buffer has the compute dtype. "wide": also into an FP32 buffer from bf16 or fp16 weights; what is then
+            summed was never rounded to 16 bits.
         split_main_params: keep no FP32 copy of trained weights, but the 16 bits that the bf16 ones lack of it, without
             losing a bit: 2 bytes per parameter instead of 4, and gradients rest in bf16 unless told otherwise. For
             ``param_dtype=torch.bfloat16``, FP32 main weights and ``megatron_fsdp.AdamW`` (docs/design/adamw.md).
@@ -101,6 +104,9 @@ class MixedPrecisionPolicy:
             communication library chooses. The bytes of 16 bits, and sums that are rounded like those of 32; it takes a
             second buffer of the unit's packed gradients while they are reduced. None: the library adds up, in
             ``reduce_dtype``.
+        reduction: "invariant" gives gradients the same bits on any number of ranks, in every strategy: microbatches are
+            exchanged one by one and added in FP32 in a fixed order (docs/design/invariance.md). Divide by the number of
+            microbatches of all ranks, with ``set_gradient_divide_factor``. None: as fast as it goes.
         param_dtype_override_fn: called with each parameter when ``fully_shard`` takes it over, with the same result on
             every rank: the parameter's own dtype, which it then computes in, or None or ``param_dtype``. Forward inputs
             are cast to ``param_dtype`` all the same.
@@ -122,6 +128,7 @@ class MixedPrecisionPolicy:
     moments: str | None = None
     gather_dtype: str | None = None
     accumulate_dtype: torch.dtype | None = None
+    reduction: str | None = None
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -130,13 +137,14 @@ class MixedPrecisionPolicy:
         if self.gather_dtype not in (None, *GATHER_DTYPES):
             names = ", ".join(map(repr, GATHER_DTYPES))
             raise ConfigError(f"MixedPrecisionPolicy(gather_dtype={self.gather_dtype!r}): give {names} or None")
+        self._check_reduction()
         if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
             raise ConfigError(
                 f"MixedPrecisionPolicy(param_dtype_override_fn={self.param_dtype_override_fn!r}): give a function of a "
                 "parameter, or None"
             )
         for each in fields(self):
-            if each.name in ("moments", "gather_dtype", "param_dtype_override_fn"):
+            if each.name in ("moments", "gather_dtype", "reduction", "param_dtype_override_fn"):
                 continue
             value = getattr(self, each.name)
             if each.name == "cast_forward_inputs" or (value is None and each.name != "split_main_params"):
@@ -150,6 +158,15 @@ class MixedPrecisionPolicy:
                 raise ConfigError(
                     f"MixedPrecisionPolicy({each.name}={value!r}): give a floating-point torch.dtype or None"
                 )
+
+    def _check_reduction(self) -> None:
+        if self.reduction not in (None, "invariant"):
+            raise ConfigError(f"MixedPrecisionPolicy(reduction={self.reduction!r}): give 'invariant' or None")
+        if self.reduction is not None and self.accumulate_dtype not in (None, torch.float32):
+            raise ConfigError(
+                f"MixedPrecisionPolicy(reduction='invariant', accumulate_dtype={self.accumulate_dtype}): invariant "
+                "sums are FP32 ones, or of reduce_dtype where that is wider; leave accumulate_dtype None"
+            )
 
     def for_parameter(self, name: str, parameter: nn.Parameter) -> MixedPrecisionPolicy:
         """Return the policy of one parameter: with the ``param_dtype`` that ``param_dtype_override_fn`` gives it.
@@ -206,10 +223,11 @@ class MixedPrecisionPolicy:
     def with_gradients(self, dtypes: GroupDtypes, grad_dtype: GradDtype) -> GroupDtypes:
         """Return ``dtypes`` with those of gradients as asked; where nothing is, they stay."""
         wire, main_grad = self._gradient_dtypes(dtypes.compute, dtypes.reduce, grad_dtype)
-        accumulate = self.accumulate_dtype
+        accumulate = None if self.reduction else self.accumulate_dtype
         if accumulate is not None and accumulate.itemsize <= wire.itemsize:
             accumulate = None
-        return replace(dtypes, reduce=wire, main_grad=main_grad or dtypes.main_grad, accumulate=accumulate)
+        main_grad = main_grad or dtypes.main_grad
+        return replace(dtypes, reduce=wire, main_grad=main_grad, accumulate=accumulate, reduction=self.reduction)
 
     def _gradient_dtypes(
         self, compute: torch.dtype, own: torch.dtype, grad_dtype: GradDtype

@@ -44,10 +44,17 @@ def walk(tree: Tree, module: nn.Module, units: Iterable[Unit]) -> None:
                     "reduce its gradients yourself."
                 )
             frozen.append((child._parameters, name))
+    if tree.modules and sum(map(len, tree.hooks)) > tree.num_hooks:
+        for unit in units:
+            unit.schedule.arm()
+            break
     tree.frozen = frozen
     tree.modules = [child._modules for child in below.values()]
     tree.parameters = [child._parameters for child in below.values()]
     tree.children = list(chain.from_iterable(map(_values, tree.modules)))
+    # Hooks of units hold these, and what they return is watched in any case.
+    tree.hooks = [child._forward_hooks for child in below.values() if "_fsdp_unit" not in vars(child)]
+    tree.count_hooks()
     tree.absent = [parameter is None for parameter in chain.from_iterable(map(_values, tree.parameters))]
 
 

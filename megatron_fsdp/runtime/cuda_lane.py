@@ -220,6 +220,9 @@ class CudaLane:
         if self._last is not None and self._is_last_captured is self._compute.streams.is_capturing():
             for stream in self._compute.all():
                 stream.wait_event(self._last)
+            if self._is_last_captured:
+                # The next capture may not wait for it, and nothing tells one capture from another.
+                self._last = None
 
 
 LATEST: list[Any] = []

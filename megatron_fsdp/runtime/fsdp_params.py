@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RELEASED_VERSION",
+    "SMALL_NUMEL",
     "FSDPParams",
     "ParamModuleInfos",
     "ReadGuard",
@@ -44,24 +45,17 @@ _requires_grad = _REQUIRES_GRAD.__get__
 
 _plainly: Any = torch._C._disabled_torch_function_impl
 
-# Gradients of so few elements are copied together: one copy costs a launch as that of many does.
-_SMALL_NUMEL = 1 << 14
+SMALL_NUMEL = 1 << 14
+"""Gradients of so few elements are copied together: one copy costs a launch as that of many does."""
 
 RELEASED_VERSION = 1_000_000_000
 """What autograd's message gives as the version of a weight that was released."""
 
 
 _VERSION: Any = torch._C.TensorBase._version
-
-
 _version = _VERSION.__get__
-
-
 _set_versions: Any = torch._C._autograd._unsafe_set_version_counter
-
 _GRAD: Any = torch._C.TensorBase.grad
-
-
 _get_grad = _GRAD.__get__
 
 
@@ -151,7 +145,7 @@ class FSDPParams:
         self.begun = [False]
         # Of which parameters autograd has added up all that the backward under way brings.
         self.came = bytearray(len(owned))
-        self.waits = bytearray(int(param.numel() <= _SMALL_NUMEL) for param in self.unsharded_params)
+        self.waits = bytearray(int(param.numel() <= SMALL_NUMEL) for param in self.unsharded_params)
         self._listening = bytearray(len(owned))
         self._required = [False] * len(owned)
         self._num_flags_set = -1

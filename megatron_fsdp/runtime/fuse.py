@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.build.ownership import OwnedParameter
+from megatron_fsdp.runtime.fsdp_params import SMALL_NUMEL
 from megatron_fsdp.runtime.fused_linear import WEIGHTS, FusedLinear
 from megatron_fsdp.runtime.gathered_weight import handle_of
 
@@ -20,12 +21,18 @@ if TYPE_CHECKING:
 __all__ = ["fuse_linear_layers", "offer_products"]
 
 
+MIN_NUMEL = SMALL_NUMEL + 1
+"""Weights of fewer elements are not worth the Python of a fused layer: their gradients wait and are copied together."""
+
+
 def fuse_linear_layers(owned: Iterable[OwnedParameter]) -> None:
     """Mix ``FusedLinear`` into the linear layers that hold one of the parameters as their weight.
 
-    Layers with a ``forward`` of their own are left alone, and so are weights that are sharded over further axes.
+    Left alone are layers with a ``forward`` of their own, small weights, and those that are sharded over further axes.
     """
     for parameter in owned:
+        if parameter.parameter.numel() < MIN_NUMEL:
+            continue
         for info in parameter.param_module_infos:
             kind = type(info.module)
             if parameter.split is None and info.attribute == "weight" and kind.forward is nn.Linear.forward:

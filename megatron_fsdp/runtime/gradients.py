@@ -87,7 +87,7 @@ class GradientBuffer(PackedGradients):
         if self._turns is not None:
             self._turns.take(self._pack_waiting)
         self._begin_once()
-        if self._waits[index]:
+        if self._waits[index] and self._trained[index]:
             _set_grad(parameter, gradient)
         else:
             self._pack(index, gradient)

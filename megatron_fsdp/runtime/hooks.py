@@ -48,8 +48,15 @@ class Tree:
         self.children: list[nn.Module | None] = []
         self.parameters: list[dict[str, nn.Parameter | None]] = []
         self.absent: list[bool] = []
+        # Hooks are counted, so that one which a user registers is seen.
+        self.hooks: list[dict[int, Any]] = []
+        self.num_hooks = -1
         # Places of parameters that nobody shards and nobody trains.
         self.frozen: list[tuple[dict[str, nn.Parameter | None], str]] = []
+
+    def count_hooks(self) -> None:
+        """Take the forward hooks that are there for known."""
+        self.num_hooks = sum(map(len, self.hooks))
 
     def check(self, module: nn.Module, units: Callable[[], Iterable[Unit]]) -> None:
         """Look for parameters that were added since the last look.
@@ -61,7 +68,7 @@ class Tree:
         """
         modules = list(chain.from_iterable(map(_values, self.modules)))
         absent = list(map(operator.is_, chain.from_iterable(map(_values, self.parameters)), repeat(None)))
-        is_new = not self.modules or modules != self.children or absent != self.absent
+        is_new = modules != self.children or absent != self.absent or sum(map(len, self.hooks)) != self.num_hooks
         if is_new or (self.frozen and any(is_trained(registry.get(name)) for registry, name in self.frozen)):
             walk(self, module, list(units()))
 

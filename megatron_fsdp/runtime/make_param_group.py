@@ -18,6 +18,7 @@ from megatron_fsdp.runtime.extension_hooks import ExtensionWeights, make_extensi
 from megatron_fsdp.runtime.freshness import Freshness
 from megatron_fsdp.runtime.fuse import fuse_linear_layers
 from megatron_fsdp.runtime.gradients import GradientBuffer
+from megatron_fsdp.runtime.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.lanes import join_lanes
 from megatron_fsdp.runtime.make_fsdp_params import adopt, make_fsdp_params
 from megatron_fsdp.runtime.packed_weights import PackedWeights
@@ -94,7 +95,8 @@ def make_gradients(group: ParameterGroup) -> None:
         spec.compute_device, spec.is_offloaded, spec.is_pinned, spec.fuses_weight_gradients, dtypes.accumulate
     )  # fmt: skip
     like = GradientSpec(spec.placements, dtypes.reduce, dtypes.main_grad, spec.divisor, *rest)
-    group.gradients = GradientBuffer(group.main_weight, like, group.fsdp_params)
+    make = GradientBuffer if dtypes.reduction is None else InvariantGradients
+    group.gradients = make(group.main_weight, like, group.fsdp_params)
     group.gradients.rename(group.name)
     set_reduction(group)
     if dtypes.reduce.itemsize > dtypes.compute.itemsize:
@@ -149,8 +151,13 @@ def set_reduction(
     """Install a hook on reduced gradients, or a replacement of the reduce-scatter; None leaves what is there.
 
     Raises:
-        ConfigError: a replacement where the policy has the engine add up itself.
+        ConfigError: a replacement, or a hook, where the policy has the engine add up itself.
     """
+    if group.spec.dtypes.reduction is not None and (hook is not None or function is not None):
+        raise ConfigError(
+            f"unit {group.name!r}: a custom reduce-scatter and a hook on reduced gradients have an order of their own, "
+            f"but the policy says reduction={group.spec.dtypes.reduction!r}; give one of the two"
+        )
     if function is not None and group.spec.dtypes.accumulate is not None:
         raise ConfigError(
             f"unit {group.name!r}: a custom reduce-scatter adds up by itself, but the policy says "

@@ -1,8 +1,8 @@
 """The tensors by which backward may reach a call of a unit, and the hooks on them that gather its weights in time.
 
 What a module returns is one way. Others are what it keeps (an auxiliary loss as an attribute) and what hooks of the
-user take from modules inside of it. So every module whose backward reads weights has its outputs watched, and modules
-with weights of their own are looked through for tensors that the call made (docs/design/order.md).
+user take from modules inside of it (``inner_outputs.py``). So what a call returns is watched, and modules with weights
+of their own are looked through for tensors that the call made (docs/design/order.md).
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp.build.ownership import OwnedParameter
-from megatron_fsdp.runtime.fused_linear import FusedLinear, has_transforms
-from megatron_fsdp.runtime.pytree import PLAIN_VALUES, iterate_tensors, members_of
-from megatron_fsdp.runtime.unit import Call, Unit, watchers
+from megatron_fsdp.runtime.pytree import PLAIN_VALUES, iterate_tensors, members_of, parts_of_dual
+from megatron_fsdp.runtime.unit import Call, watchers
 
-__all__ = ["Attributes", "watch_given", "watch_inputs", "watch_made", "watch_output", "watch_readers"]
+__all__ = ["Attributes", "watch_given", "watch_inputs", "watch_made", "watch_output"]
 
 # Attributes of every module, and ours.
 _INERT = frozenset((*vars(nn.Module()), "_fsdp_unit"))
@@ -37,24 +35,9 @@ def watch_output(call: Call, output: Any) -> None:
         if tensor.requires_grad:
             _watch(call, tensor)
         if forward_ad._current_level >= 0:
-            for part in _parts_of_dual(tensor):
+            for part in parts_of_dual(tensor):
                 if part.requires_grad:
                     _watch(call, part)
-
-
-def _parts_of_dual(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield what autograd knows of a tensor of forward mode: its value without wrappers, and its tangent."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        if torch._C._functorch.is_gradtrackingtensor(tensor):
-            tangent = forward_ad.unpack_dual(tensor).tangent
-            if tangent is not None:
-                yield from _parts_of_dual(tangent)
-        yield from _parts_of_dual(torch._C._functorch.get_unwrapped(tensor))
-        return
-    dual = forward_ad.unpack_dual(tensor)
-    yield tensor
-    if dual.tangent is not None:
-        yield dual.tangent
 
 
 def watch_made(call: Call, value: Any) -> None:
@@ -90,27 +73,33 @@ def _leave(reference: weakref.ref[Call], gradient: torch.Tensor) -> None:
 
 
 class Attributes:
-    """The attributes of one module that may hold tensors.
+    """The attributes of modules that may hold tensors.
 
     Their names are looked for again when there are more or fewer attributes than before.
+
+    Args:
+        modules: referred to weakly.
     """
 
-    __slots__ = ("_names", "_size")
+    __slots__ = ("_modules", "_names", "_size")
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [weakref.ref(module) for module in modules]
         self._size = -1
-        self._names: list[str] = []
+        self._names: list[list[str]] = []
 
-    def watch(self, call: Call, module: nn.Module) -> None:
-        """Enter ``call`` when backward reaches any tensor made since it began that the module keeps."""
-        attributes = module.__dict__
-        if len(attributes) != self._size:
-            self._size, self._names = len(attributes), [name for name in attributes if name not in _INERT]
-        for name in self._names:
-            value = attributes.get(name)
-            if type(value) not in PLAIN_VALUES:
-                for tensor in _kept(value, 0):
-                    watch_made(call, tensor)
+    def watch(self, call: Call) -> None:
+        """Enter ``call`` when backward reaches any tensor made since it began that the modules keep."""
+        modules = [module.__dict__ for reference in self._modules if (module := reference()) is not None]
+        size = sum(map(len, modules))
+        if size != self._size:
+            self._size, self._names = size, [[name for name in each if name not in _INERT] for each in modules]
+        for attributes, names in zip(modules, self._names, strict=True):
+            for name in names:
+                value = attributes.get(name)
+                if type(value) not in PLAIN_VALUES:
+                    for tensor in _kept(value, 0):
+                        watch_made(call, tensor)
 
 
 def _kept(value: Any, depth: int) -> Iterator[torch.Tensor]:
@@ -129,28 +118,3 @@ def _watch(call: Call, tensor: torch.Tensor) -> None:
         calls.append(call)
     if not call.is_expected:
         call.unit.expect(call)
-
-
-def watch_readers(owned: Iterable[OwnedParameter], unit: Unit) -> None:
-    """Watch what the modules inside of the unit compute that have weights of it themselves.
-
-    Whatever keeps one of their outputs, backward comes through it. Left out: the unit's own modules, which are watched
-    in any case; ``FusedLinear``, whose backward asks itself; look-ups, whose backward reads no weight.
-    """
-    if not unit.releases_weights:
-        return
-    outermost = {id(reference()) for reference in unit.modules}
-    modules = {id(info.module): info.module for parameter in owned for info in parameter.param_module_infos}
-    for key, module in modules.items():
-        is_lookup = type(module).forward in (nn.Embedding.forward, nn.EmbeddingBag.forward)
-        if key not in outermost and not is_lookup and not isinstance(module, FusedLinear):
-            kept = None if type(module).__module__.startswith("torch.nn.") else Attributes()
-            module.register_forward_hook(functools.partial(_after_reader, unit, kept))
-
-
-def _after_reader(unit: Unit, kept: Attributes | None, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    if torch.compiler.is_dynamo_compiling() or unit.open_call is None or has_transforms():
-        return
-    watch_made(unit.open_call, output)
-    if kept is not None:
-        kept.watch(unit.open_call, module)

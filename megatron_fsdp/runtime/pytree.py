@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "iterate_tensors",
     "map_tensors",
     "members_of",
+    "parts_of_dual",
     "treat_as_plain",
 ]
 
@@ -101,3 +103,18 @@ def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> An
 
 def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def parts_of_dual(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield what autograd knows of a tensor of forward mode: its value without wrappers, and its tangent."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_gradtrackingtensor(tensor):
+            tangent = forward_ad.unpack_dual(tensor).tangent
+            if tangent is not None:
+                yield from parts_of_dual(tangent)
+        yield from parts_of_dual(torch._C._functorch.get_unwrapped(tensor))
+        return
+    dual = forward_ad.unpack_dual(tensor)
+    yield tensor
+    if dual.tangent is not None:
+        yield dual.tangent

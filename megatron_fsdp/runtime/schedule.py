@@ -20,7 +20,7 @@ from megatron_fsdp.runtime.lanes import wait_for_event
 from megatron_fsdp.runtime.memory_slots import BufferPools
 from megatron_fsdp.runtime.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
 from megatron_fsdp.runtime.parameter_group import WeightState, start_gathers
-from megatron_fsdp.runtime.unit import Call, Unit, is_in_backward
+from megatron_fsdp.runtime.unit import Call, Unit, alive, is_in_backward
 from megatron_fsdp.runtime.withheld import note_reads
 
 __all__ = ["Schedule"]
@@ -72,6 +72,7 @@ class Schedule:
         step_event: recorded after an optimizer step, awaited by the next forward; None for none.
         pools: of memory slots.
         trail: the units of this forward pass that were left, in order, for each call that backward may come to.
+        armed: units whose inner modules' outputs are watched.
         first_use: the moment when the ranks agree on what the units are.
     """
 
@@ -79,6 +80,7 @@ class Schedule:
         self.step_event: Any = None
         self.pools = BufferPools()
         self.trail: list[weakref.ref[Unit]] = []
+        self.armed: list[weakref.ref[Unit]] = []
         # Weak: a circle would keep slots until the garbage collector comes.
         self.first_use = FirstUse(weakref.WeakMethod(self._served))
         self._units: list[weakref.ref[Unit]] = []
@@ -97,6 +99,11 @@ class Schedule:
         for unit in units:
             unit.schedule = self
             self._units.append(unit.reference)
+        self.arm()
+
+    def arm(self) -> None:
+        """Watch what modules inside of the units return, until that is seen to be of no use."""
+        self.armed = [unit.reference for unit in self.units() if unit.inner_outputs.arm()]
 
     @property
     def root(self) -> Unit | None:
@@ -109,6 +116,13 @@ class Schedule:
 
     def _served(self) -> tuple[Unit | None, Iterable[Unit]]:
         return self.root, self.units()
+
+    def _disarm(self) -> None:
+        left = [unit.reference for unit in alive(self.armed) if not unit.inner_outputs.disarm()]
+        root = self._root()
+        for tree in root.trees.values() if root is not None and len(left) < len(self.armed) else ():
+            tree.count_hooks()
+        self.armed = left
 
     def reshards_after_forward(self, unit: Unit) -> bool:
         """Whether a unit gives its gathered weights back between forward and backward.
@@ -231,8 +245,8 @@ class Schedule:
             if unit.releases_weights:
                 kept = self._kept.get(id(module))
                 if kept is None:
-                    kept = self._kept[id(module)] = Attributes()
-                kept.watch(call, module)
+                    kept = self._kept[id(module)] = Attributes(unit.inner_outputs.attributed(module))
+                kept.watch(call)
                 watch_given(call, args)
         if unit.pending_modules:
             return
@@ -298,6 +312,8 @@ class Schedule:
             unit.open_call = None
         self._order.start_pass()
         self.trail = []
+        if self.armed:
+            self._disarm()
         if profiler._is_profiler_enabled:
             from megatron_fsdp.runtime.profiler_ranges import emit_ranges
 

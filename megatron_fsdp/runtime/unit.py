@@ -31,11 +31,13 @@ from megatron_fsdp.runtime.replaced_params import admit, settle
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.backward import Backward
     from megatron_fsdp.runtime.hooks import Tree
+    from megatron_fsdp.runtime.inner_outputs import InnerOutputs
     from megatron_fsdp.runtime.schedule import Schedule
 
-__all__ = ["Call", "Unit", "alive", "is_in_backward", "units_below", "watchers"]
+__all__ = ["WATCHERS", "Call", "Unit", "alive", "is_in_backward", "units_below", "watchers"]
 
-_WATCHERS = "_fsdp_watchers"
+WATCHERS = "_fsdp_watchers"
+"""Under this and its output's number a node's metadata has the calls that a tensor is an output of."""
 
 
 class Call:
@@ -137,6 +139,7 @@ class Unit(StateNames):
         self.entered_task = -1
         # By the id of the module.
         self.trees: dict[int, Tree] = {}
+        self.inner_outputs: InnerOutputs
         self.unshards_in_backward = True
         self.gradients: tuple[GradientBuffer, ...] = ()
         self.num_gradients = 0
@@ -325,7 +328,7 @@ def watchers(tensor: torch.Tensor) -> list[Call]:
         return _watchers_of_leaf(tensor)
     # With the node, so that the tensor can be pickled as any other: hooks on saved tensors do so.
     known: Any = node.metadata
-    key = (_WATCHERS, tensor.output_nr)
+    key = (WATCHERS, tensor.output_nr)
     calls: list[Call] | None = known.get(key)
     if calls is None:
         calls = known[key] = []

@@ -95,6 +95,7 @@ SCENES = {
     "docs/training_script.md": Scene(
         files={"code.jsonl": '{"text": "def main(): return 0"}\n' * 20_000, "prose.txt": _TEXT},
         shorter=(("--train-iters 300", "--train-iters 90"),),
+        elsewhere=(("preprocess_data.py", "it needs megatron-core"),),
     ),
 }
 

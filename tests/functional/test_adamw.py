@@ -117,7 +117,7 @@ class Weight(nn.Module):
 @pytest.mark.parametrize("moments", [FP32, BF16], ids=str)
 @on_ranks(2)
 def test_16_bit_weights_and_moments_are_rounded_once_a_step(weights: torch.dtype, moments: torch.dtype) -> None:
-    """Step a weight of some dtype, and in fp64 one that is rounded after each step; return dtypes and errors in ulp."""
+    """Step a weight of some dtype, and in fp64 one that is rounded after each step."""
     torch.manual_seed(0)
     model = Weight(weights)
     weight = model.weight.detach().double()

@@ -214,7 +214,7 @@ def test_bf16_moments_resume_bit_for_bit_and_load_into_torchs_as_fp32() -> None:
 
 @on_ranks(2)
 def test_the_state_of_other_optimizers_is_refused_before_anything_changes() -> None:
-    """Load the state of other kinds of optimizers; return the messages, and whether a step works after."""
+    """Load the state of other kinds of optimizers."""
     messages = []
     for other in (
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -261,7 +261,7 @@ SWAPS = {"records": swap_records, "first moments": swap_first_moments, "entries 
 @pytest.mark.parametrize("swap", SWAPS)
 @on_ranks(2)
 def test_state_exchanged_between_parameters_is_taken_over_with_both_values(strategy: str, swap: str) -> None:
-    """Exchange the state of two parameters of two units; return which weights are not those of a plain model."""
+    """Exchange the state of two parameters of two units."""
     torch.manual_seed(0)
     oracle = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     model = copy.deepcopy(oracle)

@@ -67,7 +67,7 @@ class Scripted:
 
 def made(rank: int, mode: str, store: Any) -> Watch:
     """Return the watch of a rank that waits for a collective, runs on, or has left with an error."""
-    mesh = types.SimpleNamespace(size=lambda: len(RANKS), mesh=torch.tensor(RANKS))
+    mesh = types.SimpleNamespace(device_type="cpu", size=lambda: len(RANKS), mesh=torch.tensor(RANKS))
     group = types.SimpleNamespace(main_weight=types.SimpleNamespace(mesh=mesh))
     unit = types.SimpleNamespace(groups=[group], backward=None)
     with (

@@ -246,7 +246,7 @@ def test_other_uses_give_the_same_numbers_and_allocate_nothing_in_the_end(name: 
 
 @on_ranks(2)
 def test_an_order_that_changes_gives_the_same_numbers_and_one_warning_at_most() -> None:
-    """Train a model whose order changes in every step; return losses of both ways and what was said."""
+    """Train a model whose order changes in every step."""
     said: list[str] = []
 
     class Listener(logging.Handler):

@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 
 @on_ranks(2)
 def test_the_example_saves_and_loads_on_two_ranks(tmp_path: Path) -> None:
-    """Run it with another folder; return what it loads and which checkpoints are there."""
+    """Run it with another folder."""
     folder = str(tmp_path)
     code = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
     assert '"runs/demo"' in code

@@ -337,7 +337,7 @@ def test_closures_scalers_groups_and_copies_give_the_bits_of_steps_over_each_par
 
 @on_ranks(1)
 def test_a_parameter_that_is_trained_later_counts_its_own_steps_and_changes_no_others() -> None:
-    """Train a parameter from the second step on; return what all have counted after each step."""
+    """Train a parameter from the second step on."""
     model = sharded()
     optimizer = OPTIM.AdamW(model.parameters(), foreach=True)
     late: Any = model.blocks[0]["one"].weight  # type: ignore[index]  # a ModuleDict

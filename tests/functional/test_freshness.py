@@ -299,7 +299,7 @@ def said_by(call: Callable[[], object]) -> str:
 
 @on_ranks(2)
 def test_reshard_finds_a_change_of_gathered_weights_and_hides_no_error_that_is_being_handled() -> None:
-    """Change gathered weights unseen; return what reshard and the forward after it say, alone and in a handler."""
+    """Change gathered weights unseen."""
     layer = fully_shard(nn.Linear(7, 5))
 
     def reshard_and_raise() -> None:

@@ -118,4 +118,5 @@ def test_other_buffers_under_the_same_parameters_stay_too() -> None:
     for step in range(2):
         model(inputs(dist.get_rank(), step).bfloat16()).square().mean().backward()
         model.zero_grad()
-    assert len(seen) == 1 and all(group.gathered.is_allocated for group in model.layers[0].parameter_groups)
+    assert len(seen) == 1
+    assert all(group.gathered.is_allocated for group in model.layers[0].parameter_groups)

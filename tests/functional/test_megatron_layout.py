@@ -215,8 +215,7 @@ def test_weights_that_megatrons_loader_passes_over_are_an_error_with_their_names
 
 
 @on_ranks(2)
-def test_optimizer_state_that_nothing_was_read_into_is_an_error(tmp_path: Path) -> None:
-    path = str(tmp_path / "step")
+def test_optimizer_state_that_nothing_was_read_into_is_an_error() -> None:
     model, optimizer = build(0)
     state = describe_by_name([model], optimizer, is_loading=True)
     message = message_of(CheckpointError, lambda: load_by_name([model], optimizer, state))

@@ -213,7 +213,7 @@ def test_gradients_that_are_kept_have_their_values_after_the_next_backward(strat
 
 @on_ranks(2)
 def test_gradients_are_saved_without_the_buffer_and_parameters_load_safely() -> None:
-    """Save a gradient and a parameter that has one; return whether the first is small, and both load safely, alike."""
+    """Save a gradient and a parameter that has one."""
     model = sharded_stack()
     loss_of(model, 0).backward()
     parameter = min(model.parameters(), key=torch.Tensor.numel)

@@ -202,7 +202,7 @@ def test_what_cannot_be_initialised_is_refused_by_name_before_anything_is_alloca
 @pytest.mark.parametrize("way", ["plain tensors, assign", "canonical DTensors, assign", "broadcast from rank 0", "DCP"])
 @on_ranks(3)
 def test_a_model_on_the_meta_device_takes_values_from(way: str, tmp_path: Path) -> None:
-    """Load a whole model's values into a model on the meta device; name what differs from what was saved."""
+    """Load a whole model's values into a model on the meta device."""
     path = str(tmp_path)
     torch.manual_seed(5)
     source = Tagged()

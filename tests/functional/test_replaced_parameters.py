@@ -141,7 +141,7 @@ def test_functional_call_computes_with_the_tensors_it_is_given(
 
 @on_ranks(3)
 def test_functional_call_with_a_fixed_weight_trains_the_others() -> None:
-    """Give one weight of two to a forward with gradients; return the errors of the output and of the gradients."""
+    """Give one weight of two to a forward with gradients."""
     torch.manual_seed(0)
     model, oracle = pair()
     fixed = torch.full((13, WIDTH), 0.1)
@@ -184,7 +184,7 @@ def test_functional_call_computes_in_the_policy_s_dtype() -> None:
 
 @on_ranks(2)
 def test_weights_that_need_no_gradient_may_be_assigned() -> None:
-    """Assign weights that are not trained, and tie two, in evaluation; return the errors of the outputs."""
+    """Assign weights that are not trained, and tie two, in evaluation."""
     torch.manual_seed(0)
     model, oracle = pair(Tied(), Tied())
     x = inputs(dist.get_rank(), 0)
@@ -235,7 +235,7 @@ ADOPTERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @on_ranks(2)
 def test_a_sharded_parameter_assigned_before_the_first_forward_is_trained(strategy: str, make: str) -> None:
-    """Assign sharded parameters before the first forward, then train; return errors of weights, and of the old one."""
+    """Assign sharded parameters before the first forward, then train."""
     torch.manual_seed(0)
     model, oracle = pair(placements=getattr(Placements, strategy)(0))
     old, value = model.layers[0].up.weight, model.layers[0].up.weight.full_tensor()
@@ -284,7 +284,7 @@ class Scaled(nn.Module):
 
 @on_ranks(2)
 def test_a_parameter_on_the_meta_device_may_be_assigned_before_the_first_forward() -> None:
-    """Do as PyTorch's own test of a replaced parameter; return the errors of the norm and of its gradient."""
+    """Do as PyTorch's own test of a replaced parameter."""
     with torch.device("meta"):
         model = Scaled()
     for layer in (model.first, model.second):
@@ -310,7 +310,7 @@ def test_a_parameter_on_the_meta_device_may_be_assigned_before_the_first_forward
 
 @on_ranks(2)
 def test_modules_that_are_added_train_when_they_are_sharded_and_stay_when_they_are_frozen() -> None:
-    """Add to a sharded model what may be added: ignored, frozen and sharded parameters; return the gradients' error."""
+    """Add to a sharded model what may be added: ignored, frozen and sharded parameters."""
     torch.manual_seed(0)
     oracle = Stack(Block(), nn.Sequential(Block(hidden=5), nn.Linear(WIDTH, WIDTH)))
     model = copy.deepcopy(oracle)

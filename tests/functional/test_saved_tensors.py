@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 @on_ranks(2)
 def test_gradients_equal_the_whole_models_when_saved_tensors_are_pickled() -> None:
-    """Train two steps, and return how far gradients are from the whole model's at worst, the input's too."""
+    """Train two steps."""
     torch.manual_seed(0)
     model, plain = Net(), Net()
     plain.load_state_dict(model.state_dict())

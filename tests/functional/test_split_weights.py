@@ -268,7 +268,7 @@ def test_a_loaded_bf16_state_dict_is_stepped_as_it_is() -> None:
 
 @on_ranks(1)
 def test_a_change_that_nothing_shows_is_kept_to_half_a_unit_in_the_last_place() -> None:
-    """Change a weight behind every version counter; return how far from it, in bf16 ulps, the FP32 weight is."""
+    """Change a weight behind every version counter."""
     model = one_layer()
     group = groups_of(model)[0]
     weight = group.main_weight.get_local_tensor(list(group.parameters).index("up.weight"))

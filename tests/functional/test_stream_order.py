@@ -21,6 +21,7 @@ from megatron_fsdp import (
     ParameterGroup,
     Watch,
     fully_shard,
+    no_sync,
 )
 from megatron_fsdp.certify.checker import Checker
 from megatron_fsdp.certify.clocks import CaptureError, Queue, VirtualStreams
@@ -200,11 +201,7 @@ def test_small_gradients_are_copied_on_the_stream_that_made_them_before_another_
 
 @on_ranks(1)
 def test_compute_waits_for_a_gather_only_where_it_uses_the_weights() -> None:
-    """For each layer but the first, in the midst of its backward, while the one before it is being gathered.
-
-    Returns:
-        Whether gradients of it were packed, and whether compute waits for that gather.
-    """
+    """For each layer but the first, in the midst of its backward, while the one before it is being gathered."""
     seen = []
     with driven() as (double, _):
         model = Stack(Block(), Block(hidden=1), Block(hidden=17), Block())
@@ -268,6 +265,31 @@ def captured_backward() -> tuple[list[str], list[bool]]:
 def test_a_graph_that_ends_with_the_backward_has_joined_every_lane() -> None:
     (found,) = run_ranks(1, captured_backward)
     assert found == ([], [True, True])
+
+
+def captured_one_after_another(second: str) -> None:
+    """Capture a training step, then in a second graph one that reduces nothing, or the end of a model."""
+    with driven() as (double, _):
+        model = Stack(Block(), Block())
+        shard_each(model)
+        graphs = [double.stream(f"graph {number}") for number in range(2)]
+        model(inputs(0, 0)).square().mean().backward()
+        graphs[0].wait_stream(double.compute)
+        with double.capture(graphs[0]):
+            model(inputs(0, 0)).square().mean().backward()
+        graphs[1].wait_stream(graphs[0])
+        with double.capture(graphs[1]):
+            if second == "no_sync":
+                with no_sync(model):
+                    model(inputs(0, 1)).square().mean().backward()
+            else:
+                fully_shard(nn.Linear(3, 3))
+                gc.collect()
+
+
+@pytest.mark.parametrize("second", ["no_sync", "deleted"])
+def test_a_second_graph_waits_for_nothing_of_the_first(second: str) -> None:
+    run_ranks(1, captured_one_after_another, second)
 
 
 def captured_watch() -> tuple[bool, bool]:

@@ -11,7 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp import Placements, StateError, clip_grad_norm_, fully_shard, microbatch, no_sync
+from megatron_fsdp import (
+    MixedPrecisionPolicy,
+    Placements,
+    StateError,
+    clip_grad_norm_,
+    fully_shard,
+    microbatch,
+    no_sync,
+)
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Headed, inputs
@@ -306,7 +314,8 @@ def compare(strategy: str, script: Callable[[Side], None], names: Sequence[str])
     found = []
     for name in names:
         accumulate = ACCUMULATIONS[name]
-        model, rank = sharded(strategy), dist.get_rank()
+        policy = MixedPrecisionPolicy(fuse_weight_gradients=name == "no_sync")
+        model, rank = sharded(strategy, mp_policy=policy), dist.get_rank()
         torch.manual_seed(0)
         plain = Headed(Block(), Block(hidden=1), Block(), outputs=3)
         script(Side(model, range(rank, rank + 1), lambda model=model, accumulate=accumulate: accumulate(model)))

@@ -207,7 +207,7 @@ def unfreeze_later(model: nn.Module, step: int) -> None:
 
 @on_ranks(2)
 def test_a_block_that_was_frozen_when_sharded_trains_once_unfrozen() -> None:
-    """Unfreeze a block at the third step; return the worst weight, and whether frozen ones had no gradient."""
+    """Unfreeze a block at the third step."""
     torch.manual_seed(0)
     oracle = frozen_at_first()
     torch.manual_seed(0)

@@ -303,7 +303,7 @@ def rooted() -> tuple[nn.Module, nn.Module]:
 
 @on_ranks(2)
 def test_what_autograd_gives_for_gathered_weights_is_refused() -> None:
-    """Ask by a gathered weight, in vain; return by how much the gradients of a backward afterwards are off."""
+    """Ask by a gathered weight, in vain."""
     model, oracle = rooted()
     sharded = model.head.weight
     loss = loss_of(model, dist.get_rank())
@@ -343,7 +343,7 @@ def test_a_question_that_raised_leaves_gathered_weights_refused() -> None:
 
 @on_ranks(2)
 def test_a_hook_on_gathered_weights_is_the_sharded_parameters() -> None:
-    """Square gradients in a hook on a gathered weight; return what it got, and by how much they are off."""
+    """Square gradients in a hook on a gathered weight."""
     model, oracle = rooted()
     seen = []
 

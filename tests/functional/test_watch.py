@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -203,6 +204,35 @@ def test_one_rank_has_nobody_to_agree_with() -> None:
     with Watch(model) as watch:
         step(model, draw_tokens(0))
         watch.check()
+
+
+class Timed(dist.Work):
+    """A collective of a GPU that is over when it was looked at twice; notes the times that waits are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks, self.times = 0, list[datetime.timedelta]()
+
+    def is_completed(self) -> bool:
+        self.looks += 1
+        return self.looks > 2
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        self.times.append(timeout)
+        return True
+
+
+def wait_on_a_gpu() -> tuple[int, list[datetime.timedelta]]:
+    watch = Watch(sharded(shape=(1,)))
+    watch._looks = True
+    work = Timed()
+    with mock.patch.object(dist, "Work", Timed):
+        watch.wait(work)
+    return work.looks, work.times
+
+
+def test_a_collective_of_a_gpu_is_looked_at_and_never_given_a_time_after_which_nccl_would_abort() -> None:
+    assert run_ranks(1, wait_on_a_gpu) == [(3, [datetime.timedelta(0)])]
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:

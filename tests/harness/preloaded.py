@@ -15,6 +15,10 @@ import dbuffer
 import megatron_fsdp
 import tests.harness.oracle
 import tests.harness.worker  # noqa: F401
+from megatron_fsdp.runtime import fuse
+
+# As in ``tests/conftest.py``.
+fuse.MIN_NUMEL = 0
 
 PACKAGES = (dbuffer, megatron_fsdp)
 

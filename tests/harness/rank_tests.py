@@ -25,13 +25,18 @@ def on_ranks(world_size: int, **options: Any) -> Callable[[Test], Test]:
     def decorate(function: Test) -> Test:
         @functools.wraps(function)
         def test(**arguments: object) -> None:
-            run_ranks(world_size, _run_body, function.__module__, function.__qualname__, arguments, **options)
+            run_ranks(world_size, _Body(function), arguments, **options)
 
         return test
 
     return decorate
 
 
-def _run_body(module: str, name: str, arguments: dict[str, object]) -> None:
-    """Run what a decorator has wrapped; a rank finds it by its name, which is that of the wrapper."""
-    inspect.unwrap(getattr(importlib.import_module(module), name))(**arguments)
+class _Body:
+    """What a decorator has wrapped; a rank finds it by its name, which is that of the wrapper."""
+
+    def __init__(self, function: Test) -> None:
+        self.module, self.__qualname__ = function.__module__, function.__qualname__
+
+    def __call__(self, arguments: dict[str, object]) -> None:
+        inspect.unwrap(getattr(importlib.import_module(self.module), self.__qualname__))(**arguments)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 import preprocess_data
 import pretrain_gpt
-from gpt.indexed import open_indexed
+from gpt.indexed import megatron_datasets
 from gpt.tokenizer import FileTokenizer
 from megatron_fsdp import ConfigError
 
@@ -85,7 +85,8 @@ def test_preprocessed_documents_are_those_of_the_tokenizer_and_can_be_trained_on
 ) -> None:
     flags = f"--input text.txt --output-prefix data/a --append-eod {WITH_TOKENIZER} {tokenizer_file}"
     assert preprocess_data.main(flags.split()) == 0
-    document = open_indexed("data/a").between(0, 1).tolist()
+    dataset = megatron_datasets("indexed_dataset").IndexedDataset("data/a")  # its rows are unmapped with it
+    document = dataset[0].tolist()
     assert FileTokenizer(tokenizer_file).decode(document) == DOCUMENT + "</s>"
     rows = train(
         f"--data-path data/a --split 80,20,0 {WITH_TOKENIZER} {tokenizer_file} --num-tokens-to-generate 3 --prompt fox"

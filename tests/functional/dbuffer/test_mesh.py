@@ -2,6 +2,7 @@
 
 import datetime
 import gc
+import re
 from unittest import mock
 
 import pytest
@@ -29,61 +30,29 @@ def test_axes_tell_name_size_own_place_and_fellow_ranks() -> None:
     assert ranks[2] == [("outer", 2, 1, [0, 2]), ("inner", 2, 0, [2, 3])]
 
 
-def facts_about_one_axis() -> dict[str, object]:
-    """Return what holds on a mesh of all ranks, by name."""
+def look_at_one_axis() -> str:
+    """Check what holds on a mesh of all ranks, and return what is said of one of the first two."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     (axis,) = mesh_axes(mesh)
     total = torch.ones(1)
     dist.all_reduce(total, group=axis.reduce_group)
-    facts: dict[str, object] = {
-        "name": axis.name,
-        "same object again": mesh_axes(mesh)[0] is axis,
-        "same reduce group again": axis.reduce_group is axis.reduce_group,
-        "groups differ": axis.reduce_group is not axis.gather_group,
-        "same ranks": dist.get_process_group_ranks(axis.reduce_group)
-        == dist.get_process_group_ranks(axis.gather_group),
-        "total": float(total),
-        "flattened is itself": flattened_mesh(mesh) is mesh,
-    }
+    assert total.item() == 3.0
+    assert axis.name == "axis 0"
+    assert mesh_axes(mesh)[0] is axis
+    assert axis.reduce_group is axis.reduce_group is not axis.gather_group
+    assert dist.get_process_group_ranks(axis.reduce_group) == dist.get_process_group_ranks(axis.gather_group)
+    assert flattened_mesh(mesh) is mesh
     try:
         mesh_axes(init_device_mesh("cpu", (2,)))
     except MeshError as error:
-        facts["outside"] = str(error)
-    else:
-        facts["outside"] = ""
-    return facts
+        return str(error)
+    return ""
 
 
-@pytest.fixture(scope="module")
-def facts() -> list[dict[str, object]]:
-    """The facts on each of three ranks."""
-    return run_ranks(3, facts_about_one_axis)
-
-
-def test_an_axis_without_a_name_goes_by_its_number(facts: list[dict[str, object]]) -> None:
-    assert facts[0]["name"] == "axis 0"
-
-
-def test_a_mesh_has_the_same_axes_each_time(facts: list[dict[str, object]]) -> None:
-    assert facts[0]["same object again"] is facts[0]["same reduce group again"] is True
-
-
-def test_reductions_have_a_communicator_of_their_own(facts: list[dict[str, object]]) -> None:
-    assert facts[0]["groups differ"] is True
-
-
-def test_the_communicator_for_reductions_spans_the_ranks_of_the_axis(facts: list[dict[str, object]]) -> None:
-    assert facts[2]["same ranks"] is True
-    assert facts[2]["total"] == 3.0
-
-
-def test_flattening_one_axis_changes_nothing(facts: list[dict[str, object]]) -> None:
-    assert facts[0]["flattened is itself"] is True
-
-
-def test_a_rank_outside_of_a_mesh_is_told_so_and_the_others_are_not(facts: list[dict[str, object]]) -> None:
-    assert "rank 2 is not part of" in str(facts[2]["outside"])
-    assert facts[0]["outside"] == facts[1]["outside"] == ""
+def test_one_axis_is_made_once_reduces_on_a_communicator_of_its_own_and_is_refused_to_ranks_outside() -> None:
+    first, second, outside = run_ranks(3, look_at_one_axis)
+    assert first == second == ""
+    assert "rank 2 is not part of" in outside
 
 
 def count_groups_of_equal_meshes() -> int:
@@ -125,41 +94,21 @@ def test_the_axes_of_a_mesh_that_has_gone_are_forgotten() -> None:
     assert run_ranks(2, forget_a_mesh) == [True, True]
 
 
-def look_up_axes() -> dict[str, object]:
+def look_up_axes() -> None:
     named = init_device_mesh("cpu", (1, 1), mesh_dim_names=("outer", "inner"))
     unnamed = init_device_mesh("cpu", (1, 1))
-    found: dict[str, object] = {
-        "by name": axis_index(named, "inner"),
-        "by number": axis_index(named, 0),
-        "from the end": axis_index(unnamed, -1),
-    }
-    for case, mesh, axis in (("other name", named, "tp"), ("no names", unnamed, "inner"), ("beyond", named, 2)):
-        try:
-            found[case] = axis_index(mesh, axis)
-        except MeshError as error:
-            found[case] = str(error)
-    return found
+    assert (axis_index(named, "inner"), axis_index(named, 0), axis_index(unnamed, -1)) == (1, 0, 1)
+    for mesh, axis, said in (
+        (named, "tp", "the mesh has no axis 'tp'; its axes are ('outer', 'inner')"),
+        (unnamed, "inner", "the mesh has no axis 'inner'; its axes are unnamed, use their numbers"),
+        (named, 2, "axis 2 is outside the mesh, which has 2 axes"),
+    ):
+        with pytest.raises(MeshError, match=f"^{re.escape(said)}$"):
+            axis_index(mesh, axis)
 
 
-@pytest.fixture(scope="module")
-def looked_up() -> dict[str, object]:
-    """What each look-up found."""
-    return run_ranks(1, look_up_axes)[0]
-
-
-@pytest.mark.parametrize(
-    ("case", "wanted"),
-    [
-        ("by name", 1),
-        ("by number", 0),
-        ("from the end", 1),
-        ("other name", "the mesh has no axis 'tp'; its axes are ('outer', 'inner')"),
-        ("no names", "the mesh has no axis 'inner'; its axes are unnamed, use their numbers"),
-        ("beyond", "axis 2 is outside the mesh, which has 2 axes"),
-    ],
-)
-def test_an_axis_is_found_or_refused(looked_up: dict[str, object], case: str, wanted: object) -> None:
-    assert looked_up[case] == wanted
+def test_an_axis_is_found_by_name_or_number_or_refused() -> None:
+    run_ranks(1, look_up_axes)
 
 
 def make_the_world_anew() -> dict[str, bool]:

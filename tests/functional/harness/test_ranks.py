@@ -342,6 +342,7 @@ def fails_on_rank_1(limit: int) -> None:
 
 
 def test_an_assertion_that_fails_on_one_rank_fails_the_test_and_shows_its_variables() -> None:
-    with pytest.raises(RankError, match=r"assert found < limit\nAssertionError\n +limit = 7\n +found = 10") as caught:
+    with pytest.raises(RankError, match=r"found < limit\n[ ^]+\nAssertionError\n +limit = 7\n +found = 10") as caught:
         fails_on_rank_1(limit=7)
     assert [failure.rank for failure in caught.value.failures] == [1]
+    assert str(caught.value).startswith("fails_on_rank_1 failed on 1 of 2 ranks")

@@ -139,13 +139,12 @@ def test_no_random_order_of_turns_ends_and_plans_shares_memory_or_loses_count(se
         elif action < 0.06:
             pool.settle()
         elif storage.is_allocated:
-            assert storage.tensor.unique().tolist() == [float(number)]
             storage.release()
         else:
             storage.reallocate()
             storage.tensor.fill_(number)
         for other, each in members.items():
-            assert not each.is_allocated or each.tensor.unique().tolist() == [float(other)]
+            assert not each.is_allocated or not (each.tensor - other).count_nonzero()
         storage = each
     members.clear()
     del pool, storage, each

@@ -2,9 +2,11 @@
 
 import gc
 import re
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed import _symmetric_memory as symmetric_memory
 
 from dbuffer import SlotPool, StorageError, guard_released_storage, memory_meter
 from dbuffer.slot_pool import can_exchange_memory, from_communicator, from_symmetric_memory
@@ -208,3 +210,11 @@ def test_a_pytorch_without_the_means_is_refused_by_version(monkeypatch: pytest.M
     monkeypatch.setattr("dbuffer.slot_pool._CAN_EXCHANGE", False)
     with pytest.raises(StorageError, match=f"PyTorch {re.escape(torch.__version__)} cannot exchange"):
         SlotPool(CPU, "largest")
+
+
+def test_a_communicator_is_made_before_its_ranks_map_memory() -> None:
+    group, device = mock.Mock(), torch.device("cuda", 0)
+    with mock.patch.object(symmetric_memory, "set_backend"):
+        from_symmetric_memory(group, device, "NCCL")
+    group._get_backend.assert_called_once_with(device)
+    group._get_backend.return_value.eager_connect_single_device.assert_called_once_with(device)

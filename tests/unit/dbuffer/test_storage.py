@@ -28,28 +28,15 @@ def test_a_new_storage_holds_its_elements() -> None:
     assert tensor.dtype is torch.bfloat16
 
 
-def test_release_gives_the_bytes_back_to_the_allocator() -> None:
+def test_bytes_go_at_a_release_and_come_back_under_the_same_tensor_and_its_views() -> None:
     storage = make()
-    tensor = storage.tensor
+    tensor, view = storage.tensor, storage.tensor[2:5]
     storage.release()
     assert tensor.untyped_storage().nbytes() == 0
-
-
-def test_reallocation_brings_the_bytes_back_under_views_made_before() -> None:
-    storage = make()
-    view = storage.tensor[2:5]
-    storage.release()
     storage.reallocate()
-    storage.tensor.copy_(torch.arange(7.0))
+    assert storage.tensor is tensor
+    tensor.copy_(torch.arange(7.0))
     assert view.tolist() == [2.0, 3.0, 4.0]
-
-
-def test_the_tensor_keeps_its_identity_over_a_release() -> None:
-    storage = make()
-    before = storage.tensor
-    storage.release()
-    storage.reallocate()
-    assert storage.tensor is before
 
 
 def test_a_released_storage_raises_with_its_name_and_the_way_out() -> None:
@@ -57,23 +44,6 @@ def test_a_released_storage_raises_with_its_name_and_the_way_out() -> None:
     storage.release()
     with pytest.raises(StorageError, match=r"unit 'blocks.3': gathered weights.*unshard\(\).*reshard\(\)"):
         _ = storage.tensor
-
-
-def test_releasing_twice_counts_once() -> None:
-    storage = make()
-    held = memory_meter().current_bytes
-    storage.release()
-    storage.release()
-    assert memory_meter().current_bytes == held - 28
-
-
-def test_reallocating_twice_counts_once() -> None:
-    storage = make()
-    held = memory_meter().current_bytes
-    storage.release()
-    storage.reallocate()
-    storage.reallocate()
-    assert memory_meter().current_bytes == held
 
 
 def test_an_empty_storage_is_always_allocated() -> None:
@@ -157,12 +127,14 @@ def test_an_interrupt_leaves_no_storage_without_its_slot_and_no_slot_to_two(
 # ---------------------------------------------------------------- meter
 
 
-def test_the_meter_counts_what_is_held_now() -> None:
+@pytest.mark.parametrize("calls", ["release", "release release", "release reallocate reallocate"])
+def test_the_meter_counts_once_what_is_held_now(calls: str) -> None:
     held = memory_meter().current_bytes
     storage = make(5, torch.float64)
     assert memory_meter().current_bytes == held + 40
-    storage.release()
-    assert memory_meter().current_bytes == held
+    for call in calls.split():
+        getattr(storage, call)()
+    assert memory_meter().current_bytes == held + (40 if storage.is_allocated else 0)
 
 
 @pytest.mark.parametrize("released", [True, False])
@@ -220,84 +192,32 @@ def released() -> Released:
     return Released()
 
 
-def read(released: Released) -> object:
-    return released.view.sum()
+USES: dict[str, Callable[[torch.Tensor], object]] = {
+    "read": lambda view: view.sum(),
+    "written": lambda view: view.zero_(),
+    "copied into": lambda view: view.copy_(torch.ones(2, 3)),
+    "copied from": lambda view: torch.ones(2, 3).copy_(view),
+    "in a list": lambda view: torch.cat([torch.ones(2, 3), view]),
+    "a parameter": lambda view: nn.Parameter(view, requires_grad=False) + 1,
+    "a keyword": lambda view: torch.ones(2, 3).add(other=view),
+    "an output": lambda view: torch.add(torch.ones(2, 3), 1, out=view),
+    "detached": lambda view: view.detach() * 2,
+    "transposed": lambda view: view.t(),
+    "sliced": lambda view: view[1:, :2],
+    "multiplied": lambda view: nn.functional.linear(torch.ones(1, 3), view),
+}
 
 
-def write(released: Released) -> object:
-    return released.view.zero_()
-
-
-def copy_into(released: Released) -> object:
-    return released.view.copy_(torch.ones(2, 3))
-
-
-def copy_from(released: Released) -> object:
-    return torch.ones(2, 3).copy_(released.view)
-
-
-def in_a_list(released: Released) -> object:
-    return torch.cat([torch.ones(2, 3), released.view])
-
-
-def as_a_parameter(released: Released) -> object:
-    return nn.Parameter(released.view, requires_grad=False) + 1
-
-
-def as_a_keyword(released: Released) -> object:
-    return torch.ones(2, 3).add(other=released.view)
-
-
-def as_an_output(released: Released) -> object:
-    return torch.add(torch.ones(2, 3), 1, out=released.view)
-
-
-def detached(released: Released) -> object:
-    return released.view.detach() * 2
-
-
-def transposed(released: Released) -> object:
-    return released.view.t()
-
-
-def sliced(released: Released) -> object:
-    return released.view[1:, :2]
-
-
-def multiplied(released: Released) -> object:
-    return nn.functional.linear(torch.ones(1, 3), released.view)
-
-
-USES = [
-    read,
-    write,
-    copy_into,
-    copy_from,
-    in_a_list,
-    as_a_parameter,
-    as_a_keyword,
-    as_an_output,
-    detached,
-    transposed,
-    sliced,
-    multiplied,
-]
-
-
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-def test_the_guard_names_the_owner_when_released_memory_is(
-    released: Released, use: Callable[[Released], object]
+@pytest.mark.parametrize("use", USES)
+def test_the_guard_names_the_owner_of_released_memory_and_lets_reallocated_memory_be(
+    released: Released, use: str
 ) -> None:
-    with guard_released_storage(), pytest.raises(StorageError, match=r"unit 'blocks\.3': gathered weights"):
-        use(released)
-
-
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-def test_the_guard_lets_reallocated_memory_be(released: Released, use: Callable[[Released], object]) -> None:
-    released.storage.reallocate()
-    released.storage.tensor.zero_()
     with guard_released_storage():
-        use(released)
+        with pytest.raises(StorageError, match=r"unit 'blocks\.3': gathered weights"):
+            USES[use](released.view)
+        released.storage.reallocate()
+        released.storage.tensor.zero_()
+        USES[use](released.view)
 
 
 def test_the_guard_watches_backward_too() -> None:

@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor
 
 import pretrain_gpt
 from gpt.arguments import parse_arguments
-from gpt.blend import load_data
 from gpt.checkpoint import TrainingState
 from gpt.large_gradients import LargeGradients
 from gpt.launch import Ranks
@@ -18,6 +17,7 @@ from gpt.model_config import GptConfig
 from gpt.optimizer import build_optimizer
 from gpt.parallel import build_model, unwrapped
 from gpt.tokenizer import build_tokenizer
+from gpt.training_data import load_data
 from megatron_fsdp import fully_shard_optimizer
 
 __all__ = ["TINY", "make_job", "train_steps", "whole_weights"]

@@ -7,7 +7,6 @@ import torch
 
 import generate_gpt
 import pretrain_gpt
-from gpt.indexed import IndexedWriter
 from megatron_fsdp.checkpoint.api import save_checkpoint
 
 TINY = (
@@ -48,17 +47,6 @@ def test_a_saved_model_continues_as_it_did_in_training(flags: str, capsys: pytes
     assert len(wanted) > 3
     assert generated("--prompt fox --seed 7", capsys) == wanted
     assert generated("--prompt fox --seed 7 --load run/iter_0000003", capsys) == wanted
-
-
-def test_a_model_of_numbers_knows_its_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
-    with IndexedWriter("n", 10) as writer:
-        for _ in range(40):
-            writer.add_document([1, 2, 3, 4])
-    flags = "--tokenizer-type NullTokenizer --vocab-size 9 --data-path n --prompt 1 --temperature 0"
-    flags += " --make-vocab-size-divisible-by 5"
-    wanted = trained_sample(flags, capsys)
-    assert len(wanted.split()) == 6
-    assert generated("--prompt 1 --temperature 0", capsys) == wanted
 
 
 def test_a_folder_without_checkpoints_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,7 @@
 """Reading the training text and drawing samples from it."""
 
+import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpt.data import TRAIN_STREAM, VALID_STREAM, DataError, Sampler, load_corpus, rank_samples
+from gpt.training_data import load_data
 
 CPU = torch.device("cpu")
 
@@ -139,3 +142,33 @@ def test_a_text_too_short_for_one_held_out_sample_is_refused_with_the_size_that_
         load_corpus(path, seq_length=9)
     path.write_bytes(b"x" * 201)
     assert len(load_corpus(path, seq_length=9).valid) == 10
+
+
+def data_arguments(path: Path, **changes: object) -> argparse.Namespace:
+    given = {"seq_length": 4, "seed": 3, "split": None, "tokenizer_type": "ByteTokenizer", "data_path": path}
+    return argparse.Namespace(**(given | {"train_iters": 3, "eval_iters": 1, "global_batch_size": 2} | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokenizer_type": "NullTokenizer"}, "text is read as bytes"),
+        ({"split": "1,1,1"}, "last twentieth is held out"),
+    ],
+)
+def test_text_takes_no_flags_of_indexed_data(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_data(data_arguments(tmp_path / "text", **changes))
+
+
+@pytest.mark.parametrize("is_blend", [False, True])
+def test_indexed_data_without_megatron_core_is_refused_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_blend: bool
+) -> None:
+    (tmp_path / "a.idx").touch()
+    monkeypatch.setitem(sys.modules, "megatron.core.datasets.gpt_dataset", None)
+    args = data_arguments(tmp_path / "a")
+    if is_blend:
+        args.data_path = ["0.3", "a", "0.7", "b"]
+    with pytest.raises(DataError, match="pip install megatron-core=="):
+        load_data(args)

@@ -1,23 +1,16 @@
 """What FsdpConfig tells the user: which flag caused which decision, and which flags do nothing here."""
 
-import argparse
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_fsdp.config.fsdp_config import FsdpConfig
-from megatron_fsdp.config.parser import FLAGS, Flag, add_megatron_fsdp_args
+from megatron_fsdp.config.parser import FLAGS, Flag
+from tests.unit.megatron_fsdp.config.lines import config, mesh
 
 STRATEGY = "--data-parallel-sharding-strategy"
 MAIN_GRADS = "--megatron-fsdp-main-grads-dtype"
 WIRE = "--megatron-fsdp-grad-comm-dtype"
-MESH: Any = SimpleNamespace(ndim=1, device_type="cpu", size=lambda axis=None: 4)
-
-
-def config(line: str) -> FsdpConfig:
-    """Return the config of a command line."""
-    return FsdpConfig.from_args(add_megatron_fsdp_args(argparse.ArgumentParser()).parse_args(line.split()))
 
 
 def test_each_decision_names_the_flag_that_caused_it() -> None:
@@ -128,7 +121,7 @@ def test_a_flag_that_does_nothing_here_says_so_once_with_the_reason(flag: Flag) 
     given, without, spelled = given_alone(flag)
     (notice,) = set(given.notices()) - set(without.notices())
     assert notice == f"{spelled} does nothing here; {flag.effect.value}: {flag.here}"
-    assert given.fully_shard_kwargs(MESH) == without.fully_shard_kwargs(MESH), "it does something"
+    assert given.fully_shard_kwargs(mesh(4)) == without.fully_shard_kwargs(mesh(4)), "it does something"
 
 
 def test_without_flags_there_is_nothing_to_notice() -> None:

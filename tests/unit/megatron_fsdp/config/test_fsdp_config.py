@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import pickle
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from dbuffer import Flat, Partial, Replicate
 from megatron_fsdp.api import fully_shard
 from megatron_fsdp.config.fsdp_config import FsdpConfig
-from megatron_fsdp.config.parser import FLAGS, Flag, add_megatron_fsdp_args
+from megatron_fsdp.config.parser import FLAGS
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.strategy import Placements
+from tests.unit.megatron_fsdp.config.lines import config, mesh
 
 STRATEGY = "--data-parallel-sharding-strategy"
 MAIN_GRADS = "--megatron-fsdp-main-grads-dtype"
@@ -38,22 +38,6 @@ def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-def namespace(line: str) -> argparse.Namespace:
-    return add_megatron_fsdp_args(argparse.ArgumentParser()).parse_args(line.split())
-
-
-def config(line: str) -> FsdpConfig:
-    """Return the config of a command line."""
-    return FsdpConfig.from_args(namespace(line))
-
-
-def mesh(*shape: int, device_type: str = "cpu") -> Any:
-    """Return what a config reads of a device mesh."""
-    sizes = SimpleNamespace(ndim=len(shape), device_type=device_type)
-    sizes.size = lambda axis=None: shape[axis] if axis is not None else torch.Size(shape).numel()
-    return sizes
 
 
 # ---------------------------------------------------------------------- surroundings
@@ -90,16 +74,10 @@ def test_one_gpu_queue_is_refused_on_a_mesh_of_gpus(monkeypatch: pytest.MonkeyPa
 # ---------------------------------------------------------------------- where values come from
 
 
-@pytest.mark.parametrize(
-    "flag", [flag for flag in FLAGS if flag.name != "--use-megatron-fsdp"], ids=lambda flag: flag.name
-)
-def test_a_field_has_its_flag_s_default(flag: Flag) -> None:
-    assert getattr(FsdpConfig(), flag.dest) == flag.default
-
-
-def test_there_is_a_field_for_every_flag_and_one_for_hugging_face_s_settings() -> None:
-    found = [field.name for field in dataclasses.fields(FsdpConfig)]
-    assert found == [*(flag.dest for flag in FLAGS), "hugging_face"]
+def test_there_is_a_field_with_its_default_for_every_flag_and_one_for_hugging_face_s_settings() -> None:
+    found = {field.name: getattr(FsdpConfig(), field.name) for field in dataclasses.fields(FsdpConfig)}
+    wanted = {**{flag.dest: flag.default for flag in FLAGS}, "use_megatron_fsdp": True, "hugging_face": None}
+    assert list(found.items()) == list(wanted.items())
 
 
 def test_a_config_made_in_code_is_of_this_engine_and_one_of_a_command_line_asks_the_flag() -> None:
@@ -185,18 +163,10 @@ def test_a_config_survives_copies_and_pickling() -> None:
 # ---------------------------------------------------------------------- what fully_shard gets
 
 
-@pytest.mark.parametrize(
-    ("strategy", "placements"),
-    [
-        ("no_shard", Placements.no_shard(0)),
-        ("optim", Placements.optim(0)),
-        ("optim_grads", Placements.optim_grads(0)),
-        ("optim_grads_params", Placements.optim_grads_params(0)),
-    ],
-)
-def test_a_strategy_on_one_axis_is_its_placements(strategy: str, placements: Placements) -> None:
-    kwargs = config(f"--data-parallel-sharding-strategy {strategy}").fully_shard_kwargs(mesh(3))
-    assert kwargs["placements"] == placements
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_a_strategy_on_one_axis_is_its_placements(strategy: str) -> None:
+    kwargs = config(f"{STRATEGY} {strategy}").fully_shard_kwargs(mesh(3))
+    assert kwargs["placements"] == getattr(Placements, strategy)(0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,26 @@
+"""Command lines as the flags of Megatron read them, and meshes as a config does."""
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_fsdp.config.fsdp_config import FsdpConfig
+from megatron_fsdp.config.parser import add_megatron_fsdp_args
+
+
+def namespace(line: str) -> argparse.Namespace:
+    return add_megatron_fsdp_args(argparse.ArgumentParser()).parse_args(line.split())
+
+
+def config(line: str) -> FsdpConfig:
+    """Return the config of a command line."""
+    return FsdpConfig.from_args(namespace(line))
+
+
+def mesh(*shape: int, device_type: str = "cpu") -> Any:
+    """Return what a config reads of a device mesh."""
+    sizes = SimpleNamespace(ndim=len(shape), device_type=device_type)
+    sizes.size = lambda axis=None: shape[axis] if axis is not None else torch.Size(shape).numel()
+    return sizes
