@@ -11,7 +11,7 @@ from torch import nn
 from megatron_fsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, fully_shard_optimizer
 from megatron_fsdp.optim.adamw import AdamW
 from tests.functional.adamw_comparison import differing_state, groups_of, torch_adamw, two_groups
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import (
     WIDTH,
@@ -75,18 +75,15 @@ def test_weights_state_and_state_dict_equal_those_of_torch_to_the_bit_in_every_p
     assert run_ranks(num_ranks, compare_with_torch, strategy, mesh) == [{name: [] for name in POLICIES}] * num_ranks
 
 
-def wrapped_too() -> list[str]:
+@on_ranks(2)
+def test_fully_shard_optimizer_on_top_of_it_changes_nothing() -> None:
     """Compare with an optimizer to which ``fully_shard_optimizer`` was applied, which casts gradients before steps."""
     found = []
     for wrap in (lambda optimizer: optimizer, fully_shard_optimizer):
         model = shard_model(make_model(), world_mesh(), policy=POLICIES["bf16 gradients"])
         train(model, wrap(AdamW(two_groups(model), lr=0.01)), range(3), [dist.get_rank()])
         found.append(whole_state(model))
-    return differing(*found)
-
-
-def test_fully_shard_optimizer_on_top_of_it_changes_nothing() -> None:
-    assert run_ranks(2, wrapped_too) == [[], []]
+    assert differing(*found) == []
 
 
 def train_sharded() -> State:
@@ -116,8 +113,11 @@ class Weight(nn.Module):
         return self.weight * x
 
 
-def step_in(weights: torch.dtype, moments: torch.dtype) -> list[tuple[torch.dtype, float]]:
-    """Step a weight of some dtype, and in fp64 one that is rounded after each step; return dtypes and errors in ulp."""
+@pytest.mark.parametrize("weights", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("moments", [FP32, BF16], ids=str)
+@on_ranks(2)
+def test_16_bit_weights_and_moments_are_rounded_once_a_step(weights: torch.dtype, moments: torch.dtype) -> None:
+    """Step a weight of some dtype, and in fp64 one that is rounded after each step."""
     torch.manual_seed(0)
     model = Weight(weights)
     weight = model.weight.detach().double()
@@ -137,30 +137,27 @@ def step_in(weights: torch.dtype, moments: torch.dtype) -> list[tuple[torch.dtyp
         exp_avg, exp_avg_sq = exp_avg.to(moments).double(), exp_avg_sq.to(moments).double()
     state = optimizer.state[model.weight]
     pairs = [(model.weight, weight), (state["exp_avg"], exp_avg), (state["exp_avg_sq"], exp_avg_sq)]
-    return [(found.dtype, float(((whole(found, found) - wanted) / wanted.abs().clamp(min=1e-3)).abs().max()))
-            for found, wanted in pairs]  # fmt: skip
-
-
-@pytest.mark.parametrize("weights", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("moments", [FP32, BF16], ids=str)
-def test_16_bit_weights_and_moments_are_rounded_once_a_step(weights: torch.dtype, moments: torch.dtype) -> None:
-    for results in run_ranks(2, step_in, weights, moments):
-        assert [dtype for dtype, _ in results] == [weights, moments, moments]
-        for dtype, error in results:
-            # A value close to a tie may go either way, as the oracle's own arithmetic is not fp32.
-            assert error <= (2**-7 if BF16 in (dtype, weights, moments) else 1e-5)
+    results = [
+        (found.dtype, float(((whole(found, found) - wanted) / wanted.abs().clamp(min=1e-3)).abs().max()))
+        for found, wanted in pairs
+    ]
+    assert [dtype for dtype, _ in results] == [weights, moments, moments]
+    for dtype, error in results:
+        # A value close to a tie may go either way, as the oracle's own arithmetic is not fp32.
+        assert error <= (2**-7 if BF16 in (dtype, weights, moments) else 1e-5)
 
 
 # ---------------------------------------------------------------------- compute weights
 
 
-def stale_after_step(strategy: str) -> list[bool]:
-    """Tell of each group whether compute weights at rest differ from main weights right after a step."""
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim", "no_shard"])
+@on_ranks(2)
+def test_compute_weights_at_rest_are_those_just_stepped_before_any_forward(strategy: str) -> None:
     model = shard_model(make_model(), world_mesh(), strategy, POLICIES["bf16 compute"])
     before = whole_state(model)
     train(model, AdamW(two_groups(model), lr=0.1), range(1), [dist.get_rank()])
     assert len(differing(whole_state(model), before, 0.01)) > 10
-    return [
+    is_stale = [
         not torch.equal(
             group.model_weight.slice_view(group.main_weight.placements).local_buffer,
             group.main_weight.local_buffer.bfloat16(),
@@ -168,13 +165,8 @@ def stale_after_step(strategy: str) -> list[bool]:
         for group in groups_of(model)
         if group.requires_grad
     ]
-
-
-@pytest.mark.parametrize("strategy", ["optim_grads", "optim", "no_shard"])
-def test_compute_weights_at_rest_are_those_just_stepped_before_any_forward(strategy: str) -> None:
-    for is_stale in run_ranks(2, stale_after_step, strategy):
-        assert is_stale == [False] * len(is_stale)
-        assert len(is_stale) == 3
+    assert is_stale == [False] * len(is_stale)
+    assert len(is_stale) == 3
 
 
 # ---------------------------------------------------------------------- clipping
@@ -223,8 +215,8 @@ def test_clipping_inside_the_step_equals_clip_grad_norm_before_it(strategy: str,
         assert differing(weights, wanted, 2e-6) == []
 
 
-def norm_of_part() -> tuple[float, float]:
-    """Return the norm that an optimizer over the matrices finds, and theirs alone."""
+@on_ranks(2)
+def test_the_norm_is_that_of_the_optimizers_own_parameters() -> None:
     model = shard_model(make_model(), world_mesh())
     tokens = draw_tokens(dist.get_rank())
     loss_of(model(tokens), tokens).backward()
@@ -232,12 +224,8 @@ def norm_of_part() -> tuple[float, float]:
     optimizer.step()
     assert optimizer.grad_norm is not None
     wanted = sum(float(whole(p.grad, p).square().sum()) for p in model.parameters() if p.ndim > 1) ** 0.5
-    return optimizer.grad_norm.item(), wanted
-
-
-def test_the_norm_is_that_of_the_optimizers_own_parameters() -> None:
-    for found, wanted in run_ranks(2, norm_of_part):
-        assert found == pytest.approx(wanted, rel=1e-6)
+    found = optimizer.grad_norm.item()
+    assert found == pytest.approx(wanted, rel=1e-6)
 
 
 # ---------------------------------------------------------------------- memory

@@ -22,7 +22,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from megatron_fsdp import ConfigError, Placements, fully_shard, fully_shard_optimizer
 from megatron_fsdp.optim.adamw import AdamW
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import covering, nightly_but
 from tests.harness.models import Model, inputs, make_mesh, make_model
 from tests.harness.oracle import differing, shard_model, train, whole_state
@@ -89,7 +89,8 @@ def test_a_state_dict_resumes_bit_for_bit(saver: str, loader: str, strategy: str
     assert run_ranks(num_ranks, resume, saver, loader, strategy) == [([], [])] * num_ranks
 
 
-def load_own_state() -> tuple[bool, list[str]]:
+@on_ranks(2)
+def test_two_optimizers_never_share_the_state_that_one_loaded_from_the_other() -> None:
     """Load a state dict without copying it, into another of ours; train only the other one."""
     model, optimizer = sharded(AdamW)
     train(model, optimizer, range(2), mine())
@@ -98,17 +99,15 @@ def load_own_state() -> tuple[bool, list[str]]:
     other_optimizer.load_state_dict(optimizer.state_dict())
     train(other, other_optimizer, range(2), mine())
     moved = bool(differing(moments_of(other, other_optimizer), before, 1e-3))
-    return moved, differing(moments_of(model, optimizer), before)
-
-
-def test_two_optimizers_never_share_the_state_that_one_loaded_from_the_other() -> None:
-    assert run_ranks(2, load_own_state) == [(True, [])] * 2
+    assert (moved, differing(moments_of(model, optimizer), before)) == (True, [])
 
 
 # ---------------------------------------------------------------------- get_optimizer_state_dict
 
 
-def resume_through_rank_0(saver: str, loader: str) -> list[str]:
+@pytest.mark.parametrize(("saver", "loader"), WAYS)
+@on_ranks(3)
+def test_the_full_state_of_rank_0_resumes_bit_for_bit(saver: str, loader: str) -> None:
     model, optimizer = sharded(MAKERS[saver])
     train(model, optimizer, range(2), mine())
     weights = get_model_state_dict(model, options=FULL_ON_RANK_0)
@@ -118,15 +117,11 @@ def resume_through_rank_0(saver: str, loader: str) -> list[str]:
     set_optimizer_state_dict(other, other_optimizer, state, options=FROM_RANK_0)
     train(model, optimizer, range(2, 4), mine())
     train(other, other_optimizer, range(2, 4), mine())
-    return differing(whole_state(other), whole_state(model))
+    assert differing(whole_state(other), whole_state(model)) == []
 
 
-@pytest.mark.parametrize(("saver", "loader"), WAYS)
-def test_the_full_state_of_rank_0_resumes_bit_for_bit(saver: str, loader: str) -> None:
-    assert run_ranks(3, resume_through_rank_0, saver, loader) == [[]] * 3
-
-
-def load_what_torch_cut() -> tuple[list[str], list[str]]:
+@on_ranks(3)
+def test_state_that_torch_cut_lands_in_the_rows_of_its_parameters() -> None:
     """Load DTensors that PyTorch cut by its own rule, over rows that this model holds elsewhere."""
     model, optimizer = sharded(AdamW)
     train(model, optimizer, range(2), mine())
@@ -143,11 +138,7 @@ def load_what_torch_cut() -> tuple[list[str], list[str]]:
     other.load_state_dict(model.state_dict())
     train(model, optimizer, range(2, 3), mine())
     train(other, other_optimizer, range(2, 3), mine())
-    return differing(found, wanted), differing(whole_state(other), whole_state(model))
-
-
-def test_state_that_torch_cut_lands_in_the_rows_of_its_parameters() -> None:
-    assert run_ranks(3, load_what_torch_cut) == [([], [])] * 3
+    assert (differing(found, wanted), differing(whole_state(other), whole_state(model))) == ([], [])
 
 
 # ---------------------------------------------------------------------- torch.distributed.checkpoint
@@ -221,8 +212,9 @@ def test_bf16_moments_resume_bit_for_bit_and_load_into_torchs_as_fp32() -> None:
     assert run_ranks(3, resume_bf16_moments) == [wanted] * 3
 
 
-def load_foreign_state() -> list[str]:
-    """Load the state of other kinds of optimizers; return the messages, and whether a step works after."""
+@on_ranks(2)
+def test_the_state_of_other_optimizers_is_refused_before_anything_changes() -> None:
+    """Load the state of other kinds of optimizers."""
     messages = []
     for other in (
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -239,13 +231,9 @@ def load_foreign_state() -> list[str]:
             messages.append(str(error))
         assert differing(moments_of(model, optimizer), before) == []
         train(model, optimizer, range(1), mine())
-    return messages
-
-
-def test_the_state_of_other_optimizers_is_refused_before_anything_changes() -> None:
-    for sgd, amsgrad in run_ranks(2, load_foreign_state):
-        assert "['momentum_buffer']; wanted ['step', 'exp_avg', 'exp_avg_sq']" in sgd
-        assert "amsgrad=True" in amsgrad
+    sgd, amsgrad = messages
+    assert "['momentum_buffer']; wanted ['step', 'exp_avg', 'exp_avg_sq']" in sgd
+    assert "amsgrad=True" in amsgrad
 
 
 def swap_records(optimizer: torch.optim.Optimizer, one: torch.Tensor, other: torch.Tensor) -> None:
@@ -269,8 +257,11 @@ def swap_by_loading(optimizer: torch.optim.Optimizer, one: torch.Tensor, other: 
 SWAPS = {"records": swap_records, "first moments": swap_first_moments, "entries of a state dict": swap_by_loading}
 
 
-def train_swapped(strategy: str, swap: str) -> list[str]:
-    """Exchange the state of two parameters of two units; return which weights are not those of a plain model."""
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("swap", SWAPS)
+@on_ranks(2)
+def test_state_exchanged_between_parameters_is_taken_over_with_both_values(strategy: str, swap: str) -> None:
+    """Exchange the state of two parameters of two units."""
     torch.manual_seed(0)
     oracle = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     model = copy.deepcopy(oracle)
@@ -289,10 +280,4 @@ def train_swapped(strategy: str, swap: str) -> list[str]:
             optimizer.zero_grad()
             if step == 1:
                 SWAPS[swap](optimizer, each[0].weight, each[2].weight)
-    return differing(whole_state(model), whole_state(oracle), 1e-5)
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-@pytest.mark.parametrize("swap", SWAPS)
-def test_state_exchanged_between_parameters_is_taken_over_with_both_values(strategy: str, swap: str) -> None:
-    assert run_ranks(2, train_swapped, strategy, swap) == [[], []]
+    assert differing(whole_state(model), whole_state(oracle), 1e-5) == []

@@ -16,7 +16,7 @@ from dbuffer.slot_pool import can_exchange_memory
 from megatron_fsdp import FsdpModule, explain, fully_shard, fully_shard_optimizer, microbatch, no_sync
 from tests.functional import test_slots
 from tests.functional.test_slots import HIDDEN_SIZES, Setting, ShuffledStack, build
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Stack, inputs
 
@@ -218,7 +218,12 @@ USES: dict[str, Use] = {
 }  # fmt: skip
 
 
-def use_both(name: str) -> tuple[list[list[float]], list[list[float]], list[int]]:
+QUICK_USES = ("evaluation_between", "two_models_in_one_backward", "exception_in_backward", "layers_left_out")
+
+
+@pytest.mark.parametrize("name", nightly_but(QUICK_USES, USES))
+@on_ranks(2)
+def test_other_uses_give_the_same_numbers_and_allocate_nothing_in_the_end(name: str) -> None:
     found = []
     allocations = []
     for sizing in (None, "static"):
@@ -233,21 +238,15 @@ def use_both(name: str) -> tuple[list[list[float]], list[list[float]], list[int]
             if sizing is not None:
                 allocations.append(memory_meter().num_allocations)
         found.append(losses)
-    return found[0], found[1], allocations
+    plain = found[0]
+    arena = found[1]
+    assert arena == plain
+    assert allocations[-2:] == [0, 0]
 
 
-QUICK_USES = ("evaluation_between", "two_models_in_one_backward", "exception_in_backward", "layers_left_out")
-
-
-@pytest.mark.parametrize("name", nightly_but(QUICK_USES, USES))
-def test_other_uses_give_the_same_numbers_and_allocate_nothing_in_the_end(name: str) -> None:
-    for plain, arena, allocations in run_ranks(2, use_both, name):
-        assert arena == plain
-        assert allocations[-2:] == [0, 0]
-
-
-def shuffled() -> tuple[list[float], list[float], list[str]]:
-    """Train a model whose order changes in every step; return losses of both ways and what was said."""
+@on_ranks(2)
+def test_an_order_that_changes_gives_the_same_numbers_and_one_warning_at_most() -> None:
+    """Train a model whose order changes in every step."""
     said: list[str] = []
 
     class Listener(logging.Handler):
@@ -265,16 +264,14 @@ def shuffled() -> tuple[list[float], list[float], list[str]]:
             found.append([train_step(model, number) for number in range(14)])
     finally:
         log.removeHandler(listener)
-    return found[0], found[1], said
+    plain = found[0]
+    arena = found[1]
+    assert arena == plain
+    assert len(said) <= 1
 
 
-def test_an_order_that_changes_gives_the_same_numbers_and_one_warning_at_most() -> None:
-    for plain, arena, said in run_ranks(2, shuffled):
-        assert arena == plain
-        assert len(said) <= 1
-
-
-def growing() -> tuple[list[float], list[float], list[str], int]:
+@on_ranks(2)
+def test_what_finds_no_place_has_a_slot_of_its_own_with_one_warning() -> None:
     """Train with weights of more and more layers kept after forward: each plan is too small for the step after it."""
     said: list[str] = []
 
@@ -302,12 +299,9 @@ def growing() -> tuple[list[float], list[float], list[str], int]:
             misses = sum(pool.num_misses for pool in arenas(model))
     finally:
         log.removeHandler(listener)
-    return found[0], found[1], said, misses
-
-
-def test_what_finds_no_place_has_a_slot_of_its_own_with_one_warning() -> None:
-    for plain, arena, said, misses in run_ranks(2, growing):
-        assert arena == plain
-        assert misses > 0
-        assert len(said) == 1
-        assert "slot of its own" in said[0]
+    plain = found[0]
+    arena = found[1]
+    assert arena == plain
+    assert misses > 0
+    assert len(said) == 1
+    assert "slot of its own" in said[0]

@@ -19,7 +19,7 @@ from tests.certify.cases import CASES, SHORT, Case
 from tests.certify.host_order import order_findings
 from tests.certify.matrix import Run, idle_places, merged, run_matrix, run_on_rank
 from tests.certify.mutants import EQUIVALENT, MODULES, OPEN, Mutant, applied, mutants, survey
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import inputs, three_blocks, world_mesh
 from tests.harness.oracle import shard_each
 
@@ -322,11 +322,8 @@ def test_a_case_names_its_ranks() -> None:
     assert Case("", reshard=True).num_ranks == 2
 
 
+@on_ranks(1)
 def test_a_model_can_be_certified_more_than_once() -> None:
-    assert run_ranks(1, certified_twice) == [[True, True]]
-
-
-def certified_twice() -> list[bool]:
     model = fully_shard(three_blocks())
     # The ranks agree on what they use first, once.
     model(inputs(0, 0)).square().mean().backward()
@@ -336,4 +333,4 @@ def certified_twice() -> list[bool]:
             model(inputs(0, step)).square().mean().backward()
             model.zero_grad()
         found.append(check.certificate().is_clean())
-    return found
+    assert found == [True, True]

@@ -15,7 +15,7 @@ from tests.functional.checkpoint_cases import (
     make_two_groups,
     train_alone,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import make_model
 from tests.harness.oracle import differing, whole_state
@@ -70,8 +70,10 @@ def test_flat_state_of_two_axes_loads_on_one(tmp_path: Path) -> None:
         assert differing(found_moments, moments) == []
 
 
-def wide_moments(path: str) -> tuple[list[str], list[str], set[torch.dtype]]:
+@on_ranks(2)
+def test_moments_wider_than_the_weights_lose_nothing_on_the_way(tmp_path: Path) -> None:
     """Save FP32 moments of bf16 weights; load them into a fresh optimizer by both ways."""
+    path = str(tmp_path / "step")
     layout = Layout((2,), policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     model = layout.place(make_model(0).to(torch.bfloat16))
     optimizers = [AdamW(model.parameters(), lr=0.01, moments_dtype=torch.float32) for _ in range(3)]
@@ -81,8 +83,4 @@ def wide_moments(path: str) -> tuple[list[str], list[str], set[torch.dtype]]:
     load_checkpoint(model, optimizers[2], path)
     wanted, *found = (full_optimizer_state(model, optimizer) for optimizer in optimizers)
     dtypes = {value.dtype for name, value in wanted.items() if name.endswith("exp_avg")}
-    return differing(found[0], wanted), differing(found[1], wanted), dtypes
-
-
-def test_moments_wider_than_the_weights_lose_nothing_on_the_way(tmp_path: Path) -> None:
-    assert run_ranks(2, wide_moments, str(tmp_path / "step")) == [([], [], {torch.float32})] * 2
+    assert (differing(found[0], wanted), differing(found[1], wanted), dtypes) == ([], [], {torch.float32})

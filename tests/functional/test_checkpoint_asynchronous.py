@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from megatron_fsdp import CheckpointError, load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint import writer as checkpoint_writer
-from tests.functional.checkpoint_cases import LAYOUTS, Layout, State, full_optimizer_state, message_of, train_alone
-from tests.harness import run_ranks
+from tests.functional.checkpoint_cases import LAYOUTS, Layout, full_optimizer_state, message_of, train_alone
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.oracle import differing, whole_state
 
@@ -64,8 +64,9 @@ def test_the_checkpoint_holds_the_state_of_the_call_though_training_went_on(name
         assert complaints == []
 
 
-def copied_bytes(path: str) -> tuple[int, int]:
-    """Return the bytes that a save holds on this rank, and those of the files that it writes."""
+@on_ranks(2)
+def test_the_copies_take_no_more_than_what_a_rank_writes(tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
     model, optimizer = Layout((2,)).build(seed=0)
     train_alone(model, optimizer, range(1))
     held: list[int] = []
@@ -80,15 +81,14 @@ def copied_bytes(path: str) -> tuple[int, int]:
     with mock.patch.object(checkpoint_writer.HoldingPlanner, "hold", measure):
         save_checkpoint(model, optimizer, path, asynchronous=True).wait()
     mine = Path(path).glob(f"__{dist.get_rank()}_*")
-    return held[0], sum(file.stat().st_size for file in mine)
+    held = held[0]
+    written = sum(file.stat().st_size for file in mine)
+    assert 0 < held < written
 
 
-def test_the_copies_take_no_more_than_what_a_rank_writes(tmp_path: Path) -> None:
-    for held, written in run_ranks(2, copied_bytes, str(tmp_path / "step")):
-        assert 0 < held < written
-
-
-def save_twice_at_once(path: str) -> tuple[bool, list[str]]:
+@on_ranks(2)
+def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
     model, optimizer = Layout((2,)).build(seed=0)
     gate = threading.Event()
     with held_up(gate):
@@ -97,26 +97,21 @@ def save_twice_at_once(path: str) -> tuple[bool, list[str]]:
         second = save_checkpoint(model, optimizer, f"{path}-2", asynchronous=True)
         is_ordered = first.done
         second.wait()
-    return is_ordered, sorted(entry.name for entry in Path(path).parent.iterdir())
+    names = sorted(entry.name for entry in Path(path).parent.iterdir())
+    assert is_ordered
+    assert names == ["step-1", "step-2"]
 
 
-def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
-    for is_ordered, names in run_ranks(2, save_twice_at_once, str(tmp_path / "step")):
-        assert is_ordered
-        assert names == ["step-1", "step-2"]
-
-
-def load_while_saving(path: str) -> tuple[State, State]:
+@on_ranks(2)
+def test_a_load_waits_for_the_save_before_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
     model, optimizer = Layout((2,)).build(seed=0)
     save_checkpoint(model, optimizer, path, asynchronous=True)
     other, other_optimizer = Layout((2,)).build(seed=1)
     load_checkpoint(other, other_optimizer, path)
-    return whole_state(other), whole_state(model)
-
-
-def test_a_load_waits_for_the_save_before_it(tmp_path: Path) -> None:
-    for found, wanted in run_ranks(2, load_while_saving, str(tmp_path / "step")):
-        assert differing(found, wanted) == []
+    found = whole_state(other)
+    wanted = whole_state(model)
+    assert differing(found, wanted) == []
 
 
 def wait_too_short(path: str) -> tuple[str, str]:

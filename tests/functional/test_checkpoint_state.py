@@ -12,7 +12,7 @@ from torch import nn
 from megatron_fsdp import CheckpointError, fully_shard, load_checkpoint, save_checkpoint
 from tests.functional.checkpoint_cases import Layout, State, full_optimizer_state, make_two_groups, message_of
 from tests.functional.checkpoint_cases import train_alone as train
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import make_model, world_mesh
 from tests.harness.oracle import differing, shard_model, whole_state
 from tests.harness.oracle import train as train_on_all
@@ -20,8 +20,10 @@ from tests.harness.oracle import train as train_on_all
 # ---------------------------------------------------------------------- schedules and groups
 
 
-def resume_schedule(path: str) -> tuple[list[float], list[float], list[str]]:
+@on_ranks(2)
+def test_a_learning_rate_schedule_goes_on_where_it_was(tmp_path: Path) -> None:
     """Train with a schedule, save half way, and train on both the run and its resumed twin."""
+    path = str(tmp_path / "step")
 
     def build(seed: int) -> tuple[Any, Any, Any]:
         model, optimizer = Layout((2,)).build(seed)
@@ -40,18 +42,16 @@ def resume_schedule(path: str) -> tuple[list[float], list[float], list[str]]:
     save_checkpoint(run[0], run[1], path, extra={"scheduler": run[2].state_dict()})
     twin[2].load_state_dict(load_checkpoint(twin[0], twin[1], path)["scheduler"])
     one, other = advance(*run, range(3, 6)), advance(*twin, range(3, 6))
-    return one, other, differing(whole_state(twin[0]), whole_state(run[0]))
+    differences = differing(whole_state(twin[0]), whole_state(run[0]))
+    assert one == other
+    assert len(set(one)) == 3
+    assert differences == []
 
 
-def test_a_learning_rate_schedule_goes_on_where_it_was(tmp_path: Path) -> None:
-    for one, other, differences in run_ranks(2, resume_schedule, str(tmp_path / "step")):
-        assert one == other
-        assert len(set(one)) == 3
-        assert differences == []
-
-
-def load_into_other_groups(path: str) -> tuple[State, State, list[float]]:
+@on_ranks(2)
+def test_moments_and_hyperparameters_follow_the_names_into_other_groups(tmp_path: Path) -> None:
     """Save an optimizer of two groups, and load into one that has the parameters in another order and three groups."""
+    path = str(tmp_path / "step")
     model, optimizer = Layout((2,)).build(seed=0)
     train(model, optimizer, range(2))
     save_checkpoint(model, optimizer, path)
@@ -62,25 +62,20 @@ def load_into_other_groups(path: str) -> tuple[State, State, list[float]]:
     other_optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1.0)
     load_checkpoint(other, other_optimizer, path)
     decays = [group["weight_decay"] for group in other_optimizer.param_groups]
-    return full_optimizer_state(other, other_optimizer), full_optimizer_state(model, optimizer), decays
+    found = full_optimizer_state(other, other_optimizer)
+    wanted = full_optimizer_state(model, optimizer)
+    assert differing(found, wanted) == []
+    assert decays == [0.1, 0.1, 0.0]
 
 
-def test_moments_and_hyperparameters_follow_the_names_into_other_groups(tmp_path: Path) -> None:
-    for found, wanted, decays in run_ranks(2, load_into_other_groups, str(tmp_path / "step")):
-        assert differing(found, wanted) == []
-        assert decays == [0.1, 0.1, 0.0]
-
-
-def load_two_groups_into_one(path: str) -> tuple[str, bool]:
+@on_ranks(1)
+def test_groups_that_differ_are_not_merged_silently(tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
     model, optimizer = Layout((1,)).build(seed=0)
     save_checkpoint(model, optimizer, path)
     merged = torch.optim.AdamW(model.parameters(), lr=0.5)
     message = message_of(CheckpointError, lambda: load_checkpoint(model, merged, path))
-    return message, merged.param_groups[0]["lr"] == 0.5 and not merged.state
-
-
-def test_groups_that_differ_are_not_merged_silently(tmp_path: Path) -> None:
-    ((message, is_untouched),) = run_ranks(1, load_two_groups_into_one, str(tmp_path / "step"))
+    is_untouched = merged.param_groups[0]["lr"] == 0.5 and not merged.state
     assert "are in one group of this optimizer and were saved in two, with another weight_decay" in message
     assert is_untouched
 
@@ -111,19 +106,18 @@ def test_saving_before_the_first_step_changes_nothing_and_loading_takes_state_aw
         assert differing(uninterrupted, never_saved.state_dict(), 1e-5) == []
 
 
-def refuse_a_fresh_optimizer(path: str) -> tuple[str, int]:
+@on_ranks(2)
+def test_an_optimizer_that_was_refused_before_its_first_step_is_as_fresh_as_before(tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
     model, optimizer = Layout((2,)).build(seed=0)
     train(model, optimizer, range(1))
     save_checkpoint(model, optimizer, path)
     fresh = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return message_of(CheckpointError, lambda: load_checkpoint(model, fresh, path)), len(fresh.state)
-
-
-def test_an_optimizer_that_was_refused_before_its_first_step_is_as_fresh_as_before(tmp_path: Path) -> None:
-    for message, num_states in run_ranks(2, refuse_a_fresh_optimizer, str(tmp_path / "step")):
-        assert "of another optimizer; nothing was loaded" in message
-        assert "betas" in message
-        assert num_states == 0
+    message = message_of(CheckpointError, lambda: load_checkpoint(model, fresh, path))
+    num_states = len(fresh.state)
+    assert "of another optimizer; nothing was loaded" in message
+    assert "betas" in message
+    assert num_states == 0
 
 
 # ---------------------------------------------------------------------- random numbers
@@ -260,17 +254,15 @@ class Counter(nn.Module):
         self.seen = state
 
 
-def pass_on_extra_state(path: str) -> dict[str, Any]:
+@on_ranks(2)
+def test_modules_get_their_own_state_back(tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
     model = fully_shard(Counter(), world_mesh())
     model.seen = {"scale": 0.5, "history": [1, 2]}
     save_checkpoint(model, None, path)
     other = fully_shard(Counter(), world_mesh())
     load_checkpoint(other, None, path)
-    return other.seen
-
-
-def test_modules_get_their_own_state_back(tmp_path: Path) -> None:
-    assert run_ranks(2, pass_on_extra_state, str(tmp_path / "step")) == [{"scale": 0.5, "history": [1, 2]}] * 2
+    assert other.seen == {"scale": 0.5, "history": [1, 2]}
 
 
 class Anything:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dbuffer import CollectiveCall, Region, observe_collectives
 from megatron_fsdp import FsdpModule, Placements, fully_shard, fully_shard_optimizer, microbatch, no_sync
 from megatron_fsdp.build.grouping import unit_regions
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import WIDTH, Block, Stack, inputs
 from tests.harness.oracle import shard_each
 
@@ -255,17 +255,14 @@ def test_a_unit_of_many_groups_is_gathered_and_reduced_by_one_collective_each(
         assert worst < 1e-5
 
 
-def count_apart() -> list[dict[str, int]]:
+@on_ranks(2)
+def test_groups_travel_apart_where_that_is_switched_off() -> None:
+    # One of the five groups is frozen.
     with mock.patch("dbuffer.collectives_together.is_off", "together".__eq__):
         counts, _, worst = count_mixed("optim_grads_params", (2,), 2)
     assert worst < 1e-5
-    return counts[1:]
-
-
-def test_groups_travel_apart_where_that_is_switched_off() -> None:
-    # One of the five groups is frozen.
-    for counts in run_ranks(2, count_apart):
-        assert counts == [{"all_gather": 6 * 5, "reduce_scatter": 4 * 4}] * 2
+    counts = counts[1:]
+    assert counts == [{"all_gather": 6 * 5, "reduce_scatter": 4 * 4}] * 2
 
 
 def test_without_sync_only_the_last_microbatch_reduces() -> None:
@@ -283,7 +280,8 @@ def test_one_rank_alone_issues_no_collective_for(name: str) -> None:
     assert run_ranks(1, count, name, 2) == [[Counts(0, 0, 0)] * 6]
 
 
-def evaluate() -> list[int]:
+@on_ranks(2)
+def test_evaluation_gathers_every_unit_once() -> None:
     model = four_units()
     counts = []
     for step in range(3):
@@ -291,15 +289,11 @@ def evaluate() -> list[int]:
         with torch.no_grad(), observe_collectives(calls.append):
             model(inputs(dist.get_rank(), step))
         counts.append(len(calls))
-    return counts
+    assert counts == [NUM_UNITS] * 3
 
 
-def test_evaluation_gathers_every_unit_once() -> None:
-    assert run_ranks(2, evaluate) == [[NUM_UNITS] * 3] * 2
-
-
-def traffic() -> tuple[dict[str, int], list[int]]:
-    """Return the bytes per kind of collective in one step, and the bytes of each padded buffer."""
+@on_ranks(2)
+def test_a_step_moves_the_weights_twice_but_the_last_units_once_and_the_gradients_once() -> None:
     model = four_units()
     totals: dict[str, int] = {}
 
@@ -309,9 +303,5 @@ def traffic() -> tuple[dict[str, int], list[int]]:
     with observe_collectives(add):
         model(inputs(dist.get_rank(), 0)).square().mean().backward()
     groups = [group for layer in model.modules() if isinstance(layer, FsdpModule) for group in layer.parameter_groups]
-    return totals, [group.plan.numel * 4 for group in groups]
-
-
-def test_a_step_moves_the_weights_twice_but_the_last_units_once_and_the_gradients_once() -> None:
-    for totals, sizes in run_ranks(2, traffic):
-        assert totals == {"all_gather": 2 * sum(sizes) - sizes[-1], "reduce_scatter": sum(sizes)}
+    sizes = [group.plan.numel * 4 for group in groups]
+    assert totals == {"all_gather": 2 * sum(sizes) - sizes[-1], "reduce_scatter": sum(sizes)}

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from dbuffer import observe_collectives
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.functional.linear_uses import counted_products, shard_as
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import (
     Block,
@@ -131,19 +131,17 @@ def test_gradients_equal_those_of_a_whole_model(name: str) -> None:
         assert num_compiled > 0
 
 
-def train_recomputed() -> Comparison:
+@on_ranks(2, timeout=200)
+def test_compiled_units_may_be_recomputed() -> None:
     torch._dynamo.reset()
-    return compare(
+    result = compare(
         Case(lambda: CheckpointedStack(Block(), Block()), squared, shard=compiled_then_sharded, is_guarded=False)
     )
+    assert result.is_exact
 
 
-def test_compiled_units_may_be_recomputed() -> None:
-    assert all(result.is_exact for result in run_ranks(2, train_recomputed, timeout=200))
-
-
-def recompilations() -> list[int]:
-    """Return how many graphs were compiled after each of four steps."""
+@on_ranks(2, timeout=200)
+def test_steps_after_the_first_compile_nothing_anew() -> None:
     torch._dynamo.reset()
     counts = []
     compiled = 0
@@ -164,16 +162,12 @@ def recompilations() -> list[int]:
         optimizer.step()
         optimizer.zero_grad()
         counts.append(compiled)
-    return counts
+    assert counts[0] > 0
+    assert counts == [counts[0]] * 4
 
 
-def test_steps_after_the_first_compile_nothing_anew() -> None:
-    for counts in run_ranks(2, recompilations, timeout=200):
-        assert counts[0] > 0
-        assert counts == [counts[0]] * 4
-
-
-def evaluated() -> tuple[list[str], float]:
+@on_ranks(2, timeout=200)
+def test_compiled_units_serve_evaluation_and_inference() -> None:
     torch._dynamo.reset()
     model = three_equal_blocks()
     compiled_then_sharded(model)
@@ -185,13 +179,8 @@ def evaluated() -> tuple[list[str], float]:
     with torch.inference_mode():
         inference: torch.Tensor = model(inputs(0, 0))
     worst = max(abs(float(out.square().mean()) - trained) for out in (without_grad, inference))
-    return calls, worst
-
-
-def test_compiled_units_serve_evaluation_and_inference() -> None:
-    for calls, worst in run_ranks(2, evaluated, timeout=200):
-        assert calls == ["all_gather"] * 3
-        assert worst < 1e-6
+    assert calls == ["all_gather"] * 3
+    assert worst < 1e-6
 
 
 # ---------------------------------------------------------------- products into packed buffers
@@ -222,7 +211,8 @@ def test_compiled_units_use_no_products_and_their_graphs_break_no_more_often() -
     assert [breaks for _, _, breaks in fused] == [breaks for _, _, breaks in unfused]
 
 
-def part_compiled() -> tuple[Comparison, int]:
+@on_ranks(2, timeout=200)
+def test_layers_beside_compiled_ones_use_products() -> None:
     """Train units of which the first layer is compiled and the second is not."""
 
     def shard(model: nn.Module) -> None:
@@ -235,13 +225,9 @@ def part_compiled() -> tuple[Comparison, int]:
     torch._dynamo.reset()
     with counted_products() as products:
         result = compare(Case(three_blocks, squared, shard=shard, is_guarded=False))
-    return result, len(products)
-
-
-def test_layers_beside_compiled_ones_use_products() -> None:
-    for result, products in run_ranks(2, part_compiled, timeout=200):
-        assert result.is_exact, result
-        assert products == 3 * 3
+    products = len(products)
+    assert result.is_exact, result
+    assert products == 3 * 3
 
 
 # ---------------------------------------------------------------- optimizer steps
@@ -310,8 +296,8 @@ def test_weights_equal_the_whole_models_after_compiled_steps_of(name: str) -> No
         assert differing(found, wanted, 1e-5) == []
 
 
-def result_of_a_graph() -> list[str]:
-    """Return what kinds of tensors one compiled function makes of a parameter."""
+@on_ranks(2, timeout=240)
+def test_results_of_a_compiled_function_keep_their_kind() -> None:
     model = shard_model(make_model(), world_mesh())
     function = torch.compile(lambda p: (p * 2, p.sum()), backend=BACKEND, fullgraph=True)
     weight = model.head.weight.detach()
@@ -320,11 +306,7 @@ def result_of_a_graph() -> list[str]:
     assert isinstance(weight, DTensor)
     assert torch.equal(twice.full_tensor(), weight.full_tensor() * 2)
     torch.testing.assert_close(total.full_tensor() if isinstance(total, DTensor) else total, weight.full_tensor().sum())
-    return [type(twice).__name__]
-
-
-def test_results_of_a_compiled_function_keep_their_kind() -> None:
-    assert run_ranks(2, result_of_a_graph, timeout=240) == [["FlatDTensor"]] * 2
+    assert [type(twice).__name__] == ["FlatDTensor"]
 
 
 def is_cached_on_disk() -> bool:

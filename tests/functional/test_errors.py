@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dbuffer import Element, Flat, Partial, Replicate, Whole
 from megatron_fsdp import ConfigError, MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
-from tests.harness import FailureKind, RankError, run_ranks
+from tests.harness import FailureKind, RankError, on_ranks, run_ranks
 from tests.harness.models import Block, Stack, inputs
 from tests.harness.oracle import shard_each
 
@@ -591,15 +591,12 @@ def test_calls_written_for_megatron_s_function_of_the_name_point_to_ours() -> No
     assert type(model) is nn.Linear
 
 
-def wrap_in_ddp() -> str:
+@on_ranks(2)
+def test_ddp_around_a_sharded_module_is_refused_before_it_broadcasts_shards() -> None:
     model = fully_shard(nn.Linear(4, 4))
     before = model.weight.full_tensor()
     with pytest.raises(ConfigError) as caught:
         nn.parallel.DistributedDataParallel(model)
     assert torch.equal(model.weight.full_tensor(), before)
-    return str(caught.value)
-
-
-def test_ddp_around_a_sharded_module_is_refused_before_it_broadcasts_shards() -> None:
-    for message in run_ranks(2, wrap_in_ddp):
-        assert message.startswith("FSDPLinear is sharded and reduces its gradients itself")
+    message = str(caught.value)
+    assert message.startswith("FSDPLinear is sharded and reduces its gradients itself")

@@ -28,7 +28,7 @@ from megatron_fsdp import (
     materialize,
     save_checkpoint,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import WIDTH, Block, Stack, inputs, squared
 from tests.harness.oracle import Case, Comparison, compare, whole
@@ -239,7 +239,11 @@ def test_a_checkpoint_of_experts_cut_between_rows_loads_on(
         assert {name for name in wanted if not torch.equal(found[name], wanted[name])} == set()
 
 
-def from_whole(way: str) -> list[str]:
+@pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning")
+@pytest.mark.filterwarnings("ignore:`_get_pg_default_device`:UserWarning")
+@pytest.mark.parametrize("way", ["plain", "assign", "canonical", "broadcast"])
+@on_ranks(3)
+def test_sharded_experts_take_whole_values_from(way: str) -> None:
     torch.manual_seed(5)
     wanted = {name: value.detach().clone() for name, value in build().state_dict().items()}
     model = sharded()
@@ -259,14 +263,7 @@ def from_whole(way: str) -> list[str]:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, full, options=options)
     found = {name: whole(value, value) for name, value in model.state_dict().items()}
-    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
-
-
-@pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning")
-@pytest.mark.filterwarnings("ignore:`_get_pg_default_device`:UserWarning")
-@pytest.mark.parametrize("way", ["plain", "assign", "canonical", "broadcast"])
-def test_sharded_experts_take_whole_values_from(way: str) -> None:
-    assert run_ranks(3, from_whole, way) == [[], [], []]
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
 def materialized() -> dict[str, torch.Tensor]:
@@ -284,7 +281,8 @@ def test_sharded_experts_are_initialised_like_whole_ones() -> None:
         assert {name for name in one if not torch.equal(found[name], one[name])} == set()
 
 
-def few_large_experts() -> tuple[float, bool, float]:
+@on_ranks(4)
+def test_by_default_experts_are_cut_between_rows_where_whole_ones_would_pad() -> None:
     """Without a granularity: two experts over four ranks would double the buffer if experts were never cut."""
     torch.manual_seed(0)
     weight = nn.Module()
@@ -293,10 +291,8 @@ def few_large_experts() -> tuple[float, bool, float]:
     fully_shard(weight)
     (group,) = weight.parameter_groups  # type: ignore[operator,attr-defined,misc]
     face = next(iter(group.parameters.values()))
-    return group.plan.padding_ratio, torch.equal(whole(face, face), kept), inputs(0, 0).sum().item()
-
-
-def test_by_default_experts_are_cut_between_rows_where_whole_ones_would_pad() -> None:
-    for padding, is_kept, _ in run_ranks(4, few_large_experts):
-        assert padding < 0.01
-        assert is_kept
+    padding = group.plan.padding_ratio
+    is_kept = torch.equal(whole(face, face), kept)
+    _ = inputs(0, 0).sum().item()
+    assert padding < 0.01
+    assert is_kept

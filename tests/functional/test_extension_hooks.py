@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from dbuffer import observe_collectives
 from megatron_fsdp import AdamW, MixedPrecisionPolicy, fully_shard
 from tests.functional.wire_tensor import FullFormTensor, NoHookTensor, RankSizedTensor, ReleasingTensor, WireTensor
-from tests.harness import RankError, run_ranks
+from tests.harness import RankError, on_ranks, run_ranks
 
 
 def make_model(kind: type[torch.Tensor], rows: int = 12) -> nn.Sequential:
@@ -105,7 +105,9 @@ def test_a_class_that_is_done_with_what_was_gathered_trains_without_its_memory(
         assert held == {(False, True)}
 
 
-def rows_and_losses(rows: int, columns: int) -> tuple[tuple[int, ...], list[list[float]]]:
+@pytest.mark.parametrize(("rows", "columns"), [(12, 7), (6, 3), (2, 1)])
+@on_ranks(2)
+def test_ranks_hold_as_many_rows_whatever_their_size(rows: int, columns: int) -> None:
     losses: list[list[float]] = []
     for shard in (torch_fully_shard, fully_shard):
         torch.manual_seed(0)
@@ -121,17 +123,13 @@ def rows_and_losses(rows: int, columns: int) -> tuple[tuple[int, ...], list[list
             optimizer.step()
             optimizer.zero_grad()
             losses[-1].append(float(loss.detach()))
-    return tuple(model[0].weight._local_tensor.shape), losses
+    shape, (wanted, found) = tuple(model[0].weight._local_tensor.shape), losses
+    assert shape == (rows // 2, columns)
+    assert found == wanted
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(12, 7), (6, 3), (2, 1)])
-def test_ranks_hold_as_many_rows_whatever_their_size(rows: int, columns: int) -> None:
-    for shape, (wanted, found) in run_ranks(2, rows_and_losses, rows, columns):
-        assert shape == (rows // 2, columns)
-        assert found == wanted
-
-
-def reshard_of_a_kept_unit() -> list[tuple[bool, bool]]:
+@on_ranks(2)
+def test_what_a_class_made_of_gathered_tensors_has_no_memory_after_reshard_unless_it_is_kept() -> None:
     model = make_model(ReleasingTensor)
     model[2].weight = nn.Parameter(torch.zeros(6, 12))
     fully_shard(model)
@@ -141,12 +139,7 @@ def reshard_of_a_kept_unit() -> list[tuple[bool, bool]]:
         model.unshard()
         model.reshard()
         seen.append(ReleasingTensor.held())
-    return seen
-
-
-def test_what_a_class_made_of_gathered_tensors_has_no_memory_after_reshard_unless_it_is_kept() -> None:
-    for seen in run_ranks(2, reshard_of_a_kept_unit):
-        assert seen == [(False, False), (False, True)]
+    assert seen == [(False, False), (False, True)]
 
 
 class Undecided(ReleasingTensor):
@@ -195,7 +188,13 @@ def test_what_cannot_be_gathered_is_refused_by_name_on_every_rank(kind: str, row
         assert word in str(caught.value)
 
 
-def reads() -> list[Any]:
+def _closest(module: nn.Module) -> Any:
+    holder = next(other for other in _module_state_mapping if module in list(other.modules()))
+    return holder._get_fsdp_state()
+
+
+@on_ranks(2)
+def test_fsdp2s_private_names_answer_what_transformer_engine_reads() -> None:
     """What TransformerEngine's MXFP8 weights read in their hook, of a unit and of a module inside of one."""
     seen: list[Any] = []
 
@@ -212,14 +211,4 @@ def reads() -> list[Any]:
     fully_shard(model, reshard_after_forward=True)
     del seen[:]
     model(torch.randn(3, 4)).sum().backward()
-    return seen
-
-
-def _closest(module: nn.Module) -> Any:
-    holder = next(other for other in _module_state_mapping if module in list(other.modules()))
-    return holder._get_fsdp_state()
-
-
-def test_fsdp2s_private_names_answer_what_transformer_engine_reads() -> None:
-    for seen in run_ranks(2, reads):
-        assert seen == [(True, False), (True, False), (True, True), (True, True)]
+    assert seen == [(True, False), (True, False), (True, True), (True, True)]

@@ -16,7 +16,7 @@ from dbuffer import FlatDTensor
 from megatron_fsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, fully_shard_optimizer
 from megatron_fsdp.runtime.parameter_group import group_of_parameter
 from tests.functional.adamw_comparison import differing_values
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.oracle import differing, whole_state
 
@@ -250,13 +250,10 @@ def watched(factor: float) -> tuple[Net, list[float]]:
     return model, counts
 
 
-def hooked_and_not() -> tuple[list[str], list[float]]:
-    (halved, counts), (whole, _) = watched(0.5), watched(1.0)
-    return differing(whole_state(halved), whole_state(whole)), counts
-
-
+@on_ranks(2)
 def test_hooks_before_a_step_change_its_gradients_and_hooks_after_it_see_its_state() -> None:
-    assert run_ranks(2, hooked_and_not) == [([], [1.0, 2.0, 3.0])] * 2
+    (halved, counts), (whole, _) = watched(0.5), watched(1.0)
+    assert (differing(whole_state(halved), whole_state(whole)), counts) == ([], [1.0, 2.0, 3.0])
 
 
 Make = Callable[..., Optimizer]
@@ -329,20 +326,18 @@ def with_copies(make: Make) -> Net:
     return model
 
 
-def in_a_way(way: Callable[[Make], Net]) -> list[str]:
-    mine, theirs = (whole_state(way(make)) for make in (OPTIM.AdamW, not_flat(OPTIM.AdamW)))
-    return differing(mine, theirs)
-
-
 @pytest.mark.parametrize("way", [with_closures, with_a_scaler, with_more_groups, with_copies])
+@on_ranks(2)
 def test_closures_scalers_groups_and_copies_give_the_bits_of_steps_over_each_parameter(
     way: Callable[[Make], Net],
 ) -> None:
-    assert run_ranks(2, in_a_way, way) == [[]] * 2
+    mine, theirs = (whole_state(way(make)) for make in (OPTIM.AdamW, not_flat(OPTIM.AdamW)))
+    assert differing(mine, theirs) == []
 
 
-def steps_counted() -> list[list[float]]:
-    """Train a parameter from the second step on; return what all have counted after each step."""
+@on_ranks(1)
+def test_a_parameter_that_is_trained_later_counts_its_own_steps_and_changes_no_others() -> None:
+    """Train a parameter from the second step on."""
     model = sharded()
     optimizer = OPTIM.AdamW(model.parameters(), foreach=True)
     late: Any = model.blocks[0]["one"].weight  # type: ignore[index]  # a ModuleDict
@@ -355,14 +350,11 @@ def steps_counted() -> list[list[float]]:
         counts = {p: float(optimizer.state[p]["step"]) for p in model.parameters() if p in optimizer.state}
         found.append([counts.pop(late, 0.0), *sorted(set(counts.values()))])
         optimizer.zero_grad()
-    return found
+    assert found == [[0.0, 1.0], [1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]
 
 
-def test_a_parameter_that_is_trained_later_counts_its_own_steps_and_changes_no_others() -> None:
-    assert run_ranks(1, steps_counted) == [[[0.0, 1.0], [1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]]
-
-
-def memory_of_gradients() -> list[bool]:
+@on_ranks(1)
+def test_the_memory_of_gradients_is_given_back_after_a_step() -> None:
     model = sharded()
     optimizer = OPTIM.AdamW(model.parameters(), foreach=True)
     found = []
@@ -374,11 +366,7 @@ def memory_of_gradients() -> list[bool]:
         before = all(storage.is_allocated for storage in storages)
         optimizer.zero_grad()
         found.append(before and not any(storage.is_allocated for storage in storages))
-    return found
-
-
-def test_the_memory_of_gradients_is_given_back_after_a_step() -> None:
-    assert run_ranks(1, memory_of_gradients) == [[True] * 3]
+    assert found == [True] * 3
 
 
 def loaded_and_refused() -> tuple[list[str], str]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from megatron_fsdp import fully_shard
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import covering, nightly_but
 from tests.harness.models import inputs, three_blocks
 from tests.harness.oracle import whole
@@ -47,8 +47,12 @@ WAYS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], Pair]] = {
 }
 
 
-def worst_difference(name: str, is_released: bool, is_recorded: bool) -> tuple[float, float]:
-    """Return how far values and derivatives are from the whole model's; and gradients of a training step after it."""
+RUNS = list(product(WAYS, (True, False), (True, False)))
+
+
+@pytest.mark.parametrize(("name", "is_released", "is_recorded"), nightly_but(covering(RUNS), RUNS))
+@on_ranks(2)
+def test_derivatives_along_inputs_equal_the_whole_models(name: str, is_released: bool, is_recorded: bool) -> None:
     torch.manual_seed(0)
     model = three_blocks()
     torch.manual_seed(0)
@@ -68,21 +72,14 @@ def worst_difference(name: str, is_released: bool, is_recorded: bool) -> tuple[f
         assert wanted_parameter.grad is not None
         difference = whole(parameter.grad, parameter) - wanted_parameter.grad
         gradients = max(gradients, float(difference.abs().max()))
-    return derivatives, gradients
+    assert derivatives < 1e-5
+    assert gradients < 1e-5
 
 
-RUNS = list(product(WAYS, (True, False), (True, False)))
-
-
-@pytest.mark.parametrize(("name", "is_released", "is_recorded"), nightly_but(covering(RUNS), RUNS))
-def test_derivatives_along_inputs_equal_the_whole_models(name: str, is_released: bool, is_recorded: bool) -> None:
-    for derivatives, gradients in run_ranks(2, worst_difference, name, is_released, is_recorded):
-        assert derivatives < 1e-5
-        assert gradients < 1e-5
-
-
-def gradient_of_a_derivative(name: str, is_released: bool) -> float:
-    """Return how far gradients of a loss of values and derivatives are from the whole model's, at worst."""
+@pytest.mark.parametrize("is_released", [True, False], ids=["released", "kept"])
+@pytest.mark.parametrize("name", WAYS)
+@on_ranks(2)
+def test_gradients_of_derivatives_along_inputs_equal_the_whole_models(name: str, is_released: bool) -> None:
     torch.manual_seed(0)
     model = three_blocks()
     torch.manual_seed(0)
@@ -99,13 +96,10 @@ def gradient_of_a_derivative(name: str, is_released: bool) -> float:
     for rank in range(dist.get_world_size()):
         (loss(oracle, rank) / dist.get_world_size()).backward()
     pairs = zip(model.parameters(), oracle.parameters(), strict=True)
-    return max(float((whole(one.grad, one) - other.grad).abs().max()) for one, other in pairs if other.grad is not None)
-
-
-@pytest.mark.parametrize("is_released", [True, False], ids=["released", "kept"])
-@pytest.mark.parametrize("name", WAYS)
-def test_gradients_of_derivatives_along_inputs_equal_the_whole_models(name: str, is_released: bool) -> None:
-    assert max(run_ranks(2, gradient_of_a_derivative, name, is_released)) < 1e-5
+    assert (
+        max(float((whole(one.grad, one) - other.grad).abs().max()) for one, other in pairs if other.grad is not None)
+        < 1e-5
+    )
 
 
 def refusal(is_released: bool) -> str:

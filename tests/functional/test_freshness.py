@@ -21,7 +21,7 @@ from megatron_fsdp import (
     fully_shard_optimizer,
 )
 from megatron_fsdp.optim import adamw_update
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import covering, nightly_but
 from tests.harness.models import Block, Stack, inputs
 from tests.harness.oracle import whole
@@ -212,7 +212,12 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 
-def step_and_follow(name: str, adapted: bool) -> list[tuple[float, float]]:
+STEPPED = [(name, adapted) for name in OPTIMIZERS for adapted in (True, False)]
+
+
+@pytest.mark.parametrize(("name", "adapted"), nightly_but(STEPPED[::3], STEPPED))
+@on_ranks(2)
+def test_the_next_training_forward_uses_weights_stepped_by(name: str, adapted: bool) -> None:
     policy = POLICIES["bf16 compute"]
     model = sharded(policy)
     optimizer = OPTIMIZERS[name](list(model.parameters()))
@@ -224,20 +229,11 @@ def step_and_follow(name: str, adapted: bool) -> list[tuple[float, float]]:
         train_once(model, optimizer, step)
         found, wanted = output_of(model, 7).detach(), wanted_output(model, policy, 7)
         results.append((float((found - wanted).abs().max()), float((before - wanted).abs().max())))
-    return results
+    assert all(error == 0.0 < 0.01 < effect for error, effect in results)
 
 
-STEPPED = [(name, adapted) for name in OPTIMIZERS for adapted in (True, False)]
-
-
-@pytest.mark.parametrize(("name", "adapted"), nightly_but(STEPPED[::3], STEPPED))
-def test_the_next_training_forward_uses_weights_stepped_by(name: str, adapted: bool) -> None:
-    for results in run_ranks(2, step_and_follow, name, adapted):
-        assert all(error == 0.0 < 0.01 < effect for error, effect in results)
-
-
-def weights_after_load() -> list[float]:
-    """Return how far the gathered weights are from those loaded, with no forward in between."""
+@on_ranks(2)
+def test_gathered_weights_are_those_loaded_right_after_load_state_dict() -> None:
     policy = POLICIES["bf16 compute"]
     model = sharded(policy)
     state = halved_state(model)
@@ -250,13 +246,8 @@ def weights_after_load() -> list[float]:
             full = whole(state[f"layers.{index}.{name}"], parameter)
             worst.append(float((parameter.detach() - full.to(torch.bfloat16)).abs().max()))
         layer.reshard()
-    return worst
-
-
-def test_gathered_weights_are_those_loaded_right_after_load_state_dict() -> None:
-    for worst in run_ranks(2, weights_after_load):
-        assert len(worst) == 12
-        assert max(worst) == 0.0
+    assert len(worst) == 12
+    assert max(worst) == 0.0
 
 
 class Moves(nn.Linear):
@@ -306,8 +297,9 @@ def said_by(call: Callable[[], object]) -> str:
     return "nothing"
 
 
-def reshard_after_a_change() -> list[list[str]]:
-    """Change gathered weights unseen; return what reshard and the forward after it say, alone and in a handler."""
+@on_ranks(2)
+def test_reshard_finds_a_change_of_gathered_weights_and_hides_no_error_that_is_being_handled() -> None:
+    """Change gathered weights unseen."""
     layer = fully_shard(nn.Linear(7, 5))
 
     def reshard_and_raise() -> None:
@@ -323,12 +315,7 @@ def reshard_after_a_change() -> list[list[str]]:
             layer.unshard()
             layer.weight.data.mul_(0.5)
             found.append([said_by(reshard), said_by(lambda: layer(inputs(0, 0)))])
-    return found
-
-
-def test_reshard_finds_a_change_of_gathered_weights_and_hides_no_error_that_is_being_handled() -> None:
-    for found in run_ranks(2, reshard_after_a_change):
-        assert found == [["the change", "nothing"], ["the user's error", "the change"]]
+    assert found == [["the change", "nothing"], ["the user's error", "the change"]]
 
 
 # ---------------------------------------------------------------- steps that autograd does not see

@@ -10,13 +10,14 @@ from torch import nn
 from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, fully_shard
 from tests.functional.linear_uses import Layer, counted_products, shard_as, stack_of
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import WIDTH, Stack, inputs, squared, three_blocks
 from tests.harness.oracle import Case, Comparison, compare
 
 
-def ask_for_inputs_only(backward: bool) -> tuple[float, int, int, int]:
-    """Return how far the inputs' gradient is off, and the numbers of products, gradients and reductions."""
+@pytest.mark.parametrize("backward", [False, True], ids=["autograd.grad", "backward(inputs=)"])
+@on_ranks(2)
+def test_a_backward_for_inputs_alone_multiplies_no_weight_gradient_and_reduces_nothing(backward: bool) -> None:
     torch.manual_seed(0)
     oracle = three_blocks()
     torch.manual_seed(0)
@@ -35,18 +36,13 @@ def ask_for_inputs_only(backward: bool) -> tuple[float, int, int, int]:
             (found,) = torch.autograd.grad(loss, x)
     num_gradients = sum(parameter.grad is not None for parameter in model.parameters())
     num_reductions = sum(call.kind != "all_gather" for call in collectives)
-    return float((found - wanted).abs().max()), len(products), num_gradients, num_reductions
+    worst, *counts = float((found - wanted).abs().max()), len(products), num_gradients, num_reductions
+    assert worst < 1e-6
+    assert counts == [0, 0, 0]
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["autograd.grad", "backward(inputs=)"])
-def test_a_backward_for_inputs_alone_multiplies_no_weight_gradient_and_reduces_nothing(backward: bool) -> None:
-    for worst, *counts in run_ranks(2, ask_for_inputs_only, backward):
-        assert worst < 1e-6
-        assert counts == [0, 0, 0]
-
-
-def ask_for_a_gathered_weight() -> tuple[float, int]:
-    """Return how far the gradient of a weight is off that is asked for by itself, and the number of products."""
+@on_ranks(1)
+def test_the_gradient_of_a_gathered_weight_that_is_asked_for_goes_to_who_asked() -> None:
     torch.manual_seed(0)
     model, kept = Layer(), []
     oracle = nn.Linear(WIDTH, WIDTH)
@@ -57,13 +53,10 @@ def ask_for_a_gathered_weight() -> tuple[float, int]:
     with counted_products() as products:
         (found,) = torch.autograd.grad(model(x).square().sum(), kept)
     (wanted,) = torch.autograd.grad((x + torch.tanh(oracle(x))).square().sum(), oracle.weight)
-    return float((found - wanted).abs().max()), len(products)
-
-
-def test_the_gradient_of_a_gathered_weight_that_is_asked_for_goes_to_who_asked() -> None:
-    for worst, products in run_ranks(1, ask_for_a_gathered_weight):
-        assert worst < 1e-5
-        assert products == 0
+    worst = float((found - wanted).abs().max())
+    products = len(products)
+    assert worst < 1e-5
+    assert products == 0
 
 
 class Withholding(torch.autograd.Function):
@@ -87,21 +80,18 @@ class Withheld(Layer):
         return Withholding.apply(x, self.linear.weight)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def withhold_gradients() -> tuple[list[bool], list[str]]:
-    """Return which parameters got a gradient, and the collectives of backward."""
+@on_ranks(2)
+def test_a_weight_that_gets_neither_gradient_nor_product_counts_as_unused() -> None:
     model = Stack(Withheld(), Withheld())
     shard_as("optim_grads_params", MixedPrecisionPolicy())(model)
     calls: list[CollectiveCall] = []
     loss = squared(model, dist.get_rank(), 0)
     with observe_collectives(calls.append):
         loss.backward()
-    return [parameter.grad is not None for parameter in model.parameters()], [call.kind for call in calls]
-
-
-def test_a_weight_that_gets_neither_gradient_nor_product_counts_as_unused() -> None:
-    for has_gradient, kinds in run_ranks(2, withhold_gradients):
-        assert not any(has_gradient)
-        assert set(kinds) <= {"all_gather"}
+    has_gradient = [parameter.grad is not None for parameter in model.parameters()]
+    kinds = [call.kind for call in calls]
+    assert not any(has_gradient)
+    assert set(kinds) <= {"all_gather"}
 
 
 class Failing(torch.autograd.Function):

@@ -17,7 +17,7 @@ from megatron_fsdp import (
     fully_shard,
     fully_shard_optimizer,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.oracle import whole
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -178,38 +178,31 @@ def trained(prepare: Callable[[Weights], object]) -> tuple[list[float], set[torc
     return [float(whole(parameter.detach(), parameter).flatten()[0]) for parameter in model.parameters()], dtypes
 
 
-def narrow_and_usual() -> tuple[Any, Any]:
+@on_ranks(2)
+def test_a_stock_optimizer_steps_with_gradients_of_another_dtype() -> None:
     def narrow(model: Weights) -> None:
         ask(model, {"one": BF16, "two": BF16})
         fully_shard(model)
 
-    return trained(narrow), trained(fully_shard)
+    (narrow, dtypes), (usual, usual_dtypes) = trained(narrow), trained(fully_shard)
+    assert (dtypes, usual_dtypes) == ({BF16}, {FP32})
+    assert narrow == pytest.approx(usual, rel=1e-2)
+    assert narrow != [1.0, 1.0]
 
 
-def test_a_stock_optimizer_steps_with_gradients_of_another_dtype() -> None:
-    for (narrow, dtypes), (usual, usual_dtypes) in run_ranks(2, narrow_and_usual):
-        assert (dtypes, usual_dtypes) == ({BF16}, {FP32})
-        assert narrow == pytest.approx(usual, rel=1e-2)
-        assert narrow != [1.0, 1.0]
-
-
-def after_a_conversion() -> list[Found]:
+@on_ranks(2)
+def test_gradients_follow_a_conversion_unless_their_dtype_was_set() -> None:
     found = []
     for asked in ({}, dict.fromkeys(BOTH, FP16)):
         model = Weights()
         ask(model, asked)
         found.append(gradients(fully_shard(model).to(BF16)))
-    return found
+    assert [{dtype for dtype, *_ in one.values()} for one in found] == [{BF16}, {FP16}]
+    assert {value for *_, value in found[0].values()} == {ROUNDED}
 
 
-def test_gradients_follow_a_conversion_unless_their_dtype_was_set() -> None:
-    for found in run_ranks(2, after_a_conversion):
-        assert [{dtype for dtype, *_ in one.values()} for one in found] == [{BF16}, {FP16}]
-        assert {value for *_, value in found[0].values()} == {ROUNDED}
-
-
-def refused() -> list[str]:
-    """Return the errors of dtypes that are set too late, or differently for parameters of one buffer."""
+@on_ranks(2)
+def test_a_dtype_that_cannot_be_followed_is_refused_with_the_parameter() -> None:
     errors = []
 
     def collect(action: Callable[[], object]) -> None:
@@ -228,14 +221,10 @@ def refused() -> list[str]:
     # What was set is taken back.
     model.zero_grad()
     assert {dtype for dtype, *_ in gradients(model).values()} == {FP32}
-    return errors
-
-
-def test_a_dtype_that_cannot_be_followed_is_refused_with_the_parameter() -> None:
-    for mixed, late in run_ranks(2, refused):
-        assert "parameter 'one' has grad_dtype=torch.bfloat16 and 'two' has own" in mixed
-        assert "Set grad_dtype before fully_shard" in mixed
-        assert "grad_dtype of parameter 'two' was set to torch.bfloat16 after" in late
+    mixed, late = errors
+    assert "parameter 'one' has grad_dtype=torch.bfloat16 and 'two' has own" in mixed
+    assert "Set grad_dtype before fully_shard" in mixed
+    assert "grad_dtype of parameter 'two' was set to torch.bfloat16 after" in late
 
 
 # ---------------------------------------------------------------- param_dtype_override_fn
@@ -256,7 +245,8 @@ class Scaled(nn.Module):
         return found
 
 
-def in_two_dtypes() -> tuple[list[torch.dtype], list[torch.dtype], float]:
+@on_ranks(2)
+def test_parameters_compute_in_the_dtype_that_the_override_gives_them() -> None:
     asked: list[int] = []
 
     def own_for_vectors(parameter: nn.Parameter) -> torch.dtype | None:
@@ -274,38 +264,29 @@ def in_two_dtypes() -> tuple[list[torch.dtype], list[torch.dtype], float]:
     model(torch.arange(6.0).view(2, 3) + dist.get_rank()).float().sum().backward()
     worst = float((whole(model.scale.grad, model.scale) - total).abs().max())
     assert sorted(asked) == [1, 2]
-    return model.seen, [parameter.grad.dtype for parameter in model.parameters()], worst
+    seen = model.seen
+    dtypes = [parameter.grad.dtype for parameter in model.parameters()]
+    assert seen == [BF16, BF16, FP32]
+    assert dtypes == [FP32, FP32]
+    assert worst == 0.0
 
 
-def test_parameters_compute_in_the_dtype_that_the_override_gives_them() -> None:
-    for seen, dtypes, worst in run_ranks(2, in_two_dtypes):
-        assert seen == [BF16, BF16, FP32]
-        assert dtypes == [FP32, FP32]
-        assert worst == 0.0
-
-
-def depends_on_the_rank() -> str:
+@on_ranks(2)
+def test_an_override_that_depends_on_the_rank_is_refused_on_all_of_them() -> None:
     policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda one: FP32 if dist.get_rank() else None)
     with pytest.raises(ValueError) as error:
         fully_shard(Weights(), mp_policy=policy)
-    return str(error.value)
+    message = str(error.value)
+    assert "unit 'Weights': the ranks of its mesh lay it out differently" in message
 
 
-def test_an_override_that_depends_on_the_rank_is_refused_on_all_of_them() -> None:
-    for message in run_ranks(2, depends_on_the_rank):
-        assert "unit 'Weights': the ranks of its mesh lay it out differently" in message
-
-
-def in_a_third_dtype() -> None:
+@on_ranks(1)
+def test_an_override_of_a_third_dtype_leaves_the_module_as_it_was() -> None:
     model = Weights()
     policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda parameter: FP16)
     with pytest.raises(ConfigError, match=r"parameter 'one': param_dtype_override_fn returned torch.float16"):
         fully_shard(model, mp_policy=policy)
     assert type(model) is Weights
-
-
-def test_an_override_of_a_third_dtype_leaves_the_module_as_it_was() -> None:
-    run_ranks(1, in_a_third_dtype)
 
 
 # ---------------------------------------------------------------- it is said

@@ -27,7 +27,7 @@ from megatron_fsdp import (
 )
 from tests.functional.expert_parallel import rows, shard_experts
 from tests.functional.test_tensor_parallel import Feedforward
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Stack, draw_tokens, loss_of, make_mesh, make_model
 from tests.harness.oracle import shard_model, whole_state
@@ -92,12 +92,6 @@ def test_every_parameter_has_the_factor_of_a_mean_over_ranks(layout: str, policy
         assert report.is_mean
 
 
-def of_experts(num_experts: int, strategy: str) -> GradientScale:
-    model, _ = shard_experts(num_experts, strategy)
-    # Its experts are plain tensors, which no norm of the engine can count on other ranks.
-    return check_gradient_scale(model, squares, rows(dist.get_rank()), norm=lambda: norm_of(model))
-
-
 def norm_of(model: nn.Module) -> float:
     """Return the norm over all ranks, none of which holds an element that another holds."""
     total = torch.zeros((), dtype=torch.float64)
@@ -112,12 +106,15 @@ EXPERTS = [(2, "optim_grads_params"), (4, "optim_grads"), (2, "optim")]
 
 
 @pytest.mark.parametrize(("num_experts", "strategy"), nightly_but(EXPERTS[:2], EXPERTS))
+@on_ranks(4)
 def test_experts_on_fewer_ranks_have_the_factor_of_all_ranks(num_experts: int, strategy: str) -> None:
-    for report in run_ranks(4, of_experts, num_experts, strategy):
-        experts = [each for each in report.parameters if "expert" in each.name]
-        assert {each.num_ranks for each in experts} == {4 // num_experts}
-        assert len(experts) == 6 < len(report.parameters)
-        assert all(each.factor == pytest.approx(0.25, rel=1e-6) for each in report.parameters)
+    model, _ = shard_experts(num_experts, strategy)
+    # Its experts are plain tensors, which no norm of the engine can count on other ranks.
+    report = check_gradient_scale(model, squares, rows(dist.get_rank()), norm=lambda: norm_of(model))
+    experts = [each for each in report.parameters if "expert" in each.name]
+    assert {each.num_ranks for each in experts} == {4 // num_experts}
+    assert len(experts) == 6 < len(report.parameters)
+    assert all(each.factor == pytest.approx(0.25, rel=1e-6) for each in report.parameters)
 
 
 def local_norm() -> str:
@@ -167,7 +164,8 @@ class Noisy(nn.Module):
         return self.rare(hidden) if dist.get_rank() else hidden
 
 
-def noisy() -> tuple[GradientScale, bool, list[str]]:
+@on_ranks(2)
+def test_random_numbers_statistics_hooks_and_unused_weights_are_left_as_they_were() -> None:
     torch.manual_seed(0)
     model = Noisy()
     fully_shard(model)
@@ -182,17 +180,12 @@ def noisy() -> tuple[GradientScale, bool, list[str]]:
     is_same &= all(torch.equal(value, statistics[name]) for name, value in model.named_buffers())
     is_same &= not calls and all(parameter.grad is None for parameter in model.parameters()) and not optimizer.state
     squares(model, rows(dist.get_rank())).backward()
-    return report, is_same, calls
-
-
-def test_random_numbers_statistics_hooks_and_unused_weights_are_left_as_they_were() -> None:
-    for report, is_same, calls in run_ranks(2, noisy):
-        assert is_same
-        assert calls == ["hook"]
-        factors = {each.name: each.factor for each in report.parameters}
-        assert math.isnan(factors.pop("never.weight"))
-        assert math.isnan(factors.pop("never.bias"))
-        assert all(factor == pytest.approx(0.5, rel=1e-6) for factor in factors.values())
+    assert is_same
+    assert calls == ["hook"]
+    factors = {each.name: each.factor for each in report.parameters}
+    assert math.isnan(factors.pop("never.weight"))
+    assert math.isnan(factors.pop("never.bias"))
+    assert all(factor == pytest.approx(0.5, rel=1e-6) for factor in factors.values())
 
 
 def sum_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -208,7 +201,9 @@ def stack() -> Stack:
     return fully_shard(model)
 
 
-def of_sum(divisor: float) -> tuple[str, float | None]:
+@on_ranks(2)
+def test_sums_are_expected_where_one_says_so_and_named_where_not() -> None:
+    divisor = 1.0
     model = stack()
     for module in (*model.layers, model):
         module.set_gradient_divide_factor(divisor)  # type: ignore[operator]  # an FsdpModule
@@ -216,17 +211,15 @@ def of_sum(divisor: float) -> tuple[str, float | None]:
     report = check_gradient_scale(model, sum_loss, {"x": [x, "text"]}["x"][0], expected=1 / divisor)
     with pytest.raises(GradientScaleError) as error:
         check_gradient_scale(model, sum_loss, x)
-    return str(error.value), report.duplicated
+    text = str(error.value)
+    duplicated = report.duplicated
+    assert duplicated == pytest.approx(2)
+    assert "parameter 'layers.0.norm.weight' (unit 'layers.0', over axis 0 of 2)" in text
+    assert "is 1 x the sum of all ranks' gradients, expected 0.5: 2 x as large" in text
 
 
-def test_sums_are_expected_where_one_says_so_and_named_where_not() -> None:
-    for text, duplicated in run_ranks(2, of_sum, 1.0):
-        assert duplicated == pytest.approx(2)
-        assert "parameter 'layers.0.norm.weight' (unit 'layers.0', over axis 0 of 2)" in text
-        assert "is 1 x the sum of all ranks' gradients, expected 0.5: 2 x as large" in text
-
-
-def weighted() -> str:
+@on_ranks(2)
+def test_only_parameters_that_are_wrong_are_named() -> None:
     model = stack()
 
     def hook(gradient: torch.Tensor) -> None:
@@ -235,13 +228,9 @@ def weighted() -> str:
     model.layers[1].set_all_reduce_hook(hook)  # type: ignore[operator]  # an FsdpModule
     with pytest.raises(GradientScaleError) as error:
         check_gradient_scale(model, squares, rows(dist.get_rank()), duplicate=False)
-    return str(error.value)
-
-
-def test_only_parameters_that_are_wrong_are_named() -> None:
-    for text in run_ranks(2, weighted):
-        assert "layers.1" in text
-        assert "layers.0" not in text
+    text = str(error.value)
+    assert "layers.1" in text
+    assert "layers.0" not in text
 
 
 def refused(which: str) -> str:
@@ -282,7 +271,8 @@ def test_it_refuses_what_it_cannot_measure(which: str, words: str) -> None:
     assert all(words in text for text in run_ranks(2, refused, which))
 
 
-def turned() -> str:
+@on_ranks(2)
+def test_gradients_of_the_right_length_that_point_elsewhere_are_found() -> None:
     model = nn.Linear(7, 6, bias=False)
     fully_shard(model)
 
@@ -297,11 +287,8 @@ def turned() -> str:
         check_gradient_scale(model, squares, rows(dist.get_rank()))
     assert isinstance(error.value.report, GradientScale)
     assert error.value.report.parameters[0].factor == pytest.approx(0.5, rel=1e-6)
-    return str(error.value)
-
-
-def test_gradients_of_the_right_length_that_point_elsewhere_are_found() -> None:
-    assert all("of the reduced gradient, by norm, is no multiple of the sum" in text for text in run_ranks(2, turned))
+    text = str(error.value)
+    assert "of the reduced gradient, by norm, is no multiple of the sum" in text
 
 
 class Broken(torch.autograd.Function):
@@ -316,7 +303,9 @@ class Broken(torch.autograd.Function):
         raise ArithmeticError("of the user")
 
 
-def raising(is_in_backward: bool) -> tuple[float, str]:
+@pytest.mark.parametrize("is_in_backward", [False, True])
+@on_ranks(2)
+def test_a_loss_that_raises_leaves_gradients_as_they_were(is_in_backward: bool) -> None:
     model = stack()
     x = rows(dist.get_rank())
     squares(model, x).backward()
@@ -336,14 +325,10 @@ def raising(is_in_backward: bool) -> tuple[float, str]:
     with pytest.raises(ArithmeticError, match="of the user"):
         check_gradient_scale(model, broken, x)
     after = model.layers[0].up.weight.grad.full_tensor()  # type: ignore[union-attr,operator]
-    return (after - before).abs().max().item(), str(check_gradient_scale(model, squares, x))
-
-
-@pytest.mark.parametrize("is_in_backward", [False, True])
-def test_a_loss_that_raises_leaves_gradients_as_they_were(is_in_backward: bool) -> None:
-    for difference, text in run_ranks(2, raising, is_in_backward):
-        assert difference == 0
-        assert "unit 'layers.0', 6 parameters over axis 0 of 2: factor 0.5" in text
+    difference = (after - before).abs().max().item()
+    text = str(check_gradient_scale(model, squares, x))
+    assert difference == 0
+    assert "unit 'layers.0', 6 parameters over axis 0 of 2: factor 0.5" in text
 
 
 @pytest.mark.parametrize(
@@ -354,11 +339,8 @@ def test_a_loss_that_raises_leaves_gradients_as_they_were(is_in_backward: bool) 
         ("ignored", "reduce their gradients in finish="),
     ],
 )
+@on_ranks(2)
 def test_what_shows_nothing_is_no_pass(which: str, words: str) -> None:
-    assert all(words in text for text in run_ranks(2, shows_nothing, which))
-
-
-def shows_nothing(which: str) -> str:
     x = rows(dist.get_rank())
     if which == "ignored":
         torch.manual_seed(0)
@@ -370,10 +352,12 @@ def shows_nothing(which: str) -> str:
     with pytest.raises(GradientScaleError) as error:
         check_gradient_scale(model, lambda inner, batch: scale * squares(inner, batch), x)
     assert all(parameter.grad is None for parameter in model.parameters())
-    return str(error.value)
+    text = str(error.value)
+    assert words in text
 
 
-def reduced_by_hand() -> GradientScale:
+@on_ranks(2)
+def test_gradients_that_the_loop_reduces_itself_count_in_the_norm() -> None:
     torch.manual_seed(0)
     model = Stack(Block(), Block(hidden=3))
     ignored = list(model.layers[1].parameters())
@@ -385,14 +369,10 @@ def reduced_by_hand() -> GradientScale:
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
 
-    return check_gradient_scale(model, squares, rows(dist.get_rank()), finish=finish)
-
-
-def test_gradients_that_the_loop_reduces_itself_count_in_the_norm() -> None:
-    for report in run_ranks(2, reduced_by_hand):
-        assert len(report.parameters) == 6
-        assert report.norm is not None
-        assert report.norm.highest == report.norm.lowest == pytest.approx(report.norm.expected)
+    report = check_gradient_scale(model, squares, rows(dist.get_rank()), finish=finish)
+    assert len(report.parameters) == 6
+    assert report.norm is not None
+    assert report.norm.highest == report.norm.lowest == pytest.approx(report.norm.expected)
 
 
 POLICIES_OF_GROUPS: dict[str, dict[str, Any]] = {
@@ -413,16 +393,13 @@ POLICIES_OF_GROUPS: dict[str, dict[str, Any]] = {
 }
 
 
-def of_options(name: str) -> GradientScale:
+@pytest.mark.parametrize("name", nightly_but(["split"], list(POLICIES_OF_GROUPS)))
+@on_ranks(2)
+def test_other_ways_to_keep_weights_and_gradients_are_measured(name: str) -> None:
     torch.manual_seed(0)
     model = Stack(Block(), Block(hidden=3))
     for layer in model.layers:
         fully_shard(layer, **POLICIES_OF_GROUPS[name])
     fully_shard(model)
-    return check_gradient_scale(model, lambda inner, x: inner(x).float().square().mean(), rows(dist.get_rank()))
-
-
-@pytest.mark.parametrize("name", nightly_but(["split"], list(POLICIES_OF_GROUPS)))
-def test_other_ways_to_keep_weights_and_gradients_are_measured(name: str) -> None:
-    for report in run_ranks(2, of_options, name):
-        assert all(each.factor == pytest.approx(0.5, rel=5e-3) for each in report.parameters)
+    report = check_gradient_scale(model, lambda inner, x: inner(x).float().square().mean(), rows(dist.get_rank()))
+    assert all(each.factor == pytest.approx(0.5, rel=5e-3) for each in report.parameters)

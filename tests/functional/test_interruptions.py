@@ -16,7 +16,7 @@ from dbuffer.collectives import wait_with
 from dbuffer.storage import FlatStorage
 from megatron_fsdp import AdamW, Placements, fully_shard, fully_shard_optimizer
 from tests.functional.interruptions import SWEEPS, Sweep, run
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import WIDTH, Block, Headed, Stack, inputs, squared, world_mesh
 from tests.harness.oracle import whole
@@ -101,7 +101,9 @@ def train_plain(plain: nn.Module, step: int) -> None:
 # ---------------------------------------------------------------- weights
 
 
-def output_after_an_interrupted_gather(strategy: str) -> float:
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+@on_ranks(2)
+def test_a_gather_of_new_weights_that_was_interrupted_is_made_by_the_next_forward(strategy: str) -> None:
     model, plain = pair(strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     squared(model, dist.get_rank(), 0).backward()
@@ -110,12 +112,7 @@ def output_after_an_interrupted_gather(strategy: str) -> float:
     train_plain(plain, 0)
     with interrupted_at("collectives.py", "all_gather"):
         model(inputs(dist.get_rank(), 1))
-    return distance(model, plain, 2)
-
-
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
-def test_a_gather_of_new_weights_that_was_interrupted_is_made_by_the_next_forward(strategy: str) -> None:
-    assert max(run_ranks(2, output_after_an_interrupted_gather, strategy)) < 1e-6
+    assert distance(model, plain, 2) < 1e-6
 
 
 def kept_gathered(model: Any) -> None:
@@ -136,7 +133,12 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return AdamW(model.parameters(), lr=0.1)
 
 
-def output_after_a_step_that_raised(strategy: str, build: Callable[[nn.Module], torch.optim.Optimizer]) -> float:
+@pytest.mark.parametrize("build", [fused, refreshing, adamw])
+@pytest.mark.parametrize("strategy", ZERO)
+@on_ranks(2)
+def test_weights_that_an_interrupted_step_has_changed_are_those_of_the_next_forward(
+    strategy: str, build: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
     """Interrupt a step that has changed some weights, in whatever order, before its hooks are called."""
     model, plain = pair(strategy)
     kept_gathered(model)
@@ -158,15 +160,7 @@ def output_after_a_step_that_raised(strategy: str, build: Callable[[nn.Module], 
     weights = {name: whole(value, value) for name, value in model.named_parameters()}
     assert any(not torch.equal(value, weights[name]) for name, value in plain.named_parameters())
     plain.load_state_dict(weights)
-    return distance(model, plain, 2)
-
-
-@pytest.mark.parametrize("build", [fused, refreshing, adamw])
-@pytest.mark.parametrize("strategy", ZERO)
-def test_weights_that_an_interrupted_step_has_changed_are_those_of_the_next_forward(
-    strategy: str, build: Callable[[nn.Module], torch.optim.Optimizer]
-) -> None:
-    assert max(run_ranks(2, output_after_a_step_that_raised, strategy, build)) < 1e-6
+    assert distance(model, plain, 2) < 1e-6
 
 
 def output_after_a_gather_that_failed() -> float:
@@ -190,21 +184,21 @@ def test_a_gather_that_failed_is_made_again_by_the_next_forward() -> None:
     assert max(run_ranks(2, output_after_a_gather_that_failed)) < 1e-6
 
 
-def output_after_an_interrupted_wait() -> float:
+@on_ranks(2)
+def test_a_wait_that_was_interrupted_is_made_again_before_weights_are_used() -> None:
     model, plain = pair("optim_grads_params", frozen=True)
     with interrupted_at("gloo.py", "sort"):
         model(inputs(dist.get_rank(), 1))
-    return distance(model, plain, 2)
-
-
-def test_a_wait_that_was_interrupted_is_made_again_before_weights_are_used() -> None:
-    assert max(run_ranks(2, output_after_an_interrupted_wait)) < 1e-6
+    assert distance(model, plain, 2) < 1e-6
 
 
 # ---------------------------------------------------------------- gradients
 
 
-def gradients_after_no_memory_for_the_first(strategy: str, last: str) -> list[float]:
+@pytest.mark.parametrize("last", LAST)
+@pytest.mark.parametrize("strategy", ZERO)
+@on_ranks(2)
+def test_gradients_are_right_after_there_was_no_memory_for_the_first_ones(strategy: str, last: str) -> None:
     """Run out of memory where the first backward allocates what gradients of one group are added up in."""
     model, plain = pair(strategy, last)
     wanted = model.layers[1].parameter_groups[0].main_grad.storage
@@ -223,14 +217,7 @@ def gradients_after_no_memory_for_the_first(strategy: str, last: str) -> list[fl
         model.zero_grad()
         plain.zero_grad()
         found.append(gradient_distance(model, plain, step))
-    return found
-
-
-@pytest.mark.parametrize("last", LAST)
-@pytest.mark.parametrize("strategy", ZERO)
-def test_gradients_are_right_after_there_was_no_memory_for_the_first_ones(strategy: str, last: str) -> None:
-    for found in run_ranks(2, gradients_after_no_memory_for_the_first, strategy, last):
-        assert max(found) < 1e-6
+    assert max(found) < 1e-6
 
 
 # The last two are for what is reduced while backward runs, and for weights that come and go.
@@ -249,7 +236,9 @@ INTERRUPTS = [
 ]
 
 
-def gradients_after_an_interrupted_backward(strategy: str, file: str, function: str) -> list[float]:
+@pytest.mark.parametrize(("strategy", "file", "function"), INTERRUPTS)
+@on_ranks(2)
+def test_gradients_are_right_after_an_interrupt_inside_of_a_backward(strategy: str, file: str, function: str) -> None:
     model, plain = pair(strategy, "norm")
     squared(model, dist.get_rank(), 0).backward()
     model.zero_grad()
@@ -263,13 +252,7 @@ def gradients_after_an_interrupted_backward(strategy: str, file: str, function: 
         plain.zero_grad()
         found.append(gradient_distance(model, plain, step))
     assert kept
-    return found
-
-
-@pytest.mark.parametrize(("strategy", "file", "function"), INTERRUPTS)
-def test_gradients_are_right_after_an_interrupt_inside_of_a_backward(strategy: str, file: str, function: str) -> None:
-    for found in run_ranks(2, gradients_after_an_interrupted_backward, strategy, file, function):
-        assert max(found) < 1e-6
+    assert max(found) < 1e-6
 
 
 # ---------------------------------------------------------------- anywhere

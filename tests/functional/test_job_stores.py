@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp import ConfigError, Watch, fully_shard
 from megatron_fsdp.runtime import rendezvous
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 TIMES = 2
 
@@ -25,8 +25,10 @@ def train(model: nn.Module) -> None:
             model(torch.ones(2, 5)).sum().backward()
 
 
-def meet_late_in_a_file(path: str) -> float:
-    """Let the second rank come when the first one has looked for it in vain; return a gradient's sum."""
+@on_ranks(2)
+def test_a_rank_may_come_late_to_a_rendezvous_in_a_file(tmp_path: Path) -> None:
+    """Let the second rank come when the first one has looked for it in vain."""
+    path = os.fspath(tmp_path / "store")
     rank = dist.get_rank()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
@@ -45,20 +47,13 @@ def meet_late_in_a_file(path: str) -> float:
         fully_shard(model)
     train(model)
     assert model.weight.grad is not None
-    return float(model.weight.grad.full_tensor().sum())
-
-
-def test_a_rank_may_come_late_to_a_rendezvous_in_a_file(tmp_path: Path) -> None:
-    assert run_ranks(2, meet_late_in_a_file, os.fspath(tmp_path / "store")) == [TIMES * 30.0] * 2
+    assert float(model.weight.grad.full_tensor().sum()) == TIMES * 30.0
 
 
 @pytest.mark.parametrize("backend", ["fake", "cpu:fake", "cpu:fake,cuda:fake"])
 @pytest.mark.parametrize("num_axes", [1, 2])
+@on_ranks(1)
 def test_a_job_of_fake_ranks_needs_nobody_to_meet(backend: str, num_axes: int) -> None:
-    run_ranks(1, train_among_fakes, backend, num_axes)
-
-
-def train_among_fakes(backend: str, num_axes: int) -> None:
     dist.destroy_process_group()
     dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=4)
     model = nn.Linear(5, 3)
@@ -70,13 +65,10 @@ class Bare(Store):
     """A store in Python that has not all methods."""
 
 
-def shard_over_a_bare_store() -> None:
+@on_ranks(2)
+def test_a_store_without_compare_set_is_refused_by_its_class() -> None:
     with (
         mock.patch.object(dist.distributed_c10d, "_get_default_store", return_value=Bare()),
         pytest.raises(ConfigError, match=r"class Bare, which has no compare_set.*Give init_process_group an address"),
     ):
         fully_shard(nn.Linear(5, 3))
-
-
-def test_a_store_without_compare_set_is_refused_by_its_class() -> None:
-    run_ranks(2, shard_over_a_bare_store)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from dbuffer import StorageError, memory_meter
 from dbuffer.slot_pool import can_exchange_memory
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.models import inputs, three_blocks
 from tests.harness.oracle import whole
 
@@ -49,40 +49,36 @@ POLICIES = {
 }
 
 
-def both(name: str) -> tuple[bool, float, list[int]]:
+@pytest.mark.parametrize("name", POLICIES)
+@on_ranks(2)
+def test_training_is_the_same_and_so_are_the_addresses(name: str) -> None:
     kept, usual = sharded(POLICIES[name], True), sharded(POLICIES[name], False)
     (losses, seen), (wanted, _) = train(kept), train(usual)
     pairs = zip(kept.parameters(), usual.parameters(), strict=True)
     worst = max(float((whole(one, one) - whole(other, other)).abs().max()) for one, other in pairs)
-    return losses == wanted, worst, [len(found) for found in seen]
+    is_same = losses == wanted
+    addresses = [len(found) for found in seen]
+    assert is_same
+    assert worst == 0.0
+    assert addresses == [1, 1, 1]
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_training_is_the_same_and_so_are_the_addresses(name: str) -> None:
-    for is_same, worst, addresses in run_ranks(2, both, name):
-        assert is_same
-        assert worst == 0.0
-        assert addresses == [1, 1, 1]
-
-
-def with_slots() -> tuple[bool, list[int]]:
+@pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")
+@on_ranks(2)
+def test_a_unit_that_keeps_its_memory_takes_no_turns_in_slots() -> None:
     """One layer keeps its memory, and the others take turns in slots."""
     model, usual = sharded(None, False), sharded(None, False)
     model.set_slot_pool("largest")
     model.layers[1].set_keep_unsharded_storage(True, recurse=False)
     (losses, seen), (wanted, _) = train(model), train(usual)
-    return losses == wanted, [len(seen[1])]
+    is_same = losses == wanted
+    addresses = [len(seen[1])]
+    assert is_same
+    assert addresses == [1]
 
 
-@pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")
-def test_a_unit_that_keeps_its_memory_takes_no_turns_in_slots() -> None:
-    for is_same, addresses in run_ranks(2, with_slots):
-        assert is_same
-        assert addresses == [1]
-
-
-def bytes_at_rest() -> list[int]:
-    """Return bytes at rest without, with and once more without the memory that stays, above the first."""
+@on_ranks(2)
+def test_it_takes_the_bytes_of_the_whole_weights_until_it_is_switched_off() -> None:
     meter = memory_meter()
     model = sharded(None, False)
     found = [meter.current_bytes]
@@ -93,15 +89,15 @@ def bytes_at_rest() -> list[int]:
             model.zero_grad()
         found.append(meter.current_bytes)
     groups = [group for layer in model.layers for group in layer.parameter_groups]
-    return [*(value - found[0] for value in found), sum(group.gathered.nbytes for group in groups)]
+    none, kept, after, whole_bytes = [
+        *(value - found[0] for value in found),
+        sum(group.gathered.nbytes for group in groups),
+    ]
+    assert (none, kept, after) == (0, whole_bytes, 0)
 
 
-def test_it_takes_the_bytes_of_the_whole_weights_until_it_is_switched_off() -> None:
-    for none, kept, after, whole_bytes in run_ranks(2, bytes_at_rest):
-        assert (none, kept, after) == (0, whole_bytes, 0)
-
-
-def read_after_reshard() -> str:
+@on_ranks(2)
+def test_what_lies_there_after_reshard_is_not_read() -> None:
     model = sharded(None, True)
     layer = model.layers[0]
     layer.unshard()
@@ -109,15 +105,12 @@ def read_after_reshard() -> str:
     layer.reshard()
     with pytest.raises(StorageError) as error:
         weight + 1
-    return str(error.value)
+    message = str(error.value)
+    assert "parameter 'up.weight': add of its gathered weight, which was released" in message
 
 
-def test_what_lies_there_after_reshard_is_not_read() -> None:
-    for message in run_ranks(2, read_after_reshard):
-        assert "parameter 'up.weight': add of its gathered weight, which was released" in message
-
-
-def converted() -> bool:
+@on_ranks(2)
+def test_other_buffers_under_the_same_parameters_stay_too() -> None:
     """``model.to(dtype)`` makes other buffers, which stay as well."""
     model = sharded(None, True).to(torch.bfloat16)
     seen = set()
@@ -125,8 +118,5 @@ def converted() -> bool:
     for step in range(2):
         model(inputs(dist.get_rank(), step).bfloat16()).square().mean().backward()
         model.zero_grad()
-    return len(seen) == 1 and all(group.gathered.is_allocated for group in model.layers[0].parameter_groups)
-
-
-def test_other_buffers_under_the_same_parameters_stay_too() -> None:
-    assert run_ranks(2, converted) == [True, True]
+    assert len(seen) == 1
+    assert all(group.gathered.is_allocated for group in model.layers[0].parameter_groups)

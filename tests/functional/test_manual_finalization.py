@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import ConfigError, GradientReductionHandle, Placements, StateError, fully_shard
 from megatron_fsdp.observability.flight_recorder import record_transcript
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import inputs, three_blocks
 from tests.harness.oracle import whole
 
@@ -117,8 +117,9 @@ def test_gradients_are_a_plain_models_once_they_are_finalized(strategy: str) -> 
         assert max(found) < 2e-6
 
 
-def not_yet(strategy: str) -> list[str]:
-    """Return what reading a gradient, and a step, say between backward and finalize_backward, or before wait."""
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@on_ranks(2)
+def test_nothing_reads_or_steps_with_gradients_that_are_not_finalized(strategy: str) -> None:
     model = sharded(strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     said = []
@@ -138,19 +139,14 @@ def not_yet(strategy: str) -> list[str]:
     collect(model.finalize_backward)
     handle.wait()
     optimizer.step()
-    return said
+    assert ["call finalize_backward() if that is manual" in one for one in said] == [True] * 3 + [False] * 2
+    assert said[3].startswith("forward before wait() of the handle")
+    assert said[4].startswith("finalize_backward() before wait() of the handle")
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_nothing_reads_or_steps_with_gradients_that_are_not_finalized(strategy: str) -> None:
-    for said in run_ranks(2, not_yet, strategy):
-        assert ["call finalize_backward() if that is manual" in one for one in said] == [True] * 3 + [False] * 2
-        assert said[3].startswith("forward before wait() of the handle")
-        assert said[4].startswith("finalize_backward() before wait() of the handle")
-
-
-def thrown_away() -> list[float]:
-    """Drop one iteration by ``zero_grad`` or ``reset_iter_state``; return how far the next one is off."""
+@on_ranks(2)
+def test_an_iteration_can_be_dropped_before_it_is_finalized() -> None:
+    """Drop one iteration by ``zero_grad`` or ``reset_iter_state``."""
     wanted, found = plain_gradients(range(1, 2)), []
     model = sharded("optim_grads_params")
     for how in ("zero_grad", "zero_grad", "reset_iter_state"):
@@ -168,16 +164,13 @@ def thrown_away() -> list[float]:
     assert all(parameter.grad is None for parameter in model.parameters())
     run(model, 1)
     model.finalize_backward()
-    return [*found, worst(model, wanted)]
+    found = [*found, worst(model, wanted)]
+    assert len(found) == 4
+    assert max(found) < 2e-6
 
 
-def test_an_iteration_can_be_dropped_before_it_is_finalized() -> None:
-    for found in run_ranks(2, thrown_away):
-        assert len(found) == 4
-        assert max(found) < 2e-6
-
-
-def nothing_to_do() -> None:
+@on_ranks(2)
+def test_finalizing_without_a_backward_changes_nothing() -> None:
     model = sharded("optim_grads_params", is_manual=False)
     assert model.finalize_backward() is None
     model.finalize_backward(async_op=True).wait()
@@ -201,11 +194,8 @@ def nothing_to_do() -> None:
     assert worst(model, plain_gradients(range(1))) < 2e-6
 
 
-def test_finalizing_without_a_backward_changes_nothing() -> None:
-    run_ranks(2, nothing_to_do)
-
-
-def refused() -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_asked_for_is_refused_by_name() -> None:
     said = []
 
     def collect(action: Callable[[], object]) -> None:
@@ -226,21 +216,16 @@ def refused() -> list[str]:
     hook.remove()
     collect(lambda: model.set_manual_backward_finalization(False))
     collect(lambda: fully_shard(nn.Sequential(model)))
-    return said
+    assert "set_manual_backward_finalization() is the root's to call, which is 'Stack'" in said[0]
+    assert "finalize_backward() without set_manual_backward_finalization(True)" in said[1]
+    assert "finalize_backward() is the root's to call" in said[2]
+    assert "finalize_backward() in a backward" in said[3]
+    assert "set_manual_backward_finalization(False) in or after a backward that is not finalized" in said[4]
+    assert "call it on the outermost module, after the last fully_shard" in said[5]
 
 
-def test_what_cannot_be_asked_for_is_refused_by_name() -> None:
-    for said in run_ranks(2, refused):
-        assert "set_manual_backward_finalization() is the root's to call, which is 'Stack'" in said[0]
-        assert "finalize_backward() without set_manual_backward_finalization(True)" in said[1]
-        assert "finalize_backward() is the root's to call" in said[2]
-        assert "finalize_backward() in a backward" in said[3]
-        assert "set_manual_backward_finalization(False) in or after a backward that is not finalized" in said[4]
-        assert "call it on the outermost module, after the last fully_shard" in said[5]
-
-
-def lines() -> list[list[str]]:
-    """Return what is told in a backward, and after it."""
+@on_ranks(2)
+def test_reductions_start_in_backward_and_are_folded_when_it_is_finalized() -> None:
     model = sharded("optim_grads_params")
     run(model, 0)
     model.finalize_backward()
@@ -251,11 +236,7 @@ def lines() -> list[list[str]]:
         with record_transcript() as transcript:
             action()
         parts.append(list(transcript))
-    return parts
-
-
-def test_reductions_start_in_backward_and_are_folded_when_it_is_finalized() -> None:
-    for during, after in run_ranks(2, lines):
-        assert sum("reduce" in line for line in during) >= 2
-        assert not any("final" in line for line in during)
-        assert sum("final" in line for line in after) >= 2
+    during, after = parts
+    assert sum("reduce" in line for line in during) >= 2
+    assert not any("final" in line for line in during)
+    assert sum("final" in line for line in after) >= 2

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fsdp import fully_shard_optimizer
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
 from tests.harness.oracle import differing, shard_model, train, whole_state
@@ -160,19 +160,17 @@ def test_a_line_search_over_all_parameters_as_one_vector_equals_the_whole_models
 # ---------------------------------------------------------------------- state
 
 
-def state_of(name: str) -> list[str]:
-    """Return the state tensors of a matrix optimizer that are not laid out like the parameter they are shaped like."""
+@pytest.mark.parametrize("name", ["Muon", "SGD, foreach=False", "RMSprop, foreach=True", "Adadelta, foreach=False"])
+@on_ranks(3)
+def test_state_has_the_rows_of_its_parameters_with(name: str) -> None:
     model = shard_model(make_model(), make_mesh((3,)))
     optimizer = fully_shard_optimizer(make_optimizer(name, model))
     train(model, optimizer, range(2), [dist.get_rank()])
-    return [
-        f"{key} of {tuple(parameter.shape)}"
-        for parameter, values in optimizer.state.items()
-        for key, value in values.items()
-        if value.shape == parameter.shape and not (isinstance(value, DTensor) and value._spec is parameter._spec)
-    ]
-
-
-@pytest.mark.parametrize("name", ["Muon", "SGD, foreach=False", "RMSprop, foreach=True", "Adadelta, foreach=False"])
-def test_state_has_the_rows_of_its_parameters_with(name: str) -> None:
-    assert run_ranks(3, state_of, name) == [[]] * 3
+    assert (
+        [
+            f"{key} of {tuple(parameter.shape)}"
+            for parameter, values in optimizer.state.items()
+            for key, value in values.items()
+            if value.shape == parameter.shape and not (isinstance(value, DTensor) and value._spec is parameter._spec)
+        ]
+    ) == []

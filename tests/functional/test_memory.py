@@ -22,7 +22,7 @@ from megatron_fsdp import (
     fully_shard,
     fully_shard_optimizer,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import WIDTH, Block, CheckpointedStack, ShuffledStack, Stack, inputs
 from tests.harness.oracle import shard_each
 
@@ -182,8 +182,13 @@ def test_memory_of_a_gradient_that_somebody_has_stays() -> None:
         assert (phases.stepped, 1.0 < phases.zeroed < 2.0) == (2.0, True)
 
 
-def kept_gradients(strategy: str) -> list[bool]:
-    """Return whether gradients, and views of them, that are kept across zero_grad and a backward have their values."""
+def _rows(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+@on_ranks(2)
+def test_gradients_that_are_kept_have_their_values_after_the_next_backward(strategy: str) -> None:
     model = Stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (*model.layers, model):
@@ -203,20 +208,12 @@ def kept_gradients(strategy: str) -> list[bool]:
         before = [_rows(gradient).clone() for gradient in kept]
         optimizer.step()
     found.append(any(float(values.abs().sum()) for values in before))
-    return found
+    assert found == [True] * 6
 
 
-def _rows(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
-def test_gradients_that_are_kept_have_their_values_after_the_next_backward(strategy: str) -> None:
-    assert run_ranks(2, kept_gradients, strategy) == [[True] * 6] * 2
-
-
-def what_is_saved() -> tuple[bool, bool, bool]:
-    """Save a gradient and a parameter that has one; return whether the first is small, and both load safely, alike."""
+@on_ranks(2)
+def test_gradients_are_saved_without_the_buffer_and_parameters_load_safely() -> None:
+    """Save a gradient and a parameter that has one."""
     model = sharded_stack()
     loss_of(model, 0).backward()
     parameter = min(model.parameters(), key=torch.Tensor.numel)
@@ -233,24 +230,15 @@ def what_is_saved() -> tuple[bool, bool, bool]:
     copied = copy.deepcopy(parameter)
     copied.grad = None
     assert parameter.grad is gradient
-    return sizes[0] < group.main_weight.nbytes, *alike
+    assert (sizes[0] < group.main_weight.nbytes, *alike) == (True, True, True)
 
 
-def test_gradients_are_saved_without_the_buffer_and_parameters_load_safely() -> None:
-    assert run_ranks(2, what_is_saved) == [(True, True, True)] * 2
-
-
-def bytes_of_a_third() -> tuple[int, int]:
-    model = sharded_stack()
-    return (
-        sum(group.main_weight.nbytes for group in groups_of(model)),
-        sum(parameter.numel() * 4 for parameter in model.parameters()),
-    )
-
-
+@on_ranks(3)
 def test_three_ranks_hold_a_third_of_the_weights_each() -> None:
-    for shard, total in run_ranks(3, bytes_of_a_third):
-        assert total / 3 <= shard <= 1.1 * total / 3
+    model = sharded_stack()
+    shard = sum(group.main_weight.nbytes for group in groups_of(model))
+    total = sum(parameter.numel() * 4 for parameter in model.parameters())
+    assert total / 3 <= shard <= 1.1 * total / 3
 
 
 # ---------------------------------------------------------------- released storage

@@ -20,7 +20,7 @@ from megatron_fsdp import (
     fully_shard_optimizer,
     materialize,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block
 from tests.harness.oracle import units_of, whole
@@ -149,7 +149,8 @@ def test_a_materialized_model_trains_like_one_that_was_there_before() -> None:
     assert run_ranks(2, trained, True) == run_ranks(2, trained, False)
 
 
-def memory_of_materializing() -> tuple[int, int, int]:
+@on_ranks(2)
+def test_materializing_never_holds_more_than_the_shards_and_one_unit() -> None:
     model = sharded_on_meta((2,), "optim_grads_params")
     before = memory_meter().current_bytes
     memory_meter().reset_peak()
@@ -157,12 +158,8 @@ def memory_of_materializing() -> tuple[int, int, int]:
     groups = [group for unit in units_of(model) for group in unit.parameter_groups]
     shards = sum(group.main_weight.nbytes + (group.main_grad.nbytes if group.main_grad else 0) for group in groups)
     largest = max(group.gathered.nbytes + group.gathered.nbytes for group in groups)
-    return memory_meter().peak_bytes - before, shards, largest
-
-
-def test_materializing_never_holds_more_than_the_shards_and_one_unit() -> None:
-    for peak, shards, largest in run_ranks(2, memory_of_materializing):
-        assert shards <= peak <= shards + largest
+    peak = memory_meter().peak_bytes - before
+    assert shards <= peak <= shards + largest
 
 
 class Bare(nn.Module):
@@ -173,7 +170,8 @@ class Bare(nn.Module):
         self.weight = nn.Parameter(torch.empty(5, 3))
 
 
-def refusals() -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_initialised_is_refused_by_name_before_anything_is_allocated() -> None:
     with torch.device("meta"):
         bare, used = Bare(), nn.Linear(3, 3)
     fully_shard(bare)
@@ -187,23 +185,25 @@ def refusals() -> list[str]:
     assert all(parameter.is_meta for parameter in bare.parameters())
     materialize(bare, lambda module: nn.init.constant_(module.weight, 2.0))  # type: ignore[arg-type]
     assert torch.equal(whole(bare.weight, bare.weight), torch.full((5, 3), 2.0))
-    return messages
-
-
-def test_what_cannot_be_initialised_is_refused_by_name_before_anything_is_allocated() -> None:
-    for nothing, too_early, plain in run_ranks(2, refusals):
-        assert nothing.startswith("ConfigError: module '' (FSDPBare) holds ['weight']")
-        assert "init_fn" in nothing
-        assert too_early.startswith("StateError: unit 'Linear'")
-        assert "materialize(model)" in too_early
-        assert plain.startswith("StateError: Linear holds no sharded module")
+    nothing, too_early, plain = messages
+    assert nothing.startswith("ConfigError: module '' (FSDPBare) holds ['weight']")
+    assert "init_fn" in nothing
+    assert too_early.startswith("StateError: unit 'Linear'")
+    assert "materialize(model)" in too_early
+    assert plain.startswith("StateError: Linear holds no sharded module")
 
 
 # ---------------------------------------------------------------- loading into meta
 
 
-def loaded_by(way: str, path: str) -> list[str]:
-    """Load a whole model's values into a model on the meta device; name what differs from what was saved."""
+# PyTorch's own loader asks for the default device by a name that PyTorch itself deprecates.
+@pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning")
+@pytest.mark.filterwarnings("ignore:`_get_pg_default_device`:UserWarning")
+@pytest.mark.parametrize("way", ["plain tensors, assign", "canonical DTensors, assign", "broadcast from rank 0", "DCP"])
+@on_ranks(3)
+def test_a_model_on_the_meta_device_takes_values_from(way: str, tmp_path: Path) -> None:
+    """Load a whole model's values into a model on the meta device."""
+    path = str(tmp_path)
     torch.manual_seed(5)
     source = Tagged()
     wanted = {name: value.detach().clone() for name, value in source.state_dict().items()}
@@ -232,15 +232,7 @@ def loaded_by(way: str, path: str) -> list[str]:
     found = {name: whole(value, value) for name, value in model.state_dict().items()}
     tokens = torch.arange(6) % 11
     is_close = torch.allclose(model(tokens), source(tokens), atol=1e-6)
-    return [name for name in wanted if not torch.equal(found[name], wanted[name])] + ["output"] * (not is_close)
-
-
-# PyTorch's own loader asks for the default device by a name that PyTorch itself deprecates.
-@pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning")
-@pytest.mark.filterwarnings("ignore:`_get_pg_default_device`:UserWarning")
-@pytest.mark.parametrize("way", ["plain tensors, assign", "canonical DTensors, assign", "broadcast from rank 0", "DCP"])
-def test_a_model_on_the_meta_device_takes_values_from(way: str, tmp_path: Path) -> None:
-    assert run_ranks(3, loaded_by, way, str(tmp_path)) == [[], [], []]
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] + ["output"] * (not is_close) == []
 
 
 def excluded_on_meta() -> tuple[bool, dict[str, torch.Tensor]]:

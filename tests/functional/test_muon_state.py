@@ -32,7 +32,7 @@ from tests.functional.muon_model import (
     shard_matrices,
     train_sharded,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import make_mesh, make_model, world_mesh
 from tests.harness.oracle import differing, shard_model, train, whole_state
@@ -355,17 +355,13 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -
         Muon([nn.Parameter(torch.zeros(2, 3))], **options)
 
 
+@on_ranks(1)
 def test_an_unsharded_dtensor_of_somebody_else_is_refused() -> None:
-    assert run_ranks(1, refuse_stranger) == [True]
-
-
-def refuse_stranger() -> bool:
     module = nn.Linear(3, 4)
     torch.distributed.fsdp.fully_shard(module)
     with pytest.raises(ConfigError, match="fully_shard did not make"):
         Muon([module.weight])
     fully_shard(nn.Linear(2, 2))
-    return True
 
 
 def run_examples() -> int:

@@ -10,7 +10,7 @@ from torch import nn
 
 from dbuffer.collectives import CollectiveCall, observe_collectives
 from megatron_fsdp import AdamW, ConfigError, NonfiniteGradientError, check_gradients, clip_grad_norm_
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
 from tests.harness.oracle import shard_model, whole_state
 
@@ -109,7 +109,8 @@ def test_infinity_is_told_from_nan() -> None:
         assert "gradient norm inf: infinity in the gradient of parameter 'blocks.1.experts'" in from_check
 
 
-def overflow() -> str:
+@on_ranks(3)
+def test_a_norm_that_overflows_is_said_to_overflow() -> None:
     model = sharded("zero 3")
     backward(model, 0)
     for parameter in model.parameters():
@@ -117,15 +118,13 @@ def overflow() -> str:
             parameter.grad.fill_(3e38)
     with pytest.raises(NonfiniteGradientError) as caught:
         check_gradients(model, clip_grad_norm_(model, float("inf")))
-    return str(caught.value)
+    text = str(caught.value)
+    assert "every element is finite, but the sum" in text
 
 
-def test_a_norm_that_overflows_is_said_to_overflow() -> None:
-    assert all("every element is finite, but the sum" in text for text in run_ranks(3, overflow))
-
-
-def skip_by_hand(caplog_level: int) -> tuple[bool, bool, int, list[str]]:
-    """Return what ``check_gradients`` answers to bad and to good gradients, its collectives, and its warnings."""
+@on_ranks(3)
+def test_steps_are_skipped_by_hand_with_a_warning_and_finite_gradients_cost_no_collective() -> None:
+    caplog_level = logging.WARNING
     model = sharded("zero 3")
     records: list[str] = []
     handler = logging.Handler(caplog_level)
@@ -140,14 +139,11 @@ def skip_by_hand(caplog_level: int) -> tuple[bool, bool, int, list[str]]:
     with observe_collectives(calls.append):
         good = check_gradients(model, norm, "skip")
     logging.getLogger("megatron_fsdp.optim.nonfinite").removeHandler(handler)
-    return bad, good, len(calls), records
-
-
-def test_steps_are_skipped_by_hand_with_a_warning_and_finite_gradients_cost_no_collective() -> None:
-    for bad, good, num_calls, warnings in run_ranks(3, skip_by_hand, logging.WARNING):
-        assert (bad, good, num_calls) == (False, True, 0)
-        (warning,) = warnings
-        assert warning.startswith("step skipped on all ranks: gradient norm nan: NaN in the gradient of parameter 'bl")
+    num_calls = len(calls)
+    warnings = records
+    assert (bad, good, num_calls) == (False, True, 0)
+    (warning,) = warnings
+    assert warning.startswith("step skipped on all ranks: gradient norm nan: NaN in the gradient of parameter 'bl")
 
 
 def test_a_policy_that_does_not_exist_is_refused() -> None:

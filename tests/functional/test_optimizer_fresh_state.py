@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_fsdp import AdamW, CheckpointError, fully_shard_optimizer, load_checkpoint, save_checkpoint
 from tests.functional.checkpoint_cases import full_optimizer_state, message_of
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Model, make_model, world_mesh
 from tests.harness.oracle import differing, shard_model, train, whole_state
@@ -42,7 +42,11 @@ def load_by_the_recipe(model: nn.Module, optimizer: torch.optim.Optimizer, path:
     optimizer.load_state_dict(state["optimizer"])
 
 
-def resume(kind: str, path: str) -> tuple[list[str], int]:
+@pytest.mark.parametrize("kind", nightly_but(["SGD", "AdamW"], ["Adam", "AdamW", "SGD"]))
+@on_ranks(3)
+def test_moments_and_steps_come_back_into_a_new_optimizer_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    # On three ranks some hold nothing of the smaller parameters.
+    path = str(tmp_path / "step")
     model, optimizer = build(kind)
     step(model, optimizer, range(2))
     dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
@@ -51,19 +55,17 @@ def resume(kind: str, path: str) -> tuple[list[str], int]:
     found = differing(full_optimizer_state(other, other_optimizer), full_optimizer_state(model, optimizer))
     step(model, optimizer, range(2, 4))
     step(other, other_optimizer, range(2, 4))
-    return found + differing(whole_state(other), whole_state(model)), len(other_optimizer.state)
+    differences = found + differing(whole_state(other), whole_state(model))
+    num_states = len(other_optimizer.state)
+    assert differences == []
+    # One parameter is frozen, and has none.
+    assert num_states == len(list(make_model().parameters())) - 1
 
 
-@pytest.mark.parametrize("kind", nightly_but(["SGD", "AdamW"], ["Adam", "AdamW", "SGD"]))
-def test_moments_and_steps_come_back_into_a_new_optimizer_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    # On three ranks some hold nothing of the smaller parameters.
-    for differences, num_states in run_ranks(3, resume, kind, str(tmp_path / "step")):
-        assert differences == []
-        # One parameter is frozen, and has none.
-        assert num_states == len(list(make_model().parameters())) - 1
-
-
-def stay_new(kind: str, path: str) -> tuple[list[str], int, int, str]:
+@pytest.mark.parametrize("kind", nightly_but(["Adam", "NAdam"], ["Adam", "SGD", "NAdam"]))
+@on_ranks(2)
+def test_what_was_not_read_into_is_no_state_and_a_part_of_it_is_an_error(kind: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
     model, optimizer = build(kind)
     other, other_optimizer = build(kind)
     other_optimizer.load_state_dict(other_optimizer.state_dict())
@@ -81,33 +83,33 @@ def stay_new(kind: str, path: str) -> tuple[list[str], int, int, str]:
             key = next(key for key, value in values.items() if value.ndim)
             values[key].add_(1.0)
     message = message_of(CheckpointError, lambda: fresh_optimizer.load_state_dict(state))
-    return differing(whole_state(other), whole_state(fresh)), num_states, len(other_optimizer.state), message
+    differences, *num_states, message = (
+        differing(whole_state(other), whole_state(fresh)),
+        num_states,
+        len(other_optimizer.state),
+        message,
+    )
+    assert differences == []
+    assert num_states == [0, 0]
+    if kind == "Adam":
+        assert "only a part was read from the checkpoint, not step, exp_avg_sq, max_exp_avg_sq" in message
 
 
-@pytest.mark.parametrize("kind", nightly_but(["Adam", "NAdam"], ["Adam", "SGD", "NAdam"]))
-def test_what_was_not_read_into_is_no_state_and_a_part_of_it_is_an_error(kind: str, tmp_path: Path) -> None:
-    for differences, *num_states, message in run_ranks(2, stay_new, kind, str(tmp_path / "step")):
-        assert differences == []
-        assert num_states == [0, 0]
-        if kind == "Adam":
-            assert "only a part was read from the checkpoint, not step, exp_avg_sq, max_exp_avg_sq" in message
-
-
-def train_after_the_round_trip(kind: str) -> list[str]:
+@pytest.mark.parametrize("kind", nightly_but(["AdamW", "NAdam"], ["AdamW", "SGD", "NAdam"]))
+@on_ranks(2)
+def test_a_new_optimizer_that_loads_its_own_state_trains_as_if_it_had_not(kind: str) -> None:
     model, optimizer = build(kind)
     other, other_optimizer = build(kind)
     other_optimizer.load_state_dict(other_optimizer.state_dict())
     step(model, optimizer, range(2))
     step(other, other_optimizer, range(2))
-    return differing(whole_state(other), whole_state(model))
+    assert differing(whole_state(other), whole_state(model)) == []
 
 
-@pytest.mark.parametrize("kind", nightly_but(["AdamW", "NAdam"], ["AdamW", "SGD", "NAdam"]))
-def test_a_new_optimizer_that_loads_its_own_state_trains_as_if_it_had_not(kind: str) -> None:
-    assert run_ranks(2, train_after_the_round_trip, kind) == [[], []]
-
-
-def load_what_cannot_be_shown(path: str) -> list[str]:
+@on_ranks(1)
+def test_an_optimizer_whose_new_state_is_not_zeros_says_that_nothing_was_read(tmp_path: Path) -> None:
+    # NAdam's product of momenta begins at one.
+    path = str(tmp_path / "step")
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
@@ -119,12 +121,6 @@ def load_what_cannot_be_shown(path: str) -> list[str]:
     logger.addHandler(handler)
     load_by_the_recipe(other, other_optimizer, path)
     logger.removeHandler(handler)
-    return texts
-
-
-def test_an_optimizer_whose_new_state_is_not_zeros_says_that_nothing_was_read(tmp_path: Path) -> None:
-    # NAdam's product of momenta begins at one.
-    for texts in run_ranks(1, load_what_cannot_be_shown, str(tmp_path / "step")):
-        (text,) = texts
-        assert "NAdam: the state dict of an optimizer that has not stepped came back, with no state in it" in text
-        assert "use megatron_fsdp.load_checkpoint" in text
+    (text,) = texts
+    assert "NAdam: the state dict of an optimizer that has not stepped came back, with no state in it" in text
+    assert "use megatron_fsdp.load_checkpoint" in text

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from dbuffer.collectives import observe_collectives
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.functional.strategy_table import STRATEGIES
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.oracle import whole
 
 WIDTH, NUM_CHUNKS, NUM_STEPS = 7, 3, 2
@@ -215,8 +215,8 @@ def test_each_module_of_a_unit_casts_its_inputs_and_outputs_when_it_is_called_by
     assert run_ranks(2, dtypes_of_calls) == [wanted] * 2
 
 
-def collectives_of_one_loss() -> dict[str, int]:
-    """Return how often each collective is issued in the second step."""
+@on_ranks(2)
+def test_a_loss_in_chunks_takes_one_reduction_for_each_unit_however_many_chunks_there_are() -> None:
     model = sharded("optim_grads_params")
     counts: dict[str, int] = {}
 
@@ -227,11 +227,6 @@ def collectives_of_one_loss() -> dict[str, int]:
     model.zero_grad()
     with observe_collectives(count):
         one_loss(model, inputs(dist.get_rank(), 1))
-    return counts
-
-
-def test_a_loss_in_chunks_takes_one_reduction_for_each_unit_however_many_chunks_there_are() -> None:
-    for counts in run_ranks(2, collectives_of_one_loss):
-        assert counts["reduce_scatter"] == 3
-        # Two layers in forward and backward; norm and head for the norm, for all chunks, and for the norm's backward.
-        assert counts["all_gather"] == 7
+    assert counts["reduce_scatter"] == 3
+    # Two layers in forward and backward; norm and head for the norm, for all chunks, and for the norm's backward.
+    assert counts["all_gather"] == 7

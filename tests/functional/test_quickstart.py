@@ -17,7 +17,7 @@ from megatron_fsdp import MixedPrecisionPolicy as Policy
 from megatron_fsdp.integrations.megatron.accepted import ACCEPTED
 from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model, fully_shard_model_and_optimizer
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Stack, inputs, squared, three_blocks
 from tests.harness.oracle import Case, Comparison, compare, units_of, whole
@@ -40,12 +40,10 @@ def compare_with(**options: Any) -> Comparison:
 
 
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3, "no_shard", "optim", "optim_grads", "optim_grads_params"])
+@on_ranks(2)
 def test_gradients_are_exact_with_zero_dp_strategy(strategy: int | str) -> None:
-    assert all(result.is_exact for result in run_ranks(2, compare_strategy, strategy))
-
-
-def compare_strategy(strategy: int | str) -> Comparison:
-    return compare_with(zero_dp_strategy=strategy)
+    result = compare_with(zero_dp_strategy=strategy)
+    assert result.is_exact
 
 
 def on_two_axes(outer: int | str, flattened: bool, strategy: int) -> tuple[Comparison, str]:
@@ -82,14 +80,11 @@ def test_the_outer_axis_may_shard_the_optimizer_too(outer: int | str) -> None:
         assert optimizer == "(Flat(), Flat())"
 
 
-def sharded_over_a_part() -> tuple[int, int]:
+@on_ranks(4)
+def test_dp_shard_dim_alone_names_the_axis_of_a_larger_mesh() -> None:
     model = fully_shard_model(three_blocks(), [Block], device_mesh=grid(2, 2), dp_shard_dim="dp")
     axes = units_of(model)[1].parameter_groups[0].main_weight.axes
-    return len(axes), axes[0].size
-
-
-def test_dp_shard_dim_alone_names_the_axis_of_a_larger_mesh() -> None:
-    assert run_ranks(4, sharded_over_a_part) == [(1, 2)] * 4
+    assert (len(axes), axes[0].size) == (1, 2)
 
 
 # ---------------------------------------------------------------- units
@@ -126,17 +121,17 @@ def test_without_unit_modules_the_model_is_one_unit_and_the_log_says_what_that_c
         assert lines == ["fully_shard_model(fsdp_unit_modules=None): the whole model is one unit, so nothing overlaps"]
 
 
-def sharded_before() -> tuple[list[str], str]:
+@on_ranks(2)
+def test_what_was_sharded_before_stays_as_it_is() -> None:
     model = three_blocks()
     assert isinstance(model, Stack)
     fully_shard(model.layers[0], grad_divisor=3)
     fully_shard_model(model, [Block])
     (group,) = units_of(model)[1].parameter_groups
-    return [type(module).__name__ for module in units_of(model)], str(group.spec.divisor)
-
-
-def test_what_was_sharded_before_stays_as_it_is() -> None:
-    assert run_ranks(2, sharded_before) == [(["MegatronFSDPStack", "FSDPBlock", "FSDPBlock", "FSDPBlock"], "6")] * 2
+    assert ([type(module).__name__ for module in units_of(model)], str(group.spec.divisor)) == (
+        ["MegatronFSDPStack", "FSDPBlock", "FSDPBlock", "FSDPBlock"],
+        "6",
+    )
 
 
 # ---------------------------------------------------------------- what does nothing, what is refused
@@ -220,26 +215,20 @@ def test_what_has_no_meaning_is_refused_with_the_cure(name: str) -> None:
 # ---------------------------------------------------------------- arguments that act
 
 
-def on_device(device: Any) -> str:
-    model = fully_shard_model(three_blocks(), [Block], device=device)
-    return str(next(model.parameters()).device)
-
-
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), None])
+@on_ranks(2)
 def test_device_says_where_the_model_goes(device: Any) -> None:
-    assert run_ranks(2, on_device, device) == ["cpu", "cpu"]
-
-
-def initialised(wanted: bool) -> list[bool]:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
-    fully_shard_model(model, [nn.Linear], init_model_with_meta_device=wanted)
-    return [parameter.is_meta for parameter in model.parameters()]
+    model = fully_shard_model(three_blocks(), [Block], device=device)
+    assert str(next(model.parameters()).device) == "cpu"
 
 
 @pytest.mark.parametrize("wanted", [True, False])
+@on_ranks(2)
 def test_meta_parameters_are_initialised_on_request(wanted: bool) -> None:
-    assert run_ranks(2, initialised, wanted) == [[not wanted] * 4] * 2
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+    fully_shard_model(model, [nn.Linear], init_model_with_meta_device=wanted)
+    assert [parameter.is_meta for parameter in model.parameters()] == [not wanted] * 4
 
 
 @dataclass(frozen=True)
@@ -266,18 +255,16 @@ POLICIES = {
 }
 
 
-def dtypes_under(name: str) -> tuple[torch.dtype, ...]:
+@pytest.mark.parametrize("name", POLICIES)
+@on_ranks(1)
+def test_mixed_precision_policies_of_either_kind_decide_the_dtypes(name: str) -> None:
     module = fully_shard_model(Block().to(torch.bfloat16), mixed_precision_policy=POLICIES[name][0])
     found = module.parameter_groups[0].spec.dtypes
-    return found.compute, found.main, found.reduce, found.main_grad
+    assert (found.compute, found.main, found.reduce, found.main_grad) == POLICIES[name][1]
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_mixed_precision_policies_of_either_kind_decide_the_dtypes(name: str) -> None:
-    assert run_ranks(1, dtypes_under, name) == [POLICIES[name][1]]
-
-
-def not_a_number() -> tuple[str, str]:
+@on_ranks(2)
+def test_a_gradient_that_is_not_a_number_is_reported_with_its_unit() -> None:
     messages = []
     for reports in (True, False):
         model = fully_shard_model(three_blocks(), [Block], report_nan_in_param_grad=reports)
@@ -288,14 +275,11 @@ def not_a_number() -> tuple[str, str]:
             messages.append(str(error))
         else:
             messages.append("")
-    return messages[0], messages[1]
-
-
-def test_a_gradient_that_is_not_a_number_is_reported_with_its_unit() -> None:
-    for asked, not_asked in run_ranks(2, not_a_number):
-        assert "a reduced gradient is not a number" in asked
-        assert "'layers.2'" in asked
-        assert not_asked == ""
+    asked = messages[0]
+    not_asked = messages[1]
+    assert "a reduced gradient is not a number" in asked
+    assert "'layers.2'" in asked
+    assert not_asked == ""
 
 
 class Expert(Block):
@@ -307,7 +291,8 @@ class Expert(Block):
             parameter.allreduce = False  # type: ignore[attr-defined]
 
 
-def expert_gradients() -> tuple[list[int], float]:
+@on_ranks(4)
+def test_experts_are_sharded_over_their_own_mesh_and_divided_by_all_ranks() -> None:
     """Two expert-parallel pairs of ranks; each has an expert of its own, and all share the dense block."""
     torch.manual_seed(0)
     model = Stack(Block(), Stack(Expert()))
@@ -324,21 +309,16 @@ def expert_gradients() -> tuple[list[int], float]:
         (squared(oracle, rank, 0) / 4).backward()
     pairs = zip(model.layers[1].parameters(), oracle.layers[1].parameters(), strict=True)
     worst = max(float((whole(a.grad, a) - whole(b.grad, b)).abs().max()) for a, b in pairs)
-    return [
-        unit.parameter_groups[0].main_weight.axes[0].size for unit in units_of(model) if unit.parameter_groups
-    ], worst
-
-
-def test_experts_are_sharded_over_their_own_mesh_and_divided_by_all_ranks() -> None:
-    for sizes, worst in run_ranks(4, expert_gradients):
-        assert sizes == [4, 2]
-        assert worst < 1e-6
+    sizes = [unit.parameter_groups[0].main_weight.axes[0].size for unit in units_of(model) if unit.parameter_groups]
+    assert sizes == [4, 2]
+    assert worst < 1e-6
 
 
 # ---------------------------------------------------------------- the optimizer as well
 
 
-def with_optimizer() -> tuple[Comparison, list[float]]:
+@on_ranks(2)
+def test_an_optimizer_built_before_sharding_trains_the_sharded_parameters() -> None:
     rates: list[float] = []
 
     def shard(model: nn.Module) -> None:
@@ -355,12 +335,8 @@ def with_optimizer() -> tuple[Comparison, list[float]]:
         rates.append(len(made))
         return made.pop() if made else torch.optim.SGD(list(parameters), lr=0.1)
 
-    return compare(replace(BASE, shard=shard, optimizer=optimizer_of)), rates
-
-
-def test_an_optimizer_built_before_sharding_trains_the_sharded_parameters() -> None:
-    for result, _ in run_ranks(2, with_optimizer):
-        assert result.is_exact
+    result = compare(replace(BASE, shard=shard, optimizer=optimizer_of))
+    assert result.is_exact
 
 
 def late_optimizer() -> str:

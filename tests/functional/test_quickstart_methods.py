@@ -16,7 +16,7 @@ from dbuffer import observe_collectives
 from megatron_fsdp import StateError
 from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, inputs, squared, three_blocks
 from tests.harness.oracle import units_of, whole
@@ -147,7 +147,9 @@ def test_gradients_that_rest_whole_cannot_be_read_before_they_are_final(strategy
 # ---------------------------------------------------------------- gradients
 
 
-def dropped(strategy: str) -> float:
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
+@on_ranks(2)
+def test_zero_grad_buffer_drops_final_gradients_and_unfinished_ones(strategy: str) -> None:
     """Drop the gradients of two microbatches, final or not, and take another one."""
     model, oracle = sharded(strategy, sync_model_each_microbatch=False)
     backward(model, 0)
@@ -159,15 +161,12 @@ def dropped(strategy: str) -> float:
     backward(model, 2)
     model.finish_grad_sync()
     add_mean_gradients(oracle, 2)
-    return worst_gradient(model, oracle)
+    assert worst_gradient(model, oracle) < 2e-6
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
-def test_zero_grad_buffer_drops_final_gradients_and_unfinished_ones(strategy: str) -> None:
-    assert max(run_ranks(2, dropped, strategy)) < 2e-6
-
-
-def summed_per_token(strategy: str) -> tuple[float, str]:
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
+@on_ranks(3)
+def test_gradients_of_a_loss_per_token_are_summed_and_scaled(strategy: str) -> None:
     """Sum losses over tokens, of which each rank has another number, and divide by all of them."""
     model, oracle = sharded(strategy, calculate_per_token_loss=True, sync_model_each_microbatch=False)
     counts = [2 + rank for rank in range(dist.get_world_size())]
@@ -183,21 +182,17 @@ def summed_per_token(strategy: str) -> tuple[float, str]:
     model.scale_gradients(1 / sum(counts))
     for rank, count in enumerate(counts):
         (oracle(inputs(rank, 0, count, 7)).square().sum() / sum(counts)).backward()
-    return worst_gradient(model, oracle), message
-
-
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
-def test_gradients_of_a_loss_per_token_are_summed_and_scaled(strategy: str) -> None:
-    for worst, message in run_ranks(3, summed_per_token, strategy):
-        assert worst < 5e-6
-        assert ("finish_grad_sync() first" in message) == (strategy != "zero3")
+    worst = worst_gradient(model, oracle)
+    assert worst < 5e-6
+    assert ("finish_grad_sync() first" in message) == (strategy != "zero3")
 
 
 # ---------------------------------------------------------------- weights
 
 
-def gathered_early(force_sync: bool) -> tuple[list[int], float]:
-    """Return the gathers of ``start_param_sync``, of the forward after it, and of a forward without it."""
+@pytest.mark.parametrize("force_sync", [True, False])
+@on_ranks(2)
+def test_start_param_sync_gathers_what_forward_needs_first(force_sync: bool) -> None:
     model, oracle = sharded("zero3")
     kinds: Counter[str] = Counter()
     counts = []
@@ -211,14 +206,8 @@ def gathered_early(force_sync: bool) -> tuple[list[int], float]:
         model.synchronize_param_gather()
         assert torch.equal(output, model(inputs(0, 0)))
         worst = float((output - oracle(inputs(0, 0))).abs().max())
-    return counts, worst
-
-
-@pytest.mark.parametrize("force_sync", [True, False])
-def test_start_param_sync_gathers_what_forward_needs_first(force_sync: bool) -> None:
-    for counts, worst in run_ranks(2, gathered_early, force_sync):
-        assert counts == [1, 2, 3]
-        assert worst < 1e-6
+    assert counts == [1, 2, 3]
+    assert worst < 1e-6
 
 
 def broadcast_from_first(strategy: str) -> tuple[list[float], list[float]]:

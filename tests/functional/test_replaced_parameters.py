@@ -23,7 +23,7 @@ from megatron_fsdp import (
     fully_shard_optimizer,
     save_checkpoint,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import WIDTH, Block, Stack, inputs
 from tests.harness.oracle import shard_layers, whole
 
@@ -139,8 +139,9 @@ def test_functional_call_computes_with_the_tensors_it_is_given(
             assert after < 2e-6, name
 
 
-def call_functionally_while_training() -> tuple[float, float]:
-    """Give one weight of two to a forward with gradients; return the errors of the output and of the gradients."""
+@on_ranks(3)
+def test_functional_call_with_a_fixed_weight_trains_the_others() -> None:
+    """Give one weight of two to a forward with gradients."""
     torch.manual_seed(0)
     model, oracle = pair()
     fixed = torch.full((13, WIDTH), 0.1)
@@ -157,13 +158,9 @@ def call_functionally_while_training() -> tuple[float, float]:
         gap(whole(mine.grad, mine), whole(other.grad, other))
         for mine, other in zip(model.parameters(), oracle.parameters(), strict=True)
     ]
-    return worst, max(grads)
-
-
-def test_functional_call_with_a_fixed_weight_trains_the_others() -> None:
-    for worst, gradients in run_ranks(3, call_functionally_while_training):
-        assert worst < 2e-6
-        assert gradients < 2e-6
+    gradients = max(grads)
+    assert worst < 2e-6
+    assert gradients < 2e-6
 
 
 def call_functionally_in_bf16() -> float:
@@ -185,8 +182,9 @@ def test_functional_call_computes_in_the_policy_s_dtype() -> None:
 # ---------------------------------------------------------------- registered by assignment
 
 
-def evaluate_with_replacements() -> list[float]:
-    """Assign weights that are not trained, and tie two, in evaluation; return the errors of the outputs."""
+@on_ranks(2)
+def test_weights_that_need_no_gradient_may_be_assigned() -> None:
+    """Assign weights that are not trained, and tie two, in evaluation."""
     torch.manual_seed(0)
     model, oracle = pair(Tied(), Tied())
     x = inputs(dist.get_rank(), 0)
@@ -205,16 +203,12 @@ def evaluate_with_replacements() -> list[float]:
         each.layers[0].first.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 0.07), requires_grad=False)
         each.layers[1].second.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 0.03), requires_grad=False)
     errors.append(gap(model(x), oracle(x)))
-    return errors
+    assert len(errors) == 4
+    assert max(errors) < 2e-6
 
 
-def test_weights_that_need_no_gradient_may_be_assigned() -> None:
-    for errors in run_ranks(2, evaluate_with_replacements):
-        assert len(errors) == 4
-        assert max(errors) < 2e-6
-
-
-def tie_again() -> float:
+@on_ranks(2)
+def test_tied_parameters_may_be_tied_again() -> None:
     """Assign the parameter that is there already, as Hugging Face's ``tie_weights`` does after a load."""
     torch.manual_seed(0)
     oracle = Tied()
@@ -228,11 +222,7 @@ def tie_again() -> float:
     for rank in range(dist.get_world_size()):
         (2 * oracle(inputs(rank, 0)).square().mean() / dist.get_world_size()).backward()
     assert model.second.weight is model.first.weight
-    return gap(whole(model.first.weight.grad, oracle.first.weight), oracle.first.weight.grad)
-
-
-def test_tied_parameters_may_be_tied_again() -> None:
-    assert max(run_ranks(2, tie_again)) < 2e-6
+    assert gap(whole(model.first.weight.grad, oracle.first.weight), oracle.first.weight.grad) < 2e-6
 
 
 ADOPTERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -241,8 +231,11 @@ ADOPTERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 
-def train_assigned(strategy: str, make: str) -> tuple[float, float]:
-    """Assign sharded parameters before the first forward, then train; return errors of weights, and of the old one."""
+@pytest.mark.parametrize("make", ADOPTERS)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@on_ranks(2)
+def test_a_sharded_parameter_assigned_before_the_first_forward_is_trained(strategy: str, make: str) -> None:
+    """Assign sharded parameters before the first forward, then train."""
     torch.manual_seed(0)
     model, oracle = pair(placements=getattr(Placements, strategy)(0))
     old, value = model.layers[0].up.weight, model.layers[0].up.weight.full_tensor()
@@ -270,15 +263,9 @@ def train_assigned(strategy: str, make: str) -> tuple[float, float]:
     worst = max(
         gap(whole(mine, mine), other) for mine, other in zip(model.parameters(), oracle.parameters(), strict=True)
     )
-    return worst, gap(whole(old, old), value)
-
-
-@pytest.mark.parametrize("make", ADOPTERS)
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_a_sharded_parameter_assigned_before_the_first_forward_is_trained(strategy: str, make: str) -> None:
-    for worst, old in run_ranks(2, train_assigned, strategy, make):
-        assert worst < 2e-6
-        assert old == 0.0
+    old = gap(whole(old, old), value)
+    assert worst < 2e-6
+    assert old == 0.0
 
 
 class Scaled(nn.Module):
@@ -295,8 +282,9 @@ class Scaled(nn.Module):
         return result
 
 
-def assign_on_meta() -> tuple[float, float]:
-    """Do as PyTorch's own test of a replaced parameter; return the errors of the norm and of its gradient."""
+@on_ranks(2)
+def test_a_parameter_on_the_meta_device_may_be_assigned_before_the_first_forward() -> None:
+    """Do as PyTorch's own test of a replaced parameter."""
     with torch.device("meta"):
         model = Scaled()
     for layer in (model.first, model.second):
@@ -311,22 +299,18 @@ def assign_on_meta() -> tuple[float, float]:
     x = inputs(dist.get_rank(), 0, 2, 3)
     model(x).sum().backward()
     gradient = sum((inputs(rank, 0, 2, 3) @ torch.full((3, 3), 0.75)).sum(0) for rank in range(2)) / 2
-    return gap(whole(model.norm, model.norm), torch.full((3,), 3.0).sqrt()), gap(
-        whole(model.norm.grad, model.norm), gradient
-    )
-
-
-def test_a_parameter_on_the_meta_device_may_be_assigned_before_the_first_forward() -> None:
-    for error, of_gradient in run_ranks(2, assign_on_meta):
-        assert error < 2e-6
-        assert of_gradient < 2e-6
+    error = gap(whole(model.norm, model.norm), torch.full((3,), 3.0).sqrt())
+    of_gradient = gap(whole(model.norm.grad, model.norm), gradient)
+    assert error < 2e-6
+    assert of_gradient < 2e-6
 
 
 # ---------------------------------------------------------------- added
 
 
-def train_with_added() -> float:
-    """Add to a sharded model what may be added: ignored, frozen and sharded parameters; return the gradients' error."""
+@on_ranks(2)
+def test_modules_that_are_added_train_when_they_are_sharded_and_stay_when_they_are_frozen() -> None:
+    """Add to a sharded model what may be added: ignored, frozen and sharded parameters."""
     torch.manual_seed(0)
     oracle = Stack(Block(), nn.Sequential(Block(hidden=5), nn.Linear(WIDTH, WIDTH)))
     model = copy.deepcopy(oracle)
@@ -345,15 +329,13 @@ def train_with_added() -> float:
         model(inputs(dist.get_rank(), step)).square().mean().backward()
         for rank in range(dist.get_world_size()):
             (oracle(inputs(rank, step)).square().mean() / dist.get_world_size()).backward()
-    return max(
-        gap(whole(mine.grad, mine), whole(other.grad, other))
-        for mine, other in zip(model.parameters(), oracle.parameters(), strict=True)
-        if mine is not alone
-    )
-
-
-def test_modules_that_are_added_train_when_they_are_sharded_and_stay_when_they_are_frozen() -> None:
-    assert max(run_ranks(2, train_with_added)) < 5e-6
+    assert (
+        max(
+            gap(whole(mine.grad, mine), whole(other.grad, other))
+            for mine, other in zip(model.parameters(), oracle.parameters(), strict=True)
+            if mine is not alone
+        )
+    ) < 5e-6
 
 
 # ---------------------------------------------------------------- saved

@@ -1,7 +1,7 @@
 """Gradients equal a whole model's when the loss reaches a unit by anything that it made, returned or not."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import WIDTH, Block, CheckpointedStack, Stack, inputs, three_blocks
-from tests.harness.oracle import Case, Comparison, compare
+from tests.harness.oracle import Case, compare
 
 Reshard = bool | int | None
 
@@ -297,17 +297,6 @@ WAYS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-def compare_case(name: str, ways: Sequence[str]) -> dict[str, Comparison]:
-    results = {}
-    for way in ways:
-        case = CASES[name]
-        torch.manual_seed(7)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            results[way] = compare(Case(case.build, case.loss, shard=WAYS[way], steps=2, is_guarded=case.is_guarded))
-    return results
-
-
 # By default, which releases weights after forward, each case; the other two ways by turns.
 QUICK = {name: ("by default", list(WAYS)[1 + place % 2]) for place, name in enumerate(CASES)}
 
@@ -315,9 +304,16 @@ QUICK = {name: ("by default", list(WAYS)[1 + place % 2]) for place, name in enum
 @pytest.mark.parametrize(
     ("name", "ways"), nightly_but(QUICK.items(), [*QUICK.items(), *((name, tuple(WAYS)) for name in CASES)])
 )
+@on_ranks(2, timeout=60)
 def test_a_loss_reaches_weights_by(name: str, ways: tuple[str, ...]) -> None:
-    for results in run_ranks(2, compare_case, name, ways, timeout=60):
-        assert all(result.is_exact for result in results.values()), results
+    results = {}
+    for way in ways:
+        case = CASES[name]
+        torch.manual_seed(7)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            results[way] = compare(Case(case.build, case.loss, shard=WAYS[way], steps=2, is_guarded=case.is_guarded))
+    assert all(result.is_exact for result in results.values()), results
 
 
 # ---------------------------------------------------------------- what cannot be seen

@@ -28,7 +28,7 @@ from megatron_fsdp import (
     no_sync,
 )
 from megatron_fsdp.runtime.memory_slots import SlotChoice
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import Block, CheckpointedStack, ShuffledStack, Stack, inputs
 
 HIDDEN_SIZES = (97, 13, 131, 101, 131, 111)
@@ -290,7 +290,8 @@ def after_gradients_kept_here(model: nn.Module) -> None:
     model.reset_iter_state()
 
 
-def train_in_every_way() -> dict[str, list[float]]:
+@on_ranks(2)
+def test_slots_may_be_chosen_at_any_time_between_steps() -> None:
     ways = (
         with_slots,
         with_memory_of_the_communicator,
@@ -301,29 +302,21 @@ def train_in_every_way() -> dict[str, list[float]]:
     found = {way.__name__: losses_with(way) for way in ways}
     found["meta"] = losses_with(with_slots, is_meta=True)
     found["plain"] = losses_with(lambda model: None)
-    return found
+    rank = found
+    assert all(losses == rank["plain"] for losses in rank.values()), rank
 
 
-def test_slots_may_be_chosen_at_any_time_between_steps() -> None:
-    for rank in run_ranks(2, train_in_every_way):
-        assert all(losses == rank["plain"] for losses in rank.values()), rank
-
-
-def keep_weights() -> tuple[int, int]:
+@on_ranks(2)
+def test_units_that_keep_their_weights_have_slots_of_their_own_size() -> None:
     """Train a step with weights kept from forward to backward: every unit needs a slot then, of its own size."""
     model = build(Setting())
     assert isinstance(model, FsdpModule)
     model.set_reshard_after_forward(False)
     model.set_slot_pool("largest")
     model(inputs(dist.get_rank(), 0)).square().mean().backward()
-    return bytes_of_slots(model, "weights"), sum(
-        group.gathered.nbytes for each in model.layers for group in each.parameter_groups
-    )
-
-
-def test_units_that_keep_their_weights_have_slots_of_their_own_size() -> None:
-    for in_slots, wanted in run_ranks(2, keep_weights):
-        assert in_slots == wanted > 0
+    in_slots = bytes_of_slots(model, "weights")
+    wanted = sum(group.gathered.nbytes for each in model.layers for group in each.parameter_groups)
+    assert in_slots == wanted > 0
 
 
 def megatron_slots() -> list[tuple[SlotChoice, bool]]:

@@ -32,7 +32,7 @@ from tests.functional.split_weights import (
     rounding_ties_away,
     train_on_two_microbatches,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Model, Stack, draw_tokens, inputs, loss_of, make_mesh, make_model, world_mesh
 from tests.harness.oracle import differing, shard_layers, shard_model
@@ -117,7 +117,9 @@ def test_only_a_weight_half_way_between_two_bf16_ones_computes_otherwise_and_goe
 # ---------------------------------------------------------------------- initial values
 
 
-def initial_values(is_offloaded: bool) -> list[str]:
+@pytest.mark.parametrize("is_offloaded", [False, True], ids=["on the device", "offloaded"])
+@on_ranks(3)
+def test_sharding_keeps_every_bit_of_fp32_parameters(is_offloaded: bool) -> None:
     """Shard in FP32, in halves, and in halves on the meta device; compare what the optimizer would step."""
     offload = CPUOffloadPolicy(pin_memory=False) if is_offloaded else None
     found = []
@@ -126,15 +128,11 @@ def initial_values(is_offloaded: bool) -> list[str]:
         model = Stack(Block(), Block(hidden=1))
         shard_layers(model, mesh=world_mesh(), mp_policy=policy, offload_policy=offload)
         found.append(full_weights(model))
-    return differing(found[1], found[0])
+    assert differing(found[1], found[0]) == []
 
 
-@pytest.mark.parametrize("is_offloaded", [False, True], ids=["on the device", "offloaded"])
-def test_sharding_keeps_every_bit_of_fp32_parameters(is_offloaded: bool) -> None:
-    assert run_ranks(3, initial_values, is_offloaded) == [[]] * 3
-
-
-def materialized_values() -> list[str]:
+@on_ranks(3)
+def test_materialize_draws_the_values_that_fp32_main_weights_get() -> None:
     found = []
     for policy in (PLAIN, SPLIT):
         with torch.device("meta"):
@@ -144,14 +142,11 @@ def materialized_values() -> list[str]:
         materialize(model)
         assert all(p.dtype is (BF16 if policy is SPLIT else FP32) for p in model.parameters())
         found.append(full_weights(model))
-    return differing(found[1], found[0])
+    assert differing(found[1], found[0]) == []
 
 
-def test_materialize_draws_the_values_that_fp32_main_weights_get() -> None:
-    assert run_ranks(3, materialized_values) == [[]] * 3
-
-
-def offloaded_run() -> list[str]:
+@on_ranks(2)
+def test_offloading_changes_no_bit() -> None:
     found = []
     for offload in (None, CPUOffloadPolicy(pin_memory=False)):
         model = make_model()
@@ -159,11 +154,7 @@ def offloaded_run() -> list[str]:
             fully_shard(part, world_mesh(), mp_policy=SPLIT, offload_policy=offload)
         train_on_two_microbatches(model, make_adamw(model), range(3), dist.get_rank())
         found.append(full_weights(model))
-    return differing(found[0], found[1])
-
-
-def test_offloading_changes_no_bit() -> None:
-    assert run_ranks(2, offloaded_run) == [[]] * 2
+    assert differing(found[0], found[1]) == []
 
 
 # ---------------------------------------------------------------------- bytes
@@ -260,7 +251,8 @@ def test_a_weight_that_is_written_to_has_no_lower_half_and_the_others_keep_their
         assert {entry.removeprefix("rounded ") for entry in found[1:]} == ones | {"layers.0.up.weight"}
 
 
-def loaded_and_stepped() -> list[str]:
+@on_ranks(2)
+def test_a_loaded_bf16_state_dict_is_stepped_as_it_is() -> None:
     """Load a bf16 state dict into a model in use; its next step is that of FP32 weights with these values."""
     model, optimizers, oracle = one_layer(), [], one_layer(PLAIN)
     torch.manual_seed(11)
@@ -271,15 +263,12 @@ def loaded_and_stepped() -> list[str]:
         with rounding_ties_away():
             each(inputs(dist.get_rank(), 0)).square().mean().backward()
         optimizers[-1].step()
-    return differing(full_weights(model), full_weights(oracle))
+    assert differing(full_weights(model), full_weights(oracle)) == []
 
 
-def test_a_loaded_bf16_state_dict_is_stepped_as_it_is() -> None:
-    assert run_ranks(2, loaded_and_stepped) == [[]] * 2
-
-
-def unseen_change() -> float:
-    """Change a weight behind every version counter; return how far from it, in bf16 ulps, the FP32 weight is."""
+@on_ranks(1)
+def test_a_change_that_nothing_shows_is_kept_to_half_a_unit_in_the_last_place() -> None:
+    """Change a weight behind every version counter."""
     model = one_layer()
     group = groups_of(model)[0]
     weight = group.main_weight.get_local_tensor(list(group.parameters).index("up.weight"))
@@ -289,17 +278,15 @@ def unseen_change() -> float:
     value = group.weights.values().get_local_tensor(list(group.parameters).index("up.weight"))
     assert torch.equal(weight, new)
     assert not torch.equal(value, new.float())
-    return float(((value - new.float()).abs() / (new.float().abs() * 2.0**-7)).max())
-
-
-def test_a_change_that_nothing_shows_is_kept_to_half_a_unit_in_the_last_place() -> None:
-    assert max(run_ranks(1, unseen_change)) <= 0.5
+    assert float(((value - new.float()).abs() / (new.float().abs() * 2.0**-7)).max()) <= 0.5
 
 
 # ---------------------------------------------------------------------- wider gradients
 
 
-def wide_gradients(is_wrapped: bool) -> list[str]:
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["as it is", "wrapped"])
+@on_ranks(2)
+def test_gradients_may_rest_in_fp32(is_wrapped: bool) -> None:
     """Accumulate in FP32, which the bf16 parameters must not narrow; compare with FP32 main weights."""
     found = []
     for is_split in (True, False):
@@ -311,9 +298,4 @@ def wide_gradients(is_wrapped: bool) -> list[str]:
         with rounding_ties_away():
             train_on_two_microbatches(model, optimizer, range(4), dist.get_rank())
         found.append(full_weights(model))
-    return differing(found[0], found[1])
-
-
-@pytest.mark.parametrize("is_wrapped", [False, True], ids=["as it is", "wrapped"])
-def test_gradients_may_rest_in_fp32(is_wrapped: bool) -> None:
-    assert run_ranks(2, wide_gradients, is_wrapped) == [[]] * 2
+    assert differing(found[0], found[1]) == []

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import AdamW, Placements, StateError, fully_shard, fully_shard_optimizer
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.models import Block, Stack, inputs, make_mesh
 from tests.harness.oracle import whole
 
@@ -35,11 +35,6 @@ def sharded(strategy: str) -> Stack:
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     loss: torch.Tensor = model(inputs(rank, step)).square().mean()
     return loss
-
-
-def refuse_and_go_on(strategy: str) -> dict[str, float]:
-    """Return for each optimizer how far weights are from those of a plain model that was not led astray."""
-    return {name: _refuse_and_go_on(strategy, name) for name in OPTIMIZERS}
 
 
 def _refuse_and_go_on(strategy: str, name: str) -> float:
@@ -71,9 +66,10 @@ def _refuse_and_go_on(strategy: str, name: str) -> float:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
 def test_a_backward_through_weights_that_were_stepped_is_refused_and_training_goes_on(strategy: str) -> None:
-    for distances in run_ranks(2, refuse_and_go_on, strategy):
-        assert max(distances.values()) < 2e-5, distances
+    distances = {name: _refuse_and_go_on(strategy, name) for name in OPTIMIZERS}
+    assert max(distances.values()) < 2e-5, distances
 
 
 def play(model: nn.Module, critic: nn.Module, ranks: list[int]) -> list[torch.Tensor]:
@@ -91,22 +87,21 @@ def play(model: nn.Module, critic: nn.Module, ranks: list[int]) -> list[torch.Te
     return [whole(p, p).detach() for each in (model, critic) for p in each.parameters()]
 
 
-def play_both(strategy: str) -> float:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_step_of_another_model_is_no_matter(strategy: str) -> None:
     models = [sharded(strategy) for _ in range(2)]
     plain = [copy.deepcopy(Stack(Block(), Block(hidden=1))) for _ in range(2)]
     for one, other in zip(models, plain, strict=True):
         other.load_state_dict({key: whole(value, value) for key, value in one.state_dict().items()})
     found = play(models[0], models[1], [dist.get_rank()])
     wanted = play(plain[0], plain[1], list(range(dist.get_world_size())))
-    return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+    assert max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)) < 1e-5
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_step_of_another_model_is_no_matter(strategy: str) -> None:
-    assert max(run_ranks(2, play_both, strategy)) < 1e-5
-
-
-def step_half(strategy: str) -> bool:
+@on_ranks(2)
+def test_a_step_that_leaves_a_unit_s_weights_is_no_matter_for_it(strategy: str) -> None:
     """Step one unit of a model whose other one has no gradients yet, and then let that one have them."""
     model = sharded(strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -115,9 +110,4 @@ def step_half(strategy: str) -> bool:
     optimizer.step()
     optimizer.zero_grad()
     second.backward()
-    return all(parameter.grad is not None for parameter in model.layers[1].parameters())
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_step_that_leaves_a_unit_s_weights_is_no_matter_for_it(strategy: str) -> None:
-    assert run_ranks(2, step_half, strategy) == [True, True]
+    assert (all(parameter.grad is not None for parameter in model.layers[1].parameters())) is True

@@ -27,7 +27,7 @@ from megatron_fsdp.certify.checker import Checker
 from megatron_fsdp.certify.clocks import CaptureError, Queue, VirtualStreams
 from megatron_fsdp.runtime.cuda_lane import latest_submission
 from megatron_fsdp.runtime.lanes import drive_with
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import WIDTH, Block, Stack, inputs
 from tests.harness.oracle import shard_each
 
@@ -176,7 +176,9 @@ def test_gradients_of_a_branch_on_another_stream_are_packed_before_they_are_redu
     assert run_ranks(1, races_of_branches, hidden, fuses) == [[]]
 
 
-def streams_that_pack() -> list[tuple[str, int]]:
+@on_ranks(1)
+def test_small_gradients_are_copied_on_the_stream_that_made_them_before_another_has_its_turn() -> None:
+    # Those of the layer on the side, then those of the other and of the common one.
     """The streams on which small gradients are copied, and how many each time."""
     copied = []
     with driven() as (double, _):
@@ -191,23 +193,15 @@ def streams_that_pack() -> list[tuple[str, int]]:
 
         buffer._pack = noted  # type: ignore[method-assign]  # for one backward
         model(inputs(0, 0)).square().mean().backward()
-    return [(name, copied.count(name)) for name in dict.fromkeys(copied)]
-
-
-def test_small_gradients_are_copied_on_the_stream_that_made_them_before_another_has_its_turn() -> None:
-    # Those of the layer on the side, then those of the other and of the common one.
-    assert run_ranks(1, streams_that_pack) == [[("side", 2), ("compute", 4)]]
+    assert [(name, copied.count(name)) for name in dict.fromkeys(copied)] == [("side", 2), ("compute", 4)]
 
 
 # ---------------------------------------------------------------- no wait too many
 
 
-def gathers_awaited() -> list[tuple[bool, bool]]:
-    """For each layer but the first, in the midst of its backward, while the one before it is being gathered.
-
-    Returns:
-        Whether gradients of it were packed, and whether compute waits for that gather.
-    """
+@on_ranks(1)
+def test_compute_waits_for_a_gather_only_where_it_uses_the_weights() -> None:
+    """For each layer but the first, in the midst of its backward, while the one before it is being gathered."""
     seen = []
     with driven() as (double, _):
         model = Stack(Block(), Block(hidden=1), Block(hidden=17), Block())
@@ -225,11 +219,7 @@ def gathers_awaited() -> list[tuple[bool, bool]]:
             # Its output has a gradient when the linear layers behind it have theirs.
             layer.get_submodule("norm").register_forward_hook(lambda _, args, output: watch(output))
         model(inputs(0, 0)).square().mean().backward()
-    return seen
-
-
-def test_compute_waits_for_a_gather_only_where_it_uses_the_weights() -> None:
-    assert run_ranks(1, gathers_awaited) == [[(True, False)] * 3]
+    assert seen == [(True, False)] * 3
 
 
 # ---------------------------------------------------------------- captures

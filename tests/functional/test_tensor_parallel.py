@@ -22,7 +22,7 @@ from megatron_fsdp import (
     microbatch,
     save_checkpoint,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import WIDTH, inputs
 from tests.harness.oracle import whole
@@ -227,21 +227,19 @@ def test_dp_mesh_dims_shards_parameters_that_span_the_whole_mesh() -> None:
         assert {key for key in wanted if not torch.equal(found[key], wanted[key])} == set()
 
 
-def flattened_axes() -> tuple[int, bool]:
+@on_ranks(4)
+def test_dp_mesh_dims_flattens_several_axes_into_one() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = build()
     fully_shard(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "cp")))
     (group, *_) = model.parameter_groups  # type: ignore[attr-defined]  # an FsdpModule
     values = whole_values(model)
     wanted = whole_values(build())
-    return group.main_weight.axes[0].size, all(torch.equal(values[key], wanted[key]) for key in wanted)
+    assert (group.main_weight.axes[0].size, all(torch.equal(values[key], wanted[key]) for key in wanted)) == (4, True)
 
 
-def test_dp_mesh_dims_flattens_several_axes_into_one() -> None:
-    assert run_ranks(4, flattened_axes) == [(4, True)] * 4
-
-
-def refusals() -> list[str]:
+@on_ranks(4)
+def test_meshes_that_do_not_fit_are_refused_with_the_way_to_build_them() -> None:
     named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     messages = []
     for mesh in (named["tp"], init_device_mesh("cpu", (4,))):
@@ -251,11 +249,7 @@ def refusals() -> list[str]:
             fully_shard(model, mesh)
         except ValueError as error:
             messages.append(str(error))
-    return messages
-
-
-def test_meshes_that_do_not_fit_are_refused_with_the_way_to_build_them() -> None:
-    for same_axis, other_root in run_ranks(4, refusals):
-        assert "sharded over the data-parallel axis 'tp' already" in same_axis
-        assert "slices of one mesh" in other_root
-        assert "'0.up.weight'" in other_root
+    same_axis, other_root = messages
+    assert "sharded over the data-parallel axis 'tp' already" in same_axis
+    assert "slices of one mesh" in other_root
+    assert "'0.up.weight'" in other_root

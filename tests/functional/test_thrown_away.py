@@ -20,7 +20,7 @@ from megatron_fsdp import (
     microbatch,
     no_sync,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Headed, inputs
 from tests.harness.oracle import whole
@@ -367,8 +367,9 @@ def message_of(action: Callable[[], object]) -> str:
     return "nothing was raised"
 
 
-def refusals_of_sums_under_way(strategy: str) -> tuple[list[str], bool]:
-    """Return the messages of what reads gradients of a microbatch that is not the last; whether weights changed."""
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+@on_ranks(2)
+def test_a_sum_under_way_is_not_read_as_a_gradient(strategy: str) -> None:
     model = sharded(strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
     before = [parameter.to_local().clone() for parameter in model.parameters()]
@@ -384,17 +385,12 @@ def refusals_of_sums_under_way(strategy: str) -> tuple[list[str], bool]:
     ]
     messages = [message_of(action) for action in actions]
     after = [parameter.to_local() for parameter in model.parameters()]
-    return messages, any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
-
-
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
-def test_a_sum_under_way_is_not_read_as_a_gradient(strategy: str) -> None:
-    for messages, is_changed in run_ranks(2, refusals_of_sums_under_way, strategy):
-        assert not is_changed
-        for message in messages:
-            assert "is a sum under way" in message or "before gradients are final" in message
-            assert "outside of no_sync" in message
-        assert all("parameter 'head.weight'" in message for message in messages[3:])
+    is_changed = any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert not is_changed
+    for message in messages:
+        assert "is a sum under way" in message or "before gradients are final" in message
+        assert "outside of no_sync" in message
+    assert all("parameter 'head.weight'" in message for message in messages[3:])
 
 
 def refusals_after_a_backward_that_raised(strategy: str) -> tuple[list[str], bool]:

@@ -1,6 +1,6 @@
 """Ranks with different groups, meshes and numbers of units train as one plain model does, or are told what differs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dbuffer import MeshError
 from megatron_fsdp import Placements, Watch, fully_shard
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import Stack, inputs, squared, three_blocks
 from tests.harness.oracle import shard_layers, whole
 
@@ -85,7 +85,8 @@ def test_training_is_right_after_groups_of_some_ranks_were_made(distances: list[
         assert distance[name] < 1e-6
 
 
-def train_stages() -> dict[str, float]:
+@on_ranks(4)
+def test_stages_with_other_numbers_of_units_and_groups_train_right_alone_and_together() -> None:
     """Two stages of two ranks, with other numbers of units, groups and calls; then a model over all ranks."""
     stage = dist.get_rank() // 2
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))["data"]
@@ -99,13 +100,8 @@ def train_stages() -> dict[str, float]:
             squared(model, dist.get_rank(), 0).backward()
     world = init_device_mesh("cpu", (4,))
     found["all"] = distance_to_plain_model(world, partial(shard_layers, mesh=world))
-    return found
-
-
-def test_stages_with_other_numbers_of_units_and_groups_train_right_alone_and_together() -> None:
-    for found in run_ranks(4, train_stages):
-        assert found["stage"] < 1e-6
-        assert found["all"] < 1e-6
+    assert found["stage"] < 1e-6
+    assert found["all"] < 1e-6
 
 
 def train_on_a_part() -> str | float:
@@ -159,10 +155,7 @@ def rank_zero_looks_first(placements: Placements) -> float:
     return distance_to_plain_model(mesh, shard)
 
 
-def look_first() -> Sequence[float]:
-    return [rank_zero_looks_first(placements) for placements in (Placements.no_shard(0), Placements.optim_grads(0))]
-
-
+@on_ranks(2)
 def test_one_rank_may_run_a_model_whose_weights_rest_whole_before_the_others_come() -> None:
-    for found in run_ranks(2, look_first):
-        assert max(found) < 1e-6
+    found = [rank_zero_looks_first(placements) for placements in (Placements.no_shard(0), Placements.optim_grads(0))]
+    assert max(found) < 1e-6

@@ -10,7 +10,7 @@ from torch import nn
 
 from dbuffer import memory_meter
 from megatron_fsdp import clip_grad_norm_, fully_shard
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import Block, inputs
 from tests.harness.oracle import Case, Comparison, compare
 
@@ -85,8 +85,8 @@ def test_a_unit_around_others_is_reduced_after_them_on_every_rank(kind: type[nn.
     assert all(result.is_exact for result in results), results
 
 
-def bytes_after_deletion() -> tuple[int, bool]:
-    """Return the engine's bytes after deleting a unit that owns parameters itself, and whether originals are gone."""
+@on_ranks(2)
+def test_a_unit_with_parameters_of_its_own_frees_everything_without_the_garbage_collector() -> None:
     gc.collect()
     gc.disable()
     before = memory_meter().current_bytes
@@ -99,14 +99,11 @@ def bytes_after_deletion() -> tuple[int, bool]:
     del model
     held = memory_meter().current_bytes - before
     gc.enable()
-    return held, is_gone
+    assert (held, is_gone) == (0, True)
 
 
-def test_a_unit_with_parameters_of_its_own_frees_everything_without_the_garbage_collector() -> None:
-    assert run_ranks(2, bytes_after_deletion) == [(0, True)] * 2
-
-
-def fp64_norm() -> tuple[float, float]:
+@on_ranks(2)
+def test_the_norm_of_fp64_gradients_has_fp64_precision() -> None:
     model = nn.Linear(5, 3).double()
     oracle = nn.Linear(5, 3).double()
     oracle.load_state_dict(model.state_dict())
@@ -117,9 +114,6 @@ def fp64_norm() -> tuple[float, float]:
         y = torch.full((2, 5), 1e-3 * (rank + 1), dtype=torch.float64)
         (oracle(y).square().sum() / dist.get_world_size()).backward()
     wanted = nn.utils.clip_grad_norm_(oracle.parameters(), float("inf"))
-    return clip_grad_norm_(model, float("inf")).item(), wanted.item()
-
-
-def test_the_norm_of_fp64_gradients_has_fp64_precision() -> None:
-    for found, wanted in run_ranks(2, fp64_norm):
-        assert found == pytest.approx(wanted, rel=1e-12)
+    found = clip_grad_norm_(model, float("inf")).item()
+    wanted = wanted.item()
+    assert found == pytest.approx(wanted, rel=1e-12)

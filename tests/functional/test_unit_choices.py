@@ -22,7 +22,7 @@ from megatron_fsdp import (
     fsdp_no_shard,
     fully_shard,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Stack, inputs, squared, three_blocks
 from tests.harness.oracle import Case, Comparison, compare, shard_each, shard_layers, units_of, whole
@@ -51,8 +51,9 @@ def test_gradients_are_exact_when_weights_are_resharded_to_groups(num_ranks: int
     assert all(result.is_exact or (num_ranks == 1 and result.worst_weight < 2e-6) for result in results), results
 
 
-def gathers_with_groups_of(size: int) -> tuple[list[tuple[int, int]], int, int]:
-    """Return (ranks, gathers) of forward and backward, and the bytes kept between them beside those at rest."""
+@on_ranks(4)
+def test_backward_gathers_within_the_smaller_group_what_forward_kept() -> None:
+    size = 2
     model = three_blocks()
     each(reshard_after_forward=size)(model)
     numel = sum(group.plan.numel for unit in units_of(model) for group in unit.parameter_groups)
@@ -71,16 +72,14 @@ def gathers_with_groups_of(size: int) -> tuple[list[tuple[int, int]], int, int]:
         loss.backward()
     model.zero_grad()
     assert memory_meter().current_bytes == rest
-    return sorted(kinds.elements()), kept, numel * 4 // size
+    kinds = sorted(kinds.elements())
+    part = numel * 4 // size
+    assert kinds == [(0, 4)] * 3 + [(1, 2)] * 3
+    assert kept == part
 
 
-def test_backward_gathers_within_the_smaller_group_what_forward_kept() -> None:
-    for kinds, kept, part in run_ranks(4, gathers_with_groups_of, 2):
-        assert kinds == [(0, 4)] * 3 + [(1, 2)] * 3
-        assert kept == part
-
-
-def stepped_between_forward_and_forward() -> float:
+@on_ranks(4)
+def test_a_change_of_weights_voids_the_part_kept_after_forward() -> None:
     """Evaluate, change weights, evaluate again: the part kept after forward must not be what the second one uses."""
     model = three_blocks()
     each(reshard_after_forward=2)(model)
@@ -93,11 +92,7 @@ def stepped_between_forward_and_forward() -> float:
     states = {name: whole(value, value) for name, value in model.state_dict().items()}
     oracle = three_blocks()
     oracle.load_state_dict(states)
-    return float((again - oracle(inputs(0, 0))).detach().abs().max())
-
-
-def test_a_change_of_weights_voids_the_part_kept_after_forward() -> None:
-    assert max(run_ranks(4, stepped_between_forward_and_forward)) < 1e-6
+    assert float((again - oracle(inputs(0, 0))).detach().abs().max()) < 1e-6
 
 
 # ---------------------------------------------------------------- replicated parameters
@@ -210,8 +205,9 @@ def unfreeze_later(model: nn.Module, step: int) -> None:
     model.layers[1].requires_grad_(step >= 2)
 
 
-def unfreezing_run() -> tuple[float, bool]:
-    """Unfreeze a block at the third step; return the worst weight, and whether frozen ones had no gradient."""
+@on_ranks(2)
+def test_a_block_that_was_frozen_when_sharded_trains_once_unfrozen() -> None:
+    """Unfreeze a block at the third step."""
     torch.manual_seed(0)
     oracle = frozen_at_first()
     torch.manual_seed(0)
@@ -231,13 +227,9 @@ def unfreezing_run() -> tuple[float, bool]:
             optimizer.step()
             optimizer.zero_grad()
     pairs = zip(model.parameters(), oracle.parameters(), strict=True)
-    return max(float((whole(a, a) - b.detach()).abs().max()) for a, b in pairs), had_none
-
-
-def test_a_block_that_was_frozen_when_sharded_trains_once_unfrozen() -> None:
-    for worst, had_none in run_ranks(2, unfreezing_run):
-        assert worst < 2e-6
-        assert had_none
+    worst = max(float((whole(a, a) - b.detach()).abs().max()) for a, b in pairs)
+    assert worst < 2e-6
+    assert had_none
 
 
 def unfreeze_without_main_weight() -> str:
@@ -282,8 +274,8 @@ def test_gradients_are_exact_with_offload_under(mesh_shape: tuple[int, ...], str
     assert all(result.is_exact for result in results), results
 
 
-def offloaded_places() -> tuple[bool, bool]:
-    """Return whether gathered weights and main weights share memory, and whether gradients go through the host."""
+@on_ranks(2)
+def test_offloaded_weights_and_gradients_have_memory_of_their_own() -> None:
     model = Block()
     fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     (group, *_) = units_of(model)[0].parameter_groups
@@ -293,8 +285,4 @@ def offloaded_places() -> tuple[bool, bool]:
     model.reshard()
     squared(model, dist.get_rank(), 0).backward()
     assert group.gradients is not None
-    return shares, group.gradients.reduction.is_offloaded
-
-
-def test_offloaded_weights_and_gradients_have_memory_of_their_own() -> None:
-    assert run_ranks(2, offloaded_places) == [(False, True)] * 2
+    assert (shares, group.gradients.reduction.is_offloaded) == (False, True)

@@ -19,10 +19,10 @@ from megatron_fsdp import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Stack, inputs, squared, three_blocks
-from tests.harness.oracle import Case, Comparison, compare, shard_each, shard_layers, units_of, whole
+from tests.harness.oracle import Case, compare, shard_each, shard_layers, units_of, whole
 
 BASE = Case(three_blocks, squared)
 
@@ -30,7 +30,9 @@ BASE = Case(three_blocks, squared)
 # ---------------------------------------------------------------- hooks, communicators, buffers
 
 
-def hooked(strategy: str) -> tuple[float, int]:
+@pytest.mark.parametrize("strategy", nightly_but(["optim_grads_params"], ["optim", "optim_grads_params"]))
+@on_ranks(4)
+def test_a_hook_that_reduces_over_another_axis_makes_hybrid_sharding(strategy: str) -> None:
     """Shard over the inner axis only and reduce over the outer one in a hook: that is HSDP by hand."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     calls = 0
@@ -50,14 +52,9 @@ def hooked(strategy: str) -> tuple[float, int]:
 
     result = compare(replace(BASE, shard=shard))
     assert result.is_exact, result
-    return result.worst_weight, calls
-
-
-@pytest.mark.parametrize("strategy", nightly_but(["optim_grads_params"], ["optim", "optim_grads_params"]))
-def test_a_hook_that_reduces_over_another_axis_makes_hybrid_sharding(strategy: str) -> None:
-    for worst, calls in run_ranks(4, hooked, strategy):
-        assert worst < 2e-6
-        assert calls == 3 * BASE.steps
+    worst = result.worst_weight
+    assert worst < 2e-6
+    assert calls == 3 * BASE.steps
 
 
 class CountingComm:
@@ -86,7 +83,8 @@ class CountingComm:
         return None
 
 
-def with_own_collectives() -> tuple[Comparison, int, int]:
+@on_ranks(2)
+def test_custom_collectives_are_used_for_every_gather_and_reduction() -> None:
     comm = CountingComm()
 
     def shard(model: nn.Module) -> None:
@@ -96,16 +94,14 @@ def with_own_collectives() -> tuple[Comparison, int, int]:
             unit.set_custom_reduce_scatter(comm.reduce)
 
     result = compare(replace(BASE, shard=shard))
-    return result, comm.num_gathers, comm.num_reductions
+    num_gathers = comm.num_gathers
+    num_reductions = comm.num_reductions
+    assert result.is_exact
+    assert (num_gathers, num_reductions) == (5 * BASE.steps, 3 * BASE.steps)
 
 
-def test_custom_collectives_are_used_for_every_gather_and_reduction() -> None:
-    for result, num_gathers, num_reductions in run_ranks(2, with_own_collectives):
-        assert result.is_exact
-        assert (num_gathers, num_reductions) == (5 * BASE.steps, 3 * BASE.steps)
-
-
-def with_one_communicator() -> Comparison:
+@on_ranks(2)
+def test_one_communicator_for_both_directions_gives_the_same_gradients() -> None:
     def shard(model: nn.Module) -> None:
         shard_each(model)
         root = units_of(model)[0]
@@ -114,11 +110,8 @@ def with_one_communicator() -> Comparison:
             for group in unit.parameter_groups:
                 assert all(axis.reduce_group is axis.gather_group for axis in group.main_weight.axes)
 
-    return compare(replace(BASE, shard=shard))
-
-
-def test_one_communicator_for_both_directions_gives_the_same_gradients() -> None:
-    assert all(result.is_exact for result in run_ranks(2, with_one_communicator))
+    result = compare(replace(BASE, shard=shard))
+    assert result.is_exact
 
 
 def packed_peak(num_buffers: int) -> int:
@@ -173,7 +166,8 @@ def test_units_on_other_meshes_and_placements_train_together() -> None:
     assert all(result.is_exact for result in results), results
 
 
-def expert_gradients() -> tuple[float, float]:
+@on_ranks(4)
+def test_expert_gradients_are_divided_by_all_ranks_with_grad_divisor() -> None:
     """Experts of an expert-parallel axis: averaged over their own data-parallel ranks, divided by all ranks."""
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "expert_dp"))
     torch.manual_seed(dist.get_rank() // 2)
@@ -186,13 +180,10 @@ def expert_gradients() -> tuple[float, float]:
         (plain(inputs(rank, 0)).square().mean() / 4).backward()
     mine = whole(experts.weight.grad, experts.weight)
     assert plain.weight.grad is not None
-    return float((mine - plain.weight.grad).abs().max()), float(mine.abs().max())
-
-
-def test_expert_gradients_are_divided_by_all_ranks_with_grad_divisor() -> None:
-    for worst, size in run_ranks(4, expert_gradients):
-        assert worst < 1e-7
-        assert size > 1e-4
+    worst = float((mine - plain.weight.grad).abs().max())
+    size = float(mine.abs().max())
+    assert worst < 1e-7
+    assert size > 1e-4
 
 
 # ---------------------------------------------------------------- other entry points
@@ -251,7 +242,8 @@ def looked_up(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return output.square().mean()
 
 
-def without_gather_in_backward() -> tuple[Comparison, int]:
+@on_ranks(2)
+def test_an_embedding_is_not_gathered_for_a_backward_that_does_not_read_it() -> None:
     kinds: Counter[str] = Counter()
 
     def shard(model: nn.Module) -> None:
@@ -262,18 +254,15 @@ def without_gather_in_backward() -> tuple[Comparison, int]:
 
     with observe_collectives(lambda call: kinds.update([call.kind])):
         result = compare(Case(Looked, looked_up, shard=shard))
-    return result, kinds["all_gather"]
+    num_gathers = kinds["all_gather"]
+    assert result.worst_gradient < 2e-6
+    # Two units in each of three forwards, none in backward; the comparison reads gradients and weights whole.
+    without_reading = num_gathers - 3 * 7 - 7
+    assert without_reading == 6
 
 
-def test_an_embedding_is_not_gathered_for_a_backward_that_does_not_read_it() -> None:
-    for result, num_gathers in run_ranks(2, without_gather_in_backward):
-        assert result.worst_gradient < 2e-6
-        # Two units in each of three forwards, none in backward; the comparison reads gradients and weights whole.
-        without_reading = num_gathers - 3 * 7 - 7
-        assert without_reading == 6
-
-
-def two_stages() -> tuple[float, int]:
+@on_ranks(2)
+def test_two_roots_that_share_a_context_hold_one_packed_buffer_at_a_time() -> None:
     """Two roots, one after the other: with a shared context only one packed buffer lives at a time."""
     first, second = Block(hidden=64), Block(hidden=64)
     oracle = nn.Sequential(Block(hidden=64), Block(hidden=64))
@@ -291,16 +280,13 @@ def two_stages() -> tuple[float, int]:
     ours = [whole(p.grad, p) for p in (*first.parameters(), *second.parameters())]
     worst = max(float((a - whole(b.grad, b)).abs().max()) for a, b in zip(ours, oracle.parameters(), strict=True))
     (group,) = units_of(first)[0].parameter_groups
-    return worst, peak // group.gathered.nbytes
+    packed = peak // group.gathered.nbytes
+    assert worst < 2e-6
+    assert packed == 1
 
 
-def test_two_roots_that_share_a_context_hold_one_packed_buffer_at_a_time() -> None:
-    for worst, packed in run_ranks(2, two_stages):
-        assert worst < 2e-6
-        assert packed == 1
-
-
-def mixed_switches() -> float:
+@on_ranks(4)
+def test_the_switches_for_accumulation_may_be_mixed() -> None:
     """Five microbatches, unsynced in two different ways, partly announced; the gradient must be the sum of all."""
     torch.manual_seed(0)
     model, oracle = three_blocks(), three_blocks()
@@ -322,8 +308,4 @@ def mixed_switches() -> float:
         for rank in range(4):
             (squared(oracle, rank, index) / 4).backward()
     ours = [whole(p.grad, p) for p in model.parameters()]
-    return max(float((a - whole(b.grad, b)).abs().max()) for a, b in zip(ours, oracle.parameters(), strict=True))
-
-
-def test_the_switches_for_accumulation_may_be_mixed() -> None:
-    assert max(run_ranks(4, mixed_switches)) < 5e-6
+    assert max(float((a - whole(b.grad, b)).abs().max()) for a, b in zip(ours, oracle.parameters(), strict=True)) < 5e-6

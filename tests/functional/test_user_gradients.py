@@ -23,7 +23,7 @@ from megatron_fsdp import (
     fully_shard,
     no_sync,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import WIDTH, Block, Headed, Stack, inputs, make_mesh
 from tests.harness.oracle import whole
@@ -163,7 +163,9 @@ def test_backward_adds_to_assigned_gradients(strategy: str) -> None:
         assert max(found) < 2e-6
 
 
-def notice_nan(strategy: str) -> list[bool]:
+@on_ranks(3)
+def test_nan_in_an_assigned_gradient_is_noticed_and_named_on_all_ranks() -> None:
+    strategy = "optim_grads_params"
     model, _ = pair(strategy)
     weight = model.get_parameter("layers.0.norm.weight")
     weight.grad = torch.full_like(weight, math.nan).detach()
@@ -172,15 +174,15 @@ def notice_nan(strategy: str) -> list[bool]:
     with pytest.raises(NonfiniteGradientError, match=r"NaN in the gradient of parameter 'layers.0.norm.weight'"):
         clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
     weight.grad = None
-    return [bool(norm.isnan()), may_step, clip_grad_norm_(model, 1.0, error_if_nonfinite=True).item() == 0.0]
+    assert [bool(norm.isnan()), may_step, clip_grad_norm_(model, 1.0, error_if_nonfinite=True).item() == 0.0] == [
+        True,
+        False,
+        True,
+    ]
 
 
-def test_nan_in_an_assigned_gradient_is_noticed_and_named_on_all_ranks() -> None:
-    assert run_ranks(3, notice_nan, "optim_grads_params") == [[True, False, True]] * 3
-
-
-def give_frozen_and_foreign() -> list[float]:
-    """Return how far norms are off: gradients of a frozen unit, of other rows, and of other orders."""
+@on_ranks(3)
+def test_gradients_of_frozen_parameters_and_of_other_rows_count_in_norms_of_any_order() -> None:
     torch.manual_seed(0)
     oracle = Stack(Block(), Block())
     oracle.layers[0].requires_grad_(False)
@@ -197,14 +199,11 @@ def give_frozen_and_foreign() -> list[float]:
         wanted = nn.utils.clip_grad_norm_(oracle.parameters(), 1.0, norm_type=order)
         found.append(float(clip_grad_norm_(model, 1.0, norm_type=order) / wanted) - 1)
         found.append(off(model, oracle))
-    return [value for value in found if abs(value) > 2e-6]
+    assert [value for value in found if abs(value) > 2e-6] == []
 
 
-def test_gradients_of_frozen_parameters_and_of_other_rows_count_in_norms_of_any_order() -> None:
-    assert run_ranks(3, give_frozen_and_foreign) == [[]] * 3
-
-
-def clip_too_early() -> bool:
+@on_ranks(2)
+def test_clipping_before_gradients_are_final_is_refused() -> None:
     model, _ = pair("optim_grads_params")
     with no_sync(model):
         loss_of(model, dist.get_rank()).backward()
@@ -212,18 +211,20 @@ def clip_too_early() -> bool:
     loss_of(model, dist.get_rank()).backward()
     with pytest.raises(StateError, match=r"clip_grad_norm_ before gradients are final; run the last microbatch"):
         clip_grad_norm_(model, 1.0)
-    return True
-
-
-def test_clipping_before_gradients_are_final_is_refused() -> None:
-    assert run_ranks(2, clip_too_early) == [True, True]
 
 
 # ---------------------------------------------------------------- norms that are no numbers
 
 
-def clip_a_spoiled_gradient() -> list[list[str]]:
-    """Return the weights that are not finite after a step with one NaN, clipped by each clipper."""
+def _spoil(parameter: torch.Tensor) -> None:
+    assert isinstance(parameter.grad, DTensor)
+    local = parameter.grad.to_local()
+    if local.numel():
+        local[0] = math.nan
+
+
+@on_ranks(2)
+def test_every_clipper_leaves_gradients_of_a_norm_that_is_nan_as_they_are() -> None:
     found = []
     for name in ("clip_grad_norm_", "AdamW", "SGD"):
         model, _ = pair("optim_grads_params")
@@ -237,18 +238,7 @@ def clip_a_spoiled_gradient() -> list[list[str]]:
             assert clip_grad_norm_(model, 1.0).isnan()
         optimizer.step()
         found.append([name for name, p in model.named_parameters() if not whole(p, p).isfinite().all()])
-    return found
-
-
-def _spoil(parameter: torch.Tensor) -> None:
-    assert isinstance(parameter.grad, DTensor)
-    local = parameter.grad.to_local()
-    if local.numel():
-        local[0] = math.nan
-
-
-def test_every_clipper_leaves_gradients_of_a_norm_that_is_nan_as_they_are() -> None:
-    assert run_ranks(2, clip_a_spoiled_gradient) == [[["layers.0.up.bias"]] * 3] * 2
+    assert found == [["layers.0.up.bias"]] * 3
 
 
 # ---------------------------------------------------------------- gradients that are asked for
@@ -311,8 +301,9 @@ def rooted() -> tuple[nn.Module, nn.Module]:
     return fully_shard(model), oracle
 
 
-def ask_for_gathered() -> list[float]:
-    """Ask by a gathered weight, in vain; return by how much the gradients of a backward afterwards are off."""
+@on_ranks(2)
+def test_what_autograd_gives_for_gathered_weights_is_refused() -> None:
+    """Ask by a gathered weight, in vain."""
     model, oracle = rooted()
     sharded = model.head.weight
     loss = loss_of(model, dist.get_rank())
@@ -326,14 +317,16 @@ def ask_for_gathered() -> list[float]:
     torch.autograd.grad(model(x).sum(), [x])
     loss_of(model, dist.get_rank()).backward()
     mean_loss(oracle).backward()
-    return [_off(found, wanted), off(model, oracle)]
+    found = [_off(found, wanted), off(model, oracle)]
+    assert max(found) < 2e-6
 
 
-def test_what_autograd_gives_for_gathered_weights_is_refused() -> None:
-    assert all(max(found) < 2e-6 for found in run_ranks(2, ask_for_gathered))
+def _raise(gradient: torch.Tensor) -> None:
+    raise RuntimeError("a user's hook")
 
 
-def ask_for_gathered_after_vain_questions() -> None:
+@on_ranks(2)
+def test_a_question_that_raised_leaves_gathered_weights_refused() -> None:
     """Ask in ways that raise before autograd begins, and while it runs; then by a gathered weight."""
     model, _ = rooted()
     sharded = list(model.parameters())
@@ -348,16 +341,9 @@ def ask_for_gathered_after_vain_questions() -> None:
         torch.autograd.grad(loss, [model.head.weight])
 
 
-def _raise(gradient: torch.Tensor) -> None:
-    raise RuntimeError("a user's hook")
-
-
-def test_a_question_that_raised_leaves_gathered_weights_refused() -> None:
-    run_ranks(2, ask_for_gathered_after_vain_questions)
-
-
-def hook_gathered() -> tuple[list[bool], float]:
-    """Square gradients in a hook on a gathered weight; return what it got, and by how much they are off."""
+@on_ranks(2)
+def test_a_hook_on_gathered_weights_is_the_sharded_parameters() -> None:
+    """Square gradients in a hook on a gathered weight."""
     model, oracle = rooted()
     seen = []
 
@@ -371,16 +357,13 @@ def hook_gathered() -> tuple[list[bool], float]:
         one.head.weight.register_post_accumulate_grad_hook(square)
     loss.backward()
     mean_loss(oracle).backward()
-    return seen, off(model, oracle)
+    difference = off(model, oracle)
+    assert seen == [True, False]
+    assert difference < 2e-6
 
 
-def test_a_hook_on_gathered_weights_is_the_sharded_parameters() -> None:
-    for seen, difference in run_ranks(2, hook_gathered):
-        assert seen == [True, False]
-        assert difference < 2e-6
-
-
-def ask_for_what_is_not_there() -> bool:
+@on_ranks(2)
+def test_what_nobody_used_and_second_derivatives_are_refused() -> None:
     model, _ = pair("optim_grads_params")
     parameters = list(model.parameters())
     with pytest.raises(RuntimeError, match=r"shape \(3, 2\) whose gradient is asked for was not used on any rank"):
@@ -388,11 +371,7 @@ def ask_for_what_is_not_there() -> bool:
     zeros = torch.autograd.grad(loss_of(model, dist.get_rank()), parameters[:1], materialize_grads=True)
     with pytest.raises(PlacementError, match=r"with create_graph=True or is_grads_batched=True: forward used gathered"):
         torch.autograd.grad(loss_of(model, dist.get_rank()), parameters, create_graph=True)
-    return not whole(zeros[0], parameters[0]).any()
-
-
-def test_what_nobody_used_and_second_derivatives_are_refused() -> None:
-    assert run_ranks(2, ask_for_what_is_not_there) == [True, True]
+    assert not whole(zeros[0], parameters[0]).any()
 
 
 def exchange_gradients(model: nn.Module, ranks: list[int], how: str) -> list[torch.Tensor]:
@@ -474,22 +453,19 @@ def test_a_penalty_on_sharded_parameters_may_be_multiplied_by_what_differs_from_
     assert run_ranks(num_ranks(strategy), penalize, strategy) == [{}] * num_ranks(strategy)
 
 
-def scale_rows_by_rank() -> bool:
+@on_ranks(2)
+def test_rows_multiplied_by_a_tensor_that_differs_from_rank_to_rank_are_refused() -> None:
     model, _ = pair("optim_grads_params")
     weight = next(model.parameters())
     with pytest.raises(PlacementError, match=r"differs from rank to rank, while each rank has rows of its own"):
         (weight * torch.tensor(0.1 * dist.get_rank())).sum()
-    return True
-
-
-def test_rows_multiplied_by_a_tensor_that_differs_from_rank_to_rank_are_refused() -> None:
-    assert run_ranks(2, scale_rows_by_rank) == [True, True]
 
 
 # ---------------------------------------------------------------- the mean as a placement
 
 
-def train_with_averages() -> list[float]:
+@on_ranks(2)
+def test_partial_averages_as_gradients_are_the_mean_over_ranks() -> None:
     found = []
     for optimizer in (Replicate(), Flat()):
         torch.manual_seed(0)
@@ -501,12 +477,7 @@ def train_with_averages() -> list[float]:
             model(inputs(dist.get_rank(), 0)).square().mean().backward()
             torch.stack([oracle(inputs(rank, 0)).square().mean() for rank in range(2)]).mean().backward()
         found.append(off(model, oracle))
-    return found
-
-
-def test_partial_averages_as_gradients_are_the_mean_over_ranks() -> None:
-    for found in run_ranks(2, train_with_averages):
-        assert max(found) < 2e-6
+    assert max(found) < 2e-6
 
 
 def test_other_partial_gradients_are_refused() -> None:
@@ -530,7 +501,8 @@ class WithEmpty(nn.Module):
         return output
 
 
-def train_with_an_empty_parameter() -> tuple[float, torch.Size]:
+@on_ranks(3, timeout=60)
+def test_amsgrad_trains_beside_a_parameter_without_elements() -> None:
     torch.manual_seed(0)
     oracle = WithEmpty()
     model = fully_shard(copy.deepcopy(oracle))
@@ -543,13 +515,9 @@ def train_with_an_empty_parameter() -> tuple[float, torch.Size]:
             optimizer.zero_grad()
     assert isinstance(model.empty, DTensor)
     worst = float((whole(model.linear.weight, oracle.linear.weight) - oracle.linear.weight.detach()).abs().max())
-    return worst, model.empty.full_tensor().shape
-
-
-def test_amsgrad_trains_beside_a_parameter_without_elements() -> None:
-    for worst, shape in run_ranks(3, train_with_an_empty_parameter, timeout=60):
-        assert worst < 2e-6
-        assert shape == (6, 0)
+    shape = model.empty.full_tensor().shape
+    assert worst < 2e-6
+    assert shape == (6, 0)
 
 
 def test_clipping_parameters_instead_of_a_model_is_refused_by_name() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp import AgreementError, ConfigError, Watch
 from tests.functional import test_uneven_use
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
 from tests.harness.oracle import shard_model, train, whole_state
 
@@ -99,16 +99,6 @@ def run_with(fault: str) -> tuple[str, float]:
     return "no error", time.monotonic() - start
 
 
-def run_after_other_watches(fault: str) -> tuple[str, float]:
-    """Some ranks have opened a watch before, over their part of the job."""
-    part = DeviceMesh("cpu", [0, 1])
-    if dist.get_rank() < 2:
-        model = shard_model(make_model(), part, "optim_grads_params")
-        with Watch(model, TIMEOUT):
-            step(model, draw_tokens(dist.get_rank()))
-    return run_with(fault)
-
-
 WANTED = {
     "stall_in_forward": r"waited for 2 s.*ranks 0, 2: waiting in use 'blocks.0'.*rank 1: standing at "
     r"test_watch.py:\d+ in <lambda>, after use 'blocks.1'.*the others went on with gather 'blocks.0'",
@@ -132,13 +122,21 @@ def test_every_rank_raises_an_error_that_says_which_rank_does_what_in_which_unit
         assert seconds < (STALL_S if rank != 1 else STALL_S + 3)
 
 
+@on_ranks(3)
 def test_ranks_that_opened_different_numbers_of_watches_before_understand_each_other() -> None:
-    for error, _ in run_ranks(3, run_after_other_watches, "skip_block"):
-        assert re.search(WANTED["skip_block"], error, re.DOTALL), error
+    """Some ranks have opened a watch before, over their part of the job."""
+    fault = "skip_block"
+    part = DeviceMesh("cpu", [0, 1])
+    if dist.get_rank() < 2:
+        model = shard_model(make_model(), part, "optim_grads_params")
+        with Watch(model, TIMEOUT):
+            step(model, draw_tokens(dist.get_rank()))
+    error, _ = run_with(fault)
+    assert re.search(WANTED["skip_block"], error, re.DOTALL), error
 
 
-def compare_afterwards() -> list[str]:
-    """Return the errors of three ways to find swapped blocks."""
+@on_ranks(3)
+def test_swapped_units_of_one_size_are_found_by_a_check_at_the_end_and_at_an_interval() -> None:
     errors = []
     for way in ("check", "end", "interval 2"):
         model, tokens = sharded(), draw_tokens(dist.get_rank())
@@ -157,13 +155,8 @@ def compare_afterwards() -> list[str]:
         except AgreementError as error:
             errors.append(f"{way} after {steps}: {str(error).splitlines()[0]}")
         dist.barrier()
-    return errors
-
-
-def test_swapped_units_of_one_size_are_found_by_a_check_at_the_end_and_at_an_interval() -> None:
-    for errors in run_ranks(3, compare_afterwards):
-        text = "the ranks did not issue the same collectives, so gradients or weights may be wrong:"
-        assert errors == [f"check after 1: {text}", f"end after 1: {text}", f"interval 2 after 3: {text}"]
+    text = "the ranks did not issue the same collectives, so gradients or weights may be wrong:"
+    assert errors == [f"check after 1: {text}", f"end after 1: {text}", f"interval 2 after 3: {text}"]
 
 
 def threads_of_ours() -> list[threading.Thread]:
@@ -193,7 +186,9 @@ def test_watched_training_gives_the_same_bits(strategy: str, shape: tuple[int, .
         assert [name for name in mine if not torch.equal(mine[name], other[name])] == []
 
 
-def watch_uneven(kind: type[torch.nn.Module]) -> None:
+@pytest.mark.parametrize("kind", [test_uneven_use.TwoHeads, test_uneven_use.Skipped])
+@on_ranks(3, timeout=60)
+def test_ranks_that_use_different_parameters_still_agree(kind: type[torch.nn.Module]) -> None:
     torch.manual_seed(0)
     model = kind()
     test_uneven_use.shard_blocks(model)
@@ -203,20 +198,12 @@ def watch_uneven(kind: type[torch.nn.Module]) -> None:
         watch.check()
 
 
-@pytest.mark.parametrize("kind", [test_uneven_use.TwoHeads, test_uneven_use.Skipped])
-def test_ranks_that_use_different_parameters_still_agree(kind: type[torch.nn.Module]) -> None:
-    run_ranks(3, watch_uneven, kind, timeout=60)
-
-
-def watch_alone() -> None:
+@on_ranks(1)
+def test_one_rank_has_nobody_to_agree_with() -> None:
     model = sharded(shape=(1,))
     with Watch(model) as watch:
         step(model, draw_tokens(0))
         watch.check()
-
-
-def test_one_rank_has_nobody_to_agree_with() -> None:
-    run_ranks(1, watch_alone)
 
 
 class Timed(dist.Work):

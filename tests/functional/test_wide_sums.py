@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import CollectiveCall, Flat, memory_meter, observe_collectives
 from megatron_fsdp import ConfigError, FsdpModule, MixedPrecisionPolicy, Placements, explain, fully_shard
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import make_mesh
 
 NARROW = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
@@ -80,8 +80,9 @@ def test_as_many_bytes_travel_in_as_many_collectives() -> None:
     assert run_ranks(3, sizes, WIDE) == run_ranks(3, sizes, NARROW)
 
 
-def bytes_of_a_backward(slots: str | None) -> tuple[int, int, int]:
-    """Return what a backward held, what ``explain`` says, and what is left when gradients are dropped."""
+@pytest.mark.parametrize("slots", [None, "by_size"])
+@on_ranks(2)
+def test_the_second_buffer_is_what_explain_says(slots: str | None) -> None:
     layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
     model = nn.Sequential(*layers)
     policy = MixedPrecisionPolicy(torch.float32, torch.bfloat16, accumulate_dtype=torch.float32)
@@ -100,16 +101,14 @@ def bytes_of_a_backward(slots: str | None) -> tuple[int, int, int]:
         model.zero_grad()
     report = explain(model)
     whole = held - before + (report.slot_bytes if slots else 0)
-    return whole, report.backward_peak.num_bytes, meter.current_bytes - before
+    held = whole
+    predicted = report.backward_peak.num_bytes
+    left = meter.current_bytes - before
+    assert (held, left) == (predicted, 0)
 
 
-@pytest.mark.parametrize("slots", [None, "by_size"])
-def test_the_second_buffer_is_what_explain_says(slots: str | None) -> None:
-    for held, predicted, left in run_ranks(2, bytes_of_a_backward, slots):
-        assert (held, left) == (predicted, 0)
-
-
-def refused() -> list[str]:
+@on_ranks(2)
+def test_what_it_cannot_do_is_refused_by_name() -> None:
     messages = []
     both = Placements((0, 1), (Flat(), Flat()), (Flat(), Flat()), (Flat(), Flat()))
     try:
@@ -122,11 +121,7 @@ def refused() -> list[str]:
         model.set_custom_reduce_scatter(lambda *_: None)
     except ConfigError as error:
         messages.append(str(error))
-    return messages
-
-
-def test_what_it_cannot_do_is_refused_by_name() -> None:
-    for two_axes, function in run_ranks(2, refused):
-        assert "accumulate_dtype=torch.float32" in two_axes
-        assert "exactly one axis" in two_axes
-        assert "unit 'Scaled': a custom reduce-scatter adds up by itself" in function
+    two_axes, function = messages
+    assert "accumulate_dtype=torch.float32" in two_axes
+    assert "exactly one axis" in two_axes
+    assert "unit 'Scaled': a custom reduce-scatter adds up by itself" in function

@@ -27,6 +27,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.dis
 from tests.harness.messages import Call, Clean, Outcome, Ready, Release, Task, apply_filters, receive, send
 
 SEED = 20_260_101
+# How much of a variable is shown beside an assertion that failed.
+MAX_REPR = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +101,26 @@ def _run(task: Task, rank: int, store: Store) -> Outcome:
         value = pickle.dumps(call.function(*call.args))
     # SystemExit and a test library's own BaseExceptions are failures of the call too, never of the worker.
     except BaseException:
-        return Outcome(None, traceback.format_exc(), time.monotonic())
+        return Outcome(None, _describe_error(), time.monotonic())
     return Outcome(value, None, time.monotonic())
+
+
+def _describe_error() -> str:
+    """Return the traceback; of an assertion, which has no message on a rank, with the variables where it stands."""
+    trace = traceback.format_exc()
+    error = sys.exc_info()[1]
+    if not isinstance(error, AssertionError) or error.__traceback__ is None:
+        return trace
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return trace + "".join(f"    {name} = {_shorten(value)}\n" for name, value in frame.f_locals.items())
+
+
+def _shorten(value: object) -> str:
+    try:
+        return repr(value)[:MAX_REPR]
+    # A representation that fails must not hide the assertion.
+    except Exception as error:
+        return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
 
 
 def _seed() -> None:

@@ -5,6 +5,7 @@ import select
 import signal
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.harness import FailureKind, RankError, ranks, run_ranks
+from tests.harness import FailureKind, RankError, on_ranks, ranks, run_ranks
 from tests.harness.messages import Outcome
 
 
@@ -323,3 +324,25 @@ def fail_to_join_on_the_first_rank() -> None:
 def test_a_group_that_one_rank_could_not_make_keeps_nobody_from_the_next_call() -> None:
     run_ranks(2, fail_to_join_on_the_first_rank)
     assert len(run_ranks(2, rank_and_process, timeout=20.0)) == 2
+
+
+@pytest.mark.parametrize("value", [3, 4])
+@on_ranks(2)
+def test_the_body_of_a_test_runs_on_every_rank_with_what_pytest_passes(value: int, tmp_path: Path) -> None:
+    (tmp_path / f"{dist.get_rank()}").touch()
+    dist.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    assert value in (3, 4)
+
+
+@on_ranks(2)
+def fails_on_rank_1(limit: int) -> None:
+    found = 10 * dist.get_rank()
+    assert found < limit
+
+
+def test_an_assertion_that_fails_on_one_rank_fails_the_test_and_shows_its_variables() -> None:
+    with pytest.raises(RankError, match=r"found < limit\n[ ^]+\nAssertionError\n +limit = 7\n +found = 10") as caught:
+        fails_on_rank_1(limit=7)
+    assert [failure.rank for failure in caught.value.failures] == [1]
+    assert str(caught.value).startswith("fails_on_rank_1 failed on 1 of 2 ranks")
