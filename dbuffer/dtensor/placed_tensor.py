@@ -44,10 +44,12 @@ class PlacedTensor(DTensor):
     Attributes:
         window: for a view of other elements than this rank's rows, where they are; the local part is a copy then.
         is_unshared: whether the memory is new and nothing else looks at it, so that it may be replaced.
+        has_exact_norms: whether norms are taken of the gathered whole, so that no sharding changes their bits.
     """
 
     window: Window | None = None
     is_unshared: bool = False
+    has_exact_norms: bool = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """Do nothing: DTensor's own costs as much as an operator."""

@@ -48,6 +48,8 @@ def run_reduction(operator: Operator, args: Arguments, options: Options) -> Any:
         return run_by_rows(operator, args, options)
     if not isinstance(source, PlacedTensor) or source.window is not None or reduction is None:
         return run_on_whole(operator, args, options)
+    if operator.name in _NORMS and source.has_exact_norms:
+        return run_on_whole(operator, args, options)
     distribution = source.distribution
     if not distribution.is_whole and distribution.ragged is not None and 0 not in reduction.dims:
         return wrapped(operator.function(source._local_tensor, *args[1:], **options), source)
@@ -174,7 +176,8 @@ def run_foreach_norm(operator: Operator, args: Arguments, options: Options) -> A
     """Return one norm per tensor of a list, with one all-reduce for all that are spread over the same axes."""
     tensors: Sequence[torch.Tensor] = args[0]
     order = float(options.get("ord", args[1] if len(args) > 1 else 2.0))
-    if order <= 0:
+    if order <= 0 or any(isinstance(tensor, PlacedTensor) and tensor.has_exact_norms for tensor in tensors):
+        # Of a list that is gathered, one tensor at a time takes memory.
         return [_one_norm(tensor, order) for tensor in tensors]
     dtype = options.get("dtype", args[2] if len(args) > 2 else None)
     norms: list[Any] = [None] * len(tensors)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -22,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dbuffer import DBuffer, Flat, Partial
 from dbuffer.collectives import Part, all_gather, all_to_all
+from dbuffer.dtensor.placed_tensor import PlacedTensor
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement
 from megatron_fsdp.errors import StateError
@@ -122,6 +124,17 @@ class _Step:
 _STEPS: weakref.WeakKeyDictionary[Backward, _Step] = weakref.WeakKeyDictionary()
 
 
+class _InvariantBinding(GradBinding):
+    """Shows gradients whose norms are the same however they are sharded, as ``torch.nn.utils.clip_grad_norm_`` asks."""
+
+    def _final_gradients(self) -> list[DTensor]:
+        gradients = super()._final_gradients()
+        for gradient in gradients:
+            if isinstance(gradient, PlacedTensor):
+                gradient.has_exact_norms = True
+        return gradients
+
+
 class InvariantGradients(GradientBuffer):
     """The gradients of one parameter group, exchanged in every backward, whatever the strategy."""
 
@@ -133,7 +146,7 @@ class InvariantGradients(GradientBuffer):
         self.rests_partial = self.rests_final = False
         self.packed = self._buffer(partial, spec.reduce_dtype, "packed gradients", spec.device)
         main_grad = self._buffer(spec.placements.optimizer, spec.main_dtype, "main_grad", self._template.device)
-        self.binding = GradBinding(main_grad, main_grad, self._fsdp_params, self._template.dtype)
+        self.binding = _InvariantBinding(main_grad, main_grad, self._fsdp_params, self._template.dtype)
         self.binding.keeps = spec.is_offloaded
         self.reduction = _InvariantReduction(self.packed, main_grad)
         self._last = 0

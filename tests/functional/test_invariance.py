@@ -2,7 +2,7 @@
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -123,6 +123,29 @@ def test_norms_and_what_they_clip_are_those_of_one_rank_to_the_last_bit() -> Non
     assert norms[0] > 0.1
     for run in CLIPPED:
         for found, values, _ in run_ranks(torch.Size(run.mesh).numel(), clipped, run):
+            assert torch.equal(torch.stack(found), torch.stack(norms)), run
+            assert_equal(values, wanted)
+
+
+def clipped_by_torch(run: Run) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    model = sharded(run)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    norms = []
+    for step in range(run.num_steps):
+        accumulate(model, step)
+        each = [torch.linalg.vector_norm(parameter.grad) for parameter in model.parameters()]
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=None if step % 2 else False)
+        norms += [whole(value, value).clone() for value in [norm, *each]]
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, wholes(model, optimizer)
+
+
+def test_the_norm_that_pytorch_clips_by_is_that_of_one_rank_to_the_last_bit() -> None:
+    norms, wanted = run_ranks(1, clipped_by_torch, Run((1,), num_steps=4))[0]
+    assert norms[0] > 0.1
+    for run in CLIPPED:
+        for found, values in run_ranks(torch.Size(run.mesh).numel(), clipped_by_torch, replace(run, num_steps=4)):
             assert torch.equal(torch.stack(found), torch.stack(norms)), run
             assert_equal(values, wanted)
 

@@ -33,6 +33,22 @@ def test_losses_norms_and_weights_have_the_same_bits_on_any_number_of_ranks(more
             assert (found, differing(weights, wanted)) == (numbers, []), size
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--num-experts 4 --moe-aux-loss-coeff 0.1",
+        "--num-experts 4 --expert-model-parallel-size 2",
+        "--tensor-model-parallel-size 2",
+    ],
+)
+def test_tensor_and_expert_parallel_ranks_keep_the_bits_while_their_number_stays(more: str, documents: str) -> None:
+    flags = f"{FLAGS} {more} --data-path {documents}"
+    found = {size: run_ranks(size, train_steps, flags, 3) for size in (2, 4)}
+    for rank, (numbers, weights) in enumerate(found[4]):
+        wanted_numbers, wanted = found[2][rank % 2]
+        assert (numbers, differing(weights, wanted)) == (wanted_numbers, []), rank
+
+
 def steps(job: pretrain_gpt.Job, state: TrainingState, count: int) -> tuple[list[float], TrainingState]:
     numbers: list[float] = []
     for _ in range(count):
