@@ -37,7 +37,14 @@ from gpt.resume import data_flags, resume
 from gpt.sample import Sampling, generate
 from gpt.signals import StopSignal
 from gpt.train_log import Interval, IntervalMeans, IterationRecord
-from megatron_fsdp import FsdpError, GradientScale, NonfiniteGradientError, check_gradient_scale, check_gradients
+from megatron_fsdp import (
+    FsdpError,
+    GradientScale,
+    NonfiniteGradientError,
+    check_gradient_scale,
+    check_gradients,
+    unit_checksums,
+)
 
 
 class DivergedError(ArithmeticError):
@@ -86,6 +93,7 @@ def pretrain(args: argparse.Namespace, ranks: Ranks) -> None:
             if state.iteration == 1 or is_due(state, args.log_interval, args):
                 log_iteration(job, state, result, interval.lap())
             with interval.excluded():
+                log_checksum(job, state)
                 if is_due(state, args.eval_interval, args):
                     validate(job, state)
                 is_last = stop.is_received_anywhere() or is_due(state, args.exit_interval, args)
@@ -232,6 +240,14 @@ def log_iteration(job: Job, state: TrainingState, result: StepResult, means: Int
             memory=memory_use(job.device),
         )
     )
+
+
+def log_checksum(job: Job, state: TrainingState) -> None:
+    """Log the checksum of weights and moments if ``--log-checksum`` asks for it after this step; all ranks call it."""
+    args = job.args
+    if args.log_checksum is not None and is_due(state, args.log_checksum, args):
+        units = unit_checksums(unwrapped(job.model), job.optimizer)
+        job.log.checksum(state.iteration, units, keeps_units=args.log_checksum_per_unit)
 
 
 def check_finite(job: Job, state: TrainingState, loss: float, grad_norm: float) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
     from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model as fully_shard_model
     from megatron_fsdp.observability.audit import Audit
-    from megatron_fsdp.observability.checksum import checksum
+    from megatron_fsdp.observability.checksum import checksum, unit_checksums
     from megatron_fsdp.observability.gradient_scale import check_gradient_scale
     from megatron_fsdp.observability.scale_report import GradientScale
     from megatron_fsdp.observability.timeline import Timeline
@@ -77,7 +77,7 @@ _HOMES = {
     ),
     "integrations.megatron.fully_shard_model": "fully_shard_model",
     "observability.audit": "Audit",
-    "observability.checksum": "checksum",
+    "observability.checksum": "checksum unit_checksums",
     "observability.gradient_scale": "check_gradient_scale",
     "observability.scale_report": "GradientScale",
     "observability.timeline": "Timeline",
@@ -169,4 +169,5 @@ __all__ = [
     "replicate",
     "save_checkpoint",
     "share_comm_ctx",
+    "unit_checksums",
 ]

@@ -44,6 +44,7 @@ def parse_arguments(arguments: Sequence[str], *, num_ranks: int) -> argparse.Nam
     _check_model(args)
     _check_architecture(args)
     _check_parallelism(args)
+    _check_checksum(args)
     _check_training(args, args.data_parallel_size)
     _check_torch_fsdp2(args)
     _check_schedule(args)
@@ -176,6 +177,15 @@ def _refuse_whole_tensors(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"{flag} contradicts --adam-moments int8, whose blocks of 256 elements would depend on it; leave one out"
         )
+
+
+def _check_checksum(args: argparse.Namespace) -> None:
+    if args.log_checksum_per_unit and args.log_checksum is None:
+        raise ConfigError("--log-checksum-per-unit needs --log-checksum N: how often")
+    is_cut = args.tensor_model_parallel_size * args.expert_model_parallel_size > 1
+    if args.log_checksum is not None and (is_cut or args.use_torch_fsdp2):
+        which = "--use-torch-fsdp2" if args.use_torch_fsdp2 else "tensor and expert parallelism"
+        raise ConfigError(f"--log-checksum contradicts {which}: where elements lie in whole weights is not known there")
 
 
 def _check_training(args: argparse.Namespace, num_ranks: int) -> None:

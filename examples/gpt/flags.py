@@ -228,6 +228,10 @@ def _add_io_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--async-save", action="store_true", help="write checkpoints while training goes on")
     group.add_argument("--load", type=Path, help="folder of checkpoints to resume from; may be new if it is --save")
     group.add_argument("--log-interval", type=_positive_int, default=100, help="steps between log lines")
+    group.add_argument(
+        "--log-checksum", type=_positive_int, metavar="N", help="log 64 bits of weights and moments every N steps"
+    )
+    group.add_argument("--log-checksum-per-unit", action="store_true", help="and those of each unit, for bisect")
     group.add_argument("--tensorboard-dir", type=Path, help="write the log's numbers for TensorBoard too")
     group.add_argument(
         "--profile", action="store_true", help="write a Chrome trace and a picture of some steps into --save"

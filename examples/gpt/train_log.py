@@ -131,6 +131,15 @@ class TrainLog:
         )
         self._keep({"iteration": iteration, "validation_loss": loss})
 
+    def checksum(self, iteration: int, units: dict[str, int], *, keeps_units: bool) -> None:
+        """Print and keep the checksum of weights and moments, and if asked that of each unit."""
+        total = f"{sum(units.values()) % 2**64:016x}"
+        self.message(f" checksum at iteration {iteration}: {total}")
+        row: dict[str, Any] = {"iteration": iteration, "checksum": total}
+        if keeps_units:
+            row["unit_checksums"] = {name: f"{number:016x}" for name, number in units.items()}
+        self._keep(row)
+
     def draw(self) -> Path:
         """Write the loss curve so far, and return where it lies."""
         if self._is_main:

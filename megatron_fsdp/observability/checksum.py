@@ -21,7 +21,7 @@ from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.unit import units_below
 
-__all__ = ["checksum", "parameter_checksums"]
+__all__ = ["checksum", "parameter_checksums", "unit_checksums"]
 
 _MODULUS = 1 << 64
 # What wrappers of PyTorch put between a parameter and its name in the model as it was written.
@@ -79,6 +79,27 @@ def parameter_checksums(model: nn.Module, optimizer: Optimizer | None = None) ->
     return result
 
 
+def unit_checksums(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, int]:
+    """Return the checksum of each unit by its module's name ("" is the root), of which ``checksum`` is the sum.
+
+    Raises:
+        ConfigError, StateError: as ``checksum``.
+
+    Example:
+        for name, number in unit_checksums(model, optimizer).items():
+            print(f"{name}: {number:016x}")
+    """
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    units = {_plain_name(name) for name, module in inner.named_modules() if "_fsdp_unit" in module.__dict__}
+    sums: dict[str, int] = {}
+    for name, number in parameter_checksums(model, optimizer).items():
+        parts = name.split(".")
+        prefixes = (".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1))
+        unit = next((prefix for prefix in prefixes if prefix in units), "")
+        sums[unit] = (sums.get(unit, 0) + number) % _MODULUS
+    return sums
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """What this rank holds of a parameter or of its state.
@@ -101,7 +122,11 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             group.reshard()
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     for name, parameter in inner.named_parameters():
-        yield ".".join(part for part in name.split(".") if part not in _WRAPPERS), parameter
+        yield _plain_name(name), parameter
+
+
+def _plain_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _pieces(

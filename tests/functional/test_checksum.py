@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor
 
 from megatron_fsdp import AdamW, ConfigError, MixedPrecisionPolicy, Placements, checksum, fully_shard
-from megatron_fsdp.observability.checksum import parameter_checksums
+from megatron_fsdp.observability.checksum import parameter_checksums, unit_checksums
 from tests.harness import run_ranks
 from tests.harness.models import make_mesh
 
@@ -158,3 +158,17 @@ def refused() -> str:
     with pytest.raises(ConfigError) as error:
         checksum(model)
     return str(error.value)
+
+
+def sums_by_unit() -> dict[str, int]:
+    return unit_checksums(sharded((2,), "optim_grads_params"))
+
+
+def test_sums_of_units_are_those_of_their_parameters() -> None:
+    each = parameter_checksums(made())
+    wanted = {
+        unit: sum(number for name, number in each.items() if name.startswith("inner.") == (unit == "inner")) % 2**64
+        for unit in ("", "inner")
+    }
+    assert run_ranks(2, sums_by_unit) == [wanted, wanted]
+    assert unit_checksums(made()) == {"": sum(each.values()) % 2**64}

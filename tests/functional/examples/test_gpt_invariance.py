@@ -104,6 +104,8 @@ def test_logged_losses_are_added_in_the_order_of_microbatches() -> None:
     [
         ("--fsdp-invariant-reduction", "--fsdp-invariant-reduction needs --use-megatron-fsdp"),
         ("--use-megatron-fsdp --fsdp-invariant-reduction --check-gradient-scale", "--check-gradient-scale contradicts"),
+        ("--log-checksum-per-unit", "--log-checksum-per-unit needs --log-checksum N"),
+        ("--use-torch-fsdp2 --ckpt-format torch_dist --log-checksum 2", "--log-checksum contradicts --use-torch-fsdp2"),
     ],
 )
 def test_what_would_cost_the_order_is_refused(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

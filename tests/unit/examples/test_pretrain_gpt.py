@@ -54,6 +54,20 @@ def test_validation_runs_at_its_interval_and_at_the_end() -> None:
     assert [row["iteration"] for row in rows if "validation_loss" in row] == [4, 6]
 
 
+def test_checksums_are_logged_at_their_interval_and_at_the_end_and_add_up() -> None:
+    flags = "--use-megatron-fsdp --log-checksum 4"
+    rows = [row for row in train(f"{flags} --log-checksum-per-unit") if "checksum" in row]
+    assert [row["iteration"] for row in rows] == [4, 6]
+    assert rows[0]["checksum"] != rows[1]["checksum"]
+    for row in rows:
+        assert {"", "blocks.0"} <= row["unit_checksums"].keys()
+        total = sum(int(number, 16) for number in row["unit_checksums"].values())
+        assert f"{total % 2**64:016x}" == row["checksum"]
+    alone = train(flags)
+    assert values(alone, "checksum") == [row["checksum"] for row in rows]
+    assert values(alone, "unit_checksums") == []
+
+
 def test_clipping_limits_the_step_and_leaves_the_logged_norm_alone() -> None:
     clipped, free = train("--optimizer sgd --clip-grad 1e-6"), train("--optimizer sgd --clip-grad 0")
     assert values(clipped, "grad_norm")[0] == values(free, "grad_norm")[0] > 0.1
