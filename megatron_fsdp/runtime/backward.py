@@ -183,7 +183,7 @@ class Backward:
             unit.open_call = None
             for buffer in unit.gradients if self._pass is not None else ():
                 buffer.abandon(self.number)
-                self._has_sums = self._has_sums or buffer.binding.has_sum_under_way
+                self._has_sums = self._has_sums or buffer.binding.is_under_way
             self._schedule.reshard(unit)
         self._end()
 
@@ -448,7 +448,7 @@ class Backward:
         """Show on ``.grad`` which sums are still under way."""
         for unit in units:
             for buffer in unit.gradients:
-                if buffer.binding.has_sum_under_way:
+                if buffer.binding.is_under_way:
                     buffer.binding.show_pending()
                     self._has_sums = True
 
