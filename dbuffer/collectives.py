@@ -267,16 +267,27 @@ def reduce_scatter(
         tell("transferred", told)
 
 
-def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.Work] | None = None) -> None:
-    """Reduce ``tensor`` over the ranks of the axis, in place on all of them. ``op`` is "sum", "avg" or "max"."""
+def all_reduce(
+    tensor: torch.Tensor,
+    axis: MeshAxis,
+    op: str,
+    works: list[dist.Work] | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Reduce ``tensor`` over the ranks of the axis, in place on all of them.
+
+    Args:
+        op: "sum", "avg" or "max". group: of the axis's two, where it is not the one that reduces.
+    """
     if axis.size == 1:
         return
     if _is_traced(tensor):
         tensor.copy_(_traced(torch.ops._c10d_functional.all_reduce(tensor, op, axis.reduce_group.group_name)))
         return
-    told = _told("all_reduce", axis, tensor, axis.reduce_group, tensor, tensor) if listeners else None
-    reduce_op = REDUCE_OPS[op]
-    work = _start(dist.all_reduce, tensor, op=reduce_op, group=axis.reduce_group, waits=works is None)
+    group = group or axis.reduce_group
+    told = _told("all_reduce", axis, tensor, group, tensor, tensor) if listeners else None
+    work = _start(dist.all_reduce, tensor, op=REDUCE_OPS[op], group=group, waits=works is None)
     _finish(work, works, tensor)
     if told is not None:
         tell("transferred", told)
