@@ -267,27 +267,16 @@ def reduce_scatter(
         tell("transferred", told)
 
 
-def all_reduce(
-    tensor: torch.Tensor,
-    axis: MeshAxis,
-    op: str,
-    works: list[dist.Work] | None = None,
-    *,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Reduce ``tensor`` over the ranks of the axis, in place on all of them.
-
-    Args:
-        op: "sum", "avg" or "max". group: of the axis's two, where it is not the one that reduces.
-    """
+def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: list[dist.Work] | None = None) -> None:
+    """Reduce ``tensor`` over the ranks of the axis, in place on all of them. ``op`` is "sum", "avg" or "max"."""
     if axis.size == 1:
         return
     if _is_traced(tensor):
         tensor.copy_(_traced(torch.ops._c10d_functional.all_reduce(tensor, op, axis.reduce_group.group_name)))
         return
-    group = group or axis.reduce_group
-    told = _told("all_reduce", axis, tensor, group, tensor, tensor) if listeners else None
-    work = _start(dist.all_reduce, tensor, op=REDUCE_OPS[op], group=group, waits=works is None)
+    told = _told("all_reduce", axis, tensor, axis.reduce_group, tensor, tensor) if listeners else None
+    reduce_op = REDUCE_OPS[op]
+    work = _start(dist.all_reduce, tensor, op=reduce_op, group=axis.reduce_group, waits=works is None)
     _finish(work, works, tensor)
     if told is not None:
         tell("transferred", told)
@@ -330,7 +319,9 @@ def start_maximum(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
 def barrier() -> None:
     """Wait until every rank of the world is here; no-op without a process group."""
     if dist.is_initialized():
-        dist.barrier()
+        # Of NCCL a barrier is an all-reduce on some device, and it warns where it has to guess which.
+        ids = [torch.cuda.current_device()] if "nccl" in dist.get_backend_config() else None
+        dist.barrier(device_ids=ids)
 
 
 def broadcast(tensor: torch.Tensor, axis: MeshAxis, source: int = 0) -> None:

@@ -161,6 +161,10 @@ class _CudaTicket:
         if listeners:
             tell("waited", self)
 
+    def lead(self, stream: Any) -> None:
+        """Order a lane's stream after the submitted work."""
+        stream.wait_event(self._event)
+
     def give_up(self) -> None:
         """Order compute after what was submitted; its end is known even where the submission raised."""
         self._on_host = None
@@ -187,6 +191,7 @@ class CudaLane:
         *,
         owner: int = 0,
         tickets: Iterable[list[Ticket]] = (),
+        after: Iterable[Ticket] = (),
     ) -> Ticket:
         """Run the operation on the lane's stream, after what compute streams hold now."""
         streams = self._compute.streams
@@ -196,6 +201,8 @@ class CudaLane:
         # The wait also covers memory: a block that compute has finished with may be handed out again on this stream.
         for stream in self._compute.all():
             self._stream.wait_stream(stream)
+        for other in after:
+            other.lead(self._stream)
         with streams.use(self._stream):
             event = streams.event()
             try:

@@ -59,6 +59,9 @@ class _CpuTicket:
         if listeners:
             tell("waited", self)
 
+    def lead(self, stream: Any) -> None:
+        """Do nothing: there are no streams."""
+
     def give_up(self) -> None:
         """Wait for the collectives, and let what would have followed them be."""
         self._then = self._on_host = None
@@ -82,6 +85,7 @@ class CpuLane:
         *,
         owner: int = 0,
         tickets: Iterable[list[Ticket]] = (),
+        after: Iterable[Ticket] = (),
     ) -> Ticket:
         """Start the collectives; ``then`` and ``on_host`` run in ``Ticket.wait``."""
         ticket = _CpuTicket(self._name, owner, then, on_host)
@@ -110,7 +114,7 @@ def _compute_of(device: torch.device) -> Compute | None:
 
 
 def lane(name: str, device: torch.device) -> Lane:
-    """Return the process's lane of that name ("gather" or "reduce") on a device."""
+    """Return the process's lane of that name ("gather", "reduce" or "last") on a device."""
     key = (name, device)
     if key not in _LANES:
         compute = _compute_of(device)

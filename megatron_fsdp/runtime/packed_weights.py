@@ -7,7 +7,7 @@ into the compute dtype (docs/design/low_precision.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,8 @@ class PackedWeights(WeightBuffers):
         self.gathered = self._buffer(whole, spec.dtypes.compute, spec.compute_device)
         self._gathered_shard = self.gathered.slice_view(resting)
         self._axis = self.main.axes[resting.index(Flat())]
+        # On the communicator of gathers, of which it is a part.
+        self._exchange_axis = replace(self._axis, has_separate_reduce_group=False)
         self._held = self._held_parts()
         local = self._local_numel = self.main.layout.numel
         wire = Plan(
@@ -143,7 +145,7 @@ class PackedWeights(WeightBuffers):
         amax = torch.zeros_like(self._tensor_scales)
         for held in self._held:
             amax[held.index] = values[held.part].abs().amax().float()
-        all_reduce(amax, self._axis, "max", group=self._axis.gather_group)
+        all_reduce(amax, self._exchange_axis, "max")
         self._tensor_scales.copy_(fp8_scale(amax))
         codes, _ = self._parts_of(self._sent[0])
         for held in self._held:
@@ -200,7 +202,7 @@ class PackedWeights(WeightBuffers):
                     places.append((amax[row], packed[starts[slot] : starts[slot + 1]]))
         for own, place in places:
             place.copy_(own)
-        all_reduce(packed, self._axis, "max", group=self._axis.gather_group)
+        all_reduce(packed, self._exchange_axis, "max")
         for own, place in places:
             own.copy_(place)
 

@@ -322,7 +322,7 @@ def test_reshard_finds_a_change_of_gathered_weights_and_hides_no_error_that_is_b
 
 
 def step_unseen(policy_name: str) -> list[torch.Tensor]:
-    """Take a step by a kernel that counts no version, like Triton's; return the whole weights that forward uses then."""
+    """Take a step by a kernel that counts no version, like Triton's; return the weights that forward uses then."""
     model = sharded(POLICIES[policy_name], "optim")
     optimizer = AdamW(model.parameters(), lr=0.1)
     train_once(model, optimizer)
