@@ -425,7 +425,9 @@ class Backward:
         is_last = self.is_last or self.is_manual
         finals = [found for unit in units if (found := _final(unit, is_last=is_last))]
         final = [group for found in finals for group in found]
-        self._missing.say(final)
+        is_missing = any(1 in group.gradients.binding.missing for group in final if group.gradients is not None)
+        if is_missing:
+            self._missing.say(final)
         for found in finals:
             for group in found if listeners else ():
                 tell("final", group)
@@ -436,7 +438,9 @@ class Backward:
                 buffer.binding.complete()
             for group in found if listeners else ():
                 tell("completed", group)
-        self._missing.settle(final, units)
+        if is_missing or self._missing.has_question:
+            self._missing.settle(final, units)
+        self._missing.number += bool(final)
         for group in final:
             assert group.gradients is not None
             group.gradients.binding.show()
