@@ -165,8 +165,11 @@ class Backward:
             self._has_sums = True
 
     def recover(self) -> None:
-        """Forget a backward that raised: its graph task is gone, but never ran the final callback."""
-        if self._pass is not None and self._pass.ending() is None:
+        """Forget a backward that raised: its graph task never ran the final callback.
+
+        Outside of any backward it is over, whether or not a device's thread has let go of the task by then.
+        """
+        if self._pass is not None and (self._pass.ending() is None or not is_in_backward()):
             self._abandon()
 
     def reset(self) -> None:
