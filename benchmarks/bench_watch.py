@@ -1,7 +1,7 @@
 """Watch: what comparing the ranks' collectives adds to a training step, in blocks of steps with and without it.
 
 A small model on gloo ranks, so that communication and host work are most of the step. Rows are seconds and ratios.
-Beside it what one comparison of replicas takes, over a step of the same model where every rank holds all weights (ZeRO-0).
+Beside it what one comparison of replicas takes, over a step of the same model that every rank holds whole (ZeRO-0).
 """
 
 from __future__ import annotations
