@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ __all__ = [
     "read_manifest",
     "sync_folder",
     "write_manifest",
+    "write_synced",
 ]
 
 MANIFEST = "manifest.json"
@@ -75,10 +76,8 @@ def write_manifest(folder: Path, files: Mapping[str, FileEntry]) -> None:
         if found != entry.num_bytes:
             raise OSError(f"{folder / name} has {found} bytes, {entry.num_bytes} were written")
     content = {name: {"bytes": entry.num_bytes, "sha256": entry.sha256} for name, entry in sorted(files.items())}
-    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump({"format": _FORMAT, "files": content, "sha256": _digest_of(content)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    document = {"format": _FORMAT, "files": content, "sha256": _digest_of(content)}
+    write_synced(folder / MANIFEST, [json.dumps(document, indent=1).encode()])
 
 
 def read_manifest(folder: Path) -> dict[str, FileEntry]:
@@ -142,6 +141,15 @@ def is_whole(folder: Path) -> bool:
         return all((folder / name).stat().st_size == entry.num_bytes for name, entry in files.items())
     except (CheckpointError, OSError):
         return False
+
+
+def write_synced(path: Path, parts: Iterable[Any]) -> None:
+    """Write bytes, or what has a buffer of them, into a file and bring it to the disk."""
+    with path.open("wb") as file:
+        for part in parts:
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

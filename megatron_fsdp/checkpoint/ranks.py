@@ -52,9 +52,11 @@ class CheckpointRanks:
         """Like ``agree``, but each rank returns its own entry of what ``together`` returns."""
         return self._run(step, lambda: self._steps.reduce_scatter(step, _in_words(mine), _in_words_with(together)))
 
-    def check(self, step: str, mine: Callable[[], None]) -> None:
-        """Run ``mine`` on every rank; when it raises on one, all raise."""
-        self.agree(step, mine, lambda _: None)
+    def check(self, step: str, mine: Callable[[], T]) -> T:
+        """Run ``mine`` on every rank and return what it returns on this one; when it raises on one, all raise."""
+        found: list[T] = []
+        self.agree(step, lambda: found.append(mine()), lambda _: None)
+        return found[0]
 
     def _run(self, step: str, work: Callable[[], R]) -> R:
         try:

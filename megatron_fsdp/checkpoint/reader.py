@@ -55,6 +55,7 @@ class OpenCheckpoint:
         rank: this rank, whose own values count where ranks saved different ones; None where another number of ranks
             saved, and the first rank's count for all.
         identity: another one where another checkpoint lies in the folder.
+        storage: the class of PyTorch's that reads it.
     """
 
     folder: Path
@@ -62,6 +63,7 @@ class OpenCheckpoint:
     state: Mapping[str, Any]
     rank: int | None
     identity: str
+    storage: type[FileSystemReader] = FileSystemReader
 
     def names_below(self, *start: str) -> dict[EntryPath, str]:
         """Return the entries whose path begins like this, by the rest of their path."""
@@ -88,18 +90,9 @@ def open_checkpoint(folder: Path, ranks: CheckpointRanks, *, verify: bool) -> Op
 
     found = Path(ranks.agree(step, lambda: None, look_for))
     folder = folder if found == place_of(folder) else found
-    files: dict[str, FileEntry] = {}
-    identity: list[str] = []
-
-    def look() -> None:
-        files.update(_expected_files(folder))
-        identity.append(_identity(folder))
-
-    ranks.check(step, look)
+    files, identity = ranks.check(step, lambda: (_expected_files(folder), _identity(folder)))
     _verify(folder, files, ranks, verify)
-    opened: list[OpenCheckpoint] = []
-    ranks.check(step, lambda: opened.append(_read_frame(folder, ranks, identity[0], has_state=STATE_FILE in files)))
-    return opened[0]
+    return ranks.check(step, lambda: _read_frame(folder, ranks, identity, has_state=STATE_FILE in files))
 
 
 def refuse_replaced(opened: OpenCheckpoint, ranks: CheckpointRanks) -> None:
@@ -145,7 +138,7 @@ def read_entries(opened: OpenCheckpoint, targets: MutableMapping[str, Any]) -> N
     Raises:
         DamagedCheckpointError: a value cannot be decoded; the message names it, its file and its first byte there.
     """
-    reader = FileSystemReader(opened.folder)
+    reader = opened.storage(str(opened.folder))
     reader.set_up_storage_reader(opened.metadata, is_coordinator=True)
     wanted = dict(targets)
     planner = _TensorsOnlyPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -24,7 +24,15 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_fsdp.checkpoint.dcp_metadata import METADATA
-from megatron_fsdp.checkpoint.manifest import MANIFEST, FileEntry, hash_file, read_manifest, sync_folder, write_manifest
+from megatron_fsdp.checkpoint.manifest import (
+    MANIFEST,
+    FileEntry,
+    hash_file,
+    read_manifest,
+    sync_folder,
+    write_manifest,
+    write_synced,
+)
 from megatron_fsdp.checkpoint.ranks import CheckpointRanks
 from megatron_fsdp.checkpoint.scratch import Scratch, make_scratch, sweep
 from megatron_fsdp.errors import CheckpointError
@@ -182,10 +190,7 @@ def _finish(draft: Draft, metadata: Metadata, parts: Sequence[_Written]) -> None
     """Write what rank 0 writes for all: the index, the state file, and last the manifest."""
     folder = draft.folder
     FileSystemWriter(folder, sync_files=True).finish(metadata, [list(part.results) for part in parts])
-    with (folder / STATE_FILE).open("wb") as file:
-        file.write(draft.state)
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(folder / STATE_FILE, [draft.state])
     files = {name: entry for part in parts for name, entry in part.files.items()}
     files |= {name: hash_file(folder / name) for name in (METADATA, STATE_FILE)}
     write_manifest(folder, files)
