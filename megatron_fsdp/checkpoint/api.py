@@ -18,8 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megatron_fsdp.checkpoint.async_save import SaveHandle, finish_pending_save, run_save
-from megatron_fsdp.checkpoint.dcp_metadata import tensors_of
-from megatron_fsdp.checkpoint.manifest import DamagedCheckpointError
+from megatron_fsdp.checkpoint.manifest import DamagedCheckpointError, tensors_of
 from megatron_fsdp.checkpoint.model_state import (
     ModelMatch,
     ModelView,

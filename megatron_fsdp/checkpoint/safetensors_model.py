@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from megatron_fsdp.checkpoint.api import state_bytes
 from megatron_fsdp.checkpoint.async_save import finish_pending_save
-from megatron_fsdp.checkpoint.dcp_metadata import tensors_of
 from megatron_fsdp.checkpoint.foreign import read_model, read_values
+from megatron_fsdp.checkpoint.manifest import tensors_of
 from megatron_fsdp.checkpoint.model_state import announce_change, match_model, view_model, whole
 from megatron_fsdp.checkpoint.name_map import NameMap
 from megatron_fsdp.checkpoint.ranks import CheckpointRanks, checkpoint_ranks

@@ -94,7 +94,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _description(opened: OpenCheckpoint) -> Iterator[str]:
-    from megatron_fsdp.checkpoint.dcp_metadata import tensors_of
+    from megatron_fsdp.checkpoint.manifest import tensors_of
 
     state = opened.state
     made_by = (
@@ -153,8 +153,7 @@ def _for_each(path: Path, action: Callable[[Path], None]) -> int:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    from megatron_fsdp.checkpoint.dcp_metadata import METADATA
-    from megatron_fsdp.checkpoint.manifest import MANIFEST
+    from megatron_fsdp.checkpoint.manifest import MANIFEST, METADATA
 
     return (folder / METADATA).exists() or (folder / MANIFEST).exists()
 
