@@ -166,8 +166,11 @@ class Backward:
             self._has_sums = True
 
     def recover(self) -> None:
-        """Forget a backward that raised: its graph task is gone, but never ran the final callback."""
-        if self._pass is not None and self._pass.ending() is None:
+        """Forget a backward that raised: its graph task never ran the final callback.
+
+        Outside of any backward it is over, whether or not a device's thread has let go of the task by then.
+        """
+        if self._pass is not None and (self._pass.ending() is None or not is_in_backward()):
             self._abandon()
 
     def reset(self) -> None:
@@ -427,7 +430,9 @@ class Backward:
         is_last = self.is_last or self.is_manual
         finals = [found for unit in units if (found := _final(unit, is_last=is_last))]
         final = [group for found in finals for group in found]
-        self._missing.say(final)
+        is_missing = any(1 in group.gradients.binding.missing for group in final if group.gradients is not None)
+        if is_missing:
+            self._missing.say(final)
         is_left = not all(unit.rests_final for unit in units)
         if is_left:
             self._last.finish(finals)
@@ -444,7 +449,9 @@ class Backward:
             group.gradients.binding.complete()
             if listeners:
                 tell("completed", group)
-        self._missing.settle(final, units)
+        if is_missing or self._missing.has_question:
+            self._missing.settle(final, units)
+        self._missing.number += bool(final)
         for group in final:
             assert group.gradients is not None
             group.gradients.binding.show()
