@@ -80,12 +80,27 @@ class Compute:
         self.device = device
         self.streams = streams or _CudaStreams()
         self._known: dict[int, Any] = {}
+        # Since a pass began.
+        self._used: set[int] = set()
 
     def note(self) -> None:
         """Count the current stream in."""
         number = self.streams.current_id(self.device)
+        self._used.add(number)
         if number not in self._known:
             self._known[number] = self.streams.current(self.device)
+
+    def forget_unused(self) -> None:
+        """Count out the streams on which nothing was asked for since the last call, as a pass begins.
+
+        The current one follows them a last time. Each costs every submission and every wait for a ticket a wait.
+        """
+        self.note()
+        current, is_capturing = self.streams.current(self.device), self.streams.is_capturing()
+        for number in self._known.keys() - self._used:
+            if self.is_captured(self._known[number]) is is_capturing:
+                current.wait_stream(self._known.pop(number))
+        self._used.clear()
 
     def all(self) -> list[Any]:
         """Return them, the current one included; in a capture those alone that are captured, out of it the others."""

@@ -21,6 +21,7 @@ from megatron_fsdp.runtime.lane_types import Lane, Operation, Ticket
 __all__ = [
     "CpuLane",
     "drive_with",
+    "forget_unused_streams",
     "is_capturing",
     "join_lanes",
     "lane",
@@ -126,6 +127,13 @@ def turns(device: torch.device) -> Turns | None:
     """Return what keeps a new buffer's writers in order; None on a device without streams."""
     compute = _compute_of(device)
     return None if compute is None else Turns(compute)
+
+
+def forget_unused_streams() -> None:
+    """Let lanes wait no more for streams that were not used since the last call; nothing to do on CPU."""
+    for compute in _COMPUTE.values():
+        if compute is not None:
+            compute.forget_unused()
 
 
 def join_lanes() -> None:

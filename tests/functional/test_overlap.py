@@ -208,3 +208,26 @@ def test_what_is_reduced_once_a_step_is_hidden_behind_the_backward_of_the_blocks
     assert {one.unit: one.flops / BACKWARD_FLOPS for one in last} == pytest.approx(
         {"4": 3.9, "3": 2.9, "2": 1.9, "1": 0.9, "0": 0.0}, abs=0.3
     )
+
+
+# ---------------------------------------------------------------- streams that are used no more
+
+
+def num_waits(*, evaluates: bool) -> int:
+    """Return how often streams wait for each other in a step, some of them after an evaluation on streams of its own."""
+    streams = VirtualStreams()
+    with null_world(8), drive_with(streams):
+        model = sharded(MixedPrecisionPolicy(), "optim_grads_params")
+        for step in range(4):
+            if evaluates and step == 1:
+                for name in "ab":
+                    with streams.use(streams.stream(name)), torch.no_grad():
+                        model(torch.ones(2, WIDTH))
+            before = len(streams.waits)
+            model(torch.ones(2, WIDTH)).sum().backward()
+            model.zero_grad()
+    return len(streams.waits) - before
+
+
+def test_lanes_wait_no_more_for_streams_that_were_not_used_in_the_last_pass() -> None:
+    assert num_waits(evaluates=True) == num_waits(evaluates=False) > 20
