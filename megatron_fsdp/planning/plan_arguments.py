@@ -83,6 +83,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="matrices travel in 8 bits, quantized from the main weights (with optim_grads_params or hsdp)",
     )
     sharding.add_argument(
+        "--reduction", choices=("invariant",), help="gradients with the same bits on any number of ranks"
+    )
+    sharding.add_argument(
         "--optimizer", choices=("adamw", "muon"), help="muon: Muon for matrices, AdamW for the rest (default adamw)"
     )
     _add_parallelism_arguments(parser)
