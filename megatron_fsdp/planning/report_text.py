@@ -312,7 +312,11 @@ def _total_lines(report: Report) -> list[str]:
         *[("of it slots that stay", format_bytes(report.slot_bytes), "weights and gradients take turns in them")]
         * bool(report.slot_bytes),
         *[
-            ("of it sums that stay", format_bytes(report.counter_bytes), 'microbatches, added as reduction="invariant"'),
+            (
+                "of it sums that stay",
+                format_bytes(report.counter_bytes),
+                'microbatches, added as reduction="invariant"',
+            ),
             ("of it scratch that stays", format_bytes(report.scratch_bytes), "one unit after the other receives in it"),
         ]
         * bool(report.counter_bytes),

@@ -86,7 +86,9 @@ def forecast_step(facts: ModelFacts, num_microbatches: int) -> Forecast:
     counters = sum(group.counter_bytes(num_microbatches) for unit in facts.units for group in unit.groups)
     scratch = playback.scratch_bytes()
     found = {phase: playback.peaks.get(phase, Peak()) for phase in Phase}
-    peaks = {phase: replace(peak, num_bytes=peak.num_bytes + stays + counters + scratch) for phase, peak in found.items()}
+    peaks = {
+        phase: replace(peak, num_bytes=peak.num_bytes + stays + counters + scratch) for phase, peak in found.items()
+    }
     slot_bytes = playback.slot_bytes + stays
     kept = frozenset(playback.kept)
     return Forecast(peaks, tuple(issues), kept, slot_bytes, lifetimes, arenas, counters, scratch)

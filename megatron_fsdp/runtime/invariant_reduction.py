@@ -348,7 +348,9 @@ class _InvariantReduction(Reduction):
         return []
 
     def _write(self, target: torch.Tensor) -> None:
-        mine, gathers = target, []
+        # Not in ``main_grad``: c10d holds what it sends a moment longer, as somebody who has taken gradients does.
+        whole = torch.empty_like(target) if self._whole else target
+        mine, gathers = whole, []
         for axis in self._whole:
             pieces = [mine[piece_of(mine.numel(), axis.size, rank)] for rank in range(axis.size)]
             gathers.append((axis, pieces))
@@ -356,6 +358,8 @@ class _InvariantReduction(Reduction):
         self.counter.write(mine, self._scale)
         for axis, pieces in reversed(gathers):
             exchange(pieces, [pieces[axis.rank]] * axis.size, axis)
+        if whole is not target:
+            target.copy_(whole)
 
     def check_kept(self, before: GradState, binding: GradBinding) -> None:
         """Refuse to go on with a sum that somebody changed a part of; one that was set to zero begins anew.

@@ -40,7 +40,9 @@ def measured(run: Run) -> tuple[tuple[int, ...], tuple[int, ...], Counter[object
     report = explain(model, num_microbatches=NUM_MICROBATCHES // torch.Size(run.mesh).numel())
     highest = max(report.forward_peak.num_bytes, report.backward_peak.num_bytes)
     stays = report.counter_bytes + report.scratch_bytes
-    found: Counter[object] = Counter((call.kind, call.axis, call.num_bytes) for call in calls if call.kind == "all_to_all")
+    found: Counter[object] = Counter(
+        (call.kind, call.axis, call.num_bytes) for call in calls if call.kind == "all_to_all"
+    )
     said: Counter[object] = Counter()
     for unit in report.units:
         for group in unit.groups:
