@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -121,7 +121,6 @@ class ParameterGroup:
         fsdp_params: the two sets of parameter objects.
         rests_whole: whether compute weights are whole on every rank all the time.
         freshness: how old the compute weights are.
-        circle: of ``MissingGradients``: the ranks that reduce its gradients together; None before the first time.
         reduce_hook, reduce_function: see ``set_reduction``.
         refreshes_locally: whether a refresh is a cast of this rank's shard, without communication.
     """
@@ -140,7 +139,6 @@ class ParameterGroup:
         self.plan = plan
         self.spec = spec
         self.owned = tuple(owned)
-        self.circle: Any = None
         self.reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.reduce_function: ReduceFunction | None = None
 

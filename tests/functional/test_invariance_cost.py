@@ -33,7 +33,7 @@ def measured(run: Run) -> tuple[tuple[int, ...], tuple[int, ...], Counter[object
         meter.reset_peak()
         with observe_collectives(calls.append):
             accumulate(model, step)
-        peak, held = meter.peak_bytes, meter.current_bytes
+        peak = meter.peak_bytes
         for parameter in model.parameters():
             parameter.grad = None
         allocated = meter.current_bytes - at_rest
