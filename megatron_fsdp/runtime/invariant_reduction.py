@@ -65,6 +65,7 @@ class BinaryCounter:
     def __init__(self, dtype: torch.dtype) -> None:
         self.count = 0
         self._dtype = dtype
+        self._has_zeros = False
         # By the power of two of the tensors that each adds up; None where all of them were zeros.
         self._levels: dict[int, torch.Tensor | None] = {}
         self._free: list[torch.Tensor] = []
@@ -72,10 +73,11 @@ class BinaryCounter:
     def clear(self) -> None:
         """Hold nothing; memory stays for the next sum."""
         self._free += [level for level in self._levels.values() if level is not None]
-        self._levels, self.count = {}, 0
+        self._levels, self.count, self._has_zeros = {}, 0, False
 
     def push(self, leaf: torch.Tensor | None) -> None:
         """Add the next tensor; None stands for zeros."""
+        self._has_zeros |= leaf is None
         if not self.count & 1:
             carried = self._take(leaf)
         else:
@@ -111,7 +113,8 @@ class BinaryCounter:
         total = held[0]
         for level in held[1:]:
             total = total + level
-        return total
+        # Zeros that another number of ranks would have packed make +0.0 of a sum of -0.0.
+        return total + 0.0 if self._has_zeros else total
 
 
 @dataclass(slots=True)

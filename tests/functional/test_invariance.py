@@ -19,6 +19,7 @@ from megatron_fsdp import (
     no_sync,
 )
 from megatron_fsdp.optim.exact_norm import exact_norm
+from megatron_fsdp.runtime.invariant_reduction import BinaryCounter
 from tests.harness import RankError, run_ranks
 from tests.harness.models import make_mesh
 from tests.harness.oracle import units_of, whole
@@ -260,3 +261,19 @@ def test_what_would_cost_the_order_is_refused_by_name(function: object, words: s
     with pytest.raises(RankError, match=words) as found:
         run_ranks(2, function)
     assert StateError.__name__ in str(found.value)
+
+
+def test_zeros_that_nobody_packed_count_as_positive_ones() -> None:
+    counters = [BinaryCounter(torch.float32) for _ in range(2)]
+    for leaf in (torch.tensor([-0.0]), None, torch.tensor([-0.0])):
+        counters[0].push(leaf)
+        counters[1].push(torch.zeros(1) if leaf is None else leaf)
+    found, wanted = (counter.total() for counter in counters)
+    assert found is not None
+    assert wanted is not None
+    assert not found.signbit().any()
+    assert not wanted.signbit().any()
+    counters[0].clear()
+    counters[0].push(torch.tensor([-0.0]))
+    assert (total := counters[0].total()) is not None
+    assert total.signbit().all()
