@@ -225,16 +225,13 @@ CASES = [
 ]
 
 
-# Each use on three ranks, where most shards of a gain are empty, and on one other mesh; all of them nightly.
-QUICK = [(*case, *SHARDED[2]) for case in CASES] + [
-    (*case, *SHARDED[3 + number % 5]) for number, case in enumerate(CASES)
-]
-ALL = [
-    pytest.param(*case, *mesh, marks=pytest.mark.slow)
-    for case in CASES
-    for mesh in SHARDED
-    if (*case, *mesh) not in QUICK
-]
+# Each use on three ranks, where most shards of a gain are empty, and on one other mesh; all of them nightly. Not layers left
+# out on two axes: the exchange over the first one blocks, which deadlocks on gloo (docs/design/invariance.md).
+GRID = [(*case, *mesh) for case in CASES for mesh in SHARDED if case[0] != "layer_left_out" or len(mesh[0]) == 1]
+QUICK = [(*case, *SHARDED[2]) for case in CASES]
+QUICK += [(*case, *SHARDED[3 + number % 5]) for number, case in enumerate(CASES)]
+QUICK = [run for run in QUICK if run in GRID]
+ALL = [pytest.param(*run, marks=pytest.mark.slow) for run in GRID if run not in QUICK]
 _plain = functools.cache(plain)
 
 
