@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.harness import Row, Samples, interleaved
+from benchmarks.harness import Row, Samples, device_seconds, interleaved
 from dbuffer_kernels import (
     AdamWBuffers,
     Segment,
@@ -65,13 +65,14 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 def kernel_rows(numel: int, device: torch.device, rounds: int) -> list[Row]:
     """Return the rates of all kernels on ``numel`` elements, and each over that of a copy in turn with it."""
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else None
+    # Some kernels take less time on the device than their call takes on the host.
+    stopwatch = device_seconds if device.type == "cuda" else None
     rows = []
     copy = copy_work(numel, device)
     for name, make in makers(numel, device).items():
         # One kernel's buffers at a time: together they would not fit.
         work = make()
-        seconds = interleaved({"copy": copy.call, name: work.call}, rounds=rounds, synchronize=synchronize)
+        seconds = interleaved({"copy": copy.call, name: work.call}, rounds=rounds, stopwatch=stopwatch)
         rates = [work.num_bytes / value for value in seconds[name].values]
         copy_rates = [copy.num_bytes / value for value in seconds["copy"].values]
         ratio = Samples(tuple(rate / other for rate, other in zip(rates, copy_rates, strict=True)))
