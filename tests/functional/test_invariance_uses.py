@@ -225,8 +225,8 @@ CASES = [
 ]
 
 
-# Each use on three ranks, where most shards of a gain are empty, and on one other mesh; all of them nightly. Not layers left
-# out on two axes: the exchange over the first one blocks, which deadlocks on gloo (docs/design/invariance.md).
+# Each use on three ranks, where most shards of a gain are empty, and on one other mesh; all of them nightly. Not layers
+# left out on two axes: the exchange over the first one blocks, which deadlocks on gloo (docs/design/invariance.md).
 GRID = [(*case, *mesh) for case in CASES for mesh in SHARDED if case[0] != "layer_left_out" or len(mesh[0]) == 1]
 QUICK = [(*case, *SHARDED[2]) for case in CASES]
 QUICK += [(*case, *SHARDED[3 + number % 5]) for number, case in enumerate(CASES)]
