@@ -70,6 +70,7 @@ class BinaryCounter:
     def __init__(self, dtype: torch.dtype, name: str = "") -> None:
         self.count = 0
         self._dtype, self._name = dtype, name
+        self._has_zeros = False
         # By the power of two of the tensors that each adds up; None where all of them were zeros.
         self._levels: dict[int, FlatStorage | None] = {}
         self._free: list[FlatStorage] = []
@@ -77,17 +78,20 @@ class BinaryCounter:
     def clear(self) -> None:
         """Hold nothing; memory stays for the next sum."""
         self._free += [level for level in self._levels.values() if level is not None]
-        self._levels, self.count = {}, 0
+        self._levels, self.count, self._has_zeros = {}, 0, False
 
     def push(self, *leaves: torch.Tensor | None) -> None:
         """Add the next tensors, 1-D; None stands for zeros."""
         left = list(leaves)[::-1]
         while left:
             leaf = left.pop()
+            self._has_zeros |= leaf is None
             if self.count & 1:
                 self._carry(self._added(self._levels.pop(0), leaf), 1)
             elif left:
-                self._carry(self._sum_of(leaf, left.pop()), 2)
+                other = left.pop()
+                self._has_zeros |= other is None
+                self._carry(self._sum_of(leaf, other), 2)
             else:
                 self._levels[0] = None if leaf is None else self._copied(leaf)
                 self.count += 1
@@ -138,25 +142,24 @@ class BinaryCounter:
         held = [level.tensor for _, level in sorted(self._levels.items()) if level is not None]
         if not held:
             out.zero_()
+        elif len(held) == 1 and not self._has_zeros and out.dtype is self._dtype and out.device == held[0].device:
+            torch.mul(held[0], scale, out=out)
         elif out.dtype is self._dtype and out.device == held[0].device:
-            if len(held) == 1:
-                torch.mul(held[0], scale, out=out)
-                return
-            torch.add(held[0], held[1], out=out)
-            for level in held[2:]:
-                out.add_(level)
-            out.mul_(scale)
+            self._add_up(held, out).mul_(scale)
         else:
             memory = self._memory(held[0])
             self._free.append(memory)
-            self._written(held, scale, memory.tensor, out)
+            out.copy_(self._add_up(held, memory.tensor).mul_(scale))
 
-    @staticmethod
-    def _written(held: Sequence[torch.Tensor], scale: float, total: torch.Tensor, out: torch.Tensor) -> None:
-        torch.mul(held[0], 1.0, out=total)
-        for level in held[1:]:
+    def _add_up(self, held: Sequence[torch.Tensor], total: torch.Tensor) -> torch.Tensor:
+        if len(held) == 1:
+            total.copy_(held[0])
+        else:
+            torch.add(held[0], held[1], out=total)
+        for level in held[2:]:
             total.add_(level)
-        out.copy_(total.mul_(scale))
+        # Zeros that another number of ranks would have packed make +0.0 of a sum of -0.0.
+        return total.add_(0.0) if self._has_zeros else total
 
 
 @dataclass(slots=True)
