@@ -218,8 +218,8 @@ def trained_with_gradients_taken(run: Run) -> dict[str, torch.Tensor]:
     for step in range(run.num_steps):
         accumulate(model, step)
         optimizer.step()
-        # Of the unit whose backward is first.
-        taken.append(model.get_parameter("norm.weight").grad)
+        # Of the unit whose gradients are reduced first.
+        taken.append(dict(model.named_parameters())["layers.1.2.weight"].grad)
         optimizer.zero_grad()
     return wholes(model, optimizer)
 
