@@ -39,7 +39,6 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast",
-    "exchange",
     "observe_collectives",
     "reduce_scatter",
     "start_maximum",
@@ -306,39 +305,6 @@ def all_to_all(
     splits = {"output_split_sizes": received, "input_split_sizes": sent}
     work = _start(dist.all_to_all_single, *parts, group=axis.reduce_group, waits=works is None, **splits)
     _finish(work, works, output)
-    if told is not None:
-        tell("transferred", told)
-
-
-def exchange(
-    received: Sequence[torch.Tensor],
-    sent: Sequence[torch.Tensor],
-    axis: MeshAxis,
-    works: list[dist.Work] | None = None,
-) -> None:
-    """Send a tensor to every other rank of the axis and receive one from each, from and to where they lie.
-
-    Args:
-        received, sent: contiguous, of any sizes, one for each rank in order; this rank's own are left alone.
-        works: when given, the call returns at once and handles are appended; all tensors must live until then.
-    """
-    if axis.size == 1:
-        return
-    others = [rank for rank in range(axis.size) if rank != axis.rank]
-    group, on_cpu = axis.reduce_group, sent[0].is_cpu
-    reads, writes = (tuple(each[rank] for rank in others) for each in (sent, received))
-    told = _told_of("all_to_all", axis, sent, Transfer("all_to_all", group, reads, writes)) if listeners else None
-    if on_cpu and _is_gloo(group):
-        started = gloo._exchange_each(received, sent, axis)
-    else:
-        outputs, inputs = (
-            [tensor[: tensor.numel() * (rank != axis.rank)] for rank, tensor in enumerate(each)]
-            for each in (received, sent)
-        )
-        work: dist.Work | None = dist.all_to_all(outputs, inputs, group=group, async_op=works is not None)
-        started = [] if work is None else [work]
-    for each in started:
-        _finish(each, works, writes[0])
     if told is not None:
         tell("transferred", told)
 

@@ -21,7 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from dbuffer import DBuffer, Flat, Partial
-from dbuffer.collectives import Part, exchange
+from dbuffer.collectives import Part
+from dbuffer.collectives_together import exchange
 from dbuffer.dtensor.placed_tensor import PlacedTensor
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement

@@ -212,6 +212,25 @@ def test_every_strategy_has_them(run: Run, wire: str) -> None:
         assert_equal(found, wanted)
 
 
+def trained_with_gradients_taken(run: Run) -> dict[str, torch.Tensor]:
+    model = sharded(run)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    taken = []
+    for step in range(run.num_steps):
+        accumulate(model, step)
+        optimizer.step()
+        # Of the unit whose gradients are reduced first.
+        taken.append(dict(model.named_parameters())["layers.1.2.weight"].grad)
+        optimizer.zero_grad()
+    return wholes(model, optimizer)
+
+
+def test_gradients_that_somebody_keeps_change_no_bit() -> None:
+    wanted = trained_plainly("fp32")
+    for found in run_ranks(2, trained_with_gradients_taken, Run((2,))):
+        assert_equal(found, wanted)
+
+
 def trained_without_sync() -> None:
     model = sharded(Run((2,)))
     with no_sync(model):
