@@ -23,6 +23,7 @@ from dbuffer_kernels import (
     backend,
     cast_copy,
     cast_stochastic,
+    checksum,
     join_weight,
     pack,
     split_weight,
@@ -97,6 +98,7 @@ def makers(numel: int, device: torch.device) -> dict[str, Callable[[], Work]]:
         "pack bf16": lambda: pack_work(numel, device),
         "sum_of_squares fp32": lambda: squares_work(numel, device, FP32),
         "sum_of_squares bf16": lambda: squares_work(numel, device, BF16),
+        "checksum fp32": lambda: checksum_work(numel, device),
         "split_weight": lambda: halves_work(numel, device, joins=False),
         "join_weight": lambda: halves_work(numel, device, joins=True),
         **{name: lambda case=case: adamw_work(numel, device, case) for name, case in steps.items()},  # type: ignore[misc]
@@ -129,6 +131,12 @@ def squares_work(numel: int, device: torch.device, dtype: torch.dtype) -> Work:
     """Measure a gradient's norm."""
     source = torch.ones(numel, dtype=dtype, device=device)
     return Work(lambda: sum_of_squares(source), source.nbytes)
+
+
+def checksum_work(numel: int, device: torch.device) -> Work:
+    """Take 64 bits of fp32 weights."""
+    source = torch.ones(numel, device=device)
+    return Work(lambda: checksum(source, key=1), source.nbytes)
 
 
 def halves_work(numel: int, device: torch.device, *, joins: bool) -> Work:
