@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dbuffer_kernels import int8_reference
-from dbuffer_kernels.adamw import divide, root, store_rounded, update
+from dbuffer_kernels.adamw import divide, step, update
 from dbuffer_kernels.backends import runs_on_triton, without_grad
 from dbuffer_kernels.dynamic_map import QUANT_BLOCK, map_tables
 from dbuffer_kernels.int8_reference import CodedSegment, Int8AdamWBuffers
@@ -16,7 +16,6 @@ from dbuffer_kernels.launch import device_function, launch
 from dbuffer_kernels.reference import NUM_COLUMNS
 from dbuffer_kernels.rounding import random_bits
 from dbuffer_kernels.segments import STEP_BLOCK, SegmentTable, find_segment
-from dbuffer_kernels.split import joined, lower_half, upper_half
 
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
@@ -189,27 +188,10 @@ def coded_update(
     IS_RANDOM: tl.constexpr,
 ) -> None:
     """Decode, step as ``adamw`` does, and encode the elements ``index``, (blocks, 256)."""
-    g = tl.load(gradient + index, mask=mask).to(tl.float32) * factor
     m = tl.load(maps + tl.load(exp_avg + index, mask=mask).to(tl.int32)) * tl.load(m_scale, mask=is_part)[:, None]
     v = tl.load(maps + 256 + tl.load(exp_avg_sq + index, mask=mask).to(tl.int32))
     v *= tl.load(v_scale, mask=is_part)[:, None]
-    w = tl.load(weight + index, mask=mask)
-    if IS_SPLIT:
-        w = joined(w, tl.load(remainder + index, mask=mask))
-    w = w.to(tl.float32) * tl.load(row + 1).to(tl.float32)
-    towards = tl.load(row + 2).to(tl.float32)
-    # As torch's lerp: from the nearer end, so that a weight of 1 gives the gradient itself.
-    m = tl.where(towards < 0.5, m + towards * (g - m), g - (g - m) * (1.0 - towards))
-    v = v * tl.load(row + 3).to(tl.float32) + tl.load(row + 4).to(tl.float32) * g * g
-    denominator = divide(root(v), tl.load(row + 6).to(tl.float32)) + tl.load(row + 7).to(tl.float32)
-    w += divide(tl.load(row + 5).to(tl.float32) * m, denominator)
-    if IS_SPLIT:
-        tl.store(weight + index, upper_half(w), mask=mask)
-        tl.store(remainder + index, lower_half(w), mask=mask)
-    else:
-        store_rounded(weight + index, w, mask)
-    if HAS_MODEL:
-        store_rounded(model + index, w, mask)
+    m, v = step(index, mask, gradient, weight, m, v, model, remainder, factor, row, HAS_MODEL, IS_SPLIT)
     store_coded(index, exp_avg, m, mask, m_scale, is_part, position, key, maps, 0, IS_RANDOM)
     store_coded(index, exp_avg_sq, v, mask, v_scale, is_part, position, key + 2, maps, 256, IS_RANDOM)
 
