@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_fsdp.errors import ConfigError, nearest
 
 __all__ = ["ACCEPTED", "Accepted", "notices_for"]
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """One argument without effect.
-
-    Attributes:
-        name: Megatron-FSDP's. default: Megatron-FSDP's, which needs no notice.
-        reason: why another value does nothing here.
-    """
+class Accepted(NamedTuple):
+    """One argument of Megatron-FSDP's, its default, which needs no notice, and why another value does nothing here."""
 
     name: str
     default: bool | None

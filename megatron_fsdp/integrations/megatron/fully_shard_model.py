@@ -129,10 +129,16 @@ def fully_shard_model(
     if init_model_with_meta_device:
         materialize(module)
     config.apply(module)
-    _set_reduction(module, is_summed=calculate_per_token_loss, reports_nan=report_nan_in_param_grad)
+    for group in (group for unit in units_below(module) for group in unit.groups):
+        if calculate_per_token_loss:
+            set_divisor(group, 1.0)
+        if report_nan_in_param_grad:
+            set_reduction(group, hook=functools.partial(_report_nan, weakref.ref(group)))
     model = as_megatron(module)
     model.set_model_auto_sync(sync_model_each_microbatch)
-    _log(lines)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for line in lines:
+            logging.getLogger(__name__).warning(line)
     return model
 
 
@@ -246,13 +252,11 @@ def _make_units(
     if expert_mesh is not None:
         _check_experts(model, experts)
     for unit in _units_wanted(model, wanted, experts):
-        if expert_mesh is not None and experts and _is_expert(unit):
-            fully_shard(unit, expert_mesh, **options)
-            # Exactly, whatever the sizes: a quotient times the expert mesh's size may be off by a rounding.
-            for group in unit_of(unit).groups:
-                set_divisor(group, float(mesh.size()))
-        else:
-            fully_shard(unit, mesh, **options)
+        is_of_experts = expert_mesh is not None and bool(experts) and _is_expert(unit)
+        fully_shard(unit, expert_mesh if is_of_experts else mesh, **options)
+        # Exactly, whatever the sizes: a quotient times the expert mesh's size may be off by a rounding.
+        for group in unit_of(unit).groups if is_of_experts else ():
+            set_divisor(group, float(mesh.size()))
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh, **options)
 
@@ -330,18 +334,6 @@ def _policy(given: Any) -> MixedPrecisionPolicy:
     return as_policy(given)
 
 
-# ---------------------------------------------------------------- the rest
-
-
-def _set_reduction(module: nn.Module, *, is_summed: bool, reports_nan: bool) -> None:
-    for unit in units_below(module):
-        for group in unit.groups:
-            if is_summed:
-                set_divisor(group, 1.0)
-            if reports_nan:
-                set_reduction(group, hook=functools.partial(_report_nan, weakref.ref(group)))
-
-
 def _report_nan(reference: weakref.ref[ParameterGroup], gradient: torch.Tensor) -> None:
     group = reference()
     if group is not None and bool(gradient.isnan().any()):
@@ -350,9 +342,3 @@ def _report_nan(reference: weakref.ref[ParameterGroup], gradient: torch.Tensor) 
             f"unit {group.name!r}: a reduced gradient is not a number, of one of {names}; "
             "torch.autograd.set_detect_anomaly(True) names the operation"
         )
-
-
-def _log(lines: Sequence[str]) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        for line in lines:
-            logging.getLogger(__name__).warning(line)
