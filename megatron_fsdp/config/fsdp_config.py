@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import Partial, Replicate
-from megatron_fsdp.config.apply import prefetch_elements, use_slots_of
+from megatron_fsdp.config.apply import prefetch_elements
 from megatron_fsdp.config.flag_values import DTYPE_NAMES, DTYPES, check_connections, check_value, normal_value
 from megatron_fsdp.config.hf_settings import HfSettings, read_hf_settings
 from megatron_fsdp.config.parser import FLAGS, RULES, Flag, flag_of
@@ -21,13 +21,11 @@ from megatron_fsdp.errors import ConfigError, nearest
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
+from megatron_fsdp.runtime.memory_slots import SlotChoice, use_slots
 from megatron_fsdp.runtime.module import FSDPModule
+from megatron_fsdp.runtime.unit import units_below
 
-__all__ = [
-    "CHOICES",
-    "SHARDED",
-    "FsdpConfig",
-]
+__all__ = ["CHOICES", "SHARDED", "FsdpConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +203,16 @@ class FsdpConfig:
             StateError: no module of ``model`` is sharded.
             StorageError: buffers that stay, and a PyTorch that has none (before 2.13).
         """
-        use_slots_of(model, self)
+        for unit in units_below(model):
+            choice = SlotChoice.of_megatron(
+                double_buffer=self.fsdp_double_buffer,
+                max_pool=self.megatron_fsdp_max_pool_double_buffer,
+                user_buffers=self.nccl_ub,
+                is_symmetric=not self.disable_symmetric_registration,
+                device_type=next((group.spec.device.type for group in unit.groups), "cpu"),
+            )
+            if choice.sizing is not None:
+                use_slots(unit, choice)
         if self.suggested_communication_unit_size is not None:
             prefetch_elements(model, self.suggested_communication_unit_size)
         divisor = self._gradient_divisor(num_microbatches)
