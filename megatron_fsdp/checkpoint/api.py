@@ -31,8 +31,7 @@ from megatron_fsdp.checkpoint.model_state import (
 )
 from megatron_fsdp.checkpoint.optimizer_state import OptimizerMatch, describe_optimizer, match_optimizer
 from megatron_fsdp.checkpoint.random_state import check_random_state, random_state, restore_random_state
-from megatron_fsdp.checkpoint.rank_values import find_rank_values, part_rank_values
-from megatron_fsdp.checkpoint.ranks import CheckpointRanks, checkpoint_ranks
+from megatron_fsdp.checkpoint.ranks import CheckpointRanks, checkpoint_ranks, find_rank_values, part_rank_values
 from megatron_fsdp.checkpoint.reader import OpenCheckpoint, open_checkpoint, read_entries, refuse_replaced
 from megatron_fsdp.checkpoint.writer import place_of, plan_save, write_draft
 from megatron_fsdp.errors import CheckpointError
@@ -85,7 +84,7 @@ def start_save(
     ranks = checkpoint_ranks()
     path = place_of(path)
     view = ranks.check(f"planning to save {path}", lambda: view_model(model))
-    owners = find_rank_values(view, ranks)
+    owners = find_rank_values(view.tensors, ranks)
     draft = plan_save(path, lambda: _collect(view, owners, optimizer, extra, ranks), ranks)
     if asynchronous:
         try:
@@ -129,7 +128,7 @@ def load_checkpoint(
     refuse_replaced(opened, ranks)
     if optimizer is not None and plan.optimizer is not None:
         plan.optimizer.apply(optimizer)
-    restore_extra_state(model, plan.extra_state)
+    restore_extra_state(model, plan.model.extra_state)
     announce_change(model, plan.view)
     restore_random_state(plan.random)
     extra: dict[str, Any] = opened.state.get("extra", {})
@@ -218,21 +217,19 @@ def state_bytes(state: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
+@dataclass(slots=True)
 class _LoadPlan:
     """Everything that is to be read, each entry into its target; random state is read already."""
 
-    def __init__(self, view: ModelView, model: ModelMatch, optimizer: OptimizerMatch | None) -> None:
-        self.view = view
-        self.optimizer = optimizer
-        self.random: dict[str, torch.Tensor] = {}
-        self.targets: dict[str, Any] = dict(model.targets)
-        self.extra_state = model.extra_state
+    view: ModelView
+    model: ModelMatch
+    optimizer: OptimizerMatch | None
+    random: dict[str, torch.Tensor]
 
     def read(self, opened: OpenCheckpoint) -> None:
         """Read everything; from here on the model changes."""
         try:
-            read_entries(opened, self.targets)
-            for targets in () if self.optimizer is None else self.optimizer.rounds:
+            for targets in (self.model.targets, *(() if self.optimizer is None else self.optimizer.rounds)):
                 read_entries(opened, targets)
         except DamagedCheckpointError as error:
             raise DamagedCheckpointError(
@@ -246,7 +243,7 @@ def _plan_load(
 ) -> _LoadPlan:
     view = view_model(model)
     found = match_model(opened, view)
-    plan = _LoadPlan(view, found, None if optimizer is None else match_optimizer(opened, optimizer, view))
+    plan = _LoadPlan(view, found, None if optimizer is None else match_optimizer(opened, optimizer, view), {})
     num_savers = opened.state.get("num_ranks", 0)
     if num_savers == ranks.size:
         plan.random = _read_random_state(opened, ranks.rank)

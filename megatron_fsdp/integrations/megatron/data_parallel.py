@@ -146,9 +146,7 @@ def shard_for_megatron(
     # Every layer keeps them; they are looked through for tensors otherwise, some hundred fields each time.
     kept = [value for part in module.modules() for key, value in vars(part).items() if _is_of_groups(key, value)]
     treat_as_plain(type(config), type(ddp_config), *map(type, kept))
-    for parameter in groups.tied(module):
-        # A group of its own is cut by nothing but its shape, on both stages: Megatron sums gradients shard by shard.
-        parameter.fsdp_own_group = True  # type: ignore[attr-defined]
+    _separate(groups.tied(module))
     mesh, expert_mesh = groups.dense_mesh(device_type), groups.expert_mesh(device_type)
     make_alike(module, mesh, expert_mesh)
     model = fully_shard_model(
@@ -201,6 +199,13 @@ def _check_initialisers(module: nn.Module, config: Any) -> None:
                 "init_model_with_meta_device=True. Leave out --use-cpu-initialization, and such layers are drawn on "
                 "the GPU at once; or leave out --init-model-with-meta-device"
             )
+
+
+def _separate(parameters: Sequence[nn.Parameter]) -> None:
+    """Make each a group of its own: then nothing but its own shape decides where it is cut, on both stages."""
+    for parameter in parameters:
+        # Megatron sums their gradients shard by shard.
+        parameter.fsdp_own_group = True  # type: ignore[attr-defined]
 
 
 def _is_of_groups(key: str, value: object) -> bool:
