@@ -352,11 +352,9 @@ class Headed(nn.Module):
         self.norm, self.head = nn.LayerNorm(7), nn.Linear(7, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., 7) for (..., 7)."""
         for layer in layers(self):
             x = layer(x)
-        result: torch.Tensor = self.norm(x)
-        return result
+        return self.norm(x)
 
 
 def headed(fsdp: Any, **options: Any) -> Any:
@@ -465,9 +463,7 @@ class Encoder(nn.Module):
         self.up, self.down = nn.Linear(7, 13), nn.Linear(13, 7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., 7) for (..., 7)."""
-        result: torch.Tensor = self.down(self.encode(x))
-        return result
+        return self.down(self.encode(x))
 
     def encode(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
         """Return (..., 13) for (..., 7)."""

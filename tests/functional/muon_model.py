@@ -53,7 +53,6 @@ class Layer(nn.Module):
         self.wide = nn.Parameter(torch.randn(2, 13) / 4)
 
     def forward(self, seed: int) -> torch.Tensor:
-        """Return a loss whose gradients are dyadic."""
         return dyadic_loss(self.parameters(), seed)
 
 
@@ -66,7 +65,6 @@ class Matrices(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
 
     def forward(self, seed: int) -> torch.Tensor:
-        """Return the sum of the losses of all parts."""
         total = dyadic_loss([self.embedding], seed)
         for number, layer in enumerate(self.layers):
             total = total + layer(seed + 17 * number + 1)
@@ -83,7 +81,6 @@ class Trio(nn.Module):
         self.small = nn.Parameter(torch.randn(3, 5) / 4)
 
     def forward(self, seed: int) -> torch.Tensor:
-        """Return a loss whose gradients are dyadic."""
         return dyadic_loss(self.parameters(), seed, follows_weights=False)
 
 

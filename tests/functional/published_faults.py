@@ -115,7 +115,7 @@ def summed_over_tensor_parallel_ranks() -> Stack:
     """Add up, over the tensor-parallel ranks, gradients that each of them has whole."""
     model, mesh = dense(("dp", 2), ("tp", 2))
     for module in model.layers:
-        module.set_all_reduce_hook(lambda gradient: dist.all_reduce(gradient, group=mesh.get_group("tp")))  # type: ignore[operator]  # an FsdpModule
+        module.set_all_reduce_hook(lambda gradient: dist.all_reduce(gradient, group=mesh.get_group("tp")))
     return model
 
 

@@ -50,7 +50,7 @@ class Description:
 
     def __repr__(self) -> str:
         shown = []
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # each subclass is a dataclass
+        for field in dataclasses.fields(self):
             value, is_wanted = getattr(self, field.name), field.default is dataclasses.MISSING
             if is_wanted or value != field.default:
                 shown.append(repr(value) if is_wanted else f"{field.name}={value!r}")

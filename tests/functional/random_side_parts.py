@@ -38,7 +38,6 @@ class Side(nn.Module):
         self.aux: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int, bag: list[torch.Tensor]) -> object:
-        """Return, store or append the results, as the part's kind says."""
         outputs = [x]
         for part in self.parts:
             outputs.append(part(outputs[-1], tokens, turn))

@@ -22,13 +22,13 @@ def _wraps(strategy: str, *paths: str, reshard: bool | int | None = None) -> tup
 def _two(actions: str, strategy: str = "optim_grads_params", **options: object) -> Program:
     """Return a program of a model of two units in a third one."""
     part = Part("gated", (Part("linear", size=3), Part("mlp", (), 4)), 2)
-    return Program(part, actions, _wraps(strategy, "parts.0", "parts.1", ""), mesh=MESH, **options)  # type: ignore[arg-type]
+    return Program(part, actions, _wraps(strategy, "parts.0", "parts.1", ""), mesh=MESH, **options)
 
 
 def _one(part: Part, actions: str, strategy: str = "optim_grads_params", **options: object) -> Program:
     """Return a program of a model with one part beside a linear one, all in one unit."""
     whole = Part("gated", (part, Part("linear", size=3)), 2)
-    return Program(whole, actions, (Wrap(ROOT, strategy),), mesh=MESH, **options)  # type: ignore[arg-type]
+    return Program(whole, actions, (Wrap(ROOT, strategy),), mesh=MESH, **options)
 
 
 def _side_outputs() -> Iterator[tuple[str, Program]]:

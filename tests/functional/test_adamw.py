@@ -77,7 +77,6 @@ def test_weights_state_and_state_dict_equal_those_of_torch_to_the_bit_in_every_p
 
 @on_ranks(2)
 def test_fully_shard_optimizer_on_top_of_it_changes_nothing() -> None:
-    """Compare with an optimizer to which ``fully_shard_optimizer`` was applied, which casts gradients before steps."""
     found = []
     for wrap in (lambda optimizer: optimizer, fully_shard_optimizer):
         model = shard_model(make_model(), world_mesh(), policy=POLICIES["bf16 gradients"])
@@ -99,12 +98,7 @@ def test_a_sharded_run_equals_the_whole_model_with_torchs_adamw() -> None:
         assert differing(found, model.state_dict(), 1e-5) == []
 
 
-# ---------------------------------------------------------------------- 16-bit weights and moments
-
-
 class Weight(nn.Module):
-    """One weight, whose gradient is the input."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(5, WIDTH).to(dtype))
@@ -117,7 +111,6 @@ class Weight(nn.Module):
 @pytest.mark.parametrize("moments", [FP32, BF16], ids=str)
 @on_ranks(2)
 def test_16_bit_weights_and_moments_are_rounded_once_a_step(weights: torch.dtype, moments: torch.dtype) -> None:
-    """Step a weight of some dtype, and in fp64 one that is rounded after each step."""
     torch.manual_seed(0)
     model = Weight(weights)
     weight = model.weight.detach().double()
@@ -147,9 +140,6 @@ def test_16_bit_weights_and_moments_are_rounded_once_a_step(weights: torch.dtype
         assert error <= (2**-7 if BF16 in (dtype, weights, moments) else 1e-5)
 
 
-# ---------------------------------------------------------------------- compute weights
-
-
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim", "no_shard"])
 @on_ranks(2)
 def test_compute_weights_at_rest_are_those_just_stepped_before_any_forward(strategy: str) -> None:
@@ -167,9 +157,6 @@ def test_compute_weights_at_rest_are_those_just_stepped_before_any_forward(strat
     ]
     assert is_stale == [False] * len(is_stale)
     assert len(is_stale) == 3
-
-
-# ---------------------------------------------------------------------- clipping
 
 
 def clip_and_step(strategy: str, mesh: tuple[int, ...], fused: bool) -> tuple[list[float], list[float], State]:
@@ -226,9 +213,6 @@ def test_the_norm_is_that_of_the_optimizers_own_parameters() -> None:
     wanted = sum(float(whole(p.grad, p).square().sum()) for p in model.parameters() if p.ndim > 1) ** 0.5
     found = optimizer.grad_norm.item()
     assert found == pytest.approx(wanted, rel=1e-6)
-
-
-# ---------------------------------------------------------------------- memory
 
 
 def where_state_lies() -> tuple[bool, bool, int]:

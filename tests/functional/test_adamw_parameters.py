@@ -122,7 +122,6 @@ def test_steps_equal_those_of_torch_to_the_bit_when_parameters(
 
 @on_ranks(2)
 def test_step_counters_beside_the_weights_give_the_same_steps() -> None:
-    """Compare with the same run whose step counters are on the host, gradients missing here and there."""
     results = []
     for is_capturable in (True, False):
         model = shard_model(make_model(), world_mesh())

@@ -91,7 +91,6 @@ def test_a_state_dict_resumes_bit_for_bit(saver: str, loader: str, strategy: str
 
 @on_ranks(2)
 def test_two_optimizers_never_share_the_state_that_one_loaded_from_the_other() -> None:
-    """Load a state dict without copying it, into another of ours; train only the other one."""
     model, optimizer = sharded(AdamW)
     train(model, optimizer, range(2), mine())
     before = moments_of(model, optimizer)
@@ -100,9 +99,6 @@ def test_two_optimizers_never_share_the_state_that_one_loaded_from_the_other() -
     train(other, other_optimizer, range(2), mine())
     moved = bool(differing(moments_of(other, other_optimizer), before, 1e-3))
     assert (moved, differing(moments_of(model, optimizer), before)) == (True, [])
-
-
-# ---------------------------------------------------------------------- get_optimizer_state_dict
 
 
 @pytest.mark.parametrize(("saver", "loader"), WAYS)
@@ -122,7 +118,6 @@ def test_the_full_state_of_rank_0_resumes_bit_for_bit(saver: str, loader: str) -
 
 @on_ranks(3)
 def test_state_that_torch_cut_lands_in_the_rows_of_its_parameters() -> None:
-    """Load DTensors that PyTorch cut by its own rule, over rows that this model holds elsewhere."""
     model, optimizer = sharded(AdamW)
     train(model, optimizer, range(2), mine())
     # A state dict holds the optimizer's own dictionaries.
@@ -139,9 +134,6 @@ def test_state_that_torch_cut_lands_in_the_rows_of_its_parameters() -> None:
     train(model, optimizer, range(2, 3), mine())
     train(other, other_optimizer, range(2, 3), mine())
     assert (differing(found, wanted), differing(whole_state(other), whole_state(model))) == ([], [])
-
-
-# ---------------------------------------------------------------------- torch.distributed.checkpoint
 
 
 def save_with_dcp(path: str, saver: str) -> State:
@@ -183,9 +175,6 @@ def test_what_three_ranks_saved_with_dcp_trains_on(saver: str, loader: str, num_
         assert differing(later, model.state_dict(), 1e-5) == []
 
 
-# ---------------------------------------------------------------------- bf16 moments, refusals
-
-
 def resume_bf16_moments() -> tuple[set[torch.dtype], list[str], list[str], set[torch.dtype]]:
     def make(parameters: Any, **options: Any) -> AdamW:
         return AdamW(parameters, moments_dtype=torch.bfloat16, **options)
@@ -214,7 +203,6 @@ def test_bf16_moments_resume_bit_for_bit_and_load_into_torchs_as_fp32() -> None:
 
 @on_ranks(2)
 def test_the_state_of_other_optimizers_is_refused_before_anything_changes() -> None:
-    """Load the state of other kinds of optimizers."""
     messages = []
     for other in (
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -261,7 +249,6 @@ SWAPS = {"records": swap_records, "first moments": swap_first_moments, "entries 
 @pytest.mark.parametrize("swap", SWAPS)
 @on_ranks(2)
 def test_state_exchanged_between_parameters_is_taken_over_with_both_values(strategy: str, swap: str) -> None:
-    """Exchange the state of two parameters of two units."""
     torch.manual_seed(0)
     oracle = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     model = copy.deepcopy(oracle)

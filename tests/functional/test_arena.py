@@ -117,9 +117,6 @@ def test_it_is_freed_with_the_model(runs: list[tuple[Run, Run]]) -> None:
     assert all(arena.left == 0 for _, arena in runs)
 
 
-# ---------------------------------------------------------------- other uses
-
-
 Use = Callable[[list[nn.Module], int], list[float]]
 
 
@@ -131,12 +128,12 @@ def train_step(model: nn.Module, number: int) -> float:
             if parameter.grad is not None:
                 parameter -= 0.1 * parameter.grad
     model.zero_grad()
-    return loss.item()  # type: ignore[no-any-return]  # torch's stubs return Any
+    return loss.item()
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, number: int) -> float:
-    return model(inputs(dist.get_rank(), number)).square().mean().item()  # type: ignore[no-any-return]  # modules return Any
+    return model(inputs(dist.get_rank(), number)).square().mean().item()
 
 
 def evaluation_between(models: list[nn.Module], number: int) -> list[float]:
@@ -173,7 +170,7 @@ class Interrupted(Exception):
 def exception_in_forward(models: list[nn.Module], number: int) -> list[float]:
     model = models[0]
     if number % 2:
-        handle = model.layers[3].register_forward_pre_hook(_interrupt)  # type: ignore[union-attr, operator, index]
+        handle = model.layers[3].register_forward_pre_hook(_interrupt)
         with pytest.raises(Interrupted):
             model(inputs(dist.get_rank(), number))
         handle.remove()
@@ -183,12 +180,12 @@ def exception_in_forward(models: list[nn.Module], number: int) -> list[float]:
 def exception_in_backward(models: list[nn.Module], number: int) -> list[float]:
     model = models[0]
     if number % 2:
-        output = model.layers[2](model.layers[1](model.layers[0](inputs(dist.get_rank(), number))))  # type: ignore[index, operator]
+        output = model.layers[2](model.layers[1](model.layers[0](inputs(dist.get_rank(), number))))
         output.register_hook(_interrupt)
         with pytest.raises(Interrupted):
             (output * 2).sum().backward()
         model.zero_grad()
-        model.reset_iter_state()  # type: ignore[operator]
+        model.reset_iter_state()
     return [train_step(model, number)]
 
 
@@ -199,7 +196,7 @@ def _interrupt(*_: object) -> None:
 def layers_left_out(models: list[nn.Module], number: int) -> list[float]:
     """Another chain of layers in every step, and the whole one at the end."""
     model = models[0]
-    layers = list(model.layers)  # type: ignore[arg-type]
+    layers = list(model.layers)
     x = inputs(dist.get_rank(), number)
     for layer in layers[number % 3 :] if number % 2 else layers[::-1]:
         x = layer(x)
@@ -246,7 +243,6 @@ def test_other_uses_give_the_same_numbers_and_allocate_nothing_in_the_end(name: 
 
 @on_ranks(2)
 def test_an_order_that_changes_gives_the_same_numbers_and_one_warning_at_most() -> None:
-    """Train a model whose order changes in every step."""
     said: list[str] = []
 
     class Listener(logging.Handler):
@@ -272,7 +268,6 @@ def test_an_order_that_changes_gives_the_same_numbers_and_one_warning_at_most() 
 
 @on_ranks(2)
 def test_what_finds_no_place_has_a_slot_of_its_own_with_one_warning() -> None:
-    """Train with weights of more and more layers kept after forward: each plan is too small for the step after it."""
     said: list[str] = []
 
     class Listener(logging.Handler):

@@ -25,9 +25,6 @@ def shard_without_root(model: nn.Module) -> None:
         fully_shard(layer)
 
 
-# ---------------------------------------------------------------- forwards and backwards that do not pair up
-
-
 def called_twice(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     assert isinstance(model, Stack)
     x = inputs(rank, step)
@@ -37,8 +34,6 @@ def called_twice(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 class Recurrent(Stack):
-    """Runs its middle layer twice."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index in (0, 1, 1, 0, 2):
             x = self.layers[index](x)
@@ -68,8 +63,7 @@ def with_input_gradient_first(model: nn.Module, rank: int, step: int) -> torch.T
     x = inputs(rank, step).requires_grad_()
     output = model(x)
     torch.autograd.grad(output.sum(), x, retain_graph=True)
-    result: torch.Tensor = output.square().mean()
-    return result
+    return output.square().mean()
 
 
 class Fork(nn.Module):
@@ -109,8 +103,6 @@ def other_order_each_step(model: nn.Module, step: int) -> None:
 
 
 class Shuffled(Stack):
-    """Runs its layers in ``order``."""
-
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
         self.order = list(range(len(layers)))
@@ -126,8 +118,6 @@ def shuffled() -> nn.Module:
 
 
 class AddedInPlace(nn.Module):
-    """Writes its residual into its own input, which it returns."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
@@ -141,9 +131,6 @@ def with_residuals_in_place() -> nn.Module:
     return Stack(Block(), AddedInPlace(), AddedInPlace(), Block())
 
 
-# ---------------------------------------------------------------- kinds of modules, inputs and outputs
-
-
 class Recursive(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -152,8 +139,7 @@ class Recursive(nn.Module):
         self.head = nn.Linear(5, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(self.lstm(self.stem(x))[0])
-        return result
+        return self.head(self.lstm(self.stem(x))[0])
 
 
 def sequence_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -169,8 +155,7 @@ class Convolutions(nn.Module):
         self.norm = nn.GroupNorm(1, 7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.norm(self.second(torch.tanh(self.first(x))))
-        return result
+        return self.norm(self.second(torch.tanh(self.first(x))))
 
 
 def image_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -212,8 +197,7 @@ class StructuredModel(nn.Module):
         scale = torch.tensor(0.5)
         left, (right, _) = self.a(x, scale=scale)
         both = self.b(left * right, scale=scale)
-        output: Output = self.c(both["left"] + both["nested"][0], scale=scale)
-        return output
+        return self.c(both["left"] + both["nested"][0], scale=scale)
 
 
 def structured_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:

@@ -24,8 +24,6 @@ NUM_UNITS = 4
 
 
 class Rooted(nn.Module):
-    """Blocks, and a projection that the root owns."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Block(hidden=5), Block(hidden=9)])
@@ -34,8 +32,7 @@ class Rooted(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        result: torch.Tensor = self.out(x)
-        return result
+        return self.out(x)
 
 
 def four_units() -> nn.Module:
@@ -104,8 +101,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @dataclass(frozen=True)
 class Counts:
-    """Collectives of one microbatch."""
-
     forward_gathers: int
     backward_gathers: int
     reductions: int
@@ -113,7 +108,6 @@ class Counts:
 
 
 def count(name: str, microbatches: int = 1, synced: bool = True) -> list[Counts]:
-    """Train three steps and return the collectives of every microbatch."""
     model = MODELS[name]()
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     counts = []
@@ -182,8 +176,7 @@ class TwoMixed(nn.Module):
         self.first, self.second = Mixed(), Mixed()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.second(self.first(x))
-        return result
+        return self.second(self.first(x))
 
 
 def region_each(shapes: Sequence[Sequence[int]], *rest: Any) -> tuple[Region, ...]:
@@ -226,7 +219,7 @@ def count_mixed(strategy: str, shape: tuple[int, ...], microbatches: int) -> tup
         plain.zero_grad()
         counts.append(dict(Counter(call.kind for call in calls)))
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    worst = max(float((own.full_tensor() - other).detach().abs().max()) for own, other in pairs)  # type: ignore[attr-defined]
+    worst = max(float((own.full_tensor() - other).detach().abs().max()) for own, other in pairs)
     assert isinstance(model.first, FsdpModule)
     return counts, len(model.first.parameter_groups), worst
 

@@ -19,7 +19,6 @@ __all__ = ["compatibility_arguments", "compatibility_communication", "compatibil
 
 
 def run(name: str) -> tuple[Outcome, Outcome]:
-    """Run a scenario of one of the modules above with both engines."""
     return run_both(name)
 
 

@@ -73,7 +73,6 @@ def tables() -> dict[str, list[Row]]:
 
 
 def all_rows() -> list[Row]:
-    """Return the rows of all tables."""
     return [row for rows in tables().values() for row in rows]
 
 
@@ -134,7 +133,6 @@ def test_every_name_on_the_page_is_one_of_fsdp2() -> None:
 
 
 def calls() -> Iterator[tuple[str, Callable[..., object], Callable[..., object]]]:
-    """Yield everything of FSDP2 that can be called, PyTorch's and ours."""
     for name in _fully_shard.__all__:
         theirs, ours = getattr(fsdp, name), getattr(megatron_fsdp, name)
         if not isinstance(theirs, type) or is_dataclass(theirs):
@@ -195,7 +193,6 @@ def test_every_row_has_a_verdict() -> None:
 
 @functools.cache
 def existing_tests() -> frozenset[str]:
-    """Return the names of all test functions."""
     trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").rglob("test_*.py"))
     functions = (node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     return frozenset(name for name in functions if name.startswith("test_"))

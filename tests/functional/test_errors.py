@@ -23,21 +23,16 @@ from tests.harness.oracle import shard_each
 
 
 class Scaled(nn.Module):
-    """A linear layer with a scale that may be anything."""
-
     def __init__(self, scale: nn.Parameter) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 5)
         self.scale = scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.linear(x) * self.scale
-        return result
+        return self.linear(x) * self.scale
 
 
 class Tied(nn.Module):
-    """Input and output projection share a weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
@@ -89,7 +84,7 @@ def empty_list() -> None:
 
 
 def no_module() -> None:
-    fully_shard("model")  # type: ignore[type-var]
+    fully_shard("model")
 
 
 def other_device() -> None:
@@ -121,7 +116,7 @@ def policy_with_an_integer_dtype() -> None:
 
 
 def policy_with_a_string() -> None:
-    MixedPrecisionPolicy(reduce_dtype="bfloat16")  # type: ignore[arg-type]
+    MixedPrecisionPolicy(reduce_dtype="bfloat16")
 
 
 def smaller_group() -> None:
@@ -178,7 +173,7 @@ def placements_of_different_lengths() -> None:
 
 
 def tensor_dimension() -> None:
-    Placements((0,), (Shard(0),), (Flat(),), (Flat(),))  # type: ignore[arg-type]
+    Placements((0,), (Shard(0),), (Flat(),), (Flat(),))
 
 
 def deep_copy() -> None:
@@ -273,9 +268,6 @@ def hook_on_a_sharded_parameter() -> None:
     model = nn.Linear(3, 5)
     fully_shard(model)
     model.weight.register_hook(lambda gradient: 2 * gradient)
-
-
-# ---------------------------------------------------------------- parameters that are replaced, tied, added
 
 
 def trained_once(model: nn.Module) -> nn.Module:
@@ -460,7 +452,6 @@ MISTAKES: dict[Callable[[], None], tuple[str, ...]] = {
 
 
 def make_mistakes() -> dict[str, str]:
-    """Return the class and message of the error that each mistake meets."""
     met = {}
     for mistake in MISTAKES:
         try:
@@ -474,7 +465,6 @@ def make_mistakes() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def met() -> list[dict[str, str]]:
-    """What each rank met."""
     return run_ranks(2, make_mistakes)
 
 
@@ -506,8 +496,8 @@ def test_a_refused_module_is_left_as_it_was() -> None:
     assert run_ranks(2, state_after_a_refusal) == [True, True]
 
 
-def accept_after_the_cure() -> list[str]:
-    """Apply the cures that the messages give."""
+@on_ranks(2)
+def test_the_cures_in_the_messages_work() -> None:
     scaled = Scaled(nn.Parameter(torch.tensor(2.0)))
     fully_shard(scaled, ignored_params=[scaled.scale])
     tied = Tied()
@@ -517,14 +507,12 @@ def accept_after_the_cure() -> list[str]:
     blocks = nn.ModuleList([nn.Linear(3, 3)])
     for block in blocks:
         fully_shard(block)
-    return [type(module).__name__ for module in (scaled, tied, tied.first, blocks[0])]
-
-
-def test_the_cures_in_the_messages_work() -> None:
-    assert run_ranks(2, accept_after_the_cure)[0] == ["FSDPScaled", "FSDPTied", "FSDPLinear", "FSDPLinear"]
-
-
-# ---------------------------------------------------------------- ranks that disagree
+    assert [type(module).__name__ for module in (scaled, tied, tied.first, blocks[0])] == [
+        "FSDPScaled",
+        "FSDPTied",
+        "FSDPLinear",
+        "FSDPLinear",
+    ]
 
 
 DISAGREEMENTS: dict[str, Callable[[int], nn.Module]] = {
@@ -553,12 +541,7 @@ def test_ranks_that_lay_a_unit_out_differently_all_raise_naming_it(kind: str) ->
         assert "'part." in message
 
 
-# ---------------------------------------------------------------- a rank that dies
-
-
 class DiesOnRankOne(Block):
-    """Ends the process of rank 1 in forward."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if dist.get_rank() == 1:
             os._exit(7)

@@ -47,12 +47,10 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all weights."""
         for parameter in self.parameters(recurse=False):
             nn.init.normal_(parameter, std=0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., WIDTH) for (..., WIDTH)."""
         hidden = torch.tanh(torch.einsum("...d,edh->...eh", x, self.up))
         return x + torch.einsum("...eh,ehd->...d", hidden, self.down) * self.mix.sum((0, 1, 2))
 
@@ -103,8 +101,8 @@ def cut_experts() -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], bool]:
     assert all(isinstance(face, DTensor) for face in faces)
     wholes = [whole(face, face) for face in faces]
     torch.manual_seed(0)
-    same = all(torch.equal(a, b) for a, b in zip(wholes, build().layers[1].parameters(), strict=True))  # type: ignore[union-attr,index,operator]
-    return [tuple(face.shape) for face in faces], [tuple(face.to_local().shape) for face in faces], same  # type: ignore[operator]
+    same = all(torch.equal(a, b) for a, b in zip(wholes, build().layers[1].parameters(), strict=True))
+    return [tuple(face.shape) for face in faces], [tuple(face.to_local().shape) for face in faces], same
 
 
 def test_parameters_show_their_natural_shape_over_rows_of_any_expert() -> None:
@@ -142,7 +140,7 @@ def operators() -> list[str]:
             "zeros_like": (torch.zeros_like(face) + 1, torch.ones_like(plain)),
         }
         results["canonical"] = (
-            face + distribute_tensor(plain, face.device_mesh, [Shard(0)]),  # type: ignore[attr-defined]
+            face + distribute_tensor(plain, face.device_mesh, [Shard(0)]),
             plain + plain,
         )
     wrong = [name for name, (a, b) in results.items() if not torch.allclose(whole(a, a), b, atol=1e-6)]
@@ -257,7 +255,7 @@ def test_sharded_experts_take_whole_values_from(way: str) -> None:
     else:
         # Into memory that is there PyTorch copies slices of the first dimension, which raises: rows are no slices.
         with torch.device("meta"):
-            model = build()  # type: ignore[assignment]
+            model = build()
         shard_by_rows(model)
         full = dict(wanted) if dist.get_rank() == 0 else {}
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -283,13 +281,12 @@ def test_sharded_experts_are_initialised_like_whole_ones() -> None:
 
 @on_ranks(4)
 def test_by_default_experts_are_cut_between_rows_where_whole_ones_would_pad() -> None:
-    """Without a granularity: two experts over four ranks would double the buffer if experts were never cut."""
     torch.manual_seed(0)
     weight = nn.Module()
     weight.up = nn.Parameter(torch.randn(2, 640, 96))
     kept = weight.up.detach().clone()
     fully_shard(weight)
-    (group,) = weight.parameter_groups  # type: ignore[operator,attr-defined,misc]
+    (group,) = weight.parameter_groups
     face = next(iter(group.parameters.values()))
     padding = group.plan.padding_ratio
     is_kept = torch.equal(whole(face, face), kept)

@@ -24,8 +24,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def by_jvp(model: nn.Module, x: torch.Tensor, tangent: torch.Tensor) -> Pair:
-    output: Pair = torch.func.jvp(model, (x,), (tangent,))
-    return output
+    return torch.func.jvp(model, (x,), (tangent,))
 
 
 def by_jacobian(model: nn.Module, x: torch.Tensor, tangent: torch.Tensor) -> Pair:

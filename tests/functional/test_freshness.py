@@ -42,12 +42,10 @@ def sharded(policy: MixedPrecisionPolicy, strategy: str = "optim_grads_params") 
 
 
 def output_of(model: nn.Module, step: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(dist.get_rank(), step))
-    return output
+    return model(inputs(dist.get_rank(), step))
 
 
 def wanted_output(model: nn.Module, policy: MixedPrecisionPolicy, step: int) -> torch.Tensor:
-    """Compute what a plain model with the present full weights returns."""
     dtype = policy.param_dtype or torch.float32
     plain = Stack(Block(), Block(hidden=5)).to(dtype)
     weights = {name: whole(parameter, parameter).to(dtype) for name, parameter in model.named_parameters()}
@@ -287,7 +285,6 @@ def test_a_gathered_weight_may_be_assigned_its_own_memory_and_nothing_else() -> 
 
 
 def said_by(call: Callable[[], object]) -> str:
-    """Return whose message a call raised, if any."""
     try:
         call()
     except StateError as error:
@@ -299,7 +296,6 @@ def said_by(call: Callable[[], object]) -> str:
 
 @on_ranks(2)
 def test_reshard_finds_a_change_of_gathered_weights_and_hides_no_error_that_is_being_handled() -> None:
-    """Change gathered weights unseen."""
     layer = fully_shard(nn.Linear(7, 5))
 
     def reshard_and_raise() -> None:
@@ -316,9 +312,6 @@ def test_reshard_finds_a_change_of_gathered_weights_and_hides_no_error_that_is_b
             layer.weight.data.mul_(0.5)
             found.append([said_by(reshard), said_by(lambda: layer(inputs(0, 0)))])
     assert found == [["the change", "nothing"], ["the user's error", "the change"]]
-
-
-# ---------------------------------------------------------------- steps that autograd does not see
 
 
 def step_unseen(policy_name: str) -> list[torch.Tensor]:

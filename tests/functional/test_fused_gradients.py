@@ -43,9 +43,6 @@ def train_dropping() -> Comparison:
     return compare(Case(three_blocks, dropping_a_layer))
 
 
-# ---------------------------------------------------------------- strategies, dtypes, and the switch
-
-
 def gradients_of(strategy: str, policy: MixedPrecisionPolicy) -> tuple[list[torch.Tensor], int]:
     """Return the whole gradients of two microbatches, and the number of products."""
     torch.manual_seed(0)
@@ -54,7 +51,7 @@ def gradients_of(strategy: str, policy: MixedPrecisionPolicy) -> tuple[list[torc
     with counted_products() as products:
         for step in range(2):
             squared(model, dist.get_rank(), step).float().backward()
-    return [parameter.grad.full_tensor() for parameter in model.parameters()], len(products)  # type: ignore[union-attr]
+    return [parameter.grad.full_tensor() for parameter in model.parameters()], len(products)
 
 
 @dataclass(frozen=True)
@@ -107,8 +104,6 @@ def test_fusion_changes_no_gradient_and_is_used_where_the_packed_buffer_has_the_
         assert worst <= 4
         assert products == (12 if setting.is_fused else 0)
 
-
-# ---------------------------------------------------------------- bytes moved
 
 NUM_RANKS = 64
 SIZES = (192, 768)

@@ -74,10 +74,8 @@ class Withholding(torch.autograd.Function):
 
 
 class Withheld(Layer):
-    """Its weight takes part, and gets no gradient."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Withholding.apply(x, self.linear.weight)  # type: ignore[no-untyped-call,no-any-return]
+        return Withholding.apply(x, self.linear.weight)
 
 
 @on_ranks(2)
@@ -95,8 +93,6 @@ def test_a_weight_that_gets_neither_gradient_nor_product_counts_as_unused() -> N
 
 
 class Failing(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
@@ -114,21 +110,21 @@ class Breakable(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.linear(x))
         if self.is_broken and isinstance(self, FsdpModule):
-            x = Failing.apply(x)  # type: ignore[no-untyped-call]
-        return self.linear(x)  # type: ignore[no-any-return]
+            x = Failing.apply(x)
+        return self.linear(x)
 
 
 def fail_first(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     """Run a backward that raises with one of two products done, then return the loss of another forward."""
     assert isinstance(model, Stack)
     for layer in model.layers:
-        layer.is_broken = True  # type: ignore[assignment]
+        layer.is_broken = True
     if isinstance(model, FsdpModule):
         with pytest.raises(ArithmeticError):
             (100 * squared(model, rank, step)).backward()
         model.zero_grad()
     for layer in model.layers:
-        layer.is_broken = False  # type: ignore[assignment]
+        layer.is_broken = False
     return squared(model, rank, step)
 
 

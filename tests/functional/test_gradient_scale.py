@@ -66,9 +66,9 @@ def measured(layout: str, policy: str) -> tuple[GradientScale, bool]:
     token_loss(model, tokens).backward()
     optimizer.step()
     before = whole_state(model)
-    gradients = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
+    gradients = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters() if p.grad is not None}
     report = check_gradient_scale(model, token_loss, draw_tokens(dist.get_rank(), 1))
-    kept = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
+    kept = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
     after = whole_state(model)
     is_same = gradients.keys() == kept.keys() and all(torch.equal(kept[name], gradients[name]) for name in kept)
     return report, is_same and all(torch.equal(after[name], before[name]) for name in before)
@@ -97,7 +97,7 @@ def norm_of(model: nn.Module) -> float:
     total = torch.zeros((), dtype=torch.float64)
     for parameter in model.parameters():
         assert parameter.grad is not None
-        total += parameter.grad.to_local().double().square().sum()  # type: ignore[attr-defined]  # a DTensor
+        total += parameter.grad.to_local().double().square().sum()
     dist.all_reduce(total)
     return float(total.sqrt())
 
@@ -159,7 +159,6 @@ class Noisy(nn.Module):
         self.never = nn.Linear(2, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (rows, 5) for (rows, 7)."""
         hidden = nn.functional.dropout(self.norm(self.linear(x)), 0.5)
         return self.rare(hidden) if dist.get_rank() else hidden
 
@@ -206,7 +205,7 @@ def test_sums_are_expected_where_one_says_so_and_named_where_not() -> None:
     divisor = 1.0
     model = stack()
     for module in (*model.layers, model):
-        module.set_gradient_divide_factor(divisor)  # type: ignore[operator]  # an FsdpModule
+        module.set_gradient_divide_factor(divisor)
     x = rows(dist.get_rank())
     report = check_gradient_scale(model, sum_loss, {"x": [x, "text"]}["x"][0], expected=1 / divisor)
     with pytest.raises(GradientScaleError) as error:
@@ -225,7 +224,7 @@ def test_only_parameters_that_are_wrong_are_named() -> None:
     def hook(gradient: torch.Tensor) -> None:
         gradient[: len(gradient) // 2] *= 1.5
 
-    model.layers[1].set_all_reduce_hook(hook)  # type: ignore[operator]  # an FsdpModule
+    model.layers[1].set_all_reduce_hook(hook)
     with pytest.raises(GradientScaleError) as error:
         check_gradient_scale(model, squares, rows(dist.get_rank()), duplicate=False)
     text = str(error.value)
@@ -251,10 +250,10 @@ def refused(which: str) -> str:
         return str(error.value)
     # The sum is still there, and goes on.
     squares(model, x).backward()
-    gradient = model.layers[0].up.weight.grad.full_tensor()  # type: ignore[union-attr,operator]
+    gradient = model.layers[0].up.weight.grad.full_tensor()
     model.zero_grad()
     squares(model, x).backward()
-    assert torch.allclose(gradient, 2 * model.layers[0].up.weight.grad.full_tensor(), atol=1e-6)  # type: ignore[union-attr,operator]
+    assert torch.allclose(gradient, 2 * model.layers[0].up.weight.grad.full_tensor(), atol=1e-6)
     return str(error.value)
 
 
@@ -282,7 +281,7 @@ def test_gradients_of_the_right_length_that_point_elsewhere_are_found() -> None:
         other -= (other @ gradient) / (gradient @ gradient) * gradient
         gradient += 0.1 * other
 
-    model.set_all_reduce_hook(hook)  # type: ignore[operator]  # an FsdpModule
+    model.set_all_reduce_hook(hook)
     with pytest.raises(GradientScaleError) as error:
         check_gradient_scale(model, squares, rows(dist.get_rank()))
     assert isinstance(error.value.report, GradientScale)
@@ -292,8 +291,6 @@ def test_gradients_of_the_right_length_that_point_elsewhere_are_found() -> None:
 
 
 class Broken(torch.autograd.Function):
-    """Passes its input on, and raises in backward."""
-
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
         return value.clone()
@@ -309,12 +306,12 @@ def test_a_loss_that_raises_leaves_gradients_as_they_were(is_in_backward: bool) 
     model = stack()
     x = rows(dist.get_rank())
     squares(model, x).backward()
-    before = model.layers[0].up.weight.grad.full_tensor()  # type: ignore[union-attr,operator]
+    before = model.layers[0].up.weight.grad.full_tensor()
 
     def broken(inner: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         if is_in_backward:
             assert isinstance(inner, Stack)
-            hidden = inner.layers[1].register_forward_pre_hook(lambda _, args: Broken.apply(args[0]))  # type: ignore[no-untyped-call]
+            hidden = inner.layers[1].register_forward_pre_hook(lambda _, args: Broken.apply(args[0]))
             try:
                 return squares(inner, batch)
             finally:
@@ -324,7 +321,7 @@ def test_a_loss_that_raises_leaves_gradients_as_they_were(is_in_backward: bool) 
 
     with pytest.raises(ArithmeticError, match="of the user"):
         check_gradient_scale(model, broken, x)
-    after = model.layers[0].up.weight.grad.full_tensor()  # type: ignore[union-attr,operator]
+    after = model.layers[0].up.weight.grad.full_tensor()
     difference = (after - before).abs().max().item()
     text = str(check_gradient_scale(model, squares, x))
     assert difference == 0

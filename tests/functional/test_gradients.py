@@ -18,9 +18,6 @@ def squared(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return output.square().mean()
 
 
-# ---------------------------------------------------------------- frozen and tied parameters
-
-
 class Adapted(nn.Module):
     """A frozen base weight beside trainable low-rank ones; the base comes first in forward, so its backward is last."""
 
@@ -33,8 +30,7 @@ class Adapted(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.base(x))
-        result: torch.Tensor = x + hidden + self.second(self.first(hidden))
-        return result
+        return x + hidden + self.second(self.first(hidden))
 
 
 def adapted() -> nn.Module:
@@ -62,8 +58,7 @@ class TiedPair(nn.Module):
         self.again.weight = self.up.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + self.down(torch.tanh(self.up(x)) * self.again(x))
-        return result
+        return x + self.down(torch.tanh(self.up(x)) * self.again(x))
 
 
 def tied_within_a_unit() -> nn.Module:
@@ -84,8 +79,7 @@ class Language(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        result: torch.Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
 def shard_blocks_and_root(model: nn.Module) -> None:
@@ -102,12 +96,7 @@ def next_token_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-# ---------------------------------------------------------------- parameters that are not always used
-
-
 class Optional(nn.Module):
-    """Two branches; the data decide whether the second is used."""
-
     def __init__(self) -> None:
         super().__init__()
         self.always = nn.Linear(WIDTH, WIDTH)
@@ -144,8 +133,6 @@ def used_nowhere(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 class Droppable(Block):
-    """LayerDrop: the block may return its very input."""
-
     dropped = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -180,9 +167,6 @@ def drop_all_on_rank_zero(model: nn.Module, rank: int, step: int) -> torch.Tenso
     return squared(model, rank, step)
 
 
-# ---------------------------------------------------------------- ways to shard, optimizers
-
-
 class Normalised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -193,8 +177,7 @@ class Normalised(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        result: torch.Tensor = self.head(self.norm(x))
-        return result
+        return self.head(self.norm(x))
 
 
 def shard_with_list_unit(model: nn.Module) -> None:
@@ -206,7 +189,6 @@ def shard_with_list_unit(model: nn.Module) -> None:
 
 
 def shard_nested(model: nn.Module) -> None:
-    """Units inside units: each block owns what its inner units do not."""
     assert isinstance(model, Stack)
     for block in model.layers:
         assert isinstance(block, Block)

@@ -45,8 +45,7 @@ def said_not_to_be_last(model: Any, microbatch: int) -> AbstractContextManager[N
     if not hasattr(model, "no_sync"):
         model.set_is_last_backward(is_last)
         return nullcontext()
-    context: AbstractContextManager[None] = nullcontext() if is_last else model.no_sync()
-    return context
+    return nullcontext() if is_last else model.no_sync()
 
 
 def read_after_each(make: Any, arguments: tuple[Any, ...], factor: float) -> list[float]:

@@ -21,12 +21,7 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     return output.float().square().mean()
 
 
-# ---------------------------------------------------------------- deletion
-
-
 class Failing(Block):
-    """Raises in forward or backward while ``mode`` says so."""
-
     mode = ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -34,7 +29,7 @@ class Failing(Block):
             raise RuntimeError("out of memory, say")
         x = super().forward(x)
         if self.mode == "backward":
-            x = _RaiseInBackward.apply(x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            x = _RaiseInBackward.apply(x)
         return x
 
 
@@ -54,7 +49,6 @@ def failing_stack() -> Stack:
 
 @contextlib.contextmanager
 def failing(model: nn.Module, mode: str) -> Iterator[None]:
-    """Make forward raise, or have it make a graph whose backward does."""
     failing = [module for module in model.modules() if isinstance(module, Failing)]
     for module in failing:
         module.mode = mode
@@ -64,7 +58,6 @@ def failing(model: nn.Module, mode: str) -> Iterator[None]:
 
 
 def run_to_failure(model: nn.Module, mode: str, step: int = 0) -> None:
-    """Run a step that ends in an exception in forward or backward."""
     with failing(model, mode), pytest.raises(RuntimeError, match="out of memory, say"):
         loss_of(model, step).backward()
 
@@ -80,28 +73,23 @@ def do_nothing(model: nn.Module) -> None:
 
 
 def run_forward(model: nn.Module) -> None:
-    """Make a graph and drop it."""
     loss_of(model, 0)
 
 
 def evaluate(model: nn.Module) -> None:
-    """Run forward without gradients."""
     with torch.no_grad():
         loss_of(model, 0)
 
 
 def fail_once_in_forward(model: nn.Module) -> None:
-    """Run a forward that raises."""
     run_to_failure(model, "forward")
 
 
 def fail_once_in_backward(model: nn.Module) -> None:
-    """Run a backward that raises."""
     run_to_failure(model, "backward")
 
 
 def gather_a_unit(model: nn.Module) -> None:
-    """Leave a unit gathered."""
     unit = next(module for module in model.modules() if isinstance(module, FsdpModule) and module.parameter_groups)
     unit.unshard()
 
@@ -158,9 +146,6 @@ def bytes_left_with_loss_alive() -> int:
 
 def test_deleting_a_model_frees_its_buffers_even_while_its_last_loss_is_referenced() -> None:
     assert run_ranks(2, bytes_left_with_loss_alive) == [0, 0]
-
-
-# ---------------------------------------------------------------- after an exception
 
 
 def fail_before_each_step(mode: str, model: nn.Module, step: int) -> None:

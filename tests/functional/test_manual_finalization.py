@@ -79,7 +79,6 @@ def without_sync(model: Any, finalize: Callable[[Any], None]) -> None:
 
 
 def not_last(model: Any, finalize: Callable[[Any], None]) -> None:
-    """``set_is_last_backward`` has nothing to say here."""
     model.set_is_last_backward(False)
     all_backwards(model, finalize)
 
@@ -146,7 +145,6 @@ def test_nothing_reads_or_steps_with_gradients_that_are_not_finalized(strategy: 
 
 @on_ranks(2)
 def test_an_iteration_can_be_dropped_before_it_is_finalized() -> None:
-    """Drop one iteration by ``zero_grad`` or ``reset_iter_state``."""
     wanted, found = plain_gradients(range(1, 2)), []
     model = sharded("optim_grads_params")
     for how in ("zero_grad", "zero_grad", "reset_iter_state"):

@@ -58,8 +58,7 @@ def make_optimizer(name: str, model: Model) -> torch.optim.Optimizer:
     kind, options = {**ALL, **MUON}[name]
     is_for_matrices = name in MATRIX or name in MUON
     parameters = [p for p in model.parameters() if p.requires_grad and (not is_for_matrices or p.ndim == 2)]
-    optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(parameters, **options)
-    return optimizer
+    return getattr(torch.optim, kind)(parameters, **options)
 
 
 def run(name: str, model: Model, ranks: list[int]) -> dict[str, torch.Tensor]:
@@ -92,9 +91,6 @@ def test_weights_equal_the_whole_models_with(layout: str, name: str) -> None:
         assert differing(weights[name], wanted, 1e-5) == []
 
 
-# ---------------------------------------------------------------------- Muon computes in bf16
-
-
 def step_on_given_gradients(name: str, model: Model) -> dict[str, torch.Tensor]:
     """Step on gradients drawn from a seed: those of a backward may differ in the last bit and round to another bf16."""
     optimizer = make_optimizer(name, model)
@@ -121,9 +117,6 @@ def test_orthogonal_updates_equal_the_whole_models_with(layout: str, name: str) 
     wanted = step_on_given_gradients(name, make_model())
     for weights in run_ranks(torch.Size(mesh_shape).numel(), step_sharded, strategy, mesh_shape, name):
         assert differing(weights, wanted, 1e-5) == []
-
-
-# ---------------------------------------------------------------------- LBFGS evaluates the model itself
 
 
 def search(model: Model, ranks: list[int]) -> dict[str, torch.Tensor]:
@@ -155,9 +148,6 @@ def test_a_line_search_over_all_parameters_as_one_vector_equals_the_whole_models
     wanted = search(make_model(), [0, 1, 2])
     for weights in run_ranks(3, search_sharded):
         assert differing(weights, wanted, 1e-4) == []
-
-
-# ---------------------------------------------------------------------- state
 
 
 @pytest.mark.parametrize("name", ["Muon", "SGD, foreach=False", "RMSprop, foreach=True", "Adadelta, foreach=False"])

@@ -46,9 +46,6 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     return output.float().square().mean()
 
 
-# ---------------------------------------------------------------- peaks
-
-
 @dataclass(frozen=True)
 class StepMemory:
     """One training step, in bytes above what the model holds at rest, and in units of B, the largest unit's weights."""
@@ -213,7 +210,6 @@ def test_gradients_that_are_kept_have_their_values_after_the_next_backward(strat
 
 @on_ranks(2)
 def test_gradients_are_saved_without_the_buffer_and_parameters_load_safely() -> None:
-    """Save a gradient and a parameter that has one."""
     model = sharded_stack()
     loss_of(model, 0).backward()
     parameter = min(model.parameters(), key=torch.Tensor.numel)
@@ -226,7 +222,7 @@ def test_gradients_are_saved_without_the_buffer_and_parameters_load_safely() -> 
         torch.save(tensor, file)
         sizes.append(file.tell())
         file.seek(0)
-        alike.append(torch.equal(torch.load(file, weights_only=True).to_local(), tensor.to_local()))  # type: ignore[attr-defined]
+        alike.append(torch.equal(torch.load(file, weights_only=True).to_local(), tensor.to_local()))
     copied = copy.deepcopy(parameter)
     copied.grad = None
     assert parameter.grad is gradient
@@ -239,9 +235,6 @@ def test_three_ranks_hold_a_third_of_the_weights_each() -> None:
     shard = sum(group.main_weight.nbytes for group in groups_of(model))
     total = sum(parameter.numel() * 4 for parameter in model.parameters())
     assert total / 3 <= shard <= 1.1 * total / 3
-
-
-# ---------------------------------------------------------------- released storage
 
 
 def touch_released_weights() -> dict[str, str]:
@@ -277,7 +270,6 @@ def touch_released_weights() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def touched() -> list[dict[str, str]]:
-    """What each rank raised, by the way to the released weights."""
     return run_ranks(2, touch_released_weights)
 
 

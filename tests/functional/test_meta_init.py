@@ -56,12 +56,10 @@ class Tagged(nn.Module):
     reset_parameters = reset_own
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return (..., 11) logits for integer (...)."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        result: torch.Tensor = self.head(x * self.scale + self.table.to(x.dtype))
-        return result
+        return self.head(x * self.scale + self.table.to(x.dtype))
 
 
 def sharded_on_meta(mesh_shape: tuple[int, ...], strategy: str, policy: MixedPrecisionPolicy | None = None) -> Tagged:
@@ -82,7 +80,6 @@ def materialized(mesh_shape: tuple[int, ...], strategy: str) -> dict[str, torch.
 
 
 def on_one_process() -> dict[str, torch.Tensor]:
-    """Initialise the whole model as constructors do: children first."""
     model = Tagged()
     torch.manual_seed(100)
     for module in [m for m in reversed_depth(model) if hasattr(m, "reset_parameters")]:
@@ -163,8 +160,6 @@ def test_materializing_never_holds_more_than_the_shards_and_one_unit() -> None:
 
 
 class Bare(nn.Module):
-    """Has a parameter, and no way to initialise it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(5, 3))
@@ -183,7 +178,7 @@ def test_what_cannot_be_initialised_is_refused_by_name_before_anything_is_alloca
         except ValueError as error:
             messages.append(f"{type(error).__name__}: {error}")
     assert all(parameter.is_meta for parameter in bare.parameters())
-    materialize(bare, lambda module: nn.init.constant_(module.weight, 2.0))  # type: ignore[arg-type]
+    materialize(bare, lambda module: nn.init.constant_(module.weight, 2.0))
     assert torch.equal(whole(bare.weight, bare.weight), torch.full((5, 3), 2.0))
     nothing, too_early, plain = messages
     assert nothing.startswith("ConfigError: module '' (FSDPBare) holds ['weight']")
@@ -193,16 +188,12 @@ def test_what_cannot_be_initialised_is_refused_by_name_before_anything_is_alloca
     assert plain.startswith("StateError: Linear holds no sharded module")
 
 
-# ---------------------------------------------------------------- loading into meta
-
-
 # PyTorch's own loader asks for the default device by a name that PyTorch itself deprecates.
 @pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning")
 @pytest.mark.filterwarnings("ignore:`_get_pg_default_device`:UserWarning")
 @pytest.mark.parametrize("way", ["plain tensors, assign", "canonical DTensors, assign", "broadcast from rank 0", "DCP"])
 @on_ranks(3)
 def test_a_model_on_the_meta_device_takes_values_from(way: str, tmp_path: Path) -> None:
-    """Load a whole model's values into a model on the meta device."""
     path = str(tmp_path)
     torch.manual_seed(5)
     source = Tagged()
@@ -246,7 +237,7 @@ def excluded_on_meta() -> tuple[bool, dict[str, torch.Tensor]]:
     torch.manual_seed(100)
     materialize(model)
     faces = [model.scale, *model.blocks[1].parameters()]
-    kept = all(face.to_local().shape == face.shape for face in faces)  # type: ignore[operator]  # DTensors
+    kept = all(face.to_local().shape == face.shape for face in faces)
     return kept, {name: whole(value, value) for name, value in model.state_dict().items()}
 
 

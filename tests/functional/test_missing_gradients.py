@@ -34,23 +34,18 @@ class Branches(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, used: Sequence[int]) -> torch.Tensor:
-        """Return (..., WIDTH) for (..., WIDTH)."""
         x = self.entry(x)
         for number in used:
             x = x + torch.tanh(self.first[number](x))
-        result: torch.Tensor = self.head(self.second(x, used))
-        return result
+        return self.head(self.second(x, used))
 
 
 class Branched(nn.Module):
-    """Linear branches."""
-
     def __init__(self) -> None:
         super().__init__()
         self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BRANCHES))
 
     def forward(self, x: torch.Tensor, used: Sequence[int]) -> torch.Tensor:
-        """Return (..., WIDTH) for (..., WIDTH)."""
         x = x * 2
         for number in used:
             x = x + torch.tanh(self.branches[number](x))
@@ -58,7 +53,6 @@ class Branched(nn.Module):
 
 
 def make(strategy: str) -> tuple[nn.Module, FsdpModule]:
-    """Return a plain model and the same one in two units."""
     torch.manual_seed(0)
     oracle = Branches()
     model = copy.deepcopy(oracle)

@@ -50,7 +50,6 @@ Weights = dict[str, torch.Tensor]
 
 
 def train_with_each(mesh_shape: tuple[int, ...], num_steps: int) -> dict[str, Weights]:
-    """Train with every strategy of a mesh."""
     mesh = make_mesh(mesh_shape)
     found = {}
     for name, placements in (ZERO if len(mesh_shape) == 1 else TWO_AXES).items():
@@ -84,9 +83,6 @@ def test_weights_equal_those_of_whole_matrices_to_the_bit_on_every_strategy(mesh
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2), (1, 2), (2, 1)], ids=str)
 def test_twenty_steps_equal_those_of_whole_matrices_on_every_strategy(mesh_shape: tuple[int, ...]) -> None:
     compare_with_whole(mesh_shape, 20)
-
-
-# ---------------------------------------------------------------------- ways to carry a step out
 
 
 def run(optimizer: Muon, model: nn.Module, steps: range = range(3)) -> Weights:
@@ -192,7 +188,6 @@ def test_options_of_torchs_muon_mean_the_same(ways: list[dict[str, Any]], way: s
 
 
 def in_fp32(matrix: torch.Tensor, coefficients: Any, num_steps: int, eps: float) -> torch.Tensor:
-    """Do what torch's function does without its rounding to bf16."""
     x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
     x = x / x.norm().clamp(min=eps)
     for _ in range(num_steps):

@@ -103,9 +103,6 @@ def test_a_run_resumes_on_another_number_of_ranks_to_the_bit(
         assert differing(found, wanted) == []
 
 
-# ---------------------------------------------------------------------- everything that two ranks can show
-
-
 def two_ranks() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for scenario in (state_dicts, clipping, nonfinite, absent, schedule, reports, tiny_gpt):
@@ -138,7 +135,6 @@ def state_dicts() -> dict[str, Any]:
 
 
 def clipping() -> dict[str, Any]:
-    """Clip inside the step, and gradients beforehand, to the same norm."""
     results = []
     for is_inside in (True, False):
         model, optimizer = sharded((2,), Placements.optim_grads_params(0))
@@ -188,7 +184,6 @@ def _local(value: torch.Tensor) -> torch.Tensor:
 
 
 def absent() -> dict[str, Any]:
-    """Drop some gradients, then all of them."""
     model, optimizer = sharded((2,), Placements.optim_grads_params(0))
     model(dist.get_rank()).backward()
     layer = model.layers[0]
@@ -302,9 +297,6 @@ def test_the_report_counts_what_ranks_share(found: list[dict[str, Any]]) -> None
 
 def test_groups_by_rule_train_the_model_that_one_process_trains(found: list[dict[str, Any]]) -> None:
     assert [rank["tiny_gpt"] for rank in found] == [[], []]
-
-
-# ---------------------------------------------------------------------- one process
 
 
 def test_plain_parameters_are_stepped_as_torch_steps_them() -> None:

@@ -20,8 +20,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Probe(nn.Module):
-    """A linear layer that notes the dtypes it sees."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH, dtype=dtype)
@@ -108,7 +106,6 @@ def all_dtypes() -> dict[str, Dtypes]:
 
 @pytest.fixture(scope="module")
 def shown() -> dict[str, Dtypes]:
-    """What each policy shows on rank 1."""
     return run_ranks(2, all_dtypes)[1]
 
 
@@ -191,9 +188,6 @@ def test_gradients_are_reduced_in_the_reduce_dtype_or_that_of_the_gradients(
     assert shown[name].element_bytes["reduce_scatter"] == {wanted}
 
 
-# ---------------------------------------------------------------- numbers
-
-
 def gradients_in(policy: MixedPrecisionPolicy, own: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return each full gradient beside the FP32 mean of what plain copies compute in bf16, one for each rank."""
     torch.manual_seed(3)
@@ -227,8 +221,6 @@ def test_bf16_gradients_reduced_in_fp32_are_exactly_the_fp32_mean_of_every_ranks
 
 
 class Weight(nn.Module):
-    """One weight, all ones; its gradient is the input."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(5, dtype=dtype))
@@ -238,7 +230,6 @@ class Weight(nn.Module):
 
 
 def reduced_gradient(values: tuple[float, ...], policy: MixedPrecisionPolicy) -> list[float]:
-    """Return the final gradient when rank r's gradient is ``values[r]``."""
     model = Weight(FP32)
     fully_shard(model, mp_policy=policy)
     model(torch.full((5,), values[dist.get_rank()])).sum().backward()
@@ -264,7 +255,6 @@ def test_a_sum_beyond_the_range_of_fp16_does_not_overflow_on_the_way_to_its_mean
 
 
 def accumulated_gradient(policy: MixedPrecisionPolicy) -> list[float]:
-    """Return the gradient of one large and 64 small microbatches."""
     model = Weight(BF16)
     fully_shard(model, mp_policy=policy)
     values = [1.0] + [2.0**-9] * 64
@@ -284,7 +274,6 @@ def test_small_microbatches_vanish_in_bf16_main_gradients() -> None:
 
 
 def weights_after_small_steps(policy: MixedPrecisionPolicy) -> list[float]:
-    """Take 64 steps that are each too small for a bf16 weight."""
     model = Weight(BF16)
     fully_shard(model, mp_policy=policy)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=2.0**-9))

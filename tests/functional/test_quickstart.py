@@ -36,9 +36,6 @@ def compare_with(**options: Any) -> Comparison:
     return compare(replace(BASE, shard=shard))
 
 
-# ---------------------------------------------------------------- strategies and meshes
-
-
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3, "no_shard", "optim", "optim_grads", "optim_grads_params"])
 @on_ranks(2)
 def test_gradients_are_exact_with_zero_dp_strategy(strategy: int | str) -> None:
@@ -87,9 +84,6 @@ def test_dp_shard_dim_alone_names_the_axis_of_a_larger_mesh() -> None:
     assert (len(axes), axes[0].size) == (1, 2)
 
 
-# ---------------------------------------------------------------- units
-
-
 def unit_names(entries: Any) -> list[str]:
     model = fully_shard_model(nn.Sequential(Stack(Block(), Block()), nn.Linear(7, 7)), entries)
     return [name for name, module in model.named_modules() if isinstance(module, FsdpModule)]
@@ -134,14 +128,10 @@ def test_what_was_sharded_before_stays_as_it_is() -> None:
     )
 
 
-# ---------------------------------------------------------------- what does nothing, what is refused
-
-
 def logged(action: Any) -> list[str]:
-    """Return the lines that ``action`` logs."""
     lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("megatron_fsdp.integrations.megatron.fully_shard_model")
     logger.addHandler(handler)
     try:
@@ -212,9 +202,6 @@ def test_what_has_no_meaning_is_refused_with_the_cure(name: str) -> None:
     assert wanted in message
 
 
-# ---------------------------------------------------------------- arguments that act
-
-
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), None])
 @on_ranks(2)
 def test_device_says_where_the_model_goes(device: Any) -> None:
@@ -233,8 +220,6 @@ def test_meta_parameters_are_initialised_on_request(wanted: bool) -> None:
 
 @dataclass(frozen=True)
 class MegatronPolicy:
-    """Megatron-FSDP's fields."""
-
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
@@ -288,12 +273,11 @@ class Expert(Block):
     def __init__(self) -> None:
         super().__init__()
         for parameter in self.parameters():
-            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.allreduce = False
 
 
 @on_ranks(4)
 def test_experts_are_sharded_over_their_own_mesh_and_divided_by_all_ranks() -> None:
-    """Two expert-parallel pairs of ranks; each has an expert of its own, and all share the dense block."""
     torch.manual_seed(0)
     model = Stack(Block(), Stack(Expert()))
     torch.manual_seed(dist.get_rank() // 2)
@@ -312,9 +296,6 @@ def test_experts_are_sharded_over_their_own_mesh_and_divided_by_all_ranks() -> N
     sizes = [unit.parameter_groups[0].main_weight.axes[0].size for unit in units_of(model) if unit.parameter_groups]
     assert sizes == [4, 2]
     assert worst < 1e-6
-
-
-# ---------------------------------------------------------------- the optimizer as well
 
 
 @on_ranks(2)

@@ -27,7 +27,6 @@ STRATEGIES = {"zero0": (0, 0, 1), "zero1": (1, 0, 1), "zero2": (2, 0, 1), "zero3
 
 
 def sharded(strategy: str, **options: Any) -> tuple[MegatronFSDP, nn.Module]:
-    """Return the three blocks sharded, and whole."""
     zero, outer, num_axes = STRATEGIES[strategy]
     torch.manual_seed(0)
     oracle, model = three_blocks(), three_blocks()
@@ -47,8 +46,6 @@ def add_mean_gradients(oracle: nn.Module, step: int, scale: float = 1.0) -> None
     for rank in range(dist.get_world_size()):
         (squared(oracle, rank, step) * scale / dist.get_world_size()).backward()
 
-
-# ---------------------------------------------------------------- microbatches
 
 Backward = Callable[[MegatronFSDP, int], None]
 
@@ -144,13 +141,9 @@ def test_gradients_that_rest_whole_cannot_be_read_before_they_are_final(strategy
     assert run_ranks(2, without_finish, strategy) == [wanted, wanted]
 
 
-# ---------------------------------------------------------------- gradients
-
-
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
 @on_ranks(2)
 def test_zero_grad_buffer_drops_final_gradients_and_unfinished_ones(strategy: str) -> None:
-    """Drop the gradients of two microbatches, final or not, and take another one."""
     model, oracle = sharded(strategy, sync_model_each_microbatch=False)
     backward(model, 0)
     model.zero_grad_buffer()
@@ -167,7 +160,6 @@ def test_zero_grad_buffer_drops_final_gradients_and_unfinished_ones(strategy: st
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
 @on_ranks(3)
 def test_gradients_of_a_loss_per_token_are_summed_and_scaled(strategy: str) -> None:
-    """Sum losses over tokens, of which each rank has another number, and divide by all of them."""
     model, oracle = sharded(strategy, calculate_per_token_loss=True, sync_model_each_microbatch=False)
     counts = [2 + rank for rank in range(dist.get_world_size())]
     model(inputs(dist.get_rank(), 0, counts[dist.get_rank()], 7)).square().sum().backward()
@@ -185,9 +177,6 @@ def test_gradients_of_a_loss_per_token_are_summed_and_scaled(strategy: str) -> N
     worst = worst_gradient(model, oracle)
     assert worst < 5e-6
     assert ("finish_grad_sync() first" in message) == (strategy != "zero3")
-
-
-# ---------------------------------------------------------------- weights
 
 
 @pytest.mark.parametrize("force_sync", [True, False])
@@ -260,9 +249,6 @@ def changed_behind_its_back() -> float:
 
 def test_install_optimized_model_weights_takes_over_what_no_counter_shows() -> None:
     assert max(run_ranks(2, changed_behind_its_back)) < 1e-5
-
-
-# ---------------------------------------------------------------- the module itself
 
 
 def as_it_was() -> tuple[bool, bool, list[str], list[str], str]:

@@ -41,7 +41,6 @@ def leaves(draw: st.DrawFn) -> Part:
 
 @st.composite
 def parts(draw: st.DrawFn, depth: int, is_by_turn: bool = False) -> Part:
-    """Draw a module with up to ``depth`` modules around its leaves."""
     if not depth or draw(st.integers(0, 2)) == 0:
         if not is_by_turn and draw(st.integers(0, 9)) == 9:
             return Part("again", size=draw(st.integers(0, 9)))

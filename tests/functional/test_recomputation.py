@@ -46,46 +46,34 @@ class _Region:
 
 
 class CheckpointInside(Block):
-    """The unit checkpoints a part of itself."""
-
     use_reentrant = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + checkpoint(self._branch, x, use_reentrant=self.use_reentrant)
-        return result
+        return x + checkpoint(self._branch, x, use_reentrant=self.use_reentrant)
 
     def _branch(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.down(torch.tanh(self.up(self.norm(x))))
-        return result
+        return self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class CheckpointInsideReentrantly(CheckpointInside):
-    """The same, reentrantly."""
-
     use_reentrant = True
 
 
 class Whole(nn.Module):
-    """A region around the whole model, root included."""
-
     def __init__(self, use_reentrant: bool, inner: nn.Module) -> None:
         super().__init__()
         self.use_reentrant = use_reentrant
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
-        return result
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
 
 
 class Sometimes(Block):
-    """Leaves its middle out for some ranks' data."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if float(x.detach().flatten()[0]) > 0:
             return super().forward(x)
-        result: torch.Tensor = x + self.norm(x)
-        return result
+        return x + self.norm(x)
 
 
 def unequal_blocks(count: int) -> list[Block]:

@@ -49,13 +49,10 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return result
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Model(nn.Module):
-    """Embedding, blocks of different sizes, norm and head."""
-
     def __init__(self, hidden: tuple[int, ...] = (13, 31, 5, 29)) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
@@ -67,8 +64,7 @@ class Model(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        result: torch.Tensor = self.head(self.norm(x))
-        return result
+        return self.head(self.norm(x))
 
 
 Shard = Callable[..., object]
@@ -173,7 +169,6 @@ def two_packed_buffers(shard: Shard) -> nn.Module:
 
 
 def no_common_root(shard: Shard) -> nn.Module:
-    """Units that nothing joins: each has a schedule of its own."""
     model = Model()
     for block in model.blocks:
         shard(block)
@@ -183,7 +178,6 @@ def no_common_root(shard: Shard) -> nn.Module:
 
 
 def explicit_prefetch(shard: Shard) -> nn.Module:
-    """Two units gathered ahead in both directions."""
     model = every_part_a_unit(shard)
     blocks = [block for block in model.get_submodule("blocks").children() if isinstance(block, FsdpModule)]
     for position, block in enumerate(blocks):
@@ -193,7 +187,6 @@ def explicit_prefetch(shard: Shard) -> nn.Module:
 
 
 def weights_kept_after_backward(shard: Shard) -> nn.Module:
-    """Later microbatches find weights gathered."""
     model = every_part_a_unit(shard)
     assert isinstance(model, FsdpModule)
     model.set_reshard_after_backward(False)
@@ -234,8 +227,6 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One run to predict."""
-
     model: str = "every_part_a_unit"
     mesh: tuple[int, ...] = (2,)
     strategy: str = "optim_grads_params"
@@ -278,7 +269,6 @@ class Step:
 
 
 def run_all(chosen: list[Setting]) -> list[Step]:
-    """Run settings of one mesh shape one after the other."""
     mesh = make_mesh(chosen[0].mesh)
     return [run(setting, mesh) for setting in chosen]
 
@@ -338,7 +328,6 @@ def steps_on(mesh: tuple[int, ...], is_quick: bool) -> dict[Setting, list[Step]]
 
 @pytest.fixture(params=nightly_but(QUICK, settings(list)), ids=str)
 def steps(request: pytest.FixtureRequest) -> list[Step]:
-    """What every rank saw of one setting."""
     setting = request.param
     assert isinstance(setting, Setting)
     return steps_on(setting.mesh, setting in QUICK)[setting]

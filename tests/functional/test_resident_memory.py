@@ -34,8 +34,6 @@ class Block(nn.Module):
 
 
 class Training:
-    """Steps of a sharded model with a different batch each time."""
-
     def __init__(self) -> None:
         self.model = nn.Sequential(*(Block() for _ in range(4)))
         for block in self.model:
@@ -66,7 +64,6 @@ def test_a_hundred_steps_add_less_than_10_mib_to_what_is_resident() -> None:
 
 @contextlib.contextmanager
 def noting_threads(into: dict[str, set[bool]]) -> Iterator[None]:
-    """Note for each kind of collective whether this thread issued it."""
     mine = threading.get_ident()
 
     def noting(kind: str, original: Any) -> Any:

@@ -21,39 +21,30 @@ def packed(tensor: torch.Tensor) -> bytes:
 
 
 def unpacked(content: bytes) -> torch.Tensor:
-    tensor: torch.Tensor = torch.load(io.BytesIO(content))
-    return tensor
+    return torch.load(io.BytesIO(content))
 
 
 class Passing(nn.Module):
-    """Also returns what it was given, as it is."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (..., WIDTH) twice for (..., WIDTH)."""
         return self.linear(x.sin()), x
 
 
 class Net(nn.Module):
-    """Uses a leaf that a unit has returned."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.blocks = Passing(), three_blocks()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., width of the blocks) for (..., WIDTH)."""
         y, same = self.first(x)
-        result: torch.Tensor = self.blocks(y * same.cos())
-        return result
+        return self.blocks(y * same.cos())
 
 
 @on_ranks(2)
 def test_gradients_equal_the_whole_models_when_saved_tensors_are_pickled() -> None:
-    """Train two steps."""
     torch.manual_seed(0)
     model, plain = Net(), Net()
     plain.load_state_dict(model.state_dict())
@@ -80,18 +71,12 @@ def test_gradients_equal_the_whole_models_when_saved_tensors_are_pickled() -> No
     assert worst < 1e-6
 
 
-# ---------------------------------------------------------------- set_unshard_in_backward(False)
-
-
 class Own(nn.Module):
-    """Multiplies with its weight by itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.randn(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., WIDTH) for (..., WIDTH)."""
         return x * self.scale
 
 

@@ -37,9 +37,6 @@ def sharded_model(layout: str, policy: MixedPrecisionPolicy | None = None) -> Mo
     return shard_model(make_model(), make_mesh(mesh_shape), strategy, policy)
 
 
-# ---------------------------------------------------------------------- initialisation
-
-
 def reset(model: Model) -> None:
     """Initialise everything that has a method for it, and the rest by hand."""
     model.embedding.padding_idx = 3
@@ -92,9 +89,6 @@ def test_main_weights_of_bf16_compute_are_reset_in_fp32() -> None:
     reset(model)
     for state in run_ranks(3, initialise_in_bf16):
         assert differing(state, model.state_dict()) == []
-
-
-# ---------------------------------------------------------------------- averages, norms, penalties
 
 
 def average(model: Model, ranks: list[int]) -> State:
@@ -173,7 +167,6 @@ def test_penalties_on_weights_change_them_as_in_the_whole_model(layout: str, how
 
 
 def measure(model: Model, ranks: list[int]) -> list[float]:
-    """Return what users log of weights and gradients."""
     for rank in ranks:
         tokens = draw_tokens(rank)
         (loss_of(model(tokens), tokens) / len(ranks)).backward()
@@ -200,7 +193,6 @@ def test_what_is_logged_of_weights_and_gradients_is_that_of_the_whole_model(layo
 
 
 def assign_vector(layout: str) -> State:
-    """Write all parameters as pieces of one vector."""
     model = sharded_model(layout)
     with torch.no_grad():
         vector = nn.utils.parameters_to_vector(model.parameters())
@@ -213,9 +205,6 @@ def test_parameters_that_are_assigned_from_one_vector_are_doubled(layout: str) -
     wanted = {name: value * 2 if name != "positions" else value for name, value in make_model().state_dict().items()}
     for state in run_ranks(num_ranks(layout), assign_vector, layout):
         assert differing(state, wanted) == []
-
-
-# ---------------------------------------------------------------------- gradient scaling
 
 
 def train_scaled(model: Model, ranks: list[int]) -> State:
@@ -307,7 +296,6 @@ def test_an_overflow_on_one_rank_leaves_out_the_step_of_all(name: str, is_clippe
 
 
 def built_between(policy: bool | None) -> list[str]:
-    """Return what is shown plain between forward and backward."""
     model = make_model()
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=policy)
@@ -321,9 +309,6 @@ def test_after_a_forward_only_the_root_shows_plain_parameters() -> None:
         assert found
         assert not any(name.startswith("blocks") for name in found)
     assert run_ranks(2, built_between, True) == [[], []]
-
-
-# ---------------------------------------------------------------------- files of each rank's own part
 
 
 def resume_from_own_file(layout: str) -> tuple[State, State]:
@@ -350,8 +335,6 @@ def test_a_rank_goes_on_from_its_own_file(layout: str) -> None:
     for continued, resumed in run_ranks(num_ranks(layout), resume_from_own_file, layout):
         assert differing(resumed, continued) == []
 
-
-# ---------------------------------------------------------------------- views of parameters
 
 Change = Callable[[Model], object]
 CHANGES: dict[str, Change] = {

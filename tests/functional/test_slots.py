@@ -38,10 +38,8 @@ pytestmark = pytest.mark.skipif(not can_exchange_memory(), reason="storages of t
 
 
 class Repeating(ShuffledStack):
-    """Runs one of its layers twice."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[2](super().forward(x))  # type: ignore[no-any-return]  # modules return Any
+        return self.layers[2](super().forward(x))
 
 
 class Nested(nn.Module):
@@ -54,7 +52,7 @@ class Nested(nn.Module):
         self.after = Block(hidden=5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(self.inner(self.before(x)))  # type: ignore[no-any-return]  # modules return Any
+        return self.after(self.inner(self.before(x)))
 
 
 def outer_replicas() -> dict[str, Any]:
@@ -117,8 +115,6 @@ def bytes_of_slots(model: nn.Module, use: str = "") -> int:
 
 @dataclass
 class Run:
-    """What one rank saw of a few steps."""
-
     losses: list[float] = field(default_factory=list)
     allocations: list[int] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
@@ -204,9 +200,6 @@ def test_peaks_with_slots_are_predicted_from_above_within_a_percent(runs: Runs) 
 
 def test_slots_are_freed_with_the_model(runs: Runs) -> None:
     assert {seen.left for rank in runs[1] for seen in rank.values()} == {0}
-
-
-# ---------------------------------------------------------------- when and where
 
 
 def losses_with(prepare: Callable[[nn.Module], None], *, is_meta: bool = False) -> list[float]:
@@ -308,7 +301,6 @@ def test_slots_may_be_chosen_at_any_time_between_steps() -> None:
 
 @on_ranks(2)
 def test_units_that_keep_their_weights_have_slots_of_their_own_size() -> None:
-    """Train a step with weights kept from forward to backward: every unit needs a slot then, of its own size."""
     model = build(Setting())
     assert isinstance(model, FsdpModule)
     model.set_reshard_after_forward(False)

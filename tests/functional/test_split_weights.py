@@ -82,12 +82,7 @@ def test_losses_and_weights_equal_those_of_fp32_main_weights_to_the_bit(
     assert run_ranks(num_ranks, differing_run, strategy, mesh, num_steps) == [[]] * num_ranks
 
 
-# ---------------------------------------------------------------------- ties
-
-
 class Weight(nn.Module):
-    """One weight."""
-
     def __init__(self, bits: list[int]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(FP32))
@@ -114,13 +109,9 @@ def test_only_a_weight_half_way_between_two_bf16_ones_computes_otherwise_and_goe
     assert plain == [1.0, 1 + 2 * ulp, -1.0, 1.0, 1 + ulp]
 
 
-# ---------------------------------------------------------------------- initial values
-
-
 @pytest.mark.parametrize("is_offloaded", [False, True], ids=["on the device", "offloaded"])
 @on_ranks(3)
 def test_sharding_keeps_every_bit_of_fp32_parameters(is_offloaded: bool) -> None:
-    """Shard in FP32, in halves, and in halves on the meta device; compare what the optimizer would step."""
     offload = CPUOffloadPolicy(pin_memory=False) if is_offloaded else None
     found = []
     for policy in (PLAIN, SPLIT):
@@ -155,9 +146,6 @@ def test_offloading_changes_no_bit() -> None:
         train_on_two_microbatches(model, make_adamw(model), range(3), dist.get_rank())
         found.append(full_weights(model))
     assert differing(found[0], found[1]) == []
-
-
-# ---------------------------------------------------------------------- bytes
 
 
 Numbers: TypeAlias = dict[str, object]
@@ -220,9 +208,6 @@ def test_bytes_are_those_that_explain_predicts_and_12_per_parameter_where_all_is
             assert per_element == 12.0
 
 
-# ---------------------------------------------------------------------- what users do to the weights
-
-
 def written(how: str) -> list[str]:
     """Write to one parameter; return which parameters' FP32 weights changed and which are bf16 numbers now."""
     model = one_layer()
@@ -253,7 +238,6 @@ def test_a_weight_that_is_written_to_has_no_lower_half_and_the_others_keep_their
 
 @on_ranks(2)
 def test_a_loaded_bf16_state_dict_is_stepped_as_it_is() -> None:
-    """Load a bf16 state dict into a model in use; its next step is that of FP32 weights with these values."""
     model, optimizers, oracle = one_layer(), [], one_layer(PLAIN)
     torch.manual_seed(11)
     state = {name: torch.randn(value.shape).to(BF16) for name, value in model.state_dict().items()}
@@ -268,7 +252,6 @@ def test_a_loaded_bf16_state_dict_is_stepped_as_it_is() -> None:
 
 @on_ranks(1)
 def test_a_change_that_nothing_shows_is_kept_to_half_a_unit_in_the_last_place() -> None:
-    """Change a weight behind every version counter."""
     model = one_layer()
     group = groups_of(model)[0]
     weight = group.main_weight.get_local_tensor(list(group.parameters).index("up.weight"))
@@ -281,13 +264,9 @@ def test_a_change_that_nothing_shows_is_kept_to_half_a_unit_in_the_last_place() 
     assert float(((value - new.float()).abs() / (new.float().abs() * 2.0**-7)).max()) <= 0.5
 
 
-# ---------------------------------------------------------------------- wider gradients
-
-
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["as it is", "wrapped"])
 @on_ranks(2)
 def test_gradients_may_rest_in_fp32(is_wrapped: bool) -> None:
-    """Accumulate in FP32, which the bf16 parameters must not narrow; compare with FP32 main weights."""
     found = []
     for is_split in (True, False):
         policy = MixedPrecisionPolicy(BF16, FP32, main_grads_dtype=FP32, split_main_params=is_split)

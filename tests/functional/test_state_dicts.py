@@ -36,9 +36,6 @@ LAYOUTS = pytest.mark.parametrize(
 )
 
 
-# ---------------------------------------------------------------------- model state dicts
-
-
 def full_state_dicts() -> tuple[State, State]:
     model = shard_model(make_model(), world_mesh())
     everywhere = get_model_state_dict(model, options=FULL)
@@ -149,8 +146,6 @@ def test_a_model_takes_over_values_and_trains_on_from_them_after(
         assert differing(one_step_later, model.state_dict(), 1e-6) == []
 
 
-# ---------------------------------------------------------------------- optimizer state dicts
-
 ADAMW = {"foreach": {"foreach": True}, "one by one": {"foreach": False}, "fused": {"fused": True}}
 
 
@@ -184,7 +179,6 @@ def resume_from_full_state(options: Mapping[str, bool]) -> tuple[State, State, S
 
 
 def flat(optimizer_state: Mapping[str, Any]) -> State:
-    """Return an optimizer state's tensors as one flat dictionary."""
     return {
         f"{name}: {key}": value
         for name, values in optimizer_state.get("state", {}).items()
@@ -217,9 +211,6 @@ def test_a_sharded_run_goes_on_from_a_whole_models_state() -> None:
     train(model, optimizer, range(2, 4), range(NUM_RANKS))
     for found in resumed:
         assert differing(found, model.state_dict(), 1e-5) == []
-
-
-# ---------------------------------------------------------------------- torch.distributed.checkpoint
 
 
 def save_with_dcp(path: str) -> State:
@@ -263,9 +254,6 @@ def test_what_three_ranks_saved_with_dcp_loads_on(
     for loaded_values, one_step_later in run_ranks(num_loaders, load_with_dcp, path, NUM_RANKS, is_sharded):
         assert differing(loaded_values, saved) == []
         assert differing(one_step_later, model.state_dict(), 1e-5) == []
-
-
-# ---------------------------------------------------------------------- torch's cache
 
 
 def specs_of(strategy: str, mesh_shape: tuple[int, ...]) -> list[str]:

@@ -18,9 +18,6 @@ State = dict[str, torch.Tensor]
 NUM_RANKS = 3
 
 
-# ---------------------------------------------------------------------- full_tensor
-
-
 def gather_parameters_and_gradients(strategy: str, mesh_shape: tuple[int, ...]) -> tuple[State, State]:
     model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
     before = {name: full(parameter) for name, parameter in model.named_parameters()}
@@ -30,7 +27,6 @@ def gather_parameters_and_gradients(strategy: str, mesh_shape: tuple[int, ...]) 
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor as one whole tensor; every rank calls it."""
     assert isinstance(tensor, DTensor)
     return tensor.full_tensor()
 
@@ -72,8 +68,6 @@ def test_full_tensor_gives_every_rank_the_whole_parameters_and_gradients(
         assert differing(gradients, whole_gradients(num_ranks), 1e-6) == []
 
 
-# ---------------------------------------------------------------------- clip_grad_norm_
-
 INF = float("inf")
 NORMS = [(2.0, True), (2.0, False), (1.0, None), (1.0, False), (3.0, True), (INF, True), (INF, False)]
 MAX_NORM = 0.125
@@ -104,8 +98,6 @@ def test_torch_finds_the_norm_of_the_whole_gradient_and_scales_it(
         assert differing(gradients, scaled, 1e-6) == []
 
 
-# ---------------------------------------------------------------------- optimizers
-
 OPTIMIZERS: dict[str, tuple[str, Mapping[str, object]]] = {
     "AdamW foreach": ("AdamW", {"lr": 0.01, "foreach": True}),
     "AdamW one by one": ("AdamW", {"lr": 0.01, "foreach": False}),
@@ -122,7 +114,6 @@ def recipe_for(name: str) -> Recipe:
 
 
 def train_with_each_optimizer() -> dict[str, tuple[History, History]]:
-    """Train with each, without and with ``fully_shard_optimizer``."""
     return {
         name: (train_sharded(replace(recipe_for(name), is_adapted=False)), train_sharded(recipe_for(name)))
         for name in OPTIMIZERS

@@ -56,9 +56,7 @@ class Feedforward(nn.Module):
         self.down = nn.Linear(10, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., WIDTH) for (..., WIDTH)."""
-        result: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return result
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 def build() -> nn.Module:
@@ -146,7 +144,7 @@ def faces() -> dict[str, tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = sharded(mesh, "optim_grads_params")
     found = {}
-    for name, parameter in model[0].named_parameters():  # type: ignore[index]  # a Sequential
+    for name, parameter in model[0].named_parameters():
         assert isinstance(parameter, DTensor)
         axes = parameter.device_mesh.mesh_dim_names or ()
         found[name] = (tuple(parameter.shape), axes, tuple(parameter.to_local().shape))
@@ -232,7 +230,7 @@ def test_dp_mesh_dims_flattens_several_axes_into_one() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = build()
     fully_shard(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "cp")))
-    (group, *_) = model.parameter_groups  # type: ignore[attr-defined]  # an FsdpModule
+    (group, *_) = model.parameter_groups
     values = whole_values(model)
     wanted = whole_values(build())
     assert (group.main_weight.axes[0].size, all(torch.equal(values[key], wanted[key]) for key in wanted)) == (4, True)

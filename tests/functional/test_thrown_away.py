@@ -42,16 +42,13 @@ class Side:
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def losses(self, step: int) -> list[torch.Tensor]:
-        """Run forward on the data of one step."""
         return [self.model(inputs(rank, step)).square().mean() / len(self.ranks) for rank in self.ranks]
 
     def train(self, step: int) -> None:
-        """Run forward and backward."""
         for loss in self.losses(step):
             loss.backward()
 
     def accumulate(self, step: int) -> None:
-        """Run forward and backward of a microbatch that is not the last."""
         with self.accumulating():
             self.train(step)
 
@@ -70,12 +67,8 @@ class Side:
         handle.remove()
 
     def set_trained(self, is_trained: bool, *names: str) -> None:
-        """Freeze parameters, or train them."""
         for name in names:
             self.model.get_submodule(name).requires_grad_(is_trained)
-
-
-# ---------------------------------------------------------------- thrown away
 
 
 def dropped(side: Side) -> None:
@@ -156,9 +149,6 @@ def dropped_with_a_penalty(side: Side) -> None:
             side.optimizer.zero_grad()
 
 
-# ---------------------------------------------------------------- skipped
-
-
 def forward_without_backward(side: Side) -> None:
     side.accumulate(0)
     side.losses(1)
@@ -188,9 +178,6 @@ def step_without_backward(side: Side) -> None:
     side.losses(1)
     side.optimizer.step()
     side.train(2)
-
-
-# ---------------------------------------------------------------- interrupted
 
 
 def error_in_forward(side: Side) -> None:
@@ -245,9 +232,6 @@ def error_in_an_accumulating_backward_and_another_through_the_graph(side: Side) 
     for one in side.losses(0):
         one.backward()
     del loss
-
-
-# ---------------------------------------------------------------- frozen
 
 
 def frozen_between_forward_and_backward(side: Side) -> None:
@@ -339,24 +323,17 @@ QUICK = [
 ]
 
 
-def differences(strategy: str, is_quick: bool) -> dict[str, list[str]]:
+@pytest.mark.parametrize("is_quick", nightly_but([True], [True, False]))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2, timeout=120)
+def test_gradients_and_weights_equal_those_of_a_plain_model_after_the_same_script(
+    strategy: str, is_quick: bool
+) -> None:
     found = {}
     for script in SCRIPTS:
         names = [name for name in ACCUMULATIONS if ((strategy, script.__name__, name) in QUICK) is is_quick]
         found[script.__name__] = compare(strategy, script, names)
-    return found
-
-
-@pytest.mark.parametrize("is_quick", nightly_but([True], [True, False]))
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_and_weights_equal_those_of_a_plain_model_after_the_same_script(
-    strategy: str, is_quick: bool
-) -> None:
-    for found in run_ranks(2, differences, strategy, is_quick, timeout=120):
-        assert found == {script.__name__: [] for script in SCRIPTS}
-
-
-# ---------------------------------------------------------------- refused
+    assert found == {script.__name__: [] for script in SCRIPTS}
 
 
 def message_of(action: Callable[[], object]) -> str:

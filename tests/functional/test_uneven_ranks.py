@@ -75,7 +75,6 @@ def train_after_uneven_groups(makers: str) -> dict[str, float]:
 
 @pytest.fixture(scope="module", params=["members", "all ranks"])
 def distances(request: pytest.FixtureRequest) -> list[dict[str, float]]:
-    """How far each rank is from a plain model, by strategy."""
     return run_ranks(4, train_after_uneven_groups, request.param)
 
 
@@ -87,7 +86,6 @@ def test_training_is_right_after_groups_of_some_ranks_were_made(distances: list[
 
 @on_ranks(4)
 def test_stages_with_other_numbers_of_units_and_groups_train_right_alone_and_together() -> None:
-    """Two stages of two ranks, with other numbers of units, groups and calls; then a model over all ranks."""
     stage = dist.get_rank() // 2
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))["data"]
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": (None, 1)[stage]}
@@ -105,7 +103,6 @@ def test_stages_with_other_numbers_of_units_and_groups_train_right_alone_and_tog
 
 
 def train_on_a_part() -> str | float:
-    """Shard over two of three ranks; the third one calls it too."""
     mesh = init_device_mesh("cpu", (2,))
     try:
         return distance_to_plain_model(mesh, partial(shard_layers, mesh=mesh))

@@ -23,10 +23,8 @@ class Dropped(nn.Module):
         self.entry, self.first, self.second = nn.Linear(7, 7), Block(), Block()
 
     def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return (..., 7) for (..., 7)."""
         x = self.entry(x)
-        result: torch.Tensor = self.second(x if rank == 0 else self.first(x))
-        return result
+        return self.second(x if rank == 0 else self.first(x))
 
 
 class TwoHeads(nn.Module):
@@ -37,15 +35,11 @@ class TwoHeads(nn.Module):
         self.first, self.second, self.head, self.extra = Block(), Block(), nn.Linear(7, 7), nn.Linear(7, 7)
 
     def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return (..., 7) for (..., 7)."""
         x = self.second(self.first(x))
-        result: torch.Tensor = self.head(x) + (self.extra(x) if rank else 0)
-        return result
+        return self.head(x) + (self.extra(x) if rank else 0)
 
 
 class Skipping(Block):
-    """A block that may return its input."""
-
     def forward(self, x: torch.Tensor, skips: bool = False) -> torch.Tensor:
         return x if skips else super().forward(x)
 
@@ -58,9 +52,7 @@ class Skipped(Dropped):
         self.first = Skipping()
 
     def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return (..., 7) for (..., 7)."""
-        result: torch.Tensor = self.second(self.first(self.entry(x), rank == 0))
-        return result
+        return self.second(self.first(self.entry(x), rank == 0))
 
 
 def shard_blocks(model: nn.Module) -> None:

@@ -35,9 +35,6 @@ def each(**options: Any) -> Callable[[nn.Module], None]:
     return functools.partial(shard_layers, **options)
 
 
-# ---------------------------------------------------------------- reshard to a smaller group
-
-
 def in_groups_of(size: int) -> Case:
     return replace(BASE, shard=each(reshard_after_forward=size))
 
@@ -80,7 +77,6 @@ def test_backward_gathers_within_the_smaller_group_what_forward_kept() -> None:
 
 @on_ranks(4)
 def test_a_change_of_weights_voids_the_part_kept_after_forward() -> None:
-    """Evaluate, change weights, evaluate again: the part kept after forward must not be what the second one uses."""
     model = three_blocks()
     each(reshard_after_forward=2)(model)
     model(inputs(0, 0))
@@ -95,12 +91,7 @@ def test_a_change_of_weights_voids_the_part_kept_after_forward() -> None:
     assert float((again - oracle(inputs(0, 0))).detach().abs().max()) < 1e-6
 
 
-# ---------------------------------------------------------------- replicated parameters
-
-
 class Scaled(Stack):
-    """Blocks, and a scale per feature that every rank keeps."""
-
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 7))
@@ -149,7 +140,7 @@ def replicated_faces() -> tuple[list[str], dict[str, int], bool, float]:
 
 
 def whole_here(parameter: torch.Tensor) -> bool:
-    local: torch.Tensor = parameter.to_local()  # type: ignore[attr-defined]  # a DTensor
+    local: torch.Tensor = parameter.to_local()
     return local.shape == parameter.shape
 
 
@@ -161,9 +152,6 @@ def test_replicated_parameters_are_whole_everywhere_and_reduced_without_a_gather
         assert kinds == {"all_gather": 3, "reduce_scatter": 2, "all_reduce": 3}
         assert not has_hooks
         assert norm == results[0][3]
-
-
-# ---------------------------------------------------------------- freezing and unfreezing
 
 
 def freeze_by_turns(model: nn.Module, step: int) -> None:
@@ -207,7 +195,6 @@ def unfreeze_later(model: nn.Module, step: int) -> None:
 
 @on_ranks(2)
 def test_a_block_that_was_frozen_when_sharded_trains_once_unfrozen() -> None:
-    """Unfreeze a block at the third step."""
     torch.manual_seed(0)
     oracle = frozen_at_first()
     torch.manual_seed(0)
@@ -247,9 +234,6 @@ def test_unfreezing_what_has_no_fp32_main_weight_names_the_parameter_and_the_cur
     (message,) = run_ranks(1, unfreeze_without_main_weight)
     assert "'weight'" in message
     assert "freeze it afterwards" in message
-
-
-# ---------------------------------------------------------------- offload
 
 
 OFFLOADED = {

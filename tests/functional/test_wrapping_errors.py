@@ -21,8 +21,6 @@ from megatron_fsdp.runtime.memory_slots import reshard_to
 from tests.harness import run_ranks
 from tests.harness.models import Block, Stack, squared
 
-# ---------------------------------------------------------------- one rank raises
-
 
 class Mine(Exception):
     """Raised by a user's function on one rank."""
@@ -90,9 +88,6 @@ def test_the_others_hear_at_once_what_one_rank_raised_and_all_can_go_on(name: st
     assert re.search(wanted, told)
     assert seconds < 20
     assert loss > 0 < other_loss
-
-
-# ---------------------------------------------------------------- ranks that do different things
 
 
 def one_block_more(wraps_root: bool) -> None:
@@ -181,18 +176,13 @@ def test_ranks_that_do_different_things_raise_at_once_what_each_of_them_did(
         assert seconds < 20
 
 
-# ---------------------------------------------------------------- a rank that does not come
-
-
 @contextmanager
 def patient_for(seconds: float) -> Iterator[None]:
-    """Let meetings give up after some seconds."""
     with mock.patch.object(rendezvous, "job_timeout", return_value=datetime.timedelta(seconds=seconds)):
         yield
 
 
 def stay_away() -> str:
-    """Rank 1 comes when rank 0 has given up."""
     store = dist.distributed_c10d._get_default_store()
     try:
         if dist.get_rank() == 1:
@@ -235,9 +225,6 @@ def test_records_of_a_run_before_in_a_kept_store_count_for_nothing() -> None:
     assert not any(name.startswith("token") for name in first)
 
 
-# ---------------------------------------------------------------- all or nothing
-
-
 class Recurrent(nn.Module):
     """Holds every kind of thing that wrapping touches: a linear layer, a recurrent one, a buffer, a tied weight."""
 
@@ -250,9 +237,7 @@ class Recurrent(nn.Module):
         self.tied.weight = self.up.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., 7) for (..., 7)."""
-        result: torch.Tensor = self.tied(self.norm(self.memory(self.up(x))[0]))
-        return result
+        return self.tied(self.norm(self.memory(self.up(x))[0]))
 
 
 def cut_late(parameter: nn.Parameter) -> Element:

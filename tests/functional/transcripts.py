@@ -70,8 +70,7 @@ class WithHead(nn.Module):
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
-        result: torch.Tensor = self.head(self.norm(x))
-        return result
+        return self.head(self.norm(x))
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,6 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def record(name: str) -> str:
-    """Return the transcript of one scenario; call it on every rank."""
     scenario = SCENARIOS[name]
     model = scenario.build()
     with record_transcript() as lines:

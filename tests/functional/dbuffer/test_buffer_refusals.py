@@ -97,7 +97,6 @@ def refuse_all() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def refused() -> dict[str, str]:
-    """The error that each mistake met on rank 1."""
     return run_ranks(2, refuse_all)[1]
 
 

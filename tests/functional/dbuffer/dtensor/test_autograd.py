@@ -105,7 +105,6 @@ LOSSES: dict[str, Loss] = {
 
 
 def gradients(loss: Loss, p: torch.Tensor, q: torch.Tensor) -> object:
-    """Return the gradients of two backward passes, added up."""
     p, q = nn.Parameter(p), nn.Parameter(q)
     for _ in range(2):
         loss(p, q).backward()

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dbuffer import DBuffer, Element, Flat, LayoutError, Partial, PlacementError
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 SHAPES = [(13, 3), (1,), (1, 7), (3, 2, 5), (11,), (0, 4)]
 
@@ -67,7 +67,6 @@ def test_the_full_tensor_is_right_after(name: str) -> None:
 
 
 def facts_about_faces() -> dict[str, object]:
-    """Return what holds of the DTensors, by name."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     wanted = values()
     buffer = DBuffer.distribute_tensors(wanted, mesh, [Flat()])
@@ -98,7 +97,6 @@ def facts_about_faces() -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def face_facts() -> list[dict[str, object]]:
-    """The facts on three ranks."""
     return run_ranks(3, facts_about_faces)
 
 
@@ -124,21 +122,16 @@ def test_the_rows_of_all_ranks_are_all_rows(face_facts: list[dict[str, object]])
     assert sum(int(str(facts["rows"])) for facts in face_facts) == SHAPES[0][0]
 
 
-def hybrid_faces() -> tuple[bool, bool, bool]:
-    """Return whether DTensors on two axes are whole again and where they live."""
+@on_ranks(4)
+def test_faces_on_two_axes_are_whole_again_too() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     hybrid = DBuffer.distribute_tensors(values(), mesh, [Replicate(), Flat()])
     both = DBuffer.distribute_tensors(values(), mesh, [Flat(), Flat()])
     indices = range(len(SHAPES))
-    return (
-        all(torch.equal(hybrid.get_dtensor(index).full_tensor(), values()[index]) for index in indices),
-        all(torch.equal(both.get_dtensor(index).full_tensor(), values()[index]) for index in indices),
-        hybrid.get_dtensor(0).device_mesh is mesh and both.get_dtensor(0).device_mesh.ndim == 1,
-    )
-
-
-def test_faces_on_two_axes_are_whole_again_too() -> None:
-    assert run_ranks(4, hybrid_faces) == [(True, True, True)] * 4
+    assert all(torch.equal(hybrid.get_dtensor(index).full_tensor(), values()[index]) for index in indices)
+    assert all(torch.equal(both.get_dtensor(index).full_tensor(), values()[index]) for index in indices)
+    assert hybrid.get_dtensor(0).device_mesh is mesh
+    assert both.get_dtensor(0).device_mesh.ndim == 1
 
 
 def refusals() -> list[str]:

@@ -27,7 +27,7 @@ from tests.functional.dbuffer.dtensor.operator_cases import (
     values,
     whole,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 
 CHECKED = [
@@ -86,8 +86,6 @@ def test_element_wise_functions_keep_the_rows_without_communication(layout: str)
     assert run_ranks(num_ranks(layout), lost_rows, layout) == [[]] * num_ranks(layout)
 
 
-# ---------------------------------------------------------------- operands in other rows
-
 Mix = Callable[[torch.Tensor, torch.Tensor], object]
 MIXES: dict[str, Mix] = {
     "sum": lambda x, y: x + y,
@@ -139,8 +137,6 @@ def test_operands_in_other_rows_are_brought_into_these(layout: str, part: int) -
     assert run_ranks(num_ranks(layout), wrong_mixes, layout, part, timeout=120) == [[]] * num_ranks(layout)
 
 
-# ---------------------------------------------------------------- what is refused
-
 REFUSED: dict[str, Callable[[FlatDTensor], object]] = {
     "a plain operand": lambda face: face + torch.ones(13, 4),
     "a plain operand in place": lambda face: face.copy_(torch.ones(13, 4)),
@@ -187,9 +183,6 @@ def test_the_refusal_of_a_plain_operand_says_how_to_make_it_a_replica(refused: l
     assert "[Replicate()] * p.device_mesh.ndim" in refused[0]["a plain operand"]
 
 
-# ---------------------------------------------------------------- copies, pickles, other placements
-
-
 def kept(copied: object, face: FlatDTensor) -> bool:
     """Whether a copy has the values, the rows and the kind of the original, and memory of its own."""
     assert isinstance(copied, FlatDTensor)
@@ -230,31 +223,29 @@ ORIGINALS: dict[str, Callable[[FlatDTensor], FlatDTensor]] = {
 }
 
 
-def bad_copies() -> list[str]:
+@on_ranks(3)
+def test_copies_and_pickles_are_whole_again_and_independent() -> None:
     mesh, found = make_mesh("three ranks"), []
     with torch.no_grad():
         for name, duplicate in COPIES.items():
             face = sharded("three ranks", values(1), mesh)[-1]
             if not kept(duplicate(face), ORIGINALS.get(name, lambda same: same)(face)):
                 found.append(name)
-    return found
+    assert found == []
 
 
-def test_copies_and_pickles_are_whole_again_and_independent() -> None:
-    assert run_ranks(3, bad_copies) == [[]] * 3
-
-
-def facts_about_parameters() -> dict[str, bool]:
+@on_ranks(3)
+def test_parameters_are_what_they_should_be() -> None:
     mesh = make_mesh("three ranks")
     face = sharded("three ranks", values(1), mesh)[-1]
     parameter = nn.Parameter(face)
     parameter.grad = torch.ones_like(face)
-    parameter.name_of_ours = "kept"  # type: ignore[attr-defined]  # as users hang things onto parameters
+    parameter.name_of_ours = "kept"
     twin = copy.deepcopy(parameter)
     address = face.to_local().untyped_storage().data_ptr()
     parameter.data = parameter.detach() * 2
     shards = face.redistribute(placements=[Shard(0)])
-    return {
+    facts = {
         "a parameter": isinstance(parameter, nn.Parameter) and isinstance(parameter, DTensor),
         "its own kind": type(parameter) is FlatDTensor and type(parameter.detach()) is FlatDTensor,
         "shares memory": parameter.to_local().untyped_storage().data_ptr() == address,
@@ -268,18 +259,11 @@ def facts_about_parameters() -> dict[str, bool]:
         "iterable": len(list(face)) == len(face) == 13,
         "printable": "RaggedShard" in repr(face) and "RaggedShard" in f"{face}",
     }
+    assert [name for name, is_true in facts.items() if not is_true] == []
 
 
-def test_parameters_are_what_they_should_be() -> None:
-    for facts in run_ranks(3, facts_about_parameters):
-        assert [name for name, is_true in facts.items() if not is_true] == []
-
-
-# ---------------------------------------------------------------- scalers, inference, scalars of autograd
-
-
-def unscaled() -> tuple[bool, float, float]:
-    """Return whether gradients are unscaled, and what the scaler found before and after one rank has an infinity."""
+@on_ranks(3)
+def test_a_gradient_scaler_tells_every_rank_of_one_ranks_infinity() -> None:
     mesh = make_mesh("three ranks")
     faces = sharded("three ranks", values(1), mesh)
     found = torch.zeros(1)
@@ -289,14 +273,13 @@ def unscaled() -> tuple[bool, float, float]:
     if dist.get_rank() == 1:
         faces[-1].to_local()[0] = float("inf")
     torch._amp_foreach_non_finite_check_and_unscale_(faces, found, torch.tensor(0.5))
-    return right, before, found.item()
+    assert right
+    assert before == 0.0
+    assert found.item() == 1.0
 
 
-def test_a_gradient_scaler_tells_every_rank_of_one_ranks_infinity() -> None:
-    assert run_ranks(3, unscaled) == [(True, 0.0, 1.0)] * 3
-
-
-def in_inference_mode() -> bool:
+@on_ranks(3)
+def test_writing_through_views_works_in_inference_mode() -> None:
     mesh = make_mesh("three ranks")
     face = sharded("three ranks", values(1), mesh)[-1]
     plain = values(1)[-1]
@@ -306,25 +289,18 @@ def in_inference_mode() -> bool:
         face.add_(1.0)
     plain[3].fill_(2.0)
     plain.mul_(3.0).add_(1.0)
-    return torch.equal(face.full_tensor(), plain)
+    assert torch.equal(face.full_tensor(), plain)
 
 
-def test_writing_through_views_works_in_inference_mode() -> None:
-    assert run_ranks(3, in_inference_mode) == [True] * 3
-
-
-def gradient_of_a_plain_scale() -> tuple[float, float]:
+@on_ranks(3)
+def test_a_plain_scale_gets_the_gradient_of_all_rows() -> None:
     mesh = make_mesh("three ranks")
     face = nn.Parameter(sharded("three ranks", values(1), mesh)[-1])
     scale = torch.tensor(2.0, requires_grad=True)
     (face * scale).sum().backward()
     assert scale.grad is not None
-    return scale.grad.item(), values(1)[-1].sum().item()
-
-
-def test_a_plain_scale_gets_the_gradient_of_all_rows() -> None:
-    for found, wanted in run_ranks(3, gradient_of_a_plain_scale):
-        assert found == pytest.approx(wanted, rel=1e-5)
+    found, wanted = scale.grad.item(), values(1)[-1].sum().item()
+    assert found == pytest.approx(wanted, rel=1e-5)
 
 
 def recorded_refusals() -> list[str]:
@@ -363,8 +339,8 @@ def test_every_layout_has_its_number_of_ranks() -> None:
     assert {layout: num_ranks(layout) for layout in LAYOUTS}["hfsdp"] == 4
 
 
-def views_of_rows() -> list[str]:
-    """Return the views that have no rows of their own on each rank although they could."""
+@on_ranks(3)
+def test_slices_of_rows_and_of_columns_are_views_without_communication() -> None:
     mesh = make_mesh("three ranks")
     face = sharded("three ranks", values(1), mesh)[-1]
     slices = {"rows": face[2:9], "columns": face[:, 1:3], "unsqueezed": face.unsqueeze(1), "both": face[3:, ::2]}
@@ -372,14 +348,13 @@ def views_of_rows() -> list[str]:
     with observe_collectives(calls.append), torch.no_grad():
         for view in slices.values():
             view.mul_(2.0)
-    return [name for name, view in slices.items() if not any(type(p) is RaggedShard for p in view.placements)] + calls
+    assert [
+        name for name, view in slices.items() if not any(type(p) is RaggedShard for p in view.placements)
+    ] + calls == []
 
 
-def test_slices_of_rows_and_of_columns_are_views_without_communication() -> None:
-    assert run_ranks(3, views_of_rows) == [[]] * 3
-
-
-def gathers_of_random_functions() -> list[str]:
+@on_ranks(3)
+def test_random_functions_draw_without_gathering() -> None:
     mesh = make_mesh("three ranks")
     calls: list[CollectiveCall] = []
     face = sharded("three ranks", values(1), mesh)[-1]
@@ -388,20 +363,12 @@ def gathers_of_random_functions() -> list[str]:
         nn.init.trunc_normal_(face)
         torch.rand_like(face)
         face.exponential_()
-    return [call.kind for call in calls if call.kind != "all_reduce"]
+    assert [call.kind for call in calls if call.kind != "all_reduce"] == []
 
 
-def test_random_functions_draw_without_gathering() -> None:
-    assert run_ranks(3, gathers_of_random_functions) == [[]] * 3
-
-
-def buffer_of_sharded() -> bool:
-    """Whether a buffer made from sharded tensors' whole values is the same again."""
+@on_ranks(2)
+def test_a_buffer_takes_sharded_tensors_that_were_made_whole() -> None:
     mesh = make_mesh("two ranks")
     faces = sharded("two ranks", values(1), mesh)
     again = DBuffer.distribute_tensors([face.full_tensor() for face in faces], mesh, list(LAYOUTS["two ranks"][1]))
-    return all(torch.equal(again.get_dtensor(index), face) for index, face in enumerate(faces))
-
-
-def test_a_buffer_takes_sharded_tensors_that_were_made_whole() -> None:
-    assert run_ranks(2, buffer_of_sharded) == [True] * 2
+    assert all(torch.equal(again.get_dtensor(index), face) for index, face in enumerate(faces))

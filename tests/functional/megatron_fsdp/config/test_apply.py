@@ -27,8 +27,7 @@ class Stack(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x).tanh()
-        result: torch.Tensor = self.last(x)
-        return result
+        return self.last(x)
 
 
 def config(line: str) -> FsdpConfig:

@@ -133,9 +133,6 @@ def test_an_ignored_parameter_may_be_anything() -> None:
     assert "inner.scale" not in owned_names(model, ignored=(model.inner.scale,))
 
 
-# ---------------------------------------------------------------- groups
-
-
 def parameter(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> OwnedParameter:
     return OwnedParameter("weight", nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=requires_grad))
 
@@ -154,9 +151,6 @@ def test_parameters_are_grouped_by_dtype_and_whether_they_train() -> None:
 
 def test_nothing_makes_no_group() -> None:
     assert group_parameters([]) == []
-
-
-# ---------------------------------------------------------------- granularity
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,6 @@ NO_NUMBER = float("nan")
 
 
 class Receiver:
-    """Keeps the products of one weight."""
-
     def __init__(self, weight: torch.Tensor, *, is_willing: bool = True) -> None:
         self.view = torch.zeros(weight.shape, dtype=weight.dtype)
         self.num_products = 0
@@ -43,17 +41,12 @@ def fused(layer: nn.Linear) -> nn.Linear:
 
 
 class Doubled(nn.Linear):
-    """Its forward is its own."""
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(input)
 
 
 class Renamed(nn.Linear):
     """Its forward is that of a linear layer."""
-
-
-# ---------------------------------------------------------------- the product
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -79,9 +72,6 @@ def test_a_product_over_no_rows_is_zero(overwrite: bool, wanted: float, scale: f
     out = torch.full((3, 7), NO_NUMBER if overwrite else 2.0)
     add_product(torch.empty(3, 0), torch.empty(0, 7), out, scale=scale, overwrite=overwrite)
     assert torch.equal(out, torch.full((3, 7), wanted))
-
-
-# ---------------------------------------------------------------- what the layer becomes
 
 
 def test_a_fused_layer_looks_like_one_of_its_class() -> None:
@@ -132,9 +122,6 @@ def test_a_copied_weight_does_not_write_into_the_buffer_of_the_first() -> None:
     other(torch.ones(2, 3)).sum().backward()
     assert other.weight.grad is not None
     assert receiver.num_products == 0
-
-
-# ---------------------------------------------------------------- when the buffer gets the gradient
 
 
 def gradient_of(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -231,7 +218,7 @@ def mapped(layer: nn.Linear) -> torch.Tensor:
 def differentiated_forward(layer: nn.Linear) -> torch.Tensor:
     with forward_ad.dual_level():
         output = layer(forward_ad.make_dual(torch.ones(2, 3), torch.ones(2, 3)))
-        return forward_ad.unpack_dual(output).tangent.sum()  # type: ignore[union-attr,no-any-return]
+        return forward_ad.unpack_dual(output).tangent.sum()
 
 
 def called_with_other_weights(layer: nn.Linear) -> torch.Tensor:
@@ -267,7 +254,7 @@ def test_a_node_that_is_called_by_hand_returns_the_gradient() -> None:
     receiver, x = Receiver(layer.weight), torch.ones(2, 3)
     output = layer(x)
     assert output.grad_fn is not None
-    _, found, *_ = output.grad_fn.apply(torch.ones(2, 4))  # type: ignore[attr-defined]
+    _, found, *_ = output.grad_fn.apply(torch.ones(2, 4))
     assert torch.equal(found, torch.full((4, 3), 2.0))
     assert receiver.num_products == 0
 
