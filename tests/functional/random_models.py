@@ -31,6 +31,7 @@ POLICIES: Mapping[str, MixedPrecisionPolicy | None] = {
     ),
     "fp64 gradients": MixedPrecisionPolicy(main_grads_dtype=torch.float64),
     "fp64 main weights": MixedPrecisionPolicy(main_params_dtype=torch.float64),
+    "unfused": MixedPrecisionPolicy(fuse_weight_gradients=False),
 }
 
 

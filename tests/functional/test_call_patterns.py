@@ -10,9 +10,9 @@ from torch import nn
 
 from dbuffer import guard_released_storage, observe_collectives
 from megatron_fsdp import StateError, fully_shard
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import WIDTH, Block, Stack, inputs, squared
-from tests.harness.oracle import Case, Comparison, compare, shard_each
+from tests.harness.oracle import Case, compare, shard_each
 
 
 def three_blocks() -> nn.Module:
@@ -222,14 +222,11 @@ CASES = {
 }
 
 
-def compare_case(name: str) -> Comparison:
-    return compare(CASES[name])
-
-
 @pytest.mark.parametrize("name", CASES)
+@on_ranks(2, timeout=20)
 def test_gradients_and_weights_equal_those_of_a_whole_model_with(name: str) -> None:
-    results = run_ranks(2, compare_case, name, timeout=20)
-    assert all(result.is_exact for result in results), results
+    result = compare(CASES[name])
+    assert result.is_exact, result
 
 
 def take_input_gradients_only() -> list[str]:
@@ -251,18 +248,15 @@ def test_a_backward_to_the_inputs_alone_reduces_nothing() -> None:
     assert first == second == ["all_gather"]
 
 
-def train_after_input_gradients() -> Comparison:
-    return compare(Case(three_blocks, squared, prepare=_take_input_gradient))
-
-
 def _take_input_gradient(model: nn.Module, step: int) -> None:
     x = inputs(dist.get_rank(), 77).requires_grad_()
     torch.autograd.grad(model(x).sum(), x)
 
 
+@on_ranks(2)
 def test_training_goes_on_right_after_a_backward_to_the_inputs_alone() -> None:
-    results = run_ranks(2, train_after_input_gradients)
-    assert all(result.is_exact for result in results), results
+    result = compare(Case(three_blocks, squared, prepare=_take_input_gradient))
+    assert result.is_exact, result
 
 
 def ask_for_second_derivatives() -> str:

@@ -13,13 +13,9 @@ from tests.functional import (
 )
 from tests.functional.compatibility import SCENARIOS, Outcome, available, disagreements, has_name, run_both
 from tests.functional.compatibility_differences import DIFFERENCES, see_both
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 __all__ = ["compatibility_arguments", "compatibility_communication", "compatibility_methods", "compatibility_tools"]
-
-
-def run(name: str) -> tuple[Outcome, Outcome]:
-    return run_both(name)
 
 
 # PyTorch goes through all layouts of operands for each of its operators: seconds where a mesh has three axes. Of what
@@ -41,9 +37,10 @@ NIGHTLY = (
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in NIGHTLY else ()) for name in available()]
 )
+@on_ranks(lambda name: SCENARIOS[name].num_ranks)
 def test_both_engines_agree(name: str) -> None:
-    for theirs, ours in run_ranks(SCENARIOS[name].num_ranks, run, name):
-        assert disagreements(name, theirs, ours) == []
+    theirs, ours = run_both(name)
+    assert disagreements(name, theirs, ours) == []
 
 
 def see(name: str) -> tuple[object, object]:

@@ -7,9 +7,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import MixedPrecisionPolicy, expert_matmul, fully_shard
 from tests.functional.linear_uses import counted_products
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.models import WIDTH, Stack, inputs, squared
-from tests.harness.oracle import Case, Comparison, compare
+from tests.harness.oracle import Case, compare
 
 NUM_EXPERTS, HIDDEN = 3, 5
 
@@ -46,18 +46,15 @@ class Recomputed(Experts):
 KINDS: dict[type[Experts], int] = {Experts: 4, UsedTwice: 8, BesideAnotherUse: 4, Recomputed: 4}
 
 
-def train(kind: type[Experts]) -> tuple[Comparison, int]:
-    with counted_products() as products:
-        found = compare(Case(lambda: Stack(kind(), kind()), squared, steps=1))
-    return found, len(products)
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@on_ranks(lambda num_ranks: num_ranks)
 def test_gradients_are_exact_and_each_product_goes_into_the_buffer(kind: type[Experts], num_ranks: int) -> None:
-    for found, products in run_ranks(num_ranks, train, kind):
-        assert found.is_exact, found
-        assert products == KINDS[kind]
+    with counted_products() as products:
+        found = compare(Case(lambda: Stack(kind(), kind()), squared, steps=1))
+    products = len(products)
+    assert found.is_exact, found
+    assert products == KINDS[kind]
 
 
 def gradients(policy: MixedPrecisionPolicy) -> tuple[list[float], int]:

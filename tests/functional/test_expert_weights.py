@@ -31,7 +31,7 @@ from megatron_fsdp import (
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import WIDTH, Block, Stack, inputs, squared
-from tests.harness.oracle import Case, Comparison, compare, whole
+from tests.harness.oracle import Case, compare, whole
 
 NUM_EXPERTS = 2
 
@@ -74,17 +74,14 @@ def shard_on_two_axes(model: nn.Module) -> None:
     fully_shard(model, mesh, Placements.hfsdp())
 
 
-def compare_on(num_axes: int) -> Comparison:
-    return compare(Case(build, squared, shard=shard_by_rows if num_axes == 1 else shard_on_two_axes))
-
-
 SIZES = [(2, 1), (3, 1), (4, 1), (4, 2)]
 
 
 @pytest.mark.parametrize(("num_ranks", "num_axes"), nightly_but([(3, 1), (4, 2)], SIZES))
+@on_ranks(lambda num_ranks: num_ranks)
 def test_gradients_are_exact_when_experts_are_cut_between_rows(num_ranks: int, num_axes: int) -> None:
-    results = run_ranks(num_ranks, compare_on, num_axes)
-    assert all(result.is_exact for result in results), results
+    result = compare(Case(build, squared, shard=shard_by_rows if num_axes == 1 else shard_on_two_axes))
+    assert result.is_exact, result
 
 
 def sharded(seed: int = 0) -> Stack:
@@ -113,8 +110,9 @@ def test_parameters_show_their_natural_shape_over_rows_of_any_expert() -> None:
     assert any(local[0][0] % 7 for local in per_rank), "some cut must lie inside an expert"
 
 
-def operators() -> list[str]:
-    """Return the names of operators whose result on the sharded weight is not that on the whole one."""
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@on_ranks(lambda num_ranks: num_ranks)
+def test_operators_on_sharded_experts_give_what_they_give_on_whole_ones(num_ranks: int) -> None:
     model = sharded()
     face = model.layers[1].up
     assert isinstance(face, nn.Parameter)
@@ -147,12 +145,7 @@ def operators() -> list[str]:
     with torch.no_grad():
         face[1, 2:4].fill_(7.0)
         plain[1, 2:4].fill_(7.0)
-    return wrong + ["setting through a view"] * (not torch.equal(whole(face, face), plain))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_operators_on_sharded_experts_give_what_they_give_on_whole_ones(num_ranks: int) -> None:
-    assert run_ranks(num_ranks, operators) == [[]] * num_ranks
+    assert wrong + ["setting through a view"] * (not torch.equal(whole(face, face), plain)) == []
 
 
 def optimizer_of(kind: str, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:

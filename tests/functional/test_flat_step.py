@@ -158,22 +158,19 @@ def state_replaced(model: Net, optimizer: Optimizer, step: int) -> None:
         optimizer.load_state_dict(torch.load(document, weights_only=True))
 
 
-def all_steps(kind: str) -> list[str]:
-    return [
-        f"{each.__name__}: {wrong}" for each in (nothing, everything, state_replaced) for wrong in compare(kind, each)
-    ]
-
-
 OFTEN_ON = [(kind, 3 if place % 3 == 0 else 1) for place, kind in enumerate(OFTEN)]
 
 
 @pytest.mark.parametrize(("kind", "num_ranks"), nightly_but(OFTEN_ON, product(KINDS, [1, 3])))
+@on_ranks(lambda num_ranks: num_ranks)
 def test_weights_and_state_are_those_of_a_step_over_each_parameter_to_the_bit(kind: str, num_ranks: int) -> None:
-    assert run_ranks(num_ranks, all_steps, kind) == [[]] * num_ranks
+    for each in (nothing, everything, state_replaced):
+        assert compare(kind, each) == [], each.__name__
 
 
-def sizes_of_steps() -> dict[str, list[int]]:
-    """Return the sizes of what steps of several optimizers, models and gradients go through."""
+@on_ranks(1)
+def test_a_step_goes_through_few_tensors_only_where_that_is_exact() -> None:
+    num_parameters = len(list(Net().parameters()))
     found: dict[str, list[int]] = {}
 
     def record(name: str, make: Callable[[Net], Optimizer], policy: MixedPrecisionPolicy | None = None) -> None:
@@ -197,12 +194,6 @@ def sizes_of_steps() -> dict[str, list[int]]:
     record("unknown", lambda model: not_flat(OPTIM.AdamW)(model.parameters(), foreach=True))
     record("default", lambda model: OPTIM.SGD(model.parameters(), lr=0.1, momentum=0.9))
     record("narrow", adamw, MixedPrecisionPolicy(main_params_dtype=torch.bfloat16, main_grads_dtype=torch.bfloat16))
-    return found
-
-
-def test_a_step_goes_through_few_tensors_only_where_that_is_exact() -> None:
-    num_parameters = len(list(Net().parameters()))
-    (found,) = run_ranks(1, sizes_of_steps)
     counts = {name: len(sizes) for name, sizes in found.items()}
     assert counts["foreach"] == counts["wrapped"] == counts["default"] == 3
     # One that another optimizer steps divides a unit in two, and is no part of either.

@@ -1,6 +1,6 @@
 """The dtypes in which gradients travel and rest when nobody gives a reduce_dtype: those that parameters ask for."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -274,15 +274,11 @@ def test_an_override_of_a_third_dtype_leaves_the_module_as_it_was() -> None:
     assert type(model) is Weights
 
 
-def notes(policies: Iterable[MixedPrecisionPolicy]) -> list[list[str]]:
-    pages = [str(explain(fully_shard(Weights(), mp_policy=policy))).splitlines() for policy in policies]
-    return [[line for line in page if "reduced in" in line] for page in pages]
-
-
+@on_ranks(1)
 def test_explain_says_which_gradients_travel_in_more_than_weights_compute_in() -> None:
-    ((silent, asked, same),) = run_ranks(
-        1, notes, [MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(BF16, BF16), MixedPrecisionPolicy()]
-    )
+    policies = [MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(BF16, BF16), MixedPrecisionPolicy()]
+    pages = [str(explain(fully_shard(Weights(), mp_policy=policy))).splitlines() for policy in policies]
+    (silent, asked, same) = [[line for line in page if "reduced in" in line] for page in pages]
     assert (asked, same) == ([], [])
     (line,) = silent
     assert "gradients of bfloat16 weights are reduced in float32, which is the default (reduce_dtype=None)" in line

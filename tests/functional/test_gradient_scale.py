@@ -58,7 +58,13 @@ def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
-def measured(layout: str, policy: str) -> tuple[GradientScale, bool]:
+@pytest.mark.parametrize(
+    ("layout", "policy"), nightly_but(QUICK, [(layout, policy) for layout in LAYOUTS for policy in POLICIES])
+)
+@on_ranks(lambda layout: math.prod(LAYOUTS[layout][1]))
+def test_every_parameter_has_the_factor_of_a_mean_over_ranks(layout: str, policy: str) -> None:
+    num_ranks = math.prod(LAYOUTS[layout][1])
+    limit = 2e-6 if policy != "bf16 sums" else 4e-3
     strategy, shape = LAYOUTS[layout]
     model = shard_model(make_model(), make_mesh(shape), strategy, POLICIES[policy])
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
@@ -71,25 +77,16 @@ def measured(layout: str, policy: str) -> tuple[GradientScale, bool]:
     kept = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
     after = whole_state(model)
     is_same = gradients.keys() == kept.keys() and all(torch.equal(kept[name], gradients[name]) for name in kept)
-    return report, is_same and all(torch.equal(after[name], before[name]) for name in before)
-
-
-@pytest.mark.parametrize(
-    ("layout", "policy"), nightly_but(QUICK, [(layout, policy) for layout in LAYOUTS for policy in POLICIES])
-)
-def test_every_parameter_has_the_factor_of_a_mean_over_ranks(layout: str, policy: str) -> None:
-    num_ranks = math.prod(LAYOUTS[layout][1])
-    limit = 2e-6 if policy != "bf16 sums" else 4e-3
-    for report, is_same in run_ranks(num_ranks, measured, layout, policy):
-        assert is_same
-        assert len(report.parameters) == 16
-        for each in report.parameters:
-            assert each.factor == pytest.approx(1 / num_ranks, rel=limit)
-            assert each.accumulated == pytest.approx(2, rel=limit)
-            assert each.residual <= 2 * limit
-        assert report.norm is not None
-        assert report.norm.found == pytest.approx(report.norm.expected, rel=1e-5)
-        assert report.is_mean
+    is_same = is_same and all(torch.equal(after[name], before[name]) for name in before)
+    assert is_same
+    assert len(report.parameters) == 16
+    for each in report.parameters:
+        assert each.factor == pytest.approx(1 / num_ranks, rel=limit)
+        assert each.accumulated == pytest.approx(2, rel=limit)
+        assert each.residual <= 2 * limit
+    assert report.norm is not None
+    assert report.norm.found == pytest.approx(report.norm.expected, rel=1e-5)
+    assert report.is_mean
 
 
 def norm_of(model: nn.Module) -> float:
@@ -117,16 +114,14 @@ def test_experts_on_fewer_ranks_have_the_factor_of_all_ranks(num_experts: int, s
     assert all(each.factor == pytest.approx(0.25, rel=1e-6) for each in report.parameters)
 
 
-def local_norm() -> str:
+@on_ranks(4)
+def test_ranks_that_clip_by_different_norms_are_found() -> None:
     model, _ = shard_experts(2)
     with pytest.raises(GradientScaleError) as error:
         check_gradient_scale(model, squares, rows(dist.get_rank()))
-    return str(error.value)
-
-
-def test_ranks_that_clip_by_different_norms_are_found() -> None:
-    found = run_ranks(4, local_norm)
-    assert all("on the ranks, which clip differently" in text and "parameter " not in text for text in found)
+    text = str(error.value)
+    assert "on the ranks, which clip differently" in text
+    assert "parameter " not in text
 
 
 def of_tensor_parallel(strategy: str) -> GradientScale:

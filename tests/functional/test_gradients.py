@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from megatron_fsdp import fully_shard
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.models import WIDTH, Block, Stack, inputs
-from tests.harness.oracle import Case, Comparison, compare
+from tests.harness.oracle import Case, compare
 
 
 def squared(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -250,11 +250,8 @@ CASES = {
 }
 
 
-def compare_case(name: str) -> Comparison:
-    return compare(CASES[name])
-
-
 @pytest.mark.parametrize("name", CASES)
+@on_ranks(2, timeout=20)
 def test_gradients_and_weights_equal_those_of_a_whole_model_with(name: str) -> None:
-    results = run_ranks(2, compare_case, name, timeout=20)
-    assert all(result.is_exact for result in results), results
+    result = compare(CASES[name])
+    assert result.is_exact, result

@@ -13,7 +13,7 @@ from dbuffer import memory_meter
 from megatron_fsdp import FsdpModule, fully_shard_optimizer
 from tests.harness import on_ranks, run_ranks
 from tests.harness.models import Block, Stack, inputs, squared
-from tests.harness.oracle import Case, Comparison, compare, shard_each
+from tests.harness.oracle import Case, compare, shard_each
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
@@ -196,23 +196,17 @@ def after_a_failure_of_an_earlier_loss(model: nn.Module, rank: int, step: int) -
     return loss
 
 
-def train_after_a_failure_of_an_earlier_loss() -> Comparison:
-    return compare(Case(failing_stack, after_a_failure_of_an_earlier_loss))
-
-
+@on_ranks(2, timeout=20)
 def test_a_forward_that_ran_before_the_exception_is_as_good_as_one_after_it() -> None:
-    results = run_ranks(2, train_after_a_failure_of_an_earlier_loss, timeout=20)
-    assert all(result.is_exact for result in results), results
-
-
-def train_through(recovery: str) -> Comparison:
-    return compare(Case(failing_stack, squared, prepare=RECOVERIES[recovery]))
+    result = compare(Case(failing_stack, after_a_failure_of_an_earlier_loss))
+    assert result.is_exact, result
 
 
 @pytest.mark.parametrize("recovery", RECOVERIES)
+@on_ranks(2, timeout=20)
 def test_the_next_step_is_right_after(recovery: str) -> None:
-    results = run_ranks(2, train_through, recovery, timeout=20)
-    assert all(result.is_exact for result in results), results
+    result = compare(Case(failing_stack, squared, prepare=RECOVERIES[recovery]))
+    assert result.is_exact, result
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])

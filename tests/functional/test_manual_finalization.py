@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import ConfigError, GradientReductionHandle, Placements, StateError, fully_shard
 from megatron_fsdp.observability.flight_recorder import record_transcript
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.models import inputs, three_blocks
 from tests.harness.oracle import whole
 
@@ -94,7 +94,9 @@ def later(model: Any) -> None:
     handle.wait()
 
 
-def differences(strategy: str) -> list[float]:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(lambda strategy: 4 if strategy == "hsdp" else 2)
+def test_gradients_are_a_plain_models_once_they_are_finalized(strategy: str) -> None:
     wanted = plain_gradients(range(NUM_MICROBATCHES))
     found = []
     for schedule in (each_backward, all_backwards, without_sync, not_last):
@@ -106,14 +108,8 @@ def differences(strategy: str) -> list[float]:
             model.zero_grad()
             schedule(model, finalize)
             found.append(worst(model, wanted))
-    return found
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_are_a_plain_models_once_they_are_finalized(strategy: str) -> None:
-    for found in run_ranks(4 if strategy == "hsdp" else 2, differences, strategy):
-        assert len(found) == 16
-        assert max(found) < 2e-6
+    assert len(found) == 16
+    assert max(found) < 2e-6
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])

@@ -106,17 +106,14 @@ def step_on_given_gradients(name: str, model: Model) -> dict[str, torch.Tensor]:
     return whole_state(model)
 
 
-def step_sharded(strategy: str, mesh_shape: tuple[int, ...], name: str) -> dict[str, torch.Tensor]:
-    return step_on_given_gradients(name, shard_model(make_model(), make_mesh(mesh_shape), strategy))
-
-
 @pytest.mark.parametrize("name", MUON)
 @pytest.mark.parametrize("layout", nightly_but(["hybrid"], LAYOUTS))
+@on_ranks(lambda layout: torch.Size(LAYOUTS[layout][1]).numel())
 def test_orthogonal_updates_equal_the_whole_models_with(layout: str, name: str) -> None:
     strategy, mesh_shape = LAYOUTS[layout]
     wanted = step_on_given_gradients(name, make_model())
-    for weights in run_ranks(torch.Size(mesh_shape).numel(), step_sharded, strategy, mesh_shape, name):
-        assert differing(weights, wanted, 1e-5) == []
+    weights = step_on_given_gradients(name, shard_model(make_model(), make_mesh(mesh_shape), strategy))
+    assert differing(weights, wanted, 1e-5) == []
 
 
 def search(model: Model, ranks: list[int]) -> dict[str, torch.Tensor]:
@@ -140,14 +137,11 @@ def search(model: Model, ranks: list[int]) -> dict[str, torch.Tensor]:
     return whole_state(model)
 
 
-def search_sharded() -> dict[str, torch.Tensor]:
-    return search(shard_model(make_model(), make_mesh((3,))), [dist.get_rank()])
-
-
+@on_ranks(3)
 def test_a_line_search_over_all_parameters_as_one_vector_equals_the_whole_models() -> None:
     wanted = search(make_model(), [0, 1, 2])
-    for weights in run_ranks(3, search_sharded):
-        assert differing(weights, wanted, 1e-4) == []
+    weights = search(shard_model(make_model(), make_mesh((3,))), [dist.get_rank()])
+    assert differing(weights, wanted, 1e-4) == []
 
 
 @pytest.mark.parametrize("name", ["Muon", "SGD, foreach=False", "RMSprop, foreach=True", "Adadelta, foreach=False"])

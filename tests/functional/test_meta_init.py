@@ -100,22 +100,18 @@ def test_materialized_values_are_those_of_one_process_whatever_the_ranks(mesh_sh
             assert {name for name in found if not torch.equal(found[name], wanted[name])} == set(), strategy
 
 
-def emptied_and_reset() -> dict[str, torch.Tensor]:
-    """Do as FSDP2's tutorial does: to_empty, then reset_parameters of every module."""
+@pytest.mark.parametrize("num_ranks", nightly_but([1, 3], [1, 2, 3]))
+@on_ranks(lambda num_ranks: num_ranks)
+def test_to_empty_and_reset_parameters_give_the_values_of_one_process(num_ranks: int) -> None:
+    wanted = on_one_process()
     model = sharded_on_meta((dist.get_world_size(),), "optim_grads_params")
     assert all(parameter.is_meta for parameter in model.parameters())
     model.to_empty(device="cpu")
     torch.manual_seed(100)
     for module in [m for m in reversed_depth(model) if hasattr(m, "reset_parameters")]:
         module.reset_parameters()
-    return {name: whole(value, value) for name, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("num_ranks", nightly_but([1, 3], [1, 2, 3]))
-def test_to_empty_and_reset_parameters_give_the_values_of_one_process(num_ranks: int) -> None:
-    wanted = on_one_process()
-    for found in run_ranks(num_ranks, emptied_and_reset):
-        assert {name for name in found if not torch.equal(found[name], wanted[name])} == set()
+    found = {name: whole(value, value) for name, value in model.state_dict().items()}
+    assert {name for name in found if not torch.equal(found[name], wanted[name])} == set()
 
 
 def trained(on_meta: bool) -> list[float]:
@@ -226,7 +222,9 @@ def test_a_model_on_the_meta_device_takes_values_from(way: str, tmp_path: Path) 
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] + ["output"] * (not is_close) == []
 
 
-def excluded_on_meta() -> tuple[bool, dict[str, torch.Tensor]]:
+@on_ranks(2)
+def test_replicated_parameters_stay_so_through_meta_initialisation() -> None:
+    wanted = on_one_process()
     with torch.device("meta"):
         model = Tagged()
     fsdp_no_shard(model.scale)
@@ -238,11 +236,6 @@ def excluded_on_meta() -> tuple[bool, dict[str, torch.Tensor]]:
     materialize(model)
     faces = [model.scale, *model.blocks[1].parameters()]
     kept = all(face.to_local().shape == face.shape for face in faces)
-    return kept, {name: whole(value, value) for name, value in model.state_dict().items()}
-
-
-def test_replicated_parameters_stay_so_through_meta_initialisation() -> None:
-    wanted = on_one_process()
-    for kept, found in run_ranks(2, excluded_on_meta):
-        assert kept
-        assert {name for name in found if not torch.equal(found[name], wanted[name])} == set()
+    found = {name: whole(value, value) for name, value in model.state_dict().items()}
+    assert kept
+    assert {name for name in found if not torch.equal(found[name], wanted[name])} == set()

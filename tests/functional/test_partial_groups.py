@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from dbuffer.collectives import observe_collectives
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.functional.strategy_table import STRATEGIES
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.oracle import whole
 
 WIDTH, NUM_CHUNKS, NUM_STEPS = 7, 3, 2
@@ -190,8 +190,9 @@ def test_gradients_are_a_plain_models_whichever_modules_of_a_unit_a_forward_runs
     assert {key: off for key, off in worst.items() if off > 1e-5} == {}
 
 
-def dtypes_of_calls() -> list[torch.dtype]:
-    """Return what the head gets and gives, called by itself, and what the model gives without it."""
+@on_ranks(2)
+def test_each_module_of_a_unit_casts_its_inputs_and_outputs_when_it_is_called_by_itself() -> None:
+    wanted = [torch.float64] + [torch.bfloat16, torch.float64] * NUM_CHUNKS
     policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
     model = sharded("optim_grads_params", mp_policy=policy)
     seen: list[torch.dtype] = []
@@ -200,12 +201,7 @@ def dtypes_of_calls() -> list[torch.dtype]:
     seen.append(hidden.dtype)
     for chunk in chunks(hidden):
         seen.append(model.head(chunk).dtype)
-    return seen
-
-
-def test_each_module_of_a_unit_casts_its_inputs_and_outputs_when_it_is_called_by_itself() -> None:
-    wanted = [torch.float64] + [torch.bfloat16, torch.float64] * NUM_CHUNKS
-    assert run_ranks(2, dtypes_of_calls) == [wanted] * 2
+    assert seen == wanted
 
 
 @on_ranks(2)

@@ -188,8 +188,15 @@ def test_gradients_are_reduced_in_the_reduce_dtype_or_that_of_the_gradients(
     assert shown[name].element_bytes["reduce_scatter"] == {wanted}
 
 
-def gradients_in(policy: MixedPrecisionPolicy, own: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each full gradient beside the FP32 mean of what plain copies compute in bf16, one for each rank."""
+def loss_of(model: nn.Module, rank: int) -> torch.Tensor:
+    output: torch.Tensor = model(inputs(rank, 0).to(BF16))
+    return output.float().square().sum()
+
+
+@pytest.mark.parametrize("own", [FP32, BF16], ids=["from fp32", "from bf16"])
+@on_ranks(2)
+def test_bf16_gradients_reduced_in_fp32_are_exactly_the_fp32_mean_of_every_ranks_own(own: torch.dtype) -> None:
+    policy = MixedPrecisionPolicy(BF16, FP32, main_params_dtype=FP32)
     torch.manual_seed(3)
     plain = Stack(Block(), Block(hidden=5)).to(BF16)
     model = copy.deepcopy(plain).to(own)
@@ -204,20 +211,9 @@ def gradients_in(policy: MixedPrecisionPolicy, own: torch.dtype) -> list[tuple[t
         for total, parameter in zip(totals, plain.parameters(), strict=True):
             assert parameter.grad is not None
             total += parameter.grad.float() / dist.get_world_size()
-    return [(whole(p.grad, p), total) for p, total in zip(model.parameters(), totals, strict=True)]
-
-
-def loss_of(model: nn.Module, rank: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(rank, 0).to(BF16))
-    return output.float().square().sum()
-
-
-@pytest.mark.parametrize("own", [FP32, BF16], ids=["from fp32", "from bf16"])
-def test_bf16_gradients_reduced_in_fp32_are_exactly_the_fp32_mean_of_every_ranks_own(own: torch.dtype) -> None:
-    policy = MixedPrecisionPolicy(BF16, FP32, main_params_dtype=FP32)
-    for pairs in run_ranks(2, gradients_in, policy, own):
-        assert all(torch.equal(found, wanted) for found, wanted in pairs)
-        assert all(bool(wanted.any()) for _, wanted in pairs)
+    pairs = [(whole(p.grad, p), total) for p, total in zip(model.parameters(), totals, strict=True)]
+    assert all(torch.equal(found, wanted) for found, wanted in pairs)
+    assert all(bool(wanted.any()) for _, wanted in pairs)
 
 
 class Weight(nn.Module):

@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import fully_shard
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Headed, inputs
-from tests.harness.oracle import Case, Comparison, compare
+from tests.harness.oracle import Case, compare
 
 KINDS = {"reentrant": True, "non-reentrant": False}
 
@@ -143,18 +143,15 @@ def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return output.square().mean()
 
 
-def train(builder: str, kind: str) -> Comparison:
-    return compare(Case(lambda: BUILDERS[builder](KINDS[kind]), loss, shard=shard_blocks))
-
-
 # Each builder with one kind by turns.
 QUICK = [(builder, list(KINDS)[place % len(KINDS)]) for place, builder in enumerate(BUILDERS)]
 
 
 @pytest.mark.parametrize(("builder", "kind"), nightly_but(QUICK, product(BUILDERS, KINDS)))
+@on_ranks(2, timeout=20)
 def test_gradients_equal_those_of_a_whole_model_with(builder: str, kind: str) -> None:
-    results = run_ranks(2, train, builder, kind, timeout=20)
-    assert all(result.is_exact for result in results), results
+    result = compare(Case(lambda: BUILDERS[builder](KINDS[kind]), loss, shard=shard_blocks))
+    assert result.is_exact, result
 
 
 def count_collectives(kind: str, builder: str) -> list[dict[str, int]]:

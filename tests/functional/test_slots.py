@@ -311,31 +311,19 @@ def test_units_that_keep_their_weights_have_slots_of_their_own_size() -> None:
     assert in_slots == wanted > 0
 
 
-def megatron_slots() -> list[tuple[SlotChoice, bool]]:
+@on_ranks(2)
+def test_megatrons_buffers_are_slots() -> None:
+    wanted = [SlotChoice("by_size"), SlotChoice("largest"), SlotChoice("by_size")]
     found = []
     for name in ("fsdp_double_buffer", "maxpool_double_buffer", "nccl_ub"):
         model = fully_shard_model(Stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES)), ["Block"], **{name: True})
         assert isinstance(model, FsdpModule)
         model(inputs(dist.get_rank(), 0)).square().mean().backward()
         found.append((model._fsdp_unit.slots, slots_of(model)[0] == (2 if name == "maxpool_double_buffer" else 5)))
-    return found
+    assert found == [(choice, True) for choice in wanted]
 
 
-def test_megatrons_buffers_are_slots() -> None:
-    wanted = [SlotChoice("by_size"), SlotChoice("largest"), SlotChoice("by_size")]
-    assert run_ranks(2, megatron_slots) == [[(choice, True) for choice in wanted]] * 2
-
-
-def flag_slots(flags: list[str]) -> list[SlotChoice]:
-    found = []
-    for flag in flags:
-        model = build(Setting())
-        FsdpConfig.from_args(add_megatron_fsdp_args(argparse.ArgumentParser()).parse_args([flag])).apply(model)
-        assert isinstance(model, FsdpModule)
-        found.append(model._fsdp_unit.slots)
-    return found
-
-
+@on_ranks(2)
 def test_the_flags_choose_the_slots() -> None:
     wanted = {
         "--fsdp-double-buffer": SlotChoice("by_size"),
@@ -343,7 +331,14 @@ def test_the_flags_choose_the_slots() -> None:
         "--use-nccl-ub": SlotChoice("by_size"),
         "--bf16": SlotChoice(),
     }
-    assert run_ranks(2, flag_slots, list(wanted)) == [list(wanted.values())] * 2
+    flags = list(wanted)
+    found = []
+    for flag in flags:
+        model = build(Setting())
+        FsdpConfig.from_args(add_megatron_fsdp_args(argparse.ArgumentParser()).parse_args([flag])).apply(model)
+        assert isinstance(model, FsdpModule)
+        found.append(model._fsdp_unit.slots)
+    assert found == list(wanted.values())
 
 
 @pytest.mark.parametrize(

@@ -9,21 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import draw_tokens, loss_of, make_mesh, make_model
 from tests.harness.oracle import History, Recipe, differing, disagreements, shard_model, train_replicated, train_sharded
 
 State = dict[str, torch.Tensor]
 NUM_RANKS = 3
-
-
-def gather_parameters_and_gradients(strategy: str, mesh_shape: tuple[int, ...]) -> tuple[State, State]:
-    model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
-    before = {name: full(parameter) for name, parameter in model.named_parameters()}
-    tokens = draw_tokens(dist.get_rank())
-    loss_of(model(tokens), tokens).backward()
-    return {name: value.detach() for name, value in before.items()}, full_gradients(model)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,14 +50,19 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("strategy", "mesh_shape"), nightly_but(LAYOUTS[1::3], LAYOUTS), ids=str)
+@on_ranks(lambda mesh_shape: torch.Size(mesh_shape).numel())
 def test_full_tensor_gives_every_rank_the_whole_parameters_and_gradients(
     strategy: str, mesh_shape: tuple[int, ...]
 ) -> None:
     num_ranks = torch.Size(mesh_shape).numel()
     wanted = dict(make_model().named_parameters())
-    for parameters, gradients in run_ranks(num_ranks, gather_parameters_and_gradients, strategy, mesh_shape):
-        assert differing(parameters, wanted) == []
-        assert differing(gradients, whole_gradients(num_ranks), 1e-6) == []
+    model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
+    before = {name: full(parameter) for name, parameter in model.named_parameters()}
+    tokens = draw_tokens(dist.get_rank())
+    loss_of(model(tokens), tokens).backward()
+    parameters, gradients = {name: value.detach() for name, value in before.items()}, full_gradients(model)
+    assert differing(parameters, wanted) == []
+    assert differing(gradients, whole_gradients(num_ranks), 1e-6) == []
 
 
 INF = float("inf")
@@ -73,19 +70,11 @@ NORMS = [(2.0, True), (2.0, False), (1.0, None), (1.0, False), (3.0, True), (INF
 MAX_NORM = 0.125
 
 
-def clip_with_torch(norm_type: float, foreach: bool | None, mesh_shape: tuple[int, ...]) -> tuple[float, State]:
-    strategy = "optim_grads_params" if len(mesh_shape) == 1 else "hsdp"
-    model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
-    tokens = draw_tokens(dist.get_rank())
-    loss_of(model(tokens), tokens).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type, foreach=foreach)
-    return full(norm).item(), full_gradients(model)
-
-
 CLIPPED = [(*norm, mesh_shape) for norm in NORMS for mesh_shape in ((3,), (2, 2))]
 
 
 @pytest.mark.parametrize(("norm_type", "foreach", "mesh_shape"), nightly_but(CLIPPED[::3], CLIPPED), ids=str)
+@on_ranks(lambda mesh_shape: torch.Size(mesh_shape).numel())
 def test_torch_finds_the_norm_of_the_whole_gradient_and_scales_it(
     norm_type: float, foreach: bool | None, mesh_shape: tuple[int, ...]
 ) -> None:
@@ -93,9 +82,14 @@ def test_torch_finds_the_norm_of_the_whole_gradient_and_scales_it(
     wanted = whole_gradients(num_ranks)
     wanted_norm = nn.utils.get_total_norm(wanted.values(), norm_type)
     scaled = {name: value * (MAX_NORM / wanted_norm) for name, value in wanted.items()}
-    for norm, gradients in run_ranks(num_ranks, clip_with_torch, norm_type, foreach, mesh_shape):
-        assert norm == pytest.approx(wanted_norm.item(), rel=1e-6)
-        assert differing(gradients, scaled, 1e-6) == []
+    strategy = "optim_grads_params" if len(mesh_shape) == 1 else "hsdp"
+    model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
+    tokens = draw_tokens(dist.get_rank())
+    loss_of(model(tokens), tokens).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type, foreach=foreach)
+    norm, gradients = full(norm).item(), full_gradients(model)
+    assert norm == pytest.approx(wanted_norm.item(), rel=1e-6)
+    assert differing(gradients, scaled, 1e-6) == []
 
 
 OPTIMIZERS: dict[str, tuple[str, Mapping[str, object]]] = {

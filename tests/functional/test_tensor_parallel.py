@@ -202,8 +202,9 @@ def test_a_tensor_parallel_checkpoint_loads_on(num_ranks: int, num_tp: int, ours
         assert {key for key in wanted if not torch.equal(found[key], wanted[key])} == set()
 
 
-def on_the_whole_mesh() -> dict[str, torch.Tensor]:
-    """Every parameter a DTensor over (dp, tp), replicated along dp, as an SPMD program has them."""
+@on_ranks(4)
+def test_dp_mesh_dims_shards_parameters_that_span_the_whole_mesh() -> None:
+    wanted = whole_values(build())
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = build()
     parallelize(model, mesh)
@@ -216,13 +217,8 @@ def on_the_whole_mesh() -> dict[str, torch.Tensor]:
     for block in model.children():
         fully_shard(block, mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     fully_shard(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-    return whole_values(model)
-
-
-def test_dp_mesh_dims_shards_parameters_that_span_the_whole_mesh() -> None:
-    wanted = whole_values(build())
-    for found in run_ranks(4, on_the_whole_mesh):
-        assert {key for key in wanted if not torch.equal(found[key], wanted[key])} == set()
+    found = whole_values(model)
+    assert {key for key in wanted if not torch.equal(found[key], wanted[key])} == set()
 
 
 @on_ranks(4)

@@ -10,9 +10,9 @@ from torch import nn
 
 from dbuffer import memory_meter
 from megatron_fsdp import clip_grad_norm_, fully_shard
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.models import Block, inputs
-from tests.harness.oracle import Case, Comparison, compare
+from tests.harness.oracle import Case, compare
 
 
 class Dropped(nn.Module):
@@ -67,14 +67,11 @@ def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return output.square().mean()
 
 
-def train(kind: type[nn.Module]) -> Comparison:
-    return compare(Case(kind, loss, shard=shard_blocks))
-
-
 @pytest.mark.parametrize("kind", [TwoHeads, Skipped])
+@on_ranks(3, timeout=30)
 def test_a_unit_around_others_is_reduced_after_them_on_every_rank(kind: type[nn.Module]) -> None:
-    results = run_ranks(3, train, kind, timeout=30)
-    assert all(result.is_exact for result in results), results
+    result = compare(Case(kind, loss, shard=shard_blocks))
+    assert result.is_exact, result
 
 
 @on_ranks(2)

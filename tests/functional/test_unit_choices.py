@@ -25,7 +25,7 @@ from megatron_fsdp import (
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Stack, inputs, squared, three_blocks
-from tests.harness.oracle import Case, Comparison, compare, shard_each, shard_layers, units_of, whole
+from tests.harness.oracle import Case, compare, shard_each, shard_layers, units_of, whole
 
 BASE = Case(three_blocks, squared)
 
@@ -170,15 +170,12 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 @pytest.mark.parametrize("strategy", nightly_but(["optim", "optim_grads_params"], STRATEGIES))
+@on_ranks(2)
 def test_gradients_are_exact_while_parameters_are_frozen_and_unfrozen_between_steps(strategy: str) -> None:
     case = Case(three_blocks, squared, prepare=freeze_by_turns, optimizer=plain_sgd, steps=5)
-    results = run_ranks(2, compare_under, case, strategy)
-    assert all(result.is_exact for result in results), results
-
-
-def compare_under(case: Case, strategy: str) -> Comparison:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return compare(replace(case, shard=each(mesh=mesh, placements=getattr(Placements, strategy)())))
+    result = compare(replace(case, shard=each(mesh=mesh, placements=getattr(Placements, strategy)())))
+    assert result.is_exact, result
 
 
 def frozen_at_first() -> nn.Module:
@@ -242,20 +239,17 @@ OFFLOADED = {
 }
 
 
-def offloaded(mesh_shape: tuple[int, ...], strategy: str) -> Comparison:
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("outer", "inner")[-len(mesh_shape) :])
-    placements = getattr(Placements, strategy)(*range(len(mesh_shape)))
-    options = {"mesh": mesh, "placements": placements, "offload_policy": CPUOffloadPolicy()}
-    return compare(replace(BASE, shard=each(**options)))
-
-
 MESHES = [((2,), "optim_grads_params"), ((2, 2), "hsdp"), ((2, 2), "hfsdp")]
 
 
 @pytest.mark.parametrize(("mesh_shape", "strategy"), nightly_but([MESHES[0], MESHES[2]], MESHES), ids=str)
+@on_ranks(lambda mesh_shape: torch.Size(mesh_shape).numel())
 def test_gradients_are_exact_with_offload_under(mesh_shape: tuple[int, ...], strategy: str) -> None:
-    results = run_ranks(torch.Size(mesh_shape).numel(), offloaded, mesh_shape, strategy)
-    assert all(result.is_exact for result in results), results
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("outer", "inner")[-len(mesh_shape) :])
+    placements = getattr(Placements, strategy)(*range(len(mesh_shape)))
+    options = {"mesh": mesh, "placements": placements, "offload_policy": CPUOffloadPolicy()}
+    result = compare(replace(BASE, shard=each(**options)))
+    assert result.is_exact, result
 
 
 @on_ranks(2)

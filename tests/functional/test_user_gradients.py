@@ -23,7 +23,7 @@ from megatron_fsdp import (
     fully_shard,
     no_sync,
 )
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import WIDTH, Block, Headed, Stack, inputs, make_mesh
 from tests.harness.oracle import whole
@@ -96,8 +96,9 @@ def give(model: nn.Module, value: float = 1.0) -> list[torch.Tensor]:
     return given
 
 
-def step_with_given_gradients(strategy: str) -> dict[str, float]:
-    """Clip and step with assigned gradients, before any backward and after one; return what is off."""
+@EACH
+@on_ranks(num_ranks)
+def test_assigned_gradients_are_measured_clipped_and_stepped_as_those_of_a_plain_model(strategy: str) -> None:
     found: dict[str, float] = {}
     makers: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
         "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -129,16 +130,12 @@ def step_with_given_gradients(strategy: str) -> dict[str, float]:
             oracle.zero_grad()
             loss_of(model, dist.get_rank()).backward()
             model.zero_grad()
-    return {what: value for what, value in found.items() if not abs(value) < 2e-6}
+    assert {what: value for what, value in found.items() if not abs(value) < 2e-6} == {}
 
 
 @EACH
-def test_assigned_gradients_are_measured_clipped_and_stepped_as_those_of_a_plain_model(strategy: str) -> None:
-    assert run_ranks(num_ranks(strategy), step_with_given_gradients, strategy) == [{}] * num_ranks(strategy)
-
-
-def add_a_backward(strategy: str) -> list[float]:
-    """Return how far gradients are off when backward follows assigned ones, clipped before or not."""
+@on_ranks(num_ranks)
+def test_backward_adds_to_assigned_gradients(strategy: str) -> None:
     found = []
     for is_clipped in (False, True):
         model, oracle = pair(strategy)
@@ -150,13 +147,7 @@ def add_a_backward(strategy: str) -> list[float]:
             loss_of(model, dist.get_rank(), step).backward()
             mean_loss(oracle, lambda m, rank, step=step: loss_of(m, rank, step)).backward()
             found.append(off(model, oracle))
-    return found
-
-
-@EACH
-def test_backward_adds_to_assigned_gradients(strategy: str) -> None:
-    for found in run_ranks(num_ranks(strategy), add_a_backward, strategy):
-        assert max(found) < 2e-6
+    assert max(found) < 2e-6
 
 
 @on_ranks(3)
@@ -236,8 +227,13 @@ def penalty(model: nn.Module) -> torch.Tensor:
     return sum(p.square().sum() for p in model.parameters() if p.ndim == 2)
 
 
-def ask(strategy: str) -> list[str]:
-    """Return what is wrong with gradients asked for by name, beside those of a plain backward."""
+def _off(one: torch.Tensor | None, other: torch.Tensor) -> float:
+    return float((whole(one, other) - other).abs().max())
+
+
+@EACH
+@on_ranks(num_ranks)
+def test_gradients_of_sharded_parameters_that_are_asked_for_are_the_means_over_ranks(strategy: str) -> None:
     model, oracle = pair(strategy)
     ours, theirs = list(model.parameters()), list(oracle.parameters())
 
@@ -268,16 +264,7 @@ def ask(strategy: str) -> list[str]:
     for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         if other.grad is not None and _off(one.grad, other.grad) > 2e-6:
             wrong.append(f"a plain backward afterwards, gradient {index}")
-    return wrong
-
-
-def _off(one: torch.Tensor | None, other: torch.Tensor) -> float:
-    return float((whole(one, other) - other).abs().max())
-
-
-@EACH
-def test_gradients_of_sharded_parameters_that_are_asked_for_are_the_means_over_ranks(strategy: str) -> None:
-    assert run_ranks(num_ranks(strategy), ask, strategy) == [[]] * num_ranks(strategy)
+    assert wrong == []
 
 
 def rooted() -> tuple[nn.Module, nn.Module]:
@@ -373,7 +360,10 @@ def exchange_gradients(model: nn.Module, ranks: list[int], how: str) -> list[tor
     return [whole(p.grad, p) for p in model.parameters()]
 
 
-def exchange_both(strategy: str, how: str) -> float:
+@EACH
+@pytest.mark.parametrize("how", ["exchange", "exchange and accumulate", "exchange, zero and accumulate"])
+@on_ranks(num_ranks)
+def test_gradients_exchanged_between_parameters_are_both_kept(strategy: str, how: str) -> None:
     torch.manual_seed(0)
     oracle = Stack(Block(), Block())
     model = copy.deepcopy(oracle)
@@ -383,13 +373,7 @@ def exchange_both(strategy: str, how: str) -> float:
         fully_shard(part, mesh, placements)
     found = exchange_gradients(model, [dist.get_rank()], how)
     wanted = exchange_gradients(oracle, list(range(dist.get_world_size())), how)
-    return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
-
-
-@EACH
-@pytest.mark.parametrize("how", ["exchange", "exchange and accumulate", "exchange, zero and accumulate"])
-def test_gradients_exchanged_between_parameters_are_both_kept(strategy: str, how: str) -> None:
-    assert max(run_ranks(num_ranks(strategy), exchange_both, strategy, how)) < 2e-6
+    assert max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)) < 2e-6
 
 
 PENALTIES: dict[str, Callable[[torch.Tensor, nn.Module, int], torch.Tensor]] = {
@@ -413,8 +397,9 @@ def _plain(weight: torch.Tensor) -> torch.Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
-def penalize(strategy: str) -> dict[str, float]:
-    """Return by how much gradients of losses with penalties are off, or how far they are apart on ranks."""
+@pytest.mark.parametrize("strategy", nightly_but(["optim_grads_params"], STRATEGIES))
+@on_ranks(num_ranks)
+def test_a_penalty_on_sharded_parameters_may_be_multiplied_by_what_differs_from_rank_to_rank(strategy: str) -> None:
     found = {}
     for name, combine in PENALTIES.items():
         model, oracle = pair(strategy)
@@ -426,12 +411,7 @@ def penalize(strategy: str) -> dict[str, float]:
             loss(model, dist.get_rank()).backward()
             mean_loss(oracle, loss).backward()
         found[name] = off(model, oracle)
-    return {name: value for name, value in found.items() if not value < 5e-6}
-
-
-@pytest.mark.parametrize("strategy", nightly_but(["optim_grads_params"], STRATEGIES))
-def test_a_penalty_on_sharded_parameters_may_be_multiplied_by_what_differs_from_rank_to_rank(strategy: str) -> None:
-    assert run_ranks(num_ranks(strategy), penalize, strategy) == [{}] * num_ranks(strategy)
+    assert {name: value for name, value in found.items() if not value < 5e-6} == {}
 
 
 @on_ranks(2)

@@ -64,15 +64,13 @@ def test_equal_meshes_share_one_communicator_for_reductions() -> None:
     assert len(_world.pg_map) - before == 1
 
 
-def flatten() -> tuple[list[int], int, bool]:
+@on_ranks(4)
+def test_a_flattened_mesh_counts_its_outermost_axis_slowest_and_is_made_once() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     flat = flattened_mesh(mesh)
-    return flat.mesh.tolist(), flat.get_local_rank(), flattened_mesh(mesh) is flat
-
-
-def test_a_flattened_mesh_counts_its_outermost_axis_slowest_and_is_made_once() -> None:
-    for rank, result in enumerate(run_ranks(4, flatten)):
-        assert result == ([0, 1, 2, 3], rank, True)
+    rank = dist.get_rank()
+    result = flat.mesh.tolist(), flat.get_local_rank(), flattened_mesh(mesh) is flat
+    assert result == ([0, 1, 2, 3], rank, True)
 
 
 @on_ranks(2)

@@ -56,8 +56,9 @@ def test_a_function_of_sharded_bf16_tensors_is_that_of_whole_ones(table: str, to
     assert found == [[]] * 2
 
 
-def lost_rows(layout: str) -> list[str]:
-    """Return the element-wise functions that communicate, or whose result has other rows than their operand."""
+@pytest.mark.parametrize("layout", nightly_but(["hfsdp"], ["three ranks", "hsdp", "hfsdp", "inside slices"]))
+@on_ranks(lambda layout: num_ranks(layout))
+def test_element_wise_functions_keep_the_rows_without_communication(layout: str) -> None:
     found, mesh = [], make_mesh(layout)
     for name, function in ELEMENT_WISE.items():
         if "sharded scale" in name or "sum" in name or name in ("lerp", "broadcast", "column scale"):
@@ -78,12 +79,7 @@ def lost_rows(layout: str) -> list[str]:
                 found.append(f"{name} returns {results}")
             if any(type(placement) is Shard for one in results for placement in one.placements):
                 found.append(f"{name} forgets rows: {results}")
-    return found
-
-
-@pytest.mark.parametrize("layout", nightly_but(["hfsdp"], ["three ranks", "hsdp", "hfsdp", "inside slices"]))
-def test_element_wise_functions_keep_the_rows_without_communication(layout: str) -> None:
-    assert run_ranks(num_ranks(layout), lost_rows, layout) == [[]] * num_ranks(layout)
+    assert found == []
 
 
 Mix = Callable[[torch.Tensor, torch.Tensor], object]
@@ -111,8 +107,15 @@ MIXES: dict[str, Mix] = {
 }
 
 
-def wrong_mixes(layout: str, part: int) -> list[str]:
-    """Return what is wrong with the mixes at every third shape, beginning with another one for each mix and kind."""
+ROWS = nightly_but(
+    [("three ranks", 0), ("hfsdp", 1), ("inside slices", 2)],
+    product(("three ranks", "hsdp", "hfsdp", "inside slices"), range(3)),
+)
+
+
+@pytest.mark.parametrize(("layout", "part"), ROWS)
+@on_ranks(lambda layout: num_ranks(layout), timeout=120)
+def test_operands_in_other_rows_are_brought_into_these(layout: str, part: int) -> None:
     found, mesh = [], make_mesh(layout)
     for number, (kind, (name, function)) in enumerate(product(OTHER_ROWS, MIXES.items())):
         faces = sharded(layout, values(1), mesh)
@@ -123,18 +126,7 @@ def wrong_mixes(layout: str, part: int) -> list[str]:
                     result = whole(function(face, in_other_rows(y, face, kind)))
                 if not agree(result, wanted, 1e-5):
                     found.append(f"{name} with one {kind} of {shape}: {result}, wanted {wanted}")
-    return found
-
-
-ROWS = nightly_but(
-    [("three ranks", 0), ("hfsdp", 1), ("inside slices", 2)],
-    product(("three ranks", "hsdp", "hfsdp", "inside slices"), range(3)),
-)
-
-
-@pytest.mark.parametrize(("layout", "part"), ROWS)
-def test_operands_in_other_rows_are_brought_into_these(layout: str, part: int) -> None:
-    assert run_ranks(num_ranks(layout), wrong_mixes, layout, part, timeout=120) == [[]] * num_ranks(layout)
+    assert found == []
 
 
 REFUSED: dict[str, Callable[[FlatDTensor], object]] = {
@@ -303,7 +295,8 @@ def test_a_plain_scale_gets_the_gradient_of_all_rows() -> None:
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
-def recorded_refusals() -> list[str]:
+@on_ranks(2)
+def test_what_autograd_cannot_get_right_is_refused_and_changes_nothing() -> None:
     mesh = make_mesh("two ranks")
     messages = []
     functions: list[Callable[[torch.Tensor], object]] = [
@@ -326,11 +319,6 @@ def recorded_refusals() -> list[str]:
         except (RuntimeError, PlacementError) as error:
             messages.append(str(error))
         assert torch.equal(face.full_tensor(), values(1)[-1])
-    return messages
-
-
-def test_what_autograd_cannot_get_right_is_refused_and_changes_nothing() -> None:
-    messages = run_ranks(2, recorded_refusals)[0]
     assert [index for index, message in enumerate(messages) if not message] == []
     assert "torch.no_grad()" in messages[0]
 

@@ -111,18 +111,15 @@ class Cache:
         return 0
 
 
-def pass_cache() -> tuple[list[bool], list[bool]]:
+@on_ranks(1)
+def test_checkpointed_layers_get_a_cache_only_where_nothing_is_computed_again() -> None:
     model = prepare_model(make_language_model(), {"activation_checkpointing": True})
     tokens = torch.zeros(1, 5, dtype=torch.int64)
     model(tokens, Cache()).sum().backward()
     trained = [cache is not None for cache in model.model.layers[0].caches]
     with torch.no_grad():
         model(tokens, Cache())
-    return trained, [cache is not None for cache in model.model.layers[0].caches[-2:]]
-
-
-def test_checkpointed_layers_get_a_cache_only_where_nothing_is_computed_again() -> None:
-    ((trained, evaluated),) = run_ranks(1, pass_cache)
+    evaluated = [cache is not None for cache in model.model.layers[0].caches[-2:]]
     assert trained == [False] * 4
     assert evaluated == [True, True]
 

@@ -144,8 +144,12 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(groups, {"lr": 0.1, "bias_correction": True})
 
 
-def adopt(changes: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
-    """Return the class and the hyperparameters of the optimizer that takes a fused one's place."""
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [({}, "AdamW"), ({"decoupled_weight_decay": False}, "Adam"), ({"optimizer": "sgd"}, "SGD")],
+)
+@on_ranks(1)
+def test_optimizers_of_fused_kernels_give_way_to_pytorchs_with_the_same_groups(changes: Any, wanted: str) -> None:
     model = fully_shard_model(nn.Linear(2, 2), [nn.Linear])
     groups = [{"params": [model.weight], "wd_mult": 1.0}, {"params": [model.bias], "wd_mult": 0.0, "lr": 0.3}]
     made = SimpleNamespace(optimizer=FusedAdam(groups), config=optimizer_config(**changes))
@@ -154,15 +158,7 @@ def adopt(changes: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     fields = [
         {name: group[name] for name in ("lr", "wd_mult", "weight_decay")} for group in made.optimizer.param_groups
     ]
-    return type(made.optimizer).__name__, fields
-
-
-@pytest.mark.parametrize(
-    ("changes", "wanted"),
-    [({}, "AdamW"), ({"decoupled_weight_decay": False}, "Adam"), ({"optimizer": "sgd"}, "SGD")],
-)
-def test_optimizers_of_fused_kernels_give_way_to_pytorchs_with_the_same_groups(changes: Any, wanted: str) -> None:
-    ((name, fields),) = run_ranks(1, adopt, changes)
+    name = type(made.optimizer).__name__
     assert name == wanted
     assert fields == [
         {"lr": 0.1, "wd_mult": 1.0, "weight_decay": 0.01},
