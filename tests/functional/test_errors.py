@@ -181,7 +181,7 @@ def functional_loss(model: nn.Module, weight: torch.Tensor) -> torch.Tensor:
 
 
 # Each mistake, the class of the error, and words that its message must hold: what, where, and the way out.
-MISTAKES: dict[str, tuple[Callable[[], object], str, *tuple[str, ...]]] = {
+MISTAKES: dict[str, tuple[Any, ...]] = {
     "a parameter without dimensions": (
         lambda: fully_shard(Scaled(nn.Parameter(torch.tensor(1.0)))),
         "ConfigError", "'scale'", "nn.Parameter(torch.tensor([value]))", "ignored_params",
