@@ -1,6 +1,7 @@
 """Programs that went wrong once, as small as they get, each under a sentence that says what happens in it."""
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 
 from tests.functional.random_models import Part, Wrap
 from tests.functional.random_side_parts import SIDE_KINDS
@@ -280,6 +281,17 @@ def _recomputed() -> Iterator[tuple[str, Program]]:
             )
 
 
+def _dtypes() -> Iterator[tuple[str, Program]]:
+    for dtype, frozen in (("float64", ""), ("float64", "first"), ("bfloat16", "all"), ("float16", "all")):
+        part = Part("linear", size=3, dtype=dtype, frozen=frozen)
+        yield f"a part in {dtype}, {frozen or 'nothing'} frozen", _one(part, f"{AGAIN}, zero_grad zero, {AGAIN}")
+    part = Part("gated", (Part("linear", size=3), Part("mlp", (), 4)), 2)
+    for strategy, policy in product(ALL, ("fp64 main weights", "fp64 gradients")):
+        wraps = tuple(Wrap((path,), strategy, policy=policy) for path in ("parts.0", ""))
+        actions = f"forward, backward no_sync, {AGAIN}, zero_grad none, {AGAIN}"
+        yield f"{strategy}: {policy}", Program(part, actions, wraps, mesh=MESH, optimizer="adam", is_adapted=True)
+
+
 def _others() -> Iterator[tuple[str, Program]]:
     yield (
         "integers among the parameters of a flat optimizer",
@@ -298,7 +310,7 @@ CASES: Mapping[str, Program] = {
     name: program
     for cases in (
         _side_outputs, _interruptions, _thrown_away, _frozen, _replaced, _changed, _hooked, _own_gradients, _unused,
-        _uneven, _loaded, _loaded_into_replaced, _kept, _saved, _recomputed, _others,
+        _uneven, _loaded, _loaded_into_replaced, _kept, _saved, _recomputed, _dtypes, _others,
     )
     for name, program in cases()
 }  # fmt: skip

@@ -166,16 +166,6 @@ def test_every_argument_without_effect_is_answered_with_the_reason_on_one_rank()
     assert all(asked == [] for _, asked, _ in second)
 
 
-def message_of(options: dict[str, Any]) -> str:
-    if "device_mesh" in options:
-        options["device_mesh"] = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("outer", "dp", "cp"))
-    try:
-        fully_shard_model(three_blocks(), **{"fsdp_unit_modules": [Block], **options})
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 REFUSED = {
     "unknown": ({"overlap_grads": True}, "no argument 'overlap_grads'; the nearest is 'overlap_grad_reduce'"),
     "misspelt": ({"dp_shard": "dp"}, "the nearest is 'dp_shard_dim'"),
@@ -195,9 +185,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@on_ranks(1)
 def test_what_has_no_meaning_is_refused_with_the_cure(name: str) -> None:
     options, wanted = REFUSED[name]
-    (message,) = run_ranks(1, message_of, options)
+    if "device_mesh" in options:
+        options["device_mesh"] = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("outer", "dp", "cp"))
+    with pytest.raises(ValueError) as refused:
+        fully_shard_model(three_blocks(), **{"fsdp_unit_modules": [Block], **options})
+    message = f"{type(refused.value).__name__}: {refused.value}"
     assert message.startswith("ConfigError: ")
     assert wanted in message
 
@@ -320,17 +315,12 @@ def test_an_optimizer_built_before_sharding_trains_the_sharded_parameters() -> N
     assert result.is_exact
 
 
-def late_optimizer() -> str:
+@on_ranks(1)
+def test_an_optimizer_with_state_is_refused() -> None:
     model = three_blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     squared(model, 0, 0).backward()
     optimizer.step()
-    try:
+    with pytest.raises(ValueError) as refused:
         fully_shard_model_and_optimizer(model, optimizer)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_an_optimizer_with_state_is_refused() -> None:
-    assert "has stepped already" in run_ranks(1, late_optimizer)[0]
+    assert "has stepped already" in str(refused.value)

@@ -216,19 +216,14 @@ def test_a_block_that_was_frozen_when_sharded_trains_once_unfrozen() -> None:
     assert had_none
 
 
-def unfreeze_without_main_weight() -> str:
+@on_ranks(1)
+def test_unfreezing_what_has_no_fp32_main_weight_names_the_parameter_and_the_cure() -> None:
     model = nn.Linear(4, 4).to(torch.bfloat16).requires_grad_(False)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32))
     model.requires_grad_(True)
-    try:
+    with pytest.raises(ValueError) as refused:
         model(torch.ones(1, 4, dtype=torch.bfloat16))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_unfreezing_what_has_no_fp32_main_weight_names_the_parameter_and_the_cure() -> None:
-    (message,) = run_ranks(1, unfreeze_without_main_weight)
+    message = str(refused.value)
     assert "'weight'" in message
     assert "freeze it afterwards" in message
 
