@@ -29,8 +29,7 @@ class ExpertLayer(nn.Module):
         num_experts = self._group.size()
         sent = x.view(-1, num_experts, WIDTH).transpose(0, 1).contiguous()
         done = self.expert(all_to_all_single_autograd(sent, None, None, self._group))
-        back: torch.Tensor = all_to_all_single_autograd(done.contiguous(), None, None, self._group)
-        return back.transpose(0, 1).reshape(x.shape)
+        return all_to_all_single_autograd(done.contiguous(), None, None, self._group).transpose(0, 1).reshape(x.shape)
 
 
 def rows(rank: int, step: int = 0) -> torch.Tensor:

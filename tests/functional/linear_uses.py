@@ -144,8 +144,7 @@ class RecomputingInside(Layer):
     """Recomputes within the unit, and uses its layer outside of that too."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner: torch.Tensor = checkpoint(lambda y: torch.tanh(self.linear(y)), x, use_reentrant=False)
-        return inner + self.linear(x)
+        return checkpoint(lambda y: torch.tanh(self.linear(y)), x, use_reentrant=False) + self.linear(x)
 
 
 class Tied(nn.Module):
@@ -179,7 +178,6 @@ def freeze(name: str) -> Callable[[], nn.Module]:
 
 def shard_as(strategy: str, policy: MixedPrecisionPolicy) -> Callable[[nn.Module], None]:
     def shard(model: nn.Module) -> None:
-        assert isinstance(model, Stack)
         options: dict[str, Any] = {"placements": getattr(Placements, strategy)(0), "mp_policy": policy}
         for layer in model.layers:
             fully_shard(layer, **options)
@@ -203,8 +201,7 @@ def shard_linears(model: nn.Module) -> None:
 def gradient_of_inputs(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     x = inputs(rank, step).requires_grad_()
     (slope,) = torch.autograd.grad(model(x).square().sum(), x)
-    output: torch.Tensor = model(x)
-    return (output * slope.tanh()).square().mean()
+    return (model(x) * slope.tanh()).square().mean()
 
 
 def of_tokens(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -215,8 +212,7 @@ def of_tokens(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 def with_no_rows_on_rank_zero(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     x = inputs(rank, step) if rank else torch.empty(0, WIDTH)
-    output: torch.Tensor = model(x)
-    return output.square().sum()
+    return model(x).square().sum()
 
 
 def of_two_forwards(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -235,7 +231,6 @@ def with_autocast(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def dropping_a_layer(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    assert isinstance(model, Stack)
     x = inputs(rank, step)
     for index, layer in enumerate(model.layers):
         if (index + step) % 3 or index == 0:
@@ -253,7 +248,6 @@ class Skipping(Layer):
 
 
 def skip_on_rank_zero(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    assert isinstance(model, Stack)
     for index, layer in enumerate(model.layers):
         layer.is_skipped = rank == 0 and index == 1 + step % 2
     return squared(model, rank, step)

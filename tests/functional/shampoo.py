@@ -152,7 +152,6 @@ def _owned_by_ranks(domain: Domain) -> Iterator[_Owned]:
     owned = zip(ownership.works, ownership.owners, strict=True)
     for group in domain.groups:
         owner = group.group
-        assert owner is not None
         faces = tuple(owner.parameters.values())
         for index, member in group.matrices.items():
             for number in range(len(member.blocks)):

@@ -114,7 +114,6 @@ def reduce_twice(model: Model) -> None:
 
 def never_reduce(model: Model) -> None:
     buffer = model.blocks[1].parameter_groups[0].gradients
-    assert buffer is not None
     close = buffer.close
 
     def keep(*, reduce: bool) -> bool:

@@ -20,13 +20,11 @@ def three_blocks() -> nn.Module:
 
 
 def shard_without_root(model: nn.Module) -> None:
-    assert isinstance(model, Stack)
     for layer in model.layers:
         fully_shard(layer)
 
 
 def called_twice(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    assert isinstance(model, Stack)
     x = inputs(rank, step)
     for index in (0, 1, 1, 0, 2):
         x = model.layers[index](x)
@@ -88,17 +86,14 @@ class ForkModel(nn.Module):
 
 
 def left_output_only(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    left: torch.Tensor = model(inputs(rank, step))[0]
-    return left.square().mean()
+    return model(inputs(rank, step))[0].square().mean()
 
 
 def one_output_per_rank(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(rank, step))[(rank + step) % 2]
-    return output.square().mean()
+    return model(inputs(rank, step))[(rank + step) % 2].square().mean()
 
 
 def other_order_each_step(model: nn.Module, step: int) -> None:
-    assert isinstance(model, Shuffled)
     model.order = [(3 * step + index) % len(model.layers) if step % 2 else index for index in range(len(model.layers))]
 
 
@@ -143,8 +138,7 @@ class Recursive(nn.Module):
 
 
 def sequence_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(rank, step, 2, 4, WIDTH))
-    return output.square().sum()
+    return model(inputs(rank, step, 2, 4, WIDTH)).square().sum()
 
 
 class Convolutions(nn.Module):

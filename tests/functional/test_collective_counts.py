@@ -66,7 +66,6 @@ def frozen_at_the_start() -> nn.Module:
 def frozen_and_trainable_in_one_unit() -> nn.Module:
     model = Stack(*(Block(hidden=5 + 4 * index) for index in range(NUM_UNITS)))
     for layer in model.layers:
-        assert isinstance(layer, Block)
         layer.up.requires_grad_(False)
     shard_each(model)
     return model
@@ -74,16 +73,13 @@ def frozen_and_trainable_in_one_unit() -> nn.Module:
 
 def weights_kept_after_forward() -> nn.Module:
     model = four_units()
-    assert isinstance(model, Stack)
     for layer in model.layers:
-        assert isinstance(layer, FsdpModule)
         layer.set_reshard_after_forward(False)
     return model
 
 
 def weights_kept_after_backward() -> nn.Module:
     model = four_units()
-    assert isinstance(model, FsdpModule)
     model.set_reshard_after_backward(False)
     return model
 
@@ -220,7 +216,6 @@ def count_mixed(strategy: str, shape: tuple[int, ...], microbatches: int) -> tup
         counts.append(dict(Counter(call.kind for call in calls)))
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     worst = max(float((own.full_tensor() - other).detach().abs().max()) for own, other in pairs)
-    assert isinstance(model.first, FsdpModule)
     return counts, len(model.first.parameter_groups), worst
 
 

@@ -60,7 +60,6 @@ def build() -> nn.Module:
 
 
 def shard_by_rows(model: nn.Module) -> None:
-    assert isinstance(model, Stack)
     for layer in model.layers:
         fully_shard(layer, granularity=Row())
     fully_shard(model)
@@ -68,7 +67,6 @@ def shard_by_rows(model: nn.Module) -> None:
 
 def shard_on_two_axes(model: nn.Module) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    assert isinstance(model, Stack)
     for layer in model.layers:
         fully_shard(layer, mesh, Placements.hfsdp(), granularity=Row())
     fully_shard(model, mesh, Placements.hfsdp())

@@ -116,7 +116,6 @@ class Breakable(Layer):
 
 def fail_first(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     """Run a backward that raises with one of two products done, then return the loss of another forward."""
-    assert isinstance(model, Stack)
     for layer in model.layers:
         layer.is_broken = True
     if isinstance(model, FsdpModule):

@@ -54,8 +54,7 @@ def token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = model(x)
-    return output.square().mean()
+    return model(x).square().mean()
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,6 @@ def test_every_parameter_has_the_factor_of_a_mean_over_ranks(layout: str, policy
         assert each.factor == pytest.approx(1 / num_ranks, rel=limit)
         assert each.accumulated == pytest.approx(2, rel=limit)
         assert each.residual <= 2 * limit
-    assert report.norm is not None
     assert report.norm.found == pytest.approx(report.norm.expected, rel=1e-5)
     assert report.is_mean
 
@@ -93,7 +91,6 @@ def norm_of(model: nn.Module) -> float:
     """Return the norm over all ranks, none of which holds an element that another holds."""
     total = torch.zeros((), dtype=torch.float64)
     for parameter in model.parameters():
-        assert parameter.grad is not None
         total += parameter.grad.to_local().double().square().sum()
     dist.all_reduce(total)
     return float(total.sqrt())
@@ -183,8 +180,7 @@ def test_random_numbers_statistics_hooks_and_unused_weights_are_left_as_they_wer
 
 
 def sum_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = model(x)
-    return output.square().sum()
+    return model(x).square().sum()
 
 
 def stack() -> Stack:
@@ -305,7 +301,6 @@ def test_a_loss_that_raises_leaves_gradients_as_they_were(is_in_backward: bool) 
 
     def broken(inner: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         if is_in_backward:
-            assert isinstance(inner, Stack)
             hidden = inner.layers[1].register_forward_pre_hook(lambda _, args: Broken.apply(args[0]))
             try:
                 return squares(inner, batch)
@@ -363,7 +358,6 @@ def test_gradients_that_the_loop_reduces_itself_count_in_the_norm() -> None:
 
     report = check_gradient_scale(model, squares, rows(dist.get_rank()), finish=finish)
     assert len(report.parameters) == 6
-    assert report.norm is not None
     assert report.norm.highest == report.norm.lowest == pytest.approx(report.norm.expected)
 
 

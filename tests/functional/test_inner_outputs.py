@@ -12,7 +12,6 @@ from tests.harness.models import Block, Stack, inputs, three_blocks
 def sharded() -> Stack:
     torch.manual_seed(7)
     model = three_blocks()
-    assert isinstance(model, Stack)
     for part in (*model.layers, model):
         fully_shard(part)
     return model
@@ -46,7 +45,6 @@ def test_modules_inside_are_hooked_until_backward_came_by_the_outputs_and_again_
 
 def loss_of(model: nn.Module, taken: list[torch.Tensor], step: int) -> torch.Tensor:
     """Return a loss of what a hook takes from the norm of the second block alone."""
-    assert isinstance(model, Stack)
     handle = model.layers[1].norm.register_forward_hook(lambda module, args, output: taken.append(output))
     model(inputs(dist.get_rank(), step))
     handle.remove()

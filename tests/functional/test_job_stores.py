@@ -45,7 +45,6 @@ def test_a_rank_may_come_late_to_a_rendezvous_in_a_file(tmp_path: Path) -> None:
             store.wait(["the first has looked"])
         fully_shard(model)
     train(model)
-    assert model.weight.grad is not None
     assert float(model.weight.grad.full_tensor().sum()) == TIMES * 30.0
 
 

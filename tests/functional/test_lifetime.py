@@ -17,8 +17,7 @@ from tests.harness.oracle import Case, compare, shard_each
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(dist.get_rank(), step).requires_grad_())
-    return output.float().square().mean()
+    return model(inputs(dist.get_rank(), step).requires_grad_()).float().square().mean()
 
 
 class Failing(Block):

@@ -45,8 +45,7 @@ def plain_gradients(steps: range) -> list[torch.Tensor]:
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(rank, step))
-    return output.square().mean()
+    return model(inputs(rank, step)).square().mean()
 
 
 def run(model: Any, step: int) -> None:

@@ -117,7 +117,6 @@ def nested_units(shard: Shard) -> nn.Module:
     shard([model.embedding, model.head])
     shard(model, reshard_after_forward=True)
     kept = model.blocks[2]
-    assert isinstance(kept, FsdpModule)
     kept.set_reshard_after_forward(False)
     return model
 
@@ -163,7 +162,6 @@ def frozen_after_sharding(shard: Shard) -> nn.Module:
 def two_packed_buffers(shard: Shard) -> nn.Module:
     """Gradients of one unit are packed while those of another are still being reduced."""
     model = every_part_a_unit(shard)
-    assert isinstance(model, FsdpModule)
     model.set_reduce_scatter_max_input_buffers(2)
     return model
 
@@ -188,14 +186,12 @@ def explicit_prefetch(shard: Shard) -> nn.Module:
 
 def weights_kept_after_backward(shard: Shard) -> nn.Module:
     model = every_part_a_unit(shard)
-    assert isinstance(model, FsdpModule)
     model.set_reshard_after_backward(False)
     return model
 
 
 def memory_kept_after_reshard(shard: Shard) -> nn.Module:
     model = every_part_a_unit(shard)
-    assert isinstance(model, FsdpModule)
     model.set_keep_unsharded_storage(True)
     return model
 

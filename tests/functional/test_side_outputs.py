@@ -47,7 +47,6 @@ def routed() -> nn.Module:
 
 def routed_and_frozen() -> nn.Module:
     model = routed()
-    assert isinstance(model, Stack)
     for layer in model.layers:
         for name, parameter in layer.named_parameters():
             parameter.requires_grad_("router" not in name and "up" not in name)
@@ -60,8 +59,7 @@ def aux_of(model: nn.Module) -> torch.Tensor:
 
 
 def main_and_aux(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(rank, step))
-    return output.square().mean() + aux_of(model)
+    return model(inputs(rank, step)).square().mean() + aux_of(model)
 
 
 def aux_alone(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -70,8 +68,7 @@ def aux_alone(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def aux_after_main(model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor, ...]:
-    output: torch.Tensor = model(inputs(rank, step))
-    return output.square().mean(), aux_of(model)
+    return model(inputs(rank, step)).square().mean(), aux_of(model)
 
 
 def aux_before_main(model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor, ...]:
@@ -98,7 +95,6 @@ def checkpointed() -> nn.Module:
 
 
 def inner_activations(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    assert isinstance(model, Stack)
     block, taken = model.layers[1], []
     handles = [
         module.register_forward_hook(lambda module, args, output: taken.append(output))

@@ -38,13 +38,11 @@ class Users:
         self.joined: set[int] = set()
         self.most: Counter[int] = Counter()
         for storage in self.storages:
-            assert storage is not None
             storage.release()
 
     def do(self, step: Step) -> None:
         name, user = step
         storage = self.storages[user]
-        assert storage is not None
         if name == "join":
             self.joined.add(user)
             storage.use_pool(self.pool)

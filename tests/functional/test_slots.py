@@ -100,7 +100,6 @@ def build(setting: Setting) -> nn.Module:
 
 
 def slots_of(model: nn.Module) -> tuple[int, int]:
-    assert isinstance(model, FsdpModule)
     counts = {"weights": 0, "gradients": 0}
     for (use, *_), pool in model._fsdp_unit.schedule.pools._pools.items():
         counts[str(use)] += pool.num_slots
@@ -108,7 +107,6 @@ def slots_of(model: nn.Module) -> tuple[int, int]:
 
 
 def bytes_of_slots(model: nn.Module, use: str = "") -> int:
-    assert isinstance(model, FsdpModule)
     pools = model._fsdp_unit.schedule.pools._pools
     return sum(pool.nbytes for key, pool in pools.items() if str(key[0]).startswith(use))
 
@@ -128,7 +126,6 @@ def train(name: str, sizing: str | None) -> Run:
     setting, seen, meter = SETTINGS[name], Run(), memory_meter()
     start = meter.current_bytes
     model = build(setting)
-    assert isinstance(model, FsdpModule)
     model.set_slot_pool(sizing)
     rest = meter.current_bytes
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -227,7 +224,6 @@ def losses_with(prepare: Callable[[nn.Module], None], *, is_meta: bool = False) 
 
 
 def with_slots(model: nn.Module) -> None:
-    assert isinstance(model, FsdpModule)
     model.set_slot_pool()
 
 
@@ -254,7 +250,6 @@ def with_memory_of_the_communicator(model: nn.Module) -> None:
 
 
 def without_slots_where_the_communicator_has_no_memory(model: nn.Module) -> None:
-    assert isinstance(model, FsdpModule)
     model.set_allocate_memory_from_process_group_for_comm(True)
     assert model._fsdp_unit.slots.sizing is None
 
@@ -268,7 +263,6 @@ def after_a_forward_that_raised(model: nn.Module) -> None:
 def between_two_forwards(model: nn.Module) -> None:
     with_slots(model)
     model(inputs(dist.get_rank(), 9))
-    assert isinstance(model, FsdpModule)
     model.set_slot_pool(None)
     model(inputs(dist.get_rank(), 9))
     model.set_slot_pool("by_size")
@@ -279,7 +273,6 @@ def after_gradients_kept_here(model: nn.Module) -> None:
     with no_sync(model):
         model(inputs(dist.get_rank(), 9)).square().mean().backward()
     model.zero_grad()
-    assert isinstance(model, FsdpModule)
     model.reset_iter_state()
 
 
@@ -302,7 +295,6 @@ def test_slots_may_be_chosen_at_any_time_between_steps() -> None:
 @on_ranks(2)
 def test_units_that_keep_their_weights_have_slots_of_their_own_size() -> None:
     model = build(Setting())
-    assert isinstance(model, FsdpModule)
     model.set_reshard_after_forward(False)
     model.set_slot_pool("largest")
     model(inputs(dist.get_rank(), 0)).square().mean().backward()
@@ -317,7 +309,6 @@ def test_megatrons_buffers_are_slots() -> None:
     found = []
     for name in ("fsdp_double_buffer", "maxpool_double_buffer", "nccl_ub"):
         model = fully_shard_model(Stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES)), ["Block"], **{name: True})
-        assert isinstance(model, FsdpModule)
         model(inputs(dist.get_rank(), 0)).square().mean().backward()
         found.append((model._fsdp_unit.slots, slots_of(model)[0] == (2 if name == "maxpool_double_buffer" else 5)))
     assert found == [(choice, True) for choice in wanted]
@@ -336,7 +327,6 @@ def test_the_flags_choose_the_slots() -> None:
     for flag in flags:
         model = build(Setting())
         FsdpConfig.from_args(add_megatron_fsdp_args(argparse.ArgumentParser()).parse_args([flag])).apply(model)
-        assert isinstance(model, FsdpModule)
         found.append(model._fsdp_unit.slots)
     assert found == list(wanted.values())
 

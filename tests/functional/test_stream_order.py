@@ -149,7 +149,6 @@ def races_of_branches(hidden: int, fuses: bool) -> list[str]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         name_buffers(watching, model)
         group = groups_of(model)[0]
-        assert group.gradients is not None
         group.gradients.packed.reallocate_storage()
         watching.name("packed gradients", group.gradients.packed.local_buffer)
         group.gradients.packed.release_storage()
@@ -174,7 +173,6 @@ def test_small_gradients_are_copied_on_the_stream_that_made_them_before_another_
     with driven() as (double, _):
         model = fully_shard(Branches(double, 5), mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=False))
         buffer = groups_of(model)[0].gradients
-        assert buffer is not None
         pack = buffer._pack
 
         def noted(index: int, gradient: torch.Tensor) -> None:
@@ -298,7 +296,6 @@ def deleted() -> tuple[list[bool], list[bool], bool]:
     with driven() as (double, _):
         model = Stack(Block(), Block(hidden=1), Block(hidden=17))
         shard_each(model)
-        assert isinstance(model.layers[0], FsdpModule)
         model.layers[0].unshard(async_op=True)
         before = [double.compute.follows(lane) for lane in double.lanes]
         gone = weakref.ref(model)

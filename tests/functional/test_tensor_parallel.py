@@ -80,8 +80,7 @@ def sharded(mesh: DeviceMesh, strategy: str, policy: MixedPrecisionPolicy | None
 
 
 def loss(model: nn.Module, data_rank: int, step: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(data_rank, step))
-    return output.square().mean()
+    return model(inputs(data_rank, step)).square().mean()
 
 
 def train(model: nn.Module, data_rank: int, steps: range) -> list[float]:

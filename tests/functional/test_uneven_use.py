@@ -63,8 +63,7 @@ def shard_blocks(model: nn.Module) -> None:
 
 
 def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(rank, step), rank)
-    return output.square().mean()
+    return model(inputs(rank, step), rank).square().mean()
 
 
 @pytest.mark.parametrize("kind", [TwoHeads, Skipped])

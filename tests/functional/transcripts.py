@@ -148,7 +148,6 @@ def evaluate(model: nn.Module, lines: list[str]) -> None:
 
 def change_order(model: nn.Module, lines: list[str]) -> None:
     """Train two steps, then two with the middle blocks exchanged."""
-    assert isinstance(model, Model)
     train(model, lines)
     lines.append("# blocks 1 and 2 change places")
     model.order = [0, 2, 1, 3]

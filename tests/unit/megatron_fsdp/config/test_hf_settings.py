@@ -89,7 +89,6 @@ def test_a_strategy_of_version_1_has_its_meaning(strategy: str, flag: str, resha
     for key in ("reshard_after_forward", "sharding_strategy"):
         config = FsdpConfig.from_hf({"version": 1, key: strategy.lower()})
         assert config.data_parallel_sharding_strategy == flag
-        assert config.hugging_face is not None
         assert config.hugging_face.reshard_after_forward is reshards
         assert config.hugging_face.is_hybrid is is_hybrid
 
@@ -245,7 +244,6 @@ def test_accelerate_s_yaml_file_is_read(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setitem(sys.modules, "yaml", SimpleNamespace(safe_load=parse, YAMLError=ValueError))
     config = FsdpConfig.from_hf(path)
     assert config.mixed_precision_policy().param_dtype is torch.bfloat16
-    assert config.hugging_face is not None
     assert config.hugging_face.transformer_layer_cls_to_wrap == ("LlamaDecoderLayer",)
     assert not config.hugging_face.reshard_after_forward
     assert config == FsdpConfig.from_hf(parse(ACCELERATE))

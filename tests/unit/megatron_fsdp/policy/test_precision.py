@@ -176,5 +176,4 @@ def test_a_tensor_of_the_wanted_dtype_is_not_copied() -> None:
 def test_gradients_flow_back_through_a_cast() -> None:
     x = torch.ones(3, requires_grad=True)
     caster(BF16)({"x": x})["x"].sum().backward()
-    assert x.grad is not None
     assert x.grad.dtype is FP32

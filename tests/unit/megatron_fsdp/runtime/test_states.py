@@ -32,7 +32,6 @@ def group() -> Iterator[ParameterGroup]:
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(GradState, repeat=2)))
 def test_gradients_change_by_the_table(group: ParameterGroup, before: GradState, after: GradState) -> None:
-    assert group.gradients is not None
     binding = group.gradients.binding
     binding.state = before
     if (before.value, after.value) in GRADIENTS:
