@@ -182,7 +182,7 @@ class Backward:
             unit.open_call = None
             for buffer in unit.gradients if self._pass is not None else ():
                 buffer.abandon(self.number)
-                self._has_sums = self._has_sums or buffer.binding.has_sum_under_way
+                self._has_sums = self._has_sums or buffer.binding.is_under_way
             self._schedule.reshard(unit)
         self._end()
 
@@ -425,7 +425,9 @@ class Backward:
         is_last = self.is_last or self.is_manual
         finals = [found for unit in units if (found := _final(unit, is_last=is_last))]
         final = [group for found in finals for group in found]
-        self._missing.say(final)
+        is_missing = any(1 in group.gradients.binding.missing for group in final if group.gradients is not None)
+        if is_missing:
+            self._missing.say(final)
         for found in finals:
             for group in found if listeners else ():
                 tell("final", group)
@@ -436,7 +438,9 @@ class Backward:
                 buffer.binding.complete()
             for group in found if listeners else ():
                 tell("completed", group)
-        self._missing.settle(final, units)
+        if is_missing or self._missing.has_question:
+            self._missing.settle(final, units)
+        self._missing.number += bool(final)
         for group in final:
             assert group.gradients is not None
             group.gradients.binding.show()
@@ -447,7 +451,7 @@ class Backward:
         """Show on ``.grad`` which sums are still under way."""
         for unit in units:
             for buffer in unit.gradients:
-                if buffer.binding.has_sum_under_way:
+                if buffer.binding.is_under_way:
                     buffer.binding.show_pending()
                     self._has_sums = True
 

@@ -281,7 +281,7 @@ class GradientBuffer(PackedGradients):
         Args:
             backward: the number of one that has raised; nothing happens where it brought no gradient, or all of them.
         """
-        if self._backward == backward and self.binding.has_sum_under_way:
+        if self._backward == backward and self.binding.is_under_way:
             self.binding.void()
 
     def abandon(self, backward: int) -> None:
@@ -299,7 +299,7 @@ class GradientBuffer(PackedGradients):
 
     def discard(self) -> None:
         """Drop a sum under way, and ``.grad`` with it."""
-        if self.binding.has_sum_under_way:
+        if self.binding.is_under_way:
             self._empty()
             self.binding.end_sum(clears=True)
 
@@ -311,5 +311,5 @@ class GradientBuffer(PackedGradients):
             self.packed.release_storage()
         self.reduction.release()
         self.tickets.clear()
-        if self.binding.has_sum_under_way:
+        if self.binding.is_under_way:
             self.binding.empty()

@@ -22,7 +22,7 @@ from megatron_fsdp.runtime.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.lanes import join_lanes
 from megatron_fsdp.runtime.make_fsdp_params import adopt, make_fsdp_params
 from megatron_fsdp.runtime.packed_weights import PackedWeights
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState, note_group
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, note_group
 from megatron_fsdp.runtime.reduction import GradientSpec, ReduceFunction
 from megatron_fsdp.runtime.weight_buffers import WeightBuffers
 
@@ -59,8 +59,6 @@ def make_param_group(owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpe
 def build(group: ParameterGroup, spec: GroupSpec, params: Sequence[nn.Parameter] = ()) -> None:
     """Make the buffers and the parameters of a group."""
     group.spec = spec
-    group.weight_state = WeightState.SHARDED
-    group.gather_ticket = None
     if group.owned[0].extension is None:
         group.weights = _WEIGHTS[spec.dtypes.gather is not None](group.plan, spec, group.name)
         group.fsdp_params = make_fsdp_params(group.owned, group.main_weight, group.gathered, group, params)
