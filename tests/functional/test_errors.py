@@ -380,47 +380,26 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def make_mistakes() -> dict[str, str]:
-    """Return the class and message of the error that each mistake meets."""
-    met = {}
-    for name, (mistake, *_) in MISTAKES.items():
-        try:
+@on_ranks(2)
+def test_the_error_of_every_mistake_says_what_is_wrong_and_what_to_do() -> None:
+    for name, (mistake, kind, *words) in MISTAKES.items():
+        with pytest.raises(Exception) as met:
             mistake()
-        except Exception as error:
-            met[name] = f"{type(error).__name__}: {error}"
-        else:
-            met[name] = "nothing was raised"
-    return met
+        assert type(met.value).__name__ == kind, (name, met.value)
+        assert [word for word in words if word not in str(met.value)] == [], (name, met.value)
 
 
-@pytest.fixture(scope="module")
-def met() -> list[dict[str, str]]:
-    return run_ranks(2, make_mistakes)
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_error_says_what_is_wrong_and_what_to_do_for(met: list[dict[str, str]], mistake: str) -> None:
-    _, kind, *words = MISTAKES[mistake]
-    for messages in met:
-        assert messages[mistake].startswith(kind)
-        assert [word for word in words if word not in messages[mistake]] == [], messages[mistake]
-
-
-def state_after_a_refusal() -> bool:
-    """Try to shard a model with one bad parameter; return whether nothing about it has changed."""
+@on_ranks(2)
+def test_a_refused_module_is_left_as_it_was() -> None:
     model = Scaled(nn.Parameter(torch.tensor(2.0)))
     before = dict(model.named_parameters())
-    try:
+    with pytest.raises(ConfigError):
         fully_shard(model)
-    except ValueError:
-        after = dict(model.named_parameters())
-        same = after.keys() == before.keys() and all(after[name] is before[name] for name in before)
-        return same and type(model) is Scaled and bool(torch.isfinite(model(torch.ones(1, 3))).all())
-    return False
-
-
-def test_a_refused_module_is_left_as_it_was() -> None:
-    assert run_ranks(2, state_after_a_refusal) == [True, True]
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+    assert type(model) is Scaled
+    assert torch.isfinite(model(torch.ones(1, 3))).all()
 
 
 @on_ranks(2)
