@@ -1,4 +1,4 @@
-"""Optimizers of torch.optim besides AdamW, some of which look at whole matrices: sharded runs equal whole ones."""
+"""Optimizers of torch.optim, some of which look at whole matrices: sharded runs equal whole ones."""
 
 import functools
 import itertools
@@ -28,6 +28,7 @@ MATRIX: Optimizers = {
 ELEMENT_WISE: Optimizers = {
     f"{name}, foreach={foreach}": (name, {**options, "foreach": foreach})
     for name, options in {
+        "AdamW": {"lr": 0.01},
         "Adagrad": {"lr": 0.05, "lr_decay": 0.1},
         "Adadelta": {"lr": 1.0},
         "Adamax": {"lr": 0.01},
@@ -43,6 +44,7 @@ ELEMENT_WISE: Optimizers = {
 FUSED: Optimizers = {
     "Adagrad, fused": ("Adagrad", {"lr": 0.05, "fused": True}),
     "SGD, fused": ("SGD", {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "AdamW, fused": ("AdamW", {"lr": 0.01, "fused": True}),
     "Adam, fused, amsgrad": ("Adam", {"lr": 0.01, "amsgrad": True, "fused": True}),
 }
 MUON: Optimizers = {
