@@ -182,5 +182,6 @@ def test_each_matrix_is_one_ranks_work_once_a_step() -> None:
 
 @on_ranks(2)
 def test_the_state_dict_of_a_new_optimizer_shows_where_a_checkpoint_is_read_into() -> None:
-    fresh = fully_shard_optimizer(Muon(param_groups(sharded()), **OPTIONS)).state_dict()["state"]
+    model = sharded()
+    fresh = fully_shard_optimizer(Muon(param_groups(model), **OPTIONS)).state_dict()["state"]
     assert {" ".join(sorted(values)) for values in fresh.values()} == {"exp_avg exp_avg_sq step", "momentum_buffer"}

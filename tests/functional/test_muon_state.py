@@ -248,8 +248,10 @@ def test_a_state_of_another_optimizer_is_refused_by_name() -> None:
     _, optimizer = trained(1)
     document = optimizer.state_dict()
     document["state"][0] = {"exp_avg": torch.zeros(2)}
+    model, fresh = trained()
     with pytest.raises(ConfigError, match="momentum_buffer"):
-        trained()[1].load_state_dict(document)
+        fresh.load_state_dict(document)
+    del model
 
 
 @pytest.mark.parametrize(
