@@ -22,7 +22,7 @@ from megatron_fsdp.runtime.asked_gradients import refuse_gathered
 from megatron_fsdp.runtime.freshness import MOMENTS
 from megatron_fsdp.runtime.grad_state import GradState
 from megatron_fsdp.runtime.gradients import GradientBuffer
-from megatron_fsdp.runtime.lanes import join_lanes
+from megatron_fsdp.runtime.lanes import join_lanes, turns
 from megatron_fsdp.runtime.missing_gradients import MissingGradients
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.reduction import Reduction
@@ -100,7 +100,8 @@ class Backward:
         self.is_last = True
         self.number = 0
         self.is_under_way = False
-        self.max_packed_buffers = 1
+        devices = {group.spec.compute_device for unit in schedule.units() for group in unit.groups}
+        self.max_packed_buffers = 2 if any(turns(device) is not None for device in devices) else 1
         self.is_manual = self.is_unfinished = False
         self.awaited: Callable[[str], NoReturn] | None = None
         self._schedule = schedule
@@ -164,8 +165,11 @@ class Backward:
             self._has_sums = True
 
     def recover(self) -> None:
-        """Forget a backward that raised: its graph task is gone, but never ran the final callback."""
-        if self._pass is not None and self._pass.ending() is None:
+        """Forget a backward that raised: its graph task never ran the final callback.
+
+        Outside of any backward it is over, whether or not a device's thread has let go of the task by then.
+        """
+        if self._pass is not None and (self._pass.ending() is None or not is_in_backward()):
             self._abandon()
 
     def reset(self) -> None:

@@ -20,6 +20,7 @@ from megatron_fsdp.runtime.fuse import fuse_linear_layers
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.lanes import join_lanes
+from megatron_fsdp.runtime.late_gradients import LateGradients, packs_late
 from megatron_fsdp.runtime.make_fsdp_params import adopt, make_fsdp_params
 from megatron_fsdp.runtime.packed_weights import PackedWeights
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, note_group
@@ -93,7 +94,9 @@ def make_gradients(group: ParameterGroup) -> None:
         spec.compute_device, spec.is_offloaded, spec.is_pinned, spec.fuses_weight_gradients, dtypes.accumulate
     )  # fmt: skip
     like = GradientSpec(spec.placements, dtypes.reduce, dtypes.main_grad, spec.divisor, *rest)
-    make = GradientBuffer if dtypes.reduction is None else InvariantGradients
+    make = LateGradients if packs_late(like, group.fsdp_params) else GradientBuffer
+    if dtypes.reduction is not None:
+        make = InvariantGradients
     group.gradients = make(group.main_weight, like, group.fsdp_params)
     group.gradients.rename(group.name)
     set_reduction(group)

@@ -132,8 +132,7 @@ def place_in_slots(group: ParameterGroup, pools: BufferPools | None, choice: Slo
             group.weights.post_forward.use_pool(of_weights if weights.sizing == "static" else None)
     if group.gradients is None:
         return
-    if not group.gradients.rests_partial:
-        group.gradients.packed.storage.use_pool(pool("gradients", choice, placements.gradient))
+    group.gradients.take_from(None if group.gradients.rests_partial else pool("gradients", choice, placements.gradient))
     # With slots a step calls no allocator.
     group.gradients.keep(pools is not None or group.spec.is_offloaded)
 

@@ -90,6 +90,7 @@ def test_losses_gradients_and_weights_are_a_plain_models_at_every_moment(strateg
 
 
 def sharded(strategy: str) -> nn.Module:
+    torch.manual_seed(0)
     model = Headed(Block(), Block(hidden=1), Block(), outputs=3)
     mesh = make_mesh((2, 1) if strategy == "hsdp" else (2,))
     for part in (*model.layers, model):
@@ -126,19 +127,25 @@ def test_a_sum_under_way_is_not_read_as_a_gradient(strategy: str) -> None:
         assert torch.equal(one, parameter.to_local())
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "hsdp"])
-@on_ranks(2)
-def test_training_on_the_gradients_of_a_backward_that_raised_is_refused_until_they_are_dropped(strategy: str) -> None:
+def fail(model: nn.Module, step: int) -> None:
+    """Run forward and backward of a step in which a hook behind the middle block raises."""
+
     def explode(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
+    handle = model.layers[1].register_forward_hook(lambda module, _, output: output.register_hook(explode) and None)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(model, step)
+    handle.remove()
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "hsdp"])
+@on_ranks(2)
+def test_training_on_the_gradients_of_a_backward_that_raised_is_refused_until_they_are_dropped(strategy: str) -> None:
     model = sharded(strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, 0)
-    handle = model.layers[1].register_forward_hook(lambda module, _, output: output.register_hook(explode) and None)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        train(model, 1)
-    handle.remove()
+    fail(model, 1)
     # The units behind the one that raised have gradients, and the root in the strategies that keep it from the start.
     incomplete = (
         r"unit '(layers\.2|Headed)': the gradient of parameter '.*' is incomplete, because the last backward raised"
@@ -151,3 +158,33 @@ def test_training_on_the_gradients_of_a_backward_that_raised_is_refused_until_th
     model.reset_iter_state()
     train(model, 4)
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard", "hsdp"])
+@on_ranks(2)
+def test_a_backward_that_raised_is_over_for_the_next_forward_while_a_thread_still_holds_its_task(strategy: str) -> None:
+    model = sharded(strategy)
+    torch.manual_seed(0)
+    plain = Headed(Block(), Block(hidden=1), Block(), outputs=3)
+    backward, held = model._fsdp_unit.backward, []
+    follow = backward._follow_task
+
+    def keep() -> Any:
+        reference = follow()
+        # As a device's thread does that has not got as far as to drop the graph task.
+        held.append(reference())
+        return reference
+
+    backward._follow_task = keep
+    fail(model, 0)
+    backward._follow_task = follow
+    assert held[0] is not None
+    # The task's end had not been seen when somebody may have dropped the gradients, so they are to be dropped now.
+    with pytest.raises(StateError, match="is incomplete, because the last backward raised"):
+        train(model, 1)
+    model.zero_grad()
+    train(model, 1)
+    for rank in range(2):
+        (plain(inputs(rank, 1)).square().mean() / 2).backward()
+    for parameter, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), wanted.grad)
