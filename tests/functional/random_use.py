@@ -334,6 +334,12 @@ class Trainee(Meddling):
             norm = nn.utils.clip_grad_norm_(list(self.kept.values()), MAX_NORM)
         self.seen.append(("norm", norm))
 
+    def _do_swap(self, which: str, other: str) -> None:
+        """Exchange the gradients of two parameters, which have to be of one shape."""
+        ((_, one),) = self._named(which, "kept").items()
+        ((_, two),) = self._named(other, "kept").items()
+        one.grad, two.grad = two.grad, one.grad
+
     def _do_grad(self, how: str, which: str, face: str, when: str = "") -> None:
         if not self.is_synced and when != "amid":
             return

@@ -182,6 +182,22 @@ def _own_gradients() -> Iterator[tuple[str, Program]]:
                 f"{strategy}: gradients of one's own by {how}, clipped",
                 _two(f"grad {how} all kept, clip ours, step, forward, backward, clip ours, step", strategy),
             )
+        yield (
+            f"{strategy}: backward adds to gradients of one's own, clipped",
+            _two("grad set all kept, clip ours, forward, backward, forward, backward, clip ours, step", strategy),
+        )
+        # The second matrices of two alike layers, and two vectors of one of them.
+        alike = Part("gated", (Part("linear", size=3), Part("linear", size=3)), 2)
+        for then in ("step", "forward, backward, step", "zero_grad zero, forward, backward, step"):
+            yield (
+                f"{strategy}: gradients are exchanged; {then}",
+                Program(
+                    alike,
+                    f"forward, backward, swap 3 6, swap 4 7, {then}",
+                    _wraps(strategy, "parts.0", "parts.1", ""),
+                    mesh=MESH,
+                ),
+            )
     yield "gradients asked of the sharded parameters", _two("autograd kept, forward, backward")
     for how in ("none", "ones", "zero"):
         actions = f"forward, backward, forward, grad {how} all shown, backward, step"
