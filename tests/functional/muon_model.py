@@ -25,14 +25,9 @@ HEAD_COLUMNS = MatrixView(column_splits=(HEAD_DIM,))
 GATE_UP = MatrixView(row_splits=(5, 5))
 
 VIEWS = {
-    "qkv": QKV,
-    "queries": HEAD_ROWS,
-    "output": HEAD_COLUMNS,
-    "experts": EXPERTS,
-    "gate_up": GATE_UP,
-    "tall": MatrixView(),
-    "wide": MatrixView(),
-}
+    "qkv": QKV, "queries": HEAD_ROWS, "output": HEAD_COLUMNS, "experts": EXPERTS, "gate_up": GATE_UP,
+    "tall": MatrixView(), "wide": MatrixView(),
+}  # fmt: skip
 
 
 class Layer(nn.Module):

@@ -146,16 +146,9 @@ SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "scalar": {"factor": ()},
 }
 _COMPUTE = {
-    "linear": _linear,
-    "gain": _gain,
-    "experts": _experts,
-    "lookup": _lookup,
-    "norm": _norm,
-    "masked": _masked,
-    "spare": _spare,
-    "empty": _empty,
-    "scalar": _scalar,
-}
+    "linear": _linear, "gain": _gain, "experts": _experts, "lookup": _lookup, "norm": _norm, "masked": _masked,
+    "spare": _spare, "empty": _empty, "scalar": _scalar,
+}  # fmt: skip
 
 
 class Leaf(nn.Module):
@@ -291,15 +284,9 @@ class Pick(Composite):
 
 
 COMPOSITES: Mapping[str, type[Composite]] = {
-    "chain": Composite,
-    "gated": Gated,
-    "sum": Sum,
-    "repeat": Repeat,
-    "by turn": ByTurn,
-    "checkpoint": Checkpointed,
-    "detached": Detached,
-    "pick": Pick,
-}
+    "chain": Composite, "gated": Gated, "sum": Sum, "repeat": Repeat, "by turn": ByTurn, "checkpoint": Checkpointed,
+    "detached": Detached, "pick": Pick,
+}  # fmt: skip
 
 
 Maker = Callable[[Part, list[nn.Module]], nn.Module]

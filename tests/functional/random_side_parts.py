@@ -53,12 +53,9 @@ class Side(nn.Module):
             bag += [first, second]
             return None
         results = {
-            "list": [first, second],
-            "dictionary": {"first": first, "second": second},
-            "object": Box(first, second),
-            "dataclass": Pair(first, second),
-            "nested object": [Box(first, second)],
-        }
+            "list": [first, second], "dictionary": {"first": first, "second": second}, "object": Box(first, second),
+            "dataclass": Pair(first, second), "nested object": [Box(first, second)],
+        }  # fmt: skip
         return results[kind]
 
 
@@ -163,16 +160,8 @@ class Borrowing(Composite):
 
 
 SIDE_KINDS = (
-    "attribute",
-    "attribute alone",
-    "nothing",
-    "bag",
-    "list",
-    "dictionary",
-    "object",
-    "dataclass",
-    "nested object",
-)
+    "attribute", "attribute alone", "nothing", "bag", "list", "dictionary", "object", "dataclass", "nested object",
+)  # fmt: skip
 ENCLOSING = ("pick", *SIDE_KINDS)
 KINDS: Mapping[str, Maker] = {
     **COMPOSITES,

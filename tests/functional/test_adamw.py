@@ -37,14 +37,9 @@ POLICIES = {
     "bf16 gradients": MixedPrecisionPolicy(BF16, main_grads_dtype=BF16),
 }
 LAYOUTS = [
-    ("optim_grads_params", (1,)),
-    ("optim_grads_params", (3,)),
-    ("optim_grads", (2,)),
-    ("optim", (3,)),
-    ("no_shard", (2,)),
-    ("hsdp", (2, 2)),
-    ("hfsdp", (2, 2)),
-]
+    ("optim_grads_params", (1,)), ("optim_grads_params", (3,)), ("optim_grads", (2,)), ("optim", (3,)),
+    ("no_shard", (2,)), ("hsdp", (2, 2)), ("hfsdp", (2, 2)),
+]  # fmt: skip
 
 
 def run_with(make: Make, strategy: str, mesh: tuple[int, ...], policy: str) -> tuple[Model, torch.optim.Optimizer]:

@@ -19,13 +19,9 @@ from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_mo
 from tests.harness.oracle import shard_model, whole_state
 
 LAYOUTS = {
-    "zero 3": ("optim_grads_params", (3,)),
-    "zero 2": ("optim_grads", (2,)),
-    "zero 1": ("optim", (2,)),
-    "zero 0": ("no_shard", (2,)),
-    "hsdp": ("hsdp", (2, 2)),
-    "hfsdp": ("hfsdp", (2, 2)),
-}
+    "zero 3": ("optim_grads_params", (3,)), "zero 2": ("optim_grads", (2,)), "zero 1": ("optim", (2,)),
+    "zero 0": ("no_shard", (2,)), "hsdp": ("hsdp", (2, 2)), "hfsdp": ("hfsdp", (2, 2)),
+}  # fmt: skip
 
 
 MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32, main_params_dtype=torch.float32)

@@ -21,14 +21,10 @@ __all__ = ["compatibility_arguments", "compatibility_communication", "compatibil
 # PyTorch goes through all layouts of operands for each of its operators: seconds where a mesh has three axes. Of what
 # has a twin on one axis, the one on two.
 NIGHTLY = (
-    "set_requires_gradient_sync on HSDP",
-    "set_requires_all_reduce(recurse=False)",
-    "set_is_last_backward on HSDP",
-    "fully_shard(dp_mesh_dims=shard)",
-    "fully_shard(dp_mesh_dims=two to shard)",
-    "fully_shard(dp_mesh_dims=shard and replicate)",
-    "norm layers that are units, in bf16 and fp16",
-)
+    "set_requires_gradient_sync on HSDP", "set_requires_all_reduce(recurse=False)", "set_is_last_backward on HSDP",
+    "fully_shard(dp_mesh_dims=shard)", "fully_shard(dp_mesh_dims=two to shard)",
+    "fully_shard(dp_mesh_dims=shard and replicate)", "norm layers that are units, in bf16 and fp16",
+)  # fmt: skip
 
 
 # PyTorch's own loader asks for the default device by a name that PyTorch itself deprecates.

@@ -113,13 +113,9 @@ def test_everything_that_the_installed_fsdp2_offers_has_a_row() -> None:
 
 def test_the_list_of_what_is_installed_finds_names_methods_and_keywords() -> None:
     wanted = {
-        "share_comm_ctx",
-        "fully_shard(mesh)",
-        "MixedPrecisionPolicy(reduce_dtype)",
-        "FSDPModule.unshard(async_op)",
-        "UnshardHandle.wait",
-        "replicate(mesh)",
-    }
+        "share_comm_ctx", "fully_shard(mesh)", "MixedPrecisionPolicy(reduce_dtype)", "FSDPModule.unshard(async_op)",
+        "UnshardHandle.wait", "replicate(mesh)",
+    }  # fmt: skip
     assert wanted <= set(installed())
 
 

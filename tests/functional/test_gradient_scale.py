@@ -38,14 +38,10 @@ POLICIES = {
     "bf16 sums": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, main_params_dtype=torch.float32),
 }
 LAYOUTS: dict[str, tuple[str, tuple[int, ...]]] = {
-    "zero 3": ("optim_grads_params", (3,)),
-    "zero 2": ("optim_grads", (2,)),
-    "zero 1": ("optim", (2,)),
-    "replicas": ("no_shard", (2,)),
-    "one rank": ("optim_grads_params", (1,)),
-    "hsdp": ("hsdp", (2, 2)),
+    "zero 3": ("optim_grads_params", (3,)), "zero 2": ("optim_grads", (2,)), "zero 1": ("optim", (2,)),
+    "replicas": ("no_shard", (2,)), "one rank": ("optim_grads_params", (1,)), "hsdp": ("hsdp", (2, 2)),
     "hfsdp": ("hfsdp", (2, 2)),
-}
+}  # fmt: skip
 QUICK = [("zero 3", "fp32"), ("zero 1", "bf16, fp32 sums"), ("one rank", "fp32"), ("hfsdp", "bf16 sums")]
 
 

@@ -112,12 +112,9 @@ class Masked(torch.optim.Optimizer):
 
 
 KINDS: dict[str, Kind] = {
-    "Shampoo": Shampoo,
-    "Shampoo of plain matrices": PlainShampoo,
-    "LAMB": Lamb,
-    "adaptive clipping": Adaptive,
+    "Shampoo": Shampoo, "Shampoo of plain matrices": PlainShampoo, "LAMB": Lamb, "adaptive clipping": Adaptive,
     "a plain mask": Masked,
-}
+}  # fmt: skip
 # Those that hold plain tensors of several elements.
 ASSUMING = ("Shampoo of plain matrices", "a plain mask")
 

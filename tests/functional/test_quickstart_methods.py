@@ -80,12 +80,9 @@ def switched_by_hand(model: MegatronFSDP, index: int) -> None:
 
 
 LOOPS: dict[str, tuple[bool, Backward]] = {
-    "every backward is synced": (True, backward),
-    "no_sync": (True, in_no_sync),
-    "sync": (False, in_sync_at_the_end),
-    "finish_grad_sync": (False, finished_by_hand),
-    "set_model_auto_sync": (True, switched_by_hand),
-}
+    "every backward is synced": (True, backward), "no_sync": (True, in_no_sync), "sync": (False, in_sync_at_the_end),
+    "finish_grad_sync": (False, finished_by_hand), "set_model_auto_sync": (True, switched_by_hand),
+}  # fmt: skip
 
 
 def accumulated(loop: str, strategy: str) -> tuple[float, int]:

@@ -19,13 +19,10 @@ from tests.harness.oracle import differing, shard_model, train, whole_state
 
 State = dict[str, torch.Tensor]
 LAYOUTS = {
-    "one rank": ("optim_grads_params", (1,)),
-    "three ranks": ("optim_grads_params", (3,)),
-    "optimizer state alone": ("optim", (2,)),
-    "replicated": ("no_shard", (2,)),
-    "hsdp": ("hsdp", (2, 2)),
+    "one rank": ("optim_grads_params", (1,)), "three ranks": ("optim_grads_params", (3,)),
+    "optimizer state alone": ("optim", (2,)), "replicated": ("no_shard", (2,)), "hsdp": ("hsdp", (2, 2)),
     "hfsdp": ("hfsdp", (2, 2)),
-}
+}  # fmt: skip
 
 
 def num_ranks(layout: str) -> int:

@@ -302,12 +302,9 @@ def after_gradients_kept_here(model: nn.Module) -> None:
 @on_ranks(2)
 def test_slots_may_be_chosen_at_any_time_between_steps() -> None:
     ways = (
-        with_slots,
-        with_memory_of_the_communicator,
-        without_slots_where_the_communicator_has_no_memory,
-        after_a_forward_that_raised,
-        between_two_forwards,
-    )
+        with_slots, with_memory_of_the_communicator, without_slots_where_the_communicator_has_no_memory,
+        after_a_forward_that_raised, between_two_forwards,
+    )  # fmt: skip
     found = {way.__name__: losses_with(way) for way in ways}
     found["meta"] = losses_with(with_slots, is_meta=True)
     found["plain"] = losses_with(lambda model: None)

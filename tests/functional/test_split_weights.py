@@ -183,12 +183,9 @@ def test_bytes_are_those_that_explain_predicts_and_12_per_parameter_where_all_is
     flat_moments = sum(8 * group.main_weight.local_buffer.numel() for group in groups)
     found |= {"resting": meter.current_bytes - before - flat_moments, "traffic": sizes}
     wanted: Numbers = {
-        "forward": report.forward_peak.num_bytes,
-        "backward": report.backward_peak.num_bytes,
-        "moments": report.optimizer_bytes,
-        "resting": report.persistent_bytes,
-        "traffic": predicted_sizes,
-    }
+        "forward": report.forward_peak.num_bytes, "backward": report.backward_peak.num_bytes,
+        "moments": report.optimizer_bytes, "resting": report.persistent_bytes, "traffic": predicted_sizes,
+    }  # fmt: skip
     numel = sum(group.plan.numel for group in groups)
     per_element = (report.persistent_bytes + flat_moments) * torch.Size(mesh).numel() / numel
     assert found == wanted

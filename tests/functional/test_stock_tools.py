@@ -33,16 +33,9 @@ def whole_gradients(num_ranks: int) -> State:
 
 
 LAYOUTS = [
-    ("no_shard", (3,)),
-    ("optim", (3,)),
-    ("optim_grads", (3,)),
-    ("optim_grads_params", (1,)),
-    ("optim_grads_params", (3,)),
-    ("optim_grads_params", (4,)),
-    ("hsdp", (2, 2)),
-    ("hfsdp", (2, 2)),
-    ("hfsdp", (1, 3)),
-]
+    ("no_shard", (3,)), ("optim", (3,)), ("optim_grads", (3,)), ("optim_grads_params", (1,)),
+    ("optim_grads_params", (3,)), ("optim_grads_params", (4,)), ("hsdp", (2, 2)), ("hfsdp", (2, 2)), ("hfsdp", (1, 3)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("strategy", "mesh_shape"), nightly_but(LAYOUTS[1::3], LAYOUTS), ids=str)

@@ -35,15 +35,10 @@ MESHES = {
     "hsdp of one replica, tp2": ((1, 2, 2), ("outer", "dp", "tp")),
 }
 CASES = [
-    ("dp2 tp2", "optim_grads_params"),
-    ("dp2 tp2", "no_shard"),
-    ("dp2 tp2", "optim"),
-    ("dp2 tp2", "optim_grads"),
-    ("dp1 tp2", "optim_grads_params"),
-    ("dp4 tp1", "optim_grads_params"),
-    ("hsdp, tp1", "hsdp"),
+    ("dp2 tp2", "optim_grads_params"), ("dp2 tp2", "no_shard"), ("dp2 tp2", "optim"), ("dp2 tp2", "optim_grads"),
+    ("dp1 tp2", "optim_grads_params"), ("dp4 tp1", "optim_grads_params"), ("hsdp, tp1", "hsdp"),
     ("hsdp of one replica, tp2", "hfsdp"),
-]
+]  # fmt: skip
 
 
 class Feedforward(nn.Module):

@@ -222,13 +222,9 @@ def test_a_released_buffer_refuses_every_use_and_comes_back_under_its_views() ->
     buffer.release_storage()
     errors = []
     attempts: list[Callable[[], object]] = [
-        lambda: buffer.local_buffer,
-        lambda: buffer.get_local_tensor(0),
-        lambda: buffer.get_dtensor(0),
-        lambda: finer.local_buffer,
-        lambda: buffer.cast(torch.bfloat16),
-        lambda: buffer.zero_(),
-    ]
+        lambda: buffer.local_buffer, lambda: buffer.get_local_tensor(0), lambda: buffer.get_dtensor(0),
+        lambda: finer.local_buffer, lambda: buffer.cast(torch.bfloat16), lambda: buffer.zero_(),
+    ]  # fmt: skip
     for attempt in attempts:
         try:
             attempt()

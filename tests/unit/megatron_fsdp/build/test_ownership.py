@@ -139,12 +139,9 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, requir
 
 def test_parameters_are_grouped_by_dtype_and_whether_they_train() -> None:
     owned = [
-        parameter((1,)),
-        parameter((2,), torch.bfloat16),
-        parameter((3,), requires_grad=False),
-        parameter((4,)),
+        parameter((1,)), parameter((2,), torch.bfloat16), parameter((3,), requires_grad=False), parameter((4,)),
         parameter((5,), torch.int64, requires_grad=False),
-    ]
+    ]  # fmt: skip
     shapes = [[one.shape for one in group] for group in group_parameters(owned)]
     assert shapes == [[(1,), (4,)], [(2,)], [(3,)], [(5,)]]
 

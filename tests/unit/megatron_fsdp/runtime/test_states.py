@@ -12,14 +12,9 @@ from megatron_fsdp.runtime.grad_state import GradState
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
 GRADIENTS = {
-    ("empty", "empty"),
-    ("empty", "partial"),
-    ("partial", "partial"),
-    ("partial", "final"),
-    ("partial", "empty"),
-    ("final", "partial"),
-    ("final", "empty"),
-}
+    ("empty", "empty"), ("empty", "partial"), ("partial", "partial"), ("partial", "final"), ("partial", "empty"),
+    ("final", "partial"), ("final", "empty"),
+}  # fmt: skip
 
 
 @pytest.fixture
