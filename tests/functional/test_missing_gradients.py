@@ -34,23 +34,18 @@ class Branches(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, used: Sequence[int]) -> torch.Tensor:
-        """Return (..., WIDTH) for (..., WIDTH)."""
         x = self.entry(x)
         for number in used:
             x = x + torch.tanh(self.first[number](x))
-        result: torch.Tensor = self.head(self.second(x, used))
-        return result
+        return self.head(self.second(x, used))
 
 
 class Branched(nn.Module):
-    """Linear branches."""
-
     def __init__(self) -> None:
         super().__init__()
         self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BRANCHES))
 
     def forward(self, x: torch.Tensor, used: Sequence[int]) -> torch.Tensor:
-        """Return (..., WIDTH) for (..., WIDTH)."""
         x = x * 2
         for number in used:
             x = x + torch.tanh(self.branches[number](x))
@@ -58,7 +53,6 @@ class Branched(nn.Module):
 
 
 def make(strategy: str) -> tuple[nn.Module, FsdpModule]:
-    """Return a plain model and the same one in two units."""
     torch.manual_seed(0)
     oracle = Branches()
     model = copy.deepcopy(oracle)
@@ -178,8 +172,10 @@ def test_ranks_ask_only_where_all_of_them_miss_something() -> None:
     ]
 
 
-def after_an_interruption() -> list[str]:
-    """Return names without gradients, after a backward that raised on a rank that had said that it misses some."""
+@on_ranks(2, timeout=60)
+def test_what_was_said_in_a_backward_that_raised_misleads_nobody() -> None:
+    unused = [f"{where}.{number}.{name}" for where in ("first", "second.branches") for number in (0, 1)
+              for name in ("weight", "bias")]  # fmt: skip
     _, model = make("optim_grads_params")
     rank = dist.get_rank()
 
@@ -196,13 +192,7 @@ def after_an_interruption() -> list[str]:
     first = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     model.zero_grad()
     model(data(rank, 2), (2,)).square().mean().backward()
-    return first + [name for name, parameter in model.named_parameters() if parameter.grad is None]
-
-
-def test_what_was_said_in_a_backward_that_raised_misleads_nobody() -> None:
-    unused = [f"{where}.{number}.{name}" for where in ("first", "second.branches") for number in (0, 1)
-              for name in ("weight", "bias")]  # fmt: skip
-    assert run_ranks(2, after_an_interruption, timeout=60) == [unused] * 2
+    assert first + [name for name, parameter in model.named_parameters() if parameter.grad is None] == unused
 
 
 @on_ranks(2, timeout=60)

@@ -14,7 +14,6 @@ GOOD = ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"]
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that looks like a checkout; the environment names none."""
     monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
     folder = tmp_path / "Megatron LM"
     for package in ("core", "training"):
