@@ -19,7 +19,7 @@ from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
 from megatron_fsdp.checkpoint.reader import OpenCheckpoint, listed, read_entries
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.resting_copy import catch_up_together
+from megatron_fsdp.runtime.resting_copy import announce_step
 from megatron_fsdp.runtime.unit import units_below
 
 __all__ = [
@@ -210,7 +210,7 @@ def announce_change(model: nn.Module, view: ModelView | None = None) -> None:
     """Tell a sharded model's units that main weights, or the tensors of a view of them, were written to."""
     for group, values in () if view is None else view.copies:
         group.weights.store(values)
-    catch_up_together(group for unit in units_below(model) for group in unit.groups)
+    announce_step(group for unit in units_below(model) for group in unit.groups)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -345,7 +345,12 @@ class _InvariantReduction(Reduction):
     def _last_on_all(self) -> Part | None:
         return None
 
-    def _last_parts(self) -> list[Part]:
+    @property
+    def finishes_on_lane(self) -> bool:
+        """False: what is added up last gathers as well."""
+        return False
+
+    def _last_parts(self, works: list[dist.Work] | None) -> list[Part]:
         target = self._main_grad.local_buffer
         self._write(target)
         self._version = target._version
