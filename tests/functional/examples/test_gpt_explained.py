@@ -1,14 +1,13 @@
 """explain() of tensor- and expert-parallel models says what their training steps take, and plan what explain does."""
 
 import gc
-from pathlib import Path
 
 import pytest
 from torch.distributed.tensor import DTensor
 
 import pretrain_gpt
 from dbuffer import memory_meter, observe_collectives
-from gpt.loss import next_token_loss
+from gpt.loss import token_loss
 from megatron_fsdp import explain, microbatch
 from tests.functional.examples.test_gpt_parallel import EXPERT, EXPERTS, HYBRID, MODEL, TENSOR
 from tests.functional.test_report import Step, _key, predicted_calls
@@ -39,7 +38,7 @@ def second_step(flags: str) -> Step:
         meter.reset_peak()
         with microbatch(job.model, True):
             with observe_collectives(lambda call: seen.calls.update([_key("forward", call)])):
-                loss = next_token_loss(job.model, text, has_experts=job.config.num_experts is not None)
+                loss = token_loss(job.model, text).mean
             seen.forward_peak = meter.peak_bytes - before - seen.persistent_bytes
             meter.reset_peak()
             with observe_collectives(lambda call: seen.calls.update([_key("backward", call)])):
@@ -54,10 +53,8 @@ def second_step(flags: str) -> Step:
 
 
 @pytest.mark.parametrize("name", nightly_but(["ep 2, tp 2", "ep 2, hsdp"], list(DIVISIONS)))
-def test_bytes_and_collectives_are_predicted_to_the_byte(name: str, tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.write_bytes(b"the quick brown fox jumps over the lazy dog; " * 40)
-    for seen in run_ranks(4, second_step, f"{DIVISIONS[name]} --data-path {text}"):
+def test_bytes_and_collectives_are_predicted_to_the_byte(name: str, documents: str) -> None:
+    for seen in run_ranks(4, second_step, f"{DIVISIONS[name]} --data-path {documents}"):
         assert seen.report.persistent_bytes == seen.persistent_bytes > 0
         assert predicted_calls(seen.report) == seen.calls
         assert seen.report.optimizer_bytes == seen.optimizer_bytes

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from gpt.loss import MeanLoss, TokenLoss, counting_tokens, step_weight, token_loss
-from gpt.model import GptModel
-from gpt.model_config import GptConfig
+from gpt.model import GptConfig, GptModel
 from tests.harness import run_ranks
 from tests.unit.examples.jobs import train_steps
 
@@ -29,7 +28,7 @@ def test_what_follows_the_masked_token_does_not_count() -> None:
 
 def test_the_sum_is_of_the_tokens_that_count() -> None:
     made, text = model(), torch.tensor([[5, 0, 6, 7, 9]])
-    whole, masked = token_loss(made, text), token_loss(made, text, masked_token=0)
+    whole, masked = token_loss(made, text), token_loss(made, text, 0)
     logits = made(text[:, :-1])
     assert isinstance(logits, torch.Tensor)
     each = -logits.log_softmax(-1)[0, range(4), text[0, 1:]]
@@ -40,7 +39,7 @@ def test_the_sum_is_of_the_tokens_that_count() -> None:
 
 def test_no_token_at_all_is_a_loss_of_zero_with_gradients_of_zero() -> None:
     made = model()
-    loss = token_loss(made, torch.zeros(1, 5, dtype=torch.int64), masked_token=0)
+    loss = token_loss(made, torch.zeros(1, 5, dtype=torch.int64), 0)
     loss.mean.backward()
     assert loss.mean.item() == 0
     assert all(not parameter.grad.any() for parameter in made.parameters() if parameter.grad is not None)
