@@ -29,9 +29,7 @@ def test_what_is_not_given_follows_from_what_is() -> None:
     args = parse_arguments(VALID.replace("--global-batch-size 12", "").split(), num_ranks=3)
     derived = (args.ffn_hidden_size, args.max_position_embeddings, args.global_batch_size, args.lr_decay_iters)
     assert derived == (96, 16, 6, 50)
-
-
-def test_what_is_given_is_kept() -> None:
+    assert flags_without_engine(args) == []
     given = "--ffn-hidden-size 40 --max-position-embeddings 20 --lr-decay-iters 30"
     args = parse_arguments([*VALID.split(), *given.split()], num_ranks=2)
     assert (args.ffn_hidden_size, args.max_position_embeddings, args.lr_decay_iters) == (40, 20, 30)
@@ -60,20 +58,15 @@ def test_an_unknown_flag_is_refused_with_the_nearest_valid_one(given: str, neare
     wanted = f"unknown option {re.split('[ =]', given)[0]}; did you mean {nearest}?"
     assert refusal(given) == wanted
     assert refusal(given, valid="") == wanted, "rather than that others are missing"
-
-
-def test_a_value_without_a_flag_is_refused() -> None:
-    assert "unexpected argument 'stray'" in refusal("stray")
-
-
-@pytest.mark.parametrize("flag", [flag for flag in VALID.split()[::2] if flag != "--global-batch-size"])
-def test_a_required_flag_that_is_missing_is_named(flag: str) -> None:
-    assert refusal("", valid=re.sub(rf"{flag} \S+", "", VALID)).startswith(f"required flags are missing: {flag};")
+    for flag in [flag for flag in VALID.split()[::2] if flag != "--global-batch-size"]:
+        missing = refusal("", valid=re.sub(rf"{flag} \S+", "", VALID))
+        assert missing.startswith(f"required flags are missing: {flag};")
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ("stray", "unexpected argument 'stray'"),
         ("--num-layers 0", "argument --num-layers: found '0', wanted a whole number >= 1"),
         ("--num-layers 2.5", "argument --num-layers: found '2.5', wanted a whole number >= 1"),
         ("--lr nan", "argument --lr: found 'nan', wanted a number > 0"),
@@ -126,11 +119,6 @@ def test_what_is_out_of_range_or_contradicts_another_flag_is_refused_by_name(fla
     assert found.startswith(message), found
 
 
-def test_whether_the_global_batch_divides_depends_on_the_ranks() -> None:
-    assert parse_arguments(VALID.split(), num_ranks=3).global_batch_size == 12
-    assert "x 4 data-parallel ranks" in refusal("", num_ranks=4)
-
-
 def test_the_model_s_flags_reach_its_configuration() -> None:
     given = "--swiglu --normalization RMSNorm --position-embedding-type rope --rotary-base 50 --disable-bias-linear"
     experts = "--num-experts 3 --moe-router-topk 2 --moe-aux-loss-coeff 0.1 --group-query-attention"
@@ -152,19 +140,6 @@ def test_the_model_s_flags_reach_its_configuration() -> None:
     )
 
 
-def test_a_gated_mlp_has_megatron_s_width() -> None:
-    args = parse_arguments([*VALID.split(), "--swiglu", "--hidden-size", "192"], num_ranks=1)
-    assert args.ffn_hidden_size == 512
-
-
-def test_defaults_are_not_said_to_do_nothing() -> None:
-    assert flags_without_engine(parse_arguments(VALID.split(), num_ranks=1)) == []
-
-
-def test_every_flag_explains_itself() -> None:
-    assert [action.option_strings for action in build_parser()._actions if not action.help] == []
-
-
 def test_every_flag_on_the_page_exists_and_every_flag_of_the_architecture_is_on_it() -> None:
     parser = build_parser()
     valid = {option for action in parser._actions for option in action.option_strings}
@@ -173,4 +148,5 @@ def test_every_flag_on_the_page_exists_and_every_flag_of_the_architecture_is_on_
     (group,) = (group for group in parser._action_groups if group.title == "architecture")
     flags = [option for action in group._group_actions for option in action.option_strings]
     assert len(flags) > 10
+    assert [action.option_strings for action in parser._actions if not action.help] == []
     assert [flag for flag in flags if f"`{flag}`" not in PAGE] == []

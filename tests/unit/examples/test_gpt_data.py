@@ -31,13 +31,9 @@ def texts(path: Path | None, seq_length: int = 8, **changes: Any) -> tuple[bytes
     return train, valid, data.source
 
 
-def test_a_sample_depends_on_its_number_only_not_on_its_batch() -> None:
-    sampler = make_sampler()
-    assert torch.equal(sampler.batch(range(10, 20), CPU)[4:7], make_sampler().batch(range(14, 17), CPU))
-
-
 def test_a_sample_is_a_contiguous_piece_one_byte_longer_than_the_sequence() -> None:
     batch = make_sampler(seq_length=7).batch(range(50), CPU)
+    assert torch.equal(batch[14:17], make_sampler().batch(range(14, 17), CPU)), "whatever is in the batch beside it"
     assert (batch.shape, batch.dtype) == ((50, 8), torch.int64)
     assert torch.equal(batch[:, 1:], (batch[:, :-1] + 1) % 251)
 
@@ -47,15 +43,12 @@ def test_samples_start_at_the_first_and_at_the_last_possible_byte() -> None:
     assert {sampler.start(number) for number in range(200)} == {0, 1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("other", [make_sampler(seed=4), make_sampler(stream=VALID_STREAM)])
-def test_another_seed_or_stream_draws_other_samples(other: Sampler) -> None:
-    assert [make_sampler().start(n) for n in range(20)] != [other.start(n) for n in range(20)]
-
-
 def test_sample_positions_never_change_between_releases() -> None:
     # Known values: a resumed run must see the text that the interrupted one would have seen.
     sampler = make_sampler(num_bytes=100_000, seq_length=128, seed=1234)
     assert [sampler.start(number) for number in (0, 1, 10**12)] == [29712, 65887, 73686]
+    other = make_sampler(num_bytes=100_000, seq_length=128, seed=1234, stream=VALID_STREAM)
+    assert [other.start(number) for number in (0, 1)] != [29712, 65887]
 
 
 def test_the_last_twentieth_of_a_file_is_held_out(tmp_path: Path) -> None:
@@ -79,11 +72,7 @@ def test_a_folder_is_read_in_sorted_order_without_binary_hidden_and_test_files(t
     train, valid, source = texts(tmp_path)
     assert train + valid == b"B" * 300 + b"C" * 100 + b"Z" * 100
     assert source == f"3 files under {tmp_path}"
-
-
-def test_the_default_text_is_python_source_of_at_least_a_million_bytes() -> None:
     train, _, source = texts(None, seq_length=128)
-    assert len(train) > 1_000_000
     assert b"import " in train[:100_000]
     assert source.startswith("the Python standard library, ")
 

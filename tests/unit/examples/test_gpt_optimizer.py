@@ -8,7 +8,7 @@ from torch import nn
 
 from gpt.arguments import parse_arguments
 from gpt.model import GptConfig, GptModel
-from gpt.optimizer import build_optimizer, learning_rate, set_learning_rate
+from gpt.optimizer import build_optimizer, learning_rate
 from megatron_fsdp import Muon
 from megatron_fsdp.muon import MatrixView
 
@@ -40,12 +40,6 @@ def test_the_flags_reach_adam_and_sgd() -> None:
     assert [group["momentum"] for group in optimizer.param_groups] == [0.6, 0.6]
 
 
-def test_a_new_learning_rate_reaches_every_group() -> None:
-    _, optimizer = make()
-    set_learning_rate(optimizer, 0.25)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
-
-
 def make_muon(flags: str) -> tuple[GptModel, Muon]:
     """Return a model of one block, and Muon with these flags."""
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 4 --seq-length 4 --lr 0.1 --optimizer muon"
@@ -73,6 +67,8 @@ def test_muon_takes_the_linear_layers_of_blocks_in_their_parts() -> None:
         "linear_fc1": MatrixView(row_splits=(24,)),
         "linear_fc2": MatrixView(),
     }
+    _, whole = make_muon("--muon-no-split-qkv")
+    assert [MatrixView.of(group["view"]) for group in whole.param_groups if group["use_muon"]] == [MatrixView()]
     muon = optimizer.param_groups[0]
     assert (muon["momentum"], muon["nesterov"], muon["adjust_lr_fn"]) == (0.8, False, "spectral")
     assert (muon["extra_scale_factor"], muon["ns_coefficients"], muon["ns_steps"]) == (0.2, "quintic", 5)
@@ -81,20 +77,10 @@ def test_muon_takes_the_linear_layers_of_blocks_in_their_parts() -> None:
     assert rest["final_layernorm"]["weight_decay"] == 0.0
 
 
-def test_fused_projections_stay_one_matrix_when_asked() -> None:
-    _, optimizer = make_muon("--muon-no-split-qkv")
-    assert [MatrixView.of(group["view"]) for group in optimizer.param_groups if group["use_muon"]] == [MatrixView()]
-
-
 def rates(style: str, *iterations: int, warmup: int = 4, decay: int = 24) -> list[float]:
     """Return rates of a schedule from 1.0 to 0.2."""
     args = argparse.Namespace(lr=1.0, min_lr=0.2, lr_decay_style=style, lr_warmup_iters=warmup, lr_decay_iters=decay)
     return [learning_rate(args, iteration) for iteration in iterations]
-
-
-@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
-def test_the_warm_up_rises_in_equal_steps_from_above_zero_to_the_peak(style: str) -> None:
-    assert rates(style, 1, 2, 3, 4) == [0.25, 0.5, 0.75, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -105,8 +91,6 @@ def test_a_quarter_and_half_of_the_way_and_past_its_end_the_rate_is_on_the_curve
     style: str, wanted: list[float]
 ) -> None:
     assert rates(style, 9, 14, 24) == pytest.approx(wanted)
+    assert rates(style, 1, 2, 3, 4) == [0.25, 0.5, 0.75, 1.0], "of the warm-up"
     assert rates(style, 1000) == [wanted[2]]
-
-
-def test_without_warm_up_the_decay_begins_with_the_first_step() -> None:
-    assert rates("linear", 1, warmup=0, decay=10) == [pytest.approx(0.92)]
+    assert rates(style, 1, warmup=0, decay=10)[0] < 1.0 or style == "constant"

@@ -56,35 +56,21 @@ def test_a_line_has_the_shape_of_megatron_s_log_and_the_file_every_number(
     ]
 
 
-def test_ranks_other_than_the_main_one_print_and_write_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run_log(tmp_path / "log", range(1, 3), is_main=False)
-    assert tuple(capfd.readouterr()) == ("", "")
-    assert not (tmp_path / "log").exists()
-
-
-def test_a_resumed_run_replaces_the_rows_after_the_iteration_that_it_resumes_from(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_whole_rows_before_it_and_a_new_one_none(tmp_path: Path) -> None:
     run_log(tmp_path, range(1, 8))
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"iteration": 4, "lm_l')  # cut off by a crash
     run_log(tmp_path, range(6, 10))
     assert iterations_of(tmp_path) == list(range(1, 10))
-
-
-def test_a_resumed_run_survives_a_last_line_that_a_crash_cut_off(tmp_path: Path) -> None:
-    run_log(tmp_path, range(1, 4))
-    with (tmp_path / "log.jsonl").open("a") as file:
-        file.write('{"iteration": 4, "lm_l')
-    run_log(tmp_path, range(4, 6))
-    assert iterations_of(tmp_path) == [1, 2, 3, 4, 5]
-
-
-def test_a_new_run_replaces_an_old_log(tmp_path: Path) -> None:
-    run_log(tmp_path, range(1, 8))
     run_log(tmp_path, range(1, 3))
     assert iterations_of(tmp_path) == [1, 2]
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_other_ranks_write_nothing_and_a_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_log(tmp_path / "log", range(1, 3), is_main=False)
+    assert (tuple(capfd.readouterr()), list(tmp_path.iterdir())) == (("", ""), [])
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"--save: cannot write .*file/run: Not a directory"):
         TrainLog(tmp_path / "file" / "run", is_main=True, train_iters=1)
@@ -94,7 +80,6 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     ("norms", "iterations"),
     [
         ([3.0, 30.0, 31.0, 299.0, 0.1, 3000.0], [6]),
-        ([1.0, 11.0, 11.0], [2]),
         ([1.0, float("nan"), float("inf"), 11.0], [3, 4]),
     ],
 )
@@ -108,16 +93,6 @@ def test_a_norm_is_large_above_ten_times_the_largest_before(
     assert [line.partition(": gradient norm")[0] for line in said] == [f"warning: iteration {n}" for n in iterations]
 
 
-def test_an_interval_averages_the_loss_since_the_last_lap() -> None:
-    interval = Interval(CPU)
-    for loss in (8.0, 4.0):
-        interval.add(torch.tensor(loss))
-    assert interval.lap()[1] == 6.0
-    interval.add(torch.tensor(1.0))
-    interval.add(None)
-    assert interval.lap()[1] == 1.0
-
-
 def test_an_interval_taken_up_again_gives_the_mean_of_both_parts() -> None:
     losses = [torch.rand(()) for _ in range(7)]
     whole, first = Interval(CPU), Interval(CPU)
@@ -125,6 +100,7 @@ def test_an_interval_taken_up_again_gives_the_mean_of_both_parts() -> None:
         whole.add(loss)
     for loss in losses[:3]:
         first.add(loss)
+    first.add(None)  # a step that does not count
     second = Interval(CPU, loss_sum=first.loss_sum, loss_count=first.loss_count)
     for loss in losses[3:]:
         second.add(loss)
@@ -149,12 +125,10 @@ def test_an_interval_divides_the_time_by_its_iterations_and_leaves_excluded_time
 
 
 def test_resident_memory_comes_and_goes_and_its_peak_stays() -> None:
-    before = memory_use(CPU)
-    block = bytearray(b"x") * (64 << 20)
+    before, block = memory_use(CPU), bytearray(b"x") * (64 << 20)
     holding = memory_use(CPU)
     del block
     after = memory_use(CPU)
-    assert {before.kind, holding.kind, after.kind} == {"resident"}
     assert before.now + 60 < holding.now <= holding.peak
     assert after.now < holding.now - 60
     assert after.peak > holding.now - 1  # the kernel counts the two at different moments

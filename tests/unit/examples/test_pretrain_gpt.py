@@ -71,15 +71,10 @@ def test_the_loss_falls_on_a_text_that_repeats() -> None:
 
 
 def test_an_interval_logs_the_mean_of_its_losses() -> None:
-    each, mean = train(), train("--log-interval 3")
+    each, mean = train(), train("--log-interval 3 --eval-interval 4 --eval-iters 1")
+    assert len(train("--eval-interval 4 --eval-iters 1", "validation_loss")) == 2
     # Beside the multiples, the first and the last iteration get a line.
     assert mean == pytest.approx([each[0], sum(each[1:3]) / 2, sum(each[3:6]) / 3], rel=1e-6)
-
-
-def test_validation_runs_and_rates_are_logged_when_they_are_due() -> None:
-    assert len(train("--eval-interval 4 --eval-iters 1", "validation_loss")) == 2
-    rates = train("--lr-warmup-iters 2", "learning_rate")
-    assert rates == pytest.approx([0.005, 0.01, 0.0075, 0.005, 0.0025, 0.0])
 
 
 def test_checksums_are_logged_at_their_interval_and_at_the_end_and_add_up() -> None:
@@ -95,7 +90,7 @@ def test_checksums_are_logged_at_their_interval_and_at_the_end_and_add_up() -> N
 def test_clipping_limits_the_step_and_leaves_the_logged_norm_alone() -> None:
     clipped, free = (train(f"--optimizer sgd --clip-grad {limit}", "grad_norm") for limit in ("1e-6", "0"))
     assert clipped[0] == free[0] > 0.1
-    assert min(train("--optimizer sgd --clip-grad 0")) < min(train("--optimizer sgd --clip-grad 1e-6")) - 1e-3
+    assert clipped[5] > free[5], "the model stays where it is"
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, iterations: tuple[int, ...]) -> None:
@@ -212,13 +207,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(capsys: pytest.CaptureFixt
     assert "resuming from run/iter_0000004: 4 iterations, 16 samples" in printed
 
 
-def test_a_tracker_without_its_checkpoint_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    train("--save run --exit-interval 3")
-    shutil.rmtree("run/iter_0000003")
-    said = refusal("--save run --load run", capsys)
-    assert "names iteration 3, but there is no whole checkpoint in run; bring iter_0000003 back" in said
-
-
 def test_a_restart_by_torchrun_resumes_without_being_told(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = train("--save run")
     shutil.rmtree("run")
@@ -333,13 +321,6 @@ def test_the_three_commands_at_the_end_go_on_from_the_run(flags: str, capsys: py
     assert Path("run/iter_0000012").exists()
     assert command(export[3:]) == 0
     assert list(Path("run/safetensors").glob("*.safetensors"))
-
-
-def test_a_run_without_a_checkpoint_names_the_log_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    train("--exit-interval 4 --num-tokens-to-generate 3")
-    printed = capsys.readouterr().out
-    assert " sample at temperature" not in printed, "it has stopped before the end"
-    assert printed.splitlines()[-2:] == ["loss curve  runs/gpt/loss.png", "log         runs/gpt/log.jsonl"]
 
 
 def test_what_generate_cannot_load_is_named(capsys: pytest.CaptureFixture[str]) -> None:
