@@ -188,6 +188,7 @@ _FLAGS: dict[str, tuple[_Row, ...]] = {
         ("--distributed-backend", ("nccl", "gloo"), None, "nccl = GPUs, gloo = CPU; default by what is there"),
         ("--distributed-timeout-minutes", _positive, 10, "limit of a collective"),
         ("--agreement-interval", _natural, 1, "steps between comparisons of what ranks did; 0 = none"),
+        ("--replica-interval", _natural, 0, "steps between comparisons of replicas; 0 = none"),
     ),
     "training": (
         ("--micro-batch-size", _count, None, "samples per rank and forward pass"),

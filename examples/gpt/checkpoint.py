@@ -17,7 +17,7 @@ from gpt.job import DEFAULT_FOLDER, Job
 from gpt.model import GptConfig
 from gpt.parallel import unwrapped
 from megatron_fsdp import CheckpointSeries, ConfigError
-from megatron_fsdp.checkpoint.partial import load_matching
+from megatron_fsdp.checkpoint.api import load_matching
 from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
 from megatron_fsdp.checkpoint.reader import open_checkpoint
 

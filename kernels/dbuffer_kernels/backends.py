@@ -12,6 +12,7 @@ from typing import Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from dbuffer_kernels.launch import LAUNCHERS
 from dbuffer_kernels.switches import is_off
 
 Backend = Literal["triton", "reference"]
@@ -64,6 +65,8 @@ def runs_on_triton(tensor: Tensor) -> bool:
     Raises:
         ValueError: Triton is forced, but ``tensor`` is not on CUDA and Triton does not interpret.
     """
+    if LAUNCHERS:
+        return True
     if _forced == "auto":
         return tensor.is_cuda and _triton_is_installed()
     if _forced == "triton" and not tensor.is_cuda and not importlib.import_module("triton").knobs.runtime.interpret:
@@ -72,6 +75,11 @@ def runs_on_triton(tensor: Tensor) -> bool:
             "TRITON_INTERPRET=1 before Triton is imported to interpret the kernels on the CPU."
         )
     return _forced == "triton"
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Whether a GPU's own operators serve ``tensor``, or something stands for it (``launch.launch_with``)."""
+    return tensor.is_cuda or bool(LAUNCHERS)
 
 
 def without_grad(op: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -21,6 +21,11 @@ NUM_WARPS = 8
 OPTIONS = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}
 """What a kernel is compiled with. Products and sums fuse, said aloud since Triton's default is about to change."""
 
+Launcher = Callable[[Callable[..., None], tuple[Any, ...]], None]
+"""Stands for the GPU: called with a kernel and its arguments."""
+
+LAUNCHERS: list[Launcher] = []
+"""The one that stands for the GPU now is last; empty where kernels are launched."""
 _Device = TypeVar("_Device", bound=Callable[..., Any])
 _DEVICE_FUNCTIONS: set[Callable[..., Any]] = set()
 
@@ -42,10 +47,23 @@ def launch(
     """
     if num_blocks == 0:
         return
+    if LAUNCHERS:
+        LAUNCHERS[-1](kernel, arguments)
+        return
     # Triton starts kernels on the current device, which need not be the tensors' one.
     guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with guard:
         jit(kernel)[(num_blocks,)](*arguments, **constants, BLOCK=block, **OPTIONS)
+
+
+@contextlib.contextmanager
+def launch_with(launcher: Launcher) -> Iterator[None]:
+    """Hand kernels to ``launcher`` in place of Triton, on tensors of any device, while the block runs."""
+    LAUNCHERS.append(launcher)
+    try:
+        yield
+    finally:
+        LAUNCHERS.pop()
 
 
 @functools.cache
@@ -76,7 +94,11 @@ def device_function(function: _Device) -> _Device:
     return function
 
 
-@functools.cache
 def element_type(dtype: torch.dtype) -> Any:
     """Return Triton's name for a torch dtype, such as ``tl.bfloat16``; kernels take it as a constexpr."""
+    return dtype if LAUNCHERS else _element_type(dtype)
+
+
+@functools.cache
+def _element_type(dtype: torch.dtype) -> Any:
     return getattr(importlib.import_module("triton.language"), str(dtype).removeprefix("torch."))

@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
+from dbuffer_kernels.backends import is_on_gpu
 from megatron_fsdp.runtime.gathered_weight import KINDS, WeightHandle
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def add_product(
             with experts, of the same dtype, or FP32 for 16-bit factors, whose sums are not rounded to 16 bits then; may
             be uninitialised where it is overwritten.
     """
-    if out.dtype is not left.dtype and not out.is_cuda:
+    if out.dtype is not left.dtype and not is_on_gpu(out):
         # Only CUDA has products of another dtype than their factors.
         left, right = left.to(out.dtype), right.to(out.dtype)
     is_batched = left.ndim == 3

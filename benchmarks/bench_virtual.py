@@ -1,0 +1,179 @@
+"""Virtual: predicted forward and backward on GPUs that are not here, of this engine's code and of FSDP2's.
+
+The real code of both runs in this process, as rank 0 of the mesh, on virtual devices (``megatron_fsdp.virtual``): no
+operator is computed, and no time here is measured. A row is a prediction for H200s by the numbers in
+``megatron_fsdp/virtual/machine.py``; the bound beside it is what no engine can beat: the longer of compute and
+communication, with the first gather and the last reduction. ``python -m benchmarks virtual --models llama3-8b --tokens
+2048 --causes 8`` also names who waits for what; ``--trace FOLDER`` writes timelines for https://ui.perfetto.dev.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import megatron_fsdp
+from benchmarks.harness import Row, Samples
+from megatron_fsdp.planning import catalog
+from megatron_fsdp.planning.catalog_model import CatalogModel
+from megatron_fsdp.virtual.device import virtual_device
+from megatron_fsdp.virtual.machine import H200
+from megatron_fsdp.virtual.playback import Playback, play
+from megatron_fsdp.virtual.recording import Event, Recording
+from megatron_fsdp.virtual.trace import write_trace
+
+MODELS = ("llama3-8b", "mixtral-8x7b", "1b")
+MESHES = {"8": (8,), "8x8": (64,), "hsdp 2x8": (2, 8)}
+REDUCE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# The host's time of Python around a collective, in calls of operators: a third of 350 us for a unit and step of ours
+# (docs/performance.md, "Host time"), and twice as much of FSDP2's, as benchmarks/results/host.json has it.
+CALLS = {"ours": 24, "ours, 1 buffer": 24, "ours, 2 buffers": 24, "FSDP2": 50}
+Engine = Callable[[CatalogModel, DeviceMesh, torch.dtype], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what to predict."""
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help="of the catalog, or 1b")
+    parser.add_argument("--meshes", nargs="+", default=list(MESHES), choices=list(MESHES), help="8x8: 64 in one axis")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="on each rank")
+    parser.add_argument("--reduce", nargs="+", default=list(REDUCE), choices=list(REDUCE), help="dtype of the sums")
+    parser.add_argument("--engines", nargs="+", default=["ours", "FSDP2"], choices=list(CALLS), help="whose code")
+    parser.add_argument("--layers", type=int, help="of the model, in place of its own number")
+    parser.add_argument("--causes", type=int, default=0, metavar="N", help="print the N longest waits of each row")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write a timeline of each row")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Predict every combination."""
+    rows = []
+    for model in args.models:
+        for mesh in args.meshes:
+            for tokens in args.tokens:
+                for reduce in args.reduce:
+                    for engine in args.engines:
+                        found = predict(model, mesh, tokens, reduce, engine, args.layers)
+                        case = {"model": model, "mesh": mesh, "tokens": tokens, "sums": reduce, "engine": engine}
+                        rows += _rows(case, found)
+                        _show(case, found, args)
+    return rows
+
+
+def predict(model: str, mesh: str, tokens: int, reduce: str, engine: str, num_layers: int | None = None) -> Playback:
+    """Return forward and backward of ``tokens`` tokens, in one sequence, on rank 0."""
+    sizes = MESHES[mesh]
+    parts = _fsdp2_parts() if engine == "FSDP2" else None
+    with virtual_device(torch.Size(sizes).numel(), collective_calls=CALLS[engine], parts=parts) as device:
+        names = ("outer", "inner")[-len(sizes) :]
+        made = _model(model, num_layers)
+        with _torch_cpu_by(device.recording) if engine == "FSDP2" else contextlib.nullcontext():
+            _shard(made, init_device_mesh("cpu", sizes, mesh_dim_names=names), REDUCE[reduce], engine)
+            given = torch.zeros(1, tokens, dtype=torch.int64)
+
+            def step() -> None:
+                made(given).backward()
+                made.zero_grad()
+
+            recording = device.record(step)
+    return play(recording.items, H200)
+
+
+def _model(name: str, num_layers: int | None) -> CatalogModel:
+    architecture = catalog.architecture(catalog.load("llama3-8b" if name == "1b" else name))
+    if name == "1b":
+        # Llama 3.2 1B.
+        config = catalog.load("llama3-8b")
+        config |= {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_key_value_heads": 8}
+        config["head_dim"] = 64
+        architecture = catalog.architecture(config)
+    return CatalogModel(architecture, num_layers)
+
+
+def _shard(model: CatalogModel, mesh: DeviceMesh, reduce: torch.dtype, engine: str) -> None:
+    units = [model.embed, *model.layers, model.head, model]
+    if engine == "FSDP2":
+        policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce, cast_forward_inputs=False)
+        for unit in units:
+            fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy)
+        return
+    ours = megatron_fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce, cast_forward_inputs=False)
+    for unit in units:
+        megatron_fsdp.fully_shard(unit, mesh, mp_policy=ours)
+    if engine != "ours":
+        root: Any = model
+        root.set_reduce_scatter_max_input_buffers(int(engine.split()[1]))
+
+
+@contextlib.contextmanager
+def _torch_cpu_by(recording: Recording) -> Iterator[None]:
+    """Give FSDP2 virtual streams where it asks torch.cpu for streams, as it does for tensors in CPU memory."""
+    names = iter(("copy-in stream", "gather stream", "reduce stream", "all-reduce stream"))
+    doubles = {
+        "Stream": lambda *_, **__: recording.new(None, next(names, "")),
+        "Event": lambda *_, **__: Event(recording),
+        "stream": recording.use,
+        "current_stream": recording.current,
+    }
+    saved = {name: getattr(torch.cpu, name) for name in doubles if hasattr(torch.cpu, name)}
+    for name, double in doubles.items():
+        setattr(torch.cpu, name, double)
+    try:
+        yield
+    finally:
+        for name in doubles:
+            if name in saved:
+                setattr(torch.cpu, name, saved[name])
+            else:
+                delattr(torch.cpu, name)
+
+
+def _fsdp2_parts() -> dict[Any, Callable[..., Any]]:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    return {torch.ops.fsdp.all_gather_copy_in.default: _fsdp_collectives.all_gather_copy_in_cuda}
+
+
+def _rows(case: dict[str, str | int], found: Playback) -> list[Row]:
+    quantities = {
+        "predicted step": (found.seconds * 1e3, "ms"),
+        "bound": (found.bound() * 1e3, "ms"),
+        "compute waits": (found.waiting() / found.seconds * 100, "%"),
+    }
+    return [
+        Row("virtual", case, metric, unit, Samples((value,)), is_exact=True)
+        for metric, (value, unit) in quantities.items()
+    ]
+
+
+def _show(case: dict[str, str | int], found: Playback, args: argparse.Namespace) -> None:
+    name = ", ".join(map(str, case.values()))
+    print(f"{name}: {found.seconds * 1e3:.0f} ms, compute waits {found.waiting() / found.seconds:.0%}", flush=True)
+    for (unit, cause), seconds in list(found.exposed().items())[: args.causes]:
+        print(f"    {unit} waits {seconds * 1e3:.2f} ms for {cause}")
+    if args.trace:
+        args.trace.mkdir(parents=True, exist_ok=True)
+        write_trace(found, args.trace / f"{name.replace(', ', '-').replace(' ', '-')}.json")
+
+
+def rows_text(rows: Sequence[Row]) -> str:
+    """Return one line for each setting, with the engines side by side: ms, and the share in which compute waits."""
+    engines = list(dict.fromkeys(str(row.case["engine"]) for row in rows))
+    table: dict[tuple[Any, ...], dict[str, dict[str, float]]] = {}
+    for row in rows:
+        key = tuple(value for name, value in row.case.items() if name != "engine")
+        table.setdefault(key, {}).setdefault(str(row.case["engine"]), {})[row.metric] = row.samples.median
+    lines = [
+        "| model | ranks | tokens | sums | " + " | ".join(engines) + " | bound |",
+        "|---|---|---|---|" + "---|" * (len(engines) + 1),
+    ]
+    for key, found in table.items():
+        cells = [f"{each['predicted step']:.0f} ({each['compute waits']:.0f} %)" for each in found.values()]
+        bound = min(each["bound"] for each in found.values())
+        lines.append("| " + " | ".join([*map(str, key), *cells, f"{bound:.0f}"]) + " |")
+    return "\n".join(lines)

@@ -1,0 +1,85 @@
+"""VirtualDevice: all that stands for a GPU and its job while a training step is recorded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from dbuffer.events import listen
+from dbuffer_kernels.launch import launch_with
+from megatron_fsdp.runtime.lanes import drive_with
+from megatron_fsdp.virtual.operators import Operators, tensors_in
+from megatron_fsdp.virtual.process_group import virtual_world
+from megatron_fsdp.virtual.recording import Recording, Work
+
+__all__ = ["VirtualDevice", "virtual_device"]
+
+
+class VirtualDevice:
+    """Records steps of a model that was built on it."""
+
+    def __init__(self, collective_calls: int) -> None:
+        self.recording = Recording(is_on=False, collective_calls=collective_calls)
+        self._units: dict[int, str] = {}
+
+    def record(self, step: Callable[[], object], warmup: int = 2) -> Recording:
+        """Return what a step asks of the device, after so many steps that are not noted."""
+        for _ in range(warmup):
+            step()
+        self.recording.items.clear()
+        self.recording.is_on = True
+        step()
+        self.recording.is_on = False
+        return self.recording
+
+    def hear(self, action: str, subject: Any) -> None:
+        """Note which unit the model is busy with, and what a lane's work is for."""
+        if action in ("use", "gather", "reduce", "closed"):
+            self._units[id(subject)] = subject.name
+        if action == "use":
+            self.recording.unit = subject.name
+        elif action == "enter":
+            unit = subject._unit()
+            self.recording.unit = unit.name if unit is not None else ""
+        elif action == "issue":
+            what = "gather" if subject.lane == "gather" else "reduction"
+            name = self._units.get(subject.owner, "")
+            self.recording.labels[self.recording.current().name] = f"{what} of {name}"
+
+    def launch(self, kernel: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """Note one of this library's kernels: what it is given is read or written once."""
+        num_bytes = sum(tensor.nbytes for tensor in tensors_in(arguments))
+        name = kernel.__name__
+        if name == "pack_kernel":
+            # Its one tensor is the table of what it moves, which is read, and written.
+            num_bytes = 2 * sum(arguments[0][-3::-4].tolist())
+        self.recording.work(Work(name, "memory", 0, num_bytes, label=self.recording.label()))
+
+
+@contextlib.contextmanager
+def virtual_device(
+    num_ranks: int,
+    rank: int = 0,
+    *,
+    collective_calls: int = 20,
+    parts: Mapping[Any, Callable[..., Any]] | None = None,
+) -> Iterator[VirtualDevice]:
+    """Make this process one rank of a job on virtual devices while the block runs; models are made inside of it.
+
+    Tensors are CPU tensors whose large operators are not computed: values mean nothing.
+    Args:
+        collective_calls: the host's time around a collective, an engine's Python above all, in calls of operators.
+        parts: as ``Operators`` takes them.
+    Raises:
+        RuntimeError: torch.distributed is initialized already.
+    """
+    device = VirtualDevice(collective_calls)
+    with (
+        virtual_world(device.recording, num_ranks, rank),
+        drive_with(device.recording),
+        launch_with(device.launch),
+        listen(device.hear),
+        Operators(device.recording, parts),
+    ):
+        yield device

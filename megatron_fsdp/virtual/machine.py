@@ -1,0 +1,85 @@
+"""Machine: how long one accelerator takes for a kernel, a collective and a call of the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_fsdp.virtual.recording import Work
+
+__all__ = ["H200", "Machine"]
+
+_MICRO = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Speeds of one accelerator, its links and its host.
+
+    Attributes:
+        flops: operations per second of large matrix products, by dtype. full_size: the least of a product's three
+            sizes from which it has that rate. attention: share of the rate that fused attention reaches.
+        memory: bytes per second. kernel: least seconds of a kernel.
+        ranks_per_node: consecutive ranks. node, network: bytes per second that one rank sends in a collective, inside
+            a node and to another. node_hop, network_hop: seconds per step of a collective.
+        collective: seconds that one takes beside its steps.
+        call: seconds of the host for an operator, and for a call of streams and events. launch: from the host's call to
+            the kernel's start. unit_calls: those of Python around a unit's forward, and as many around its backward.
+    """
+
+    name: str
+    flops: Mapping[torch.dtype, float] = field(repr=False)
+    memory: float
+    full_size: int = 1024
+    attention: float = 0.6
+    kernel: float = 3 * _MICRO
+    ranks_per_node: int = 8
+    node: float = 370e9
+    network: float = 48e9
+    node_hop: float = 1 * _MICRO
+    network_hop: float = 5 * _MICRO
+    collective: float = 10 * _MICRO
+    call: float = 5 * _MICRO
+    stream_call: float = 1.5 * _MICRO
+    launch: float = 5 * _MICRO
+
+    def seconds(self, work: Work) -> float:
+        """Return how long work takes that has the device, or its link, to itself."""
+        if work.ranks:
+            return self._collective_seconds(work)
+        moving = work.num_bytes / self.memory
+        if not work.flops:
+            return max(self.kernel, moving)
+        rate = self.flops.get(work.dtype, min(self.flops.values()))
+        rate *= self.attention if work.kind == "attention" else min(1.0, work.least / self.full_size)
+        return max(self.kernel, moving, work.flops / rate)
+
+    def link(self, ranks: tuple[int, ...]) -> str:
+        """Return what a collective of those ranks goes through: "node" or "network"."""
+        return "node" if len({rank // self.ranks_per_node for rank in ranks}) <= 1 else "network"
+
+    def _collective_seconds(self, work: Work) -> float:
+        num_ranks = len(work.ranks)
+        is_inside = self.link(work.ranks) == "node"
+        neighbours = num_ranks // len({rank // self.ranks_per_node for rank in work.ranks})
+        # A ring through whole nodes leaves each by the ports of all its ranks.
+        rate = self.node if is_inside else min(self.node, self.network * neighbours)
+        hop = self.node_hop if is_inside else self.network_hop
+        once = (num_ranks - 1) / num_ranks * work.num_bytes / rate
+        ring = self.collective + (num_ranks - 1) * hop + once
+        if work.kind != "all_reduce":
+            return ring
+        # NCCL takes the better of a ring, twice through, and a double binary tree, up and down.
+        tree = self.collective + 2 * math.ceil(math.log2(num_ranks)) * hop + 2 * work.num_bytes / rate
+        return min(2 * ring - self.collective, tree)
+
+
+H200 = Machine(
+    "H200",
+    flops={torch.bfloat16: 620e12, torch.float16: 620e12, torch.float32: 50e12},
+    memory=4.3e12,
+)
+"""Estimates, not measurements: see docs/performance.md, "Predicted"."""

@@ -1,0 +1,227 @@
+"""Operators that are not computed: memory of the right shape, and a note of what the work would be.
+
+Tensors are real ones in CPU memory that nobody touches, which the system gives no pages for; so storages, views and
+addresses are as always, and code cannot tell. Small tensors, such as tables and counters, have their values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_fsdp.virtual.recording import Recording, Work
+
+__all__ = ["Operators", "tensors_in"]
+
+_SMALL = 1 << 12
+"""Elements up to which an operator is computed."""
+
+_FREE = frozenset(
+    """empty new_empty empty_strided new_empty_strided empty_like _pin_memory is_pinned resize_ set_ lift_fresh
+    record_stream is_same_size _unsafe_view""".split()
+)
+_ATTENTION = {
+    "_scaled_dot_product_flash_attention_for_cpu": 2,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
+}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# They read as many rows as they return, not all.
+_LOOK_UPS = {"embedding", "index", "gather", "index_select"}
+# They are given what they write to, and do not read it.
+_OVERWRITE = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_", "uniform_"}
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class _Operator:
+    """An operator as its schema describes it: ``is_free`` of work, and to which arguments it writes."""
+
+    name: str
+    is_free: bool
+    written: tuple[int, ...]
+    written_names: tuple[str, ...]
+    has_device: bool
+    returns_one: bool
+
+    @classmethod
+    def of(cls, func: Any) -> _Operator:
+        schema = func._schema
+        name = schema.name.partition("::")[2]
+        aliased = [argument for argument in schema.arguments if argument.alias_info is not None]
+        changed = [argument for argument in aliased if argument.alias_info.is_write]
+        names = [argument.name for argument in schema.arguments]
+        return cls(
+            name,
+            name in _FREE or (bool(aliased) and not changed),
+            tuple(names.index(each.name) for each in changed if not each.kwarg_only),
+            tuple(each.name for each in changed if each.kwarg_only),
+            "device" in names,
+            len(schema.returns) == 1 and "[]" not in str(schema.returns[0].type),
+        )
+
+
+class Operators(TorchDispatchMode):
+    """Note what each operator would do, and compute small ones alone.
+
+    Args:
+        parts: functions that stand for operators made of others, which are noted in their place.
+    """
+
+    def __init__(self, recording: Recording, parts: Mapping[Any, Callable[..., Any]] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recording = recording
+        self._parts = parts or {}
+        self._operators: dict[Any, _Operator] = {}
+        self._specs: dict[Any, list[_Spec | None] | None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run, or pretend to run, one operator."""
+        kwargs = kwargs or {}
+        if any(each not in _PLAIN for each in types):
+            # DTensor asks fake tensors for shapes; what itself does to plain tensors comes here.
+            is_fake = any(issubclass(each, FakeTensor) for each in types)
+            return func(*args, **kwargs) if is_fake else NotImplemented
+        if func in self._parts:
+            with self:
+                return self._parts[func](*args, **kwargs)
+        operator = self._operators.get(func)
+        if operator is None:
+            operator = self._operators[func] = _Operator.of(func)
+        return func(*args, **kwargs) if operator.is_free else self._pretend(func, operator, args, kwargs)
+
+    def _pretend(self, func: Any, operator: _Operator, args: Any, kwargs: Any) -> Any:
+        recording = self._recording
+        if operator.name == "_local_scalar_dense":
+            # The host reads a value, so it waits for what made that.
+            recording.current().synchronize()
+            return func(*args, **kwargs)
+        inputs = tensors_in((args, [each for name, each in kwargs.items() if name not in operator.written_names]))
+        if inputs and inputs[0].is_meta:
+            return func(*args, **kwargs)
+        outputs: Sequence[torch.Tensor | None]
+        if operator.written or operator.written_names:
+            written = [args[at] for at in operator.written if at < len(args)]
+            outputs = tensors_in((written, [kwargs[name] for name in operator.written_names if name in kwargs]))
+            sizes = [each.numel() for each in tensors_in((inputs, outputs))]
+        else:
+            specs = self._specs_of(func, operator, args, kwargs)
+            if specs is None:
+                return func(*args, **kwargs)
+            sizes = [each.numel() for each in inputs] + [math.prod(spec[0]) for spec in specs if spec is not None]
+            outputs = [] if max(sizes, default=0) <= _SMALL else [_allocate(spec) for spec in specs]
+        if max(sizes, default=0) <= _SMALL:
+            recording.work(Work(operator.name, "memory", 0, 1, label=recording.label()))
+            return func(*args, **kwargs)
+        made = [each for each in outputs if each is not None]
+        recording.work(_work_of(operator.name, inputs, made, recording.label()))
+        if not func._schema.returns:
+            return None
+        return outputs[0] if operator.returns_one else tuple(outputs)
+
+    def _specs_of(self, func: Any, operator: _Operator, args: Any, kwargs: Any) -> list[_Spec | None] | None:
+        """Return shape, strides and dtype of each output; None where they depend on values."""
+        key = (func, _key(args), _key(tuple(kwargs.items())))
+        if key not in self._specs:
+            named = {name: _to_meta(each) for name, each in kwargs.items() if name != "pin_memory"}
+            if operator.has_device:
+                named["device"] = _META
+            try:
+                found = func(*map(_to_meta, args), **named)
+            except (NotImplementedError, RuntimeError):
+                self._specs[key] = None
+            else:
+                listed = list(found) if isinstance(found, tuple | list) else [found]
+                self._specs[key] = [
+                    (tuple(each.shape), each.stride(), each.dtype) if isinstance(each, torch.Tensor) else None
+                    for each in listed
+                ]
+        return self._specs[key]
+
+
+_Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def _allocate(spec: _Spec | None) -> torch.Tensor | None:
+    if spec is None:
+        return None
+    shape, strides, dtype = spec
+    made = torch.empty_strided(shape, strides, dtype=dtype)
+    # What is small may be computed with.
+    return made.zero_() if made.numel() <= _SMALL else made
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return all tensors in nested sequences and dicts."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    if isinstance(value, str) or not hasattr(value, "__iter__"):
+        return []
+    return [tensor for each in value for tensor in tensors_in(each)]
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.stride(), value.dtype)
+    if isinstance(value, tuple | list):
+        return tuple(map(_key, value))
+    return value if value.__hash__ is not None else id(value)
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
+    if isinstance(value, tuple | list):
+        return type(value)(map(_to_meta, value))
+    return _META if isinstance(value, torch.device) else value
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that reading it moves: those of expanded dims once."""
+    strides = tensor.stride()
+    return math.prod(size for size, stride in zip(tensor.shape, strides, strict=True) if stride) * tensor.itemsize
+
+
+def _work_of(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], label: str) -> Work:
+    written = sum(map(_bytes, outputs))
+    num_bytes = written + sum(map(_bytes, inputs))
+    if name in _LOOK_UPS:
+        num_bytes = 2 * written
+    elif name in _OVERWRITE:
+        num_bytes -= written
+    if name in _ATTENTION:
+        query, key = inputs[_ATTENTION[name] == 5], inputs[1 + (_ATTENTION[name] == 5)]
+        batch, heads, length, width = query.shape
+        # Causal: half of the pairs.
+        flops = _ATTENTION[name] * batch * heads * length * key.shape[2] * width
+        return Work(name, "attention", flops, num_bytes, query.dtype, width, label=label)
+    sizes = _product(name, inputs)
+    if sizes is not None:
+        flops = 2 * math.prod(sizes)
+        factor = next(each for each in inputs if each.ndim >= 2)
+        return Work(name, "product", flops, num_bytes, factor.dtype, min(sizes[-3:]), label=label)
+    return Work(name, "memory", 0, num_bytes, label=label)
+
+
+_PRODUCTS: dict[str, Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]] = {
+    "mm": lambda each: (each[0], each[1]),
+    "bmm": lambda each: (each[0], each[1]),
+    "addmm": lambda each: (each[1], each[2]),
+    "addmm_": lambda each: (each[1], each[2]),
+    "baddbmm": lambda each: (each[1], each[2]),
+    "baddbmm_": lambda each: (each[1], each[2]),
+}
+
+
+def _product(name: str, inputs: Sequence[torch.Tensor]) -> tuple[int, ...] | None:
+    if name not in _PRODUCTS:
+        return None
+    left, right = _PRODUCTS[name](inputs)
+    return (*left.shape, right.shape[-1])
