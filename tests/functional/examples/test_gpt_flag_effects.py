@@ -67,12 +67,6 @@ def test_slot_pool_decides_where_buffers_lie(documents: str) -> None:
     assert run_ranks(2, pools, f"{flags} --slot-pool static") == [["ArenaPool"]] * 2
 
 
-def test_optimizer_decides_which_one_steps(documents: str) -> None:
-    flags = f"--micro-batch-size 2 --data-path {documents} {SHARDED}"
-    names = [run_ranks(1, kinds, f"{flags} --optimizer {name}")[0][1] for name in ("adam", "sgd", "muon")]
-    assert names == ["AdamW", "SGD", "Muon"]
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_clip_grad_limits_the_step_of_a_sharded_model(num_ranks: int, documents: str) -> None:
     flags = f"--micro-batch-size 2 --global-batch-size 4 --data-path {documents} {SHARDED} --optimizer sgd --lr 1"

@@ -37,14 +37,6 @@ def test_the_sum_is_of_the_tokens_that_count() -> None:
     assert (whole.num_tokens.item(), masked.num_tokens.item()) == (4, 3)
 
 
-def test_no_token_at_all_is_a_loss_of_zero_with_gradients_of_zero() -> None:
-    made = model()
-    loss = token_loss(made, torch.zeros(1, 5, dtype=torch.int64), 0)
-    loss.mean.backward()
-    assert loss.mean.item() == 0
-    assert all(not parameter.grad.any() for parameter in made.parameters() if parameter.grad is not None)
-
-
 def mean_of_unequal(is_per_token: bool) -> tuple[float, float]:
     """Return the mean loss over two ranks of which one has 1 token of loss 8, the other 3 of loss 2, and a weight."""
     args = argparse.Namespace(
@@ -78,13 +70,6 @@ def test_calculate_per_token_loss_weighs_tokens_alike_where_ranks_have_unequal_c
     for found, own_weights in run_ranks(2, train_steps, f"{flags} --micro-batch-size 2 {sharded}", 2):
         assert found == pytest.approx(wanted, rel=1e-5)
         assert {name for name in weights if not torch.allclose(weights[name], own_weights[name], atol=1e-6)} == set()
-
-
-def test_calculate_per_token_loss_serves_replicated_models_too(documents: str) -> None:
-    flags = f"--calculate-per-token-loss --eod-mask-loss --global-batch-size 8 --data-path {documents}"
-    ((wanted, _),) = run_ranks(1, train_steps, f"{flags} --micro-batch-size 8", 2)
-    for found, _ in run_ranks(2, train_steps, f"{flags} --micro-batch-size 2", 2):
-        assert found == pytest.approx(wanted, rel=1e-5)
 
 
 def test_without_it_microbatches_weigh_alike_whatever_their_counts(documents: str) -> None:

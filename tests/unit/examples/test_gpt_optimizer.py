@@ -31,15 +31,6 @@ def test_only_matrices_are_decayed() -> None:
     assert values == {"0.weight": pytest.approx(0.95), "0.bias": 1.0, "1.weight": 1.0, "1.bias": 1.0}
 
 
-def test_the_flags_reach_adam_and_sgd() -> None:
-    _, optimizer = make()
-    assert isinstance(optimizer, torch.optim.AdamW)
-    assert [(group["betas"], group["eps"]) for group in optimizer.param_groups] == [((0.8, 0.7), 1e-3)] * 2
-    _, optimizer = make("sgd")
-    assert isinstance(optimizer, torch.optim.SGD)
-    assert [group["momentum"] for group in optimizer.param_groups] == [0.6, 0.6]
-
-
 def make_muon(flags: str) -> tuple[GptModel, Muon]:
     """Return a model of one block, and Muon with these flags."""
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 4 --seq-length 4 --lr 0.1 --optimizer muon"

@@ -93,20 +93,6 @@ def test_a_norm_is_large_above_ten_times_the_largest_before(
     assert [line.partition(": gradient norm")[0] for line in said] == [f"warning: iteration {n}" for n in iterations]
 
 
-def test_an_interval_taken_up_again_gives_the_mean_of_both_parts() -> None:
-    losses = [torch.rand(()) for _ in range(7)]
-    whole, first = Interval(CPU), Interval(CPU)
-    for loss in losses:
-        whole.add(loss)
-    for loss in losses[:3]:
-        first.add(loss)
-    first.add(None)  # a step that does not count
-    second = Interval(CPU, loss_sum=first.loss_sum, loss_count=first.loss_count)
-    for loss in losses[3:]:
-        second.add(loss)
-    assert second.lap()[1] == whole.lap()[1]
-
-
 def test_an_interval_divides_the_time_by_its_iterations_and_leaves_excluded_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

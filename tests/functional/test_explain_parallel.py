@@ -1,6 +1,7 @@
 """explain() of tensor- and expert-parallel models says what their training steps take, and plan what explain does."""
 
 import gc
+from pathlib import Path
 
 import pytest
 from torch.distributed.tensor import DTensor
@@ -53,8 +54,10 @@ def second_step(flags: str) -> Step:
 
 
 @pytest.mark.parametrize("name", nightly_but(["ep 2, tp 2", "ep 2, hsdp"], list(DIVISIONS)))
-def test_bytes_and_collectives_are_predicted_to_the_byte(name: str, documents: str) -> None:
-    for seen in run_ranks(4, second_step, f"{DIVISIONS[name]} --data-path {documents}"):
+def test_bytes_and_collectives_are_predicted_to_the_byte(name: str, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog; " * 40)
+    for seen in run_ranks(4, second_step, f"{DIVISIONS[name]} --data-path {text}"):
         assert seen.report.persistent_bytes == seen.persistent_bytes > 0
         assert predicted_calls(seen.report) == seen.calls
         assert seen.report.optimizer_bytes == seen.optimizer_bytes
