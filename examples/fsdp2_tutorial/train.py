@@ -115,13 +115,12 @@ def run(args: argparse.Namespace) -> list[float]:
     fsdp = importlib.import_module(ENGINES[args.engine])  # the only line that knows whose engine it is
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     model = build(args, fsdp, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     first = load(model, optimizer, args.checkpoint) if args.checkpoint else 0
-    losses = []
     for step in range(first, args.steps):
         tokens = draw(step, device)
-        logits = model(tokens[:, :-1])
-        loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        logits = model(tokens[:, :-1]).float()
+        loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()

@@ -20,8 +20,7 @@ from megatron_fsdp import ConfigError
 # Returns the samples of some numbers, (len(numbers), seq_length + 1) int64 on a device.
 Samples = Callable[[range, torch.device], Tensor]
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-MAX_FOLDER_BYTES = 256 * 2**20
-HELD_OUT_SHARE = 0.05
+MAX_FOLDER_BYTES, HELD_OUT_SHARE = 256 * 2**20, 0.05
 TRAIN_STREAM, VALID_STREAM = 0, 1
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"})
 

@@ -112,8 +112,8 @@ def test_bytes_come_back_as_the_text_and_none_of_them_ends_a_document() -> None:
 
 
 def test_a_tokenizer_without_its_package_or_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="package tokenizers; pip install tokenizers"):
-        patch.setitem(sys.modules, "tokenizers", None)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match="package tokenizers; pip install tokenizers"):
         build_tokenizer(tmp_path)
     backend: Any = types.ModuleType("tokenizers")
     backend.Tokenizer = types.SimpleNamespace(from_file=lambda path: Path(path).read_text())

@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +19,6 @@ import generate_gpt
 import pretrain_gpt
 from megatron_fsdp import FsdpModule, save_checkpoint
 from megatron_fsdp.__main__ import main as command
-from megatron_fsdp.checkpoint import writer as checkpoint_writer
 from tests.harness.grids import nightly_but
 
 TINY = (
@@ -213,29 +211,6 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
     assert kept() == ["iter_0000003"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert train("--save run --load run") == wanted
-
-
-def test_async_save_writes_while_training_goes_on_and_is_whole_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
-    wanted, gate, seen = train(f"{ENGINE} --save run"), threading.Event(), []
-    write, step = checkpoint_writer.write_draft, pretrain_gpt.train_step
-
-    def held(*args: Any, **options: Any) -> Any:
-        assert gate.wait(60)
-        return write(*args, **options)
-
-    def look(job: Any, state: Any) -> Any:
-        if state.iteration == 4:  # a step after the save of iteration 3, which the gate has held up so far
-            seen.append(kept("other"))
-            gate.set()
-        return step(job, state)
-
-    with (
-        mock.patch("megatron_fsdp.checkpoint.api.write_draft", held),
-        mock.patch.object(pretrain_gpt, "train_step", look),
-    ):
-        assert train(f"{ENGINE} --async-save --save-interval 3 --save other") == wanted
-    assert (seen, kept("other")) == ([[]], ["iter_0000003", "iter_0000006"])
-    assert "checkpoints are written while training goes on: --async-save" in capsys.readouterr().out
 
 
 def test_a_save_in_the_background_that_fails_ends_the_run_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
