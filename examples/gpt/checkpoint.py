@@ -88,7 +88,8 @@ def resume(job: Job) -> TrainingState:
             "--no-strict-fsdp-dtensor-load takes the weights that both have"
         )
     state = TrainingState(**loaded.extra["training"])
-    job.log.message(f"resuming from {loaded.path}: {state.iteration} iterations, {state.consumed_samples} samples")
+    done = f"{state.iteration} iterations, {state.consumed_samples} samples consumed"
+    job.log.message(f"resuming from {loaded.path}: {done}")
     for difference in differences(loaded.extra["data"], data_flags(job)):
         job.log.message(f"the loss curve will not continue exactly: {difference}")
     return state
