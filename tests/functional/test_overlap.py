@@ -214,7 +214,7 @@ def test_what_is_reduced_once_a_step_is_hidden_behind_the_backward_of_the_blocks
 
 
 def num_waits(*, evaluates: bool) -> int:
-    """Return how often streams wait for each other in a step, the third after an evaluation on streams of its own."""
+    """Return how often streams wait for each other in a step, after an evaluation on streams of its own or not."""
     streams = VirtualStreams()
     with null_world(8), drive_with(streams):
         model = sharded(MixedPrecisionPolicy(), "optim_grads_params")
