@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, SequenceParallel, parallelize_module
 
 from megatron_fsdp import AgreementError, ConfigError, Watch, fully_shard
-from tests.functional import test_uneven_use
+from tests.functional import test_gradients
 from tests.harness import on_ranks, run_ranks
 from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
 from tests.harness.oracle import shard_model, train, whole_state
@@ -181,15 +181,15 @@ def test_watched_training_gives_the_same_bits(strategy: str, shape: tuple[int, .
         assert [name for name in mine if not torch.equal(mine[name], other[name])] == []
 
 
-@pytest.mark.parametrize("kind", [test_uneven_use.TwoHeads, test_uneven_use.Skipped])
+@pytest.mark.parametrize("kind", [test_gradients.TwoHeads, test_gradients.Skipped])
 @on_ranks(3, timeout=60)
 def test_ranks_that_use_different_parameters_still_agree(kind: type[torch.nn.Module]) -> None:
     torch.manual_seed(0)
     model = kind()
-    test_uneven_use.shard_blocks(model)
+    test_gradients.shard_blocks(model)
     with Watch(model, 30 * TIMEOUT) as watch:
         for number in range(3):
-            test_uneven_use.loss(model, dist.get_rank(), number).backward()
+            test_gradients.loss(model, dist.get_rank(), number).backward()
         watch.check()
 
 
