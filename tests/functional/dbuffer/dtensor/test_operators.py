@@ -281,7 +281,6 @@ def test_a_plain_scale_gets_the_gradient_of_all_rows() -> None:
 @on_ranks(2)
 def test_what_autograd_cannot_get_right_is_refused_and_changes_nothing() -> None:
     mesh = make_mesh("two ranks")
-    messages = []
     functions: list[Callable[[torch.Tensor], object]] = [
         lambda p: p.mul_(2),
         lambda p: p.detach().copy_(p),
