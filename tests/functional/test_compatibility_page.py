@@ -14,8 +14,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import _fully_shard
 
 import megatron_fsdp
-from megatron_fsdp.integrations.megatron.accepted import ACCEPTED, Accepted
-from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
+from megatron_fsdp.integrations.megatron.fully_shard_model import ACCEPTED, Accepted, fully_shard_model
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from tests.functional import (
     compatibility_arguments,

@@ -276,7 +276,7 @@ def test_reshard_finds_a_change_of_gathered_weights_and_hides_no_error_that_is_b
 
 
 def step_unseen(policy_name: str) -> list[torch.Tensor]:
-    """Take a step by a kernel that counts no version, like Triton's; return the whole compute weights after it."""
+    """Take a step by a kernel that counts no version, like Triton's; return the weights that forward uses then."""
     model = sharded(POLICIES[policy_name], "optim")
     optimizer = AdamW(model.parameters(), lr=0.1)
     train_once(model, optimizer)
@@ -291,6 +291,7 @@ def step_unseen(policy_name: str) -> list[torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adamw_update, "adamw", unseen)
         optimizer.step()
+    output_of(model, 0)
     units = [module for module in model.modules() if isinstance(module, FsdpModule)]
     return [group.model_weight.local_buffer.clone() for unit in units for group in unit.parameter_groups]
 

@@ -33,11 +33,11 @@ class Branches(nn.Module):
         self.second = Branched()
         self.head = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor, used: Sequence[int]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, used: Sequence[int], second: Sequence[int] | None = None) -> torch.Tensor:
         x = self.entry(x)
         for number in used:
             x = x + torch.tanh(self.first[number](x))
-        return self.head(self.second(x, used))
+        return self.head(self.second(x, used if second is None else second))
 
 
 class Branched(nn.Module):
@@ -52,17 +52,17 @@ class Branched(nn.Module):
         return x
 
 
-def make(strategy: str) -> tuple[nn.Module, FsdpModule]:
+def make(strategy: str, num_meshes: int = 1) -> tuple[nn.Module, FsdpModule]:
     torch.manual_seed(0)
     oracle = Branches()
     model = copy.deepcopy(oracle)
     num_ranks = dist.get_world_size()
     is_wide = strategy in ("hsdp", "hfsdp")
     shape, names = ((num_ranks // 2, 2), ("outer", "inner")) if is_wide else ((num_ranks,), ("all",))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    placements = getattr(Placements, strategy)(*range(mesh.ndim))
-    fully_shard(model.second, mesh, placements)
-    sharded = fully_shard(model, mesh, placements)
+    meshes = [init_device_mesh("cpu", shape, mesh_dim_names=names) for _ in range(num_meshes)]
+    placements = getattr(Placements, strategy)(*range(len(shape)))
+    fully_shard(model.second, meshes[0], placements)
+    sharded = fully_shard(model, meshes[-1], placements)
     assert isinstance(sharded, FsdpModule)
     return oracle, sharded
 
@@ -170,6 +170,15 @@ def test_ranks_ask_only_where_all_of_them_miss_something() -> None:
         [(0, 0), (0, 0), (2, 1)],
         [(2, 0), (2, 0), (2, 1)],
     ]
+
+
+@on_ranks(4)
+def test_ranks_that_miss_gradients_of_different_units_first_ask_over_one_mesh() -> None:
+    # Two meshes of the same ranks have communicators of their own.
+    _, model = make("hsdp", num_meshes=2)
+    is_even = dist.get_rank() % 2 == 0
+    model(data(dist.get_rank(), 0), ALL if is_even else (0,), (0,) if is_even else ALL).square().mean().backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
 @on_ranks(2, timeout=60)

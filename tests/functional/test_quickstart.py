@@ -15,8 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp import FsdpModule, fully_shard
 from megatron_fsdp import MixedPrecisionPolicy as Policy
-from megatron_fsdp.integrations.megatron.accepted import ACCEPTED
-from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model, fully_shard_model_and_optimizer
+from megatron_fsdp.integrations.megatron.fully_shard_model import (
+    ACCEPTED,
+    fully_shard_model,
+    fully_shard_model_and_optimizer,
+)
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dbuffer import collectives
-from gpt.memory import memory_use
+from gpt.train_log import memory_use
 from megatron_fsdp import clip_grad_norm_, fully_shard, fully_shard_optimizer
 from tests.harness import on_ranks
 
