@@ -190,7 +190,7 @@ def unit_names(names: Sequence[str]) -> str:
 
 def _time_table(projection: Projection) -> Table:
     time, workload = projection.time, projection.setup.workload
-    hidden = time.communication - time.exposed
+    hidden = max(time.communication - time.exposed, 0.0)
     share = f"{hidden / time.communication:.0%} of it hidden" if time.communication else "none"
     needed = "" if time.tokens_to_hide is None else f"{time.tokens_to_hide:,} tokens per rank and microbatch hide it"
     rows = [
@@ -202,7 +202,8 @@ def _time_table(projection: Projection) -> Table:
             f"{workload.num_microbatches:,} microbatches of {workload.tokens:,} tokens",
         ),
         ("communication", format_seconds(time.communication), f"{share}; {needed}".strip("; ")),
-        ("not hidden", format_seconds(time.exposed), ""),
+        ("not hidden", format_seconds(time.exposed), "; ".join(_longest(time.causes))),
+        ("copying", format_seconds(time.copying), "of weights and gradients, beside compute"),
         ("AdamW", format_seconds(time.optimizer), "bound by memory"),
     ]
     if projection.owners:
@@ -280,6 +281,11 @@ def _inside_dict(projection: Projection) -> dict[str, Any]:
     }
 
 
+def _longest(causes: Sequence[tuple[str, float]]) -> Iterator[str]:
+    """Yield the two longest waits, units of a few layers."""
+    return (f"{words} {format_seconds(seconds)}" for words, seconds in causes[:2])
+
+
 def _hiding_table(projection: Projection, report: Report) -> Table:
     """Return, for each kind of unit, the time of its collectives beside that of its compute."""
     rows: list[tuple[str, ...]] = [
@@ -325,7 +331,7 @@ def to_dict(projection: Projection, decisions: Sequence[str]) -> dict[str, Any]:
         "time": {
             **{
                 f"{name}_seconds": getattr(time, name)
-                for name in ("total", "compute", "communication", "exposed", "optimizer")
+                for name in ("total", "compute", "communication", "exposed", "copying", "optimizer")
             },
             "tokens_to_hide": time.tokens_to_hide,
             "tokens_per_second": projection.tokens_per_second,

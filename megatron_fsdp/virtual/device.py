@@ -17,10 +17,15 @@ __all__ = ["VirtualDevice", "virtual_device"]
 
 
 class VirtualDevice:
-    """Records steps of a model that was built on it."""
+    """Records steps of a model that was built on it.
+
+    Attributes:
+        unit_names: what to call units in place of their own names.
+    """
 
     def __init__(self, collective_calls: int) -> None:
         self.recording = Recording(is_on=False, collective_calls=collective_calls)
+        self.unit_names: dict[str, str] = {}
         self._units: dict[int, str] = {}
 
     def record(self, step: Callable[[], object], warmup: int = 2) -> Recording:
@@ -36,12 +41,14 @@ class VirtualDevice:
     def hear(self, action: str, subject: Any) -> None:
         """Note which unit the model is busy with, and what a lane's work is for."""
         if action in ("use", "gather", "reduce", "closed"):
-            self._units[id(subject)] = subject.name
+            self._units[id(subject)] = self.unit_names.get(subject.name, subject.name)
         if action == "use":
-            self.recording.unit = subject.name
+            self.recording.unit = self._units[id(subject)]
         elif action == "enter":
             unit = subject._unit()
-            self.recording.unit = unit.name if unit is not None else ""
+            self.recording.unit = self._units.get(id(unit), "")
+        elif action == "collective":
+            self.recording.axis = subject.axis
         elif action == "issue":
             what = "gather" if subject.lane == "gather" else "reduction"
             name = self._units.get(subject.owner, "")

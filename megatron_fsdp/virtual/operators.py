@@ -19,7 +19,7 @@ from megatron_fsdp.virtual.recording import Recording, Work
 
 __all__ = ["Operators", "tensors_in"]
 
-_SMALL = 1 << 12
+_SMALL = 1 << 16
 """Elements up to which an operator is computed."""
 
 _FREE = frozenset(
