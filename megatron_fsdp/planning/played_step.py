@@ -11,7 +11,7 @@ import itertools
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +30,7 @@ from megatron_fsdp.virtual.recording import Item
 
 __all__ = ["PlayedStep", "Run", "record_step"]
 
-_LAYERS = 5
+_LAYERS = 4
 """So many of alike layers run: the first ones and the last have neighbours of other kinds."""
 _MOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 3 // 4
 """Of a unit in FP32; of larger ones a share is laid out: systems refuse to promise more memory than they have."""
@@ -80,16 +80,31 @@ class _Call:
 
 
 def record_step(
-    facts: ModelFacts, policy: MixedPrecisionPolicy, work: Works, counts: Iterable[int] = (1,)
+    facts: ModelFacts, policy: MixedPrecisionPolicy, work: Works, counts: Sequence[int] = (1,)
 ) -> PlayedStep:
     """Run the engine on a stand-in, and return what it asked of the device in optimizer steps.
 
     Args:
         counts: of microbatches; above three they repeat what the one between the first and the last does.
     """
+    wanted = sorted({min(count, 3) for count in counts} | ({2} if max(counts) > 3 else set()))
+    units = facts.units
+    key = (facts.visits, tuple((each.name, id(each.groups), work(each)) for each in units), policy, tuple(wanted))
+    if key not in _KNOWN:
+        if len(_KNOWN) >= _MOST_KNOWN:
+            del _KNOWN[next(iter(_KNOWN))]
+        # With the facts, so that what is named by identity stays itself.
+        _KNOWN[key] = facts, _recorded(facts, policy, work, wanted)
+    return _KNOWN[key][1]
+
+
+_MOST_KNOWN = 64
+_KNOWN: dict[object, tuple[ModelFacts, PlayedStep]] = {}
+
+
+def _recorded(facts: ModelFacts, policy: MixedPrecisionPolicy, work: Works, wanted: Sequence[int]) -> PlayedStep:
     largest = max(sum(group.plan.numel for group in unit.groups) for unit in facts.units)
     scale = -(-4 * largest // _MOST_BYTES)
-    wanted = sorted({min(count, 3) for count in counts} | ({2} if max(counts) > 3 else set()))
     surplus = _surplus(_tree(facts), facts)
     base = _record(facts, policy, work, (wanted, scale), {})
     runs = [Run(base)]
@@ -147,7 +162,7 @@ def _record(
     tree = _tree(facts)
     _trim(tree, facts, more)
     axes = max((group.axes for unit in facts.units for group in unit.groups), key=_num_ranks, default=())
-    found = {}
+    found: dict[int, tuple[Item, ...]] = {}
     with warnings.catch_warnings(), virtual_device(_num_ranks(axes)) as device:
         # Whoever asks for the plan is told of padding by it.
         warnings.simplefilter("ignore", PaddingWarning)
@@ -168,7 +183,8 @@ def _record(
                         model(given).sum().backward()
                 _change(model)
 
-            found[count] = tuple(device.record(step).items)
+            # A step leaves what the next one finds, however many microbatches it has.
+            found[count] = tuple(device.record(step, warmup=0 if found else 2).items)
     return found
 
 
@@ -189,7 +205,7 @@ def _weight(group: GroupFacts, position: int, scale: int) -> nn.Parameter:
     rows, *others = group.plan.shapes[position]
     is_trained = group.requires_grad and position not in group.frozen
     shape = (-(-rows // scale), *others)
-    weight = nn.Parameter(torch.empty(shape, dtype=group.dtypes.main), requires_grad=is_trained)
+    weight = nn.Parameter(torch.empty(shape, dtype=group.dtypes.stepped), requires_grad=is_trained)
     if group.placements == group.placements.no_shard_on_all_axes():
         fsdp_no_shard(weight)
     return weight
@@ -207,7 +223,10 @@ def _shard(facts: ModelFacts, units: Mapping[int, StandIn], policy: MixedPrecisi
         sizes = [axis.size for axis in axes]
         # Parameters that stay whole are marked each for itself.
         placements = max((group.placements for group in groups), key=lambda each: each.num_shards(sizes))
-        fully_shard(units[position], mesh=meshes[axes], placements=placements, mp_policy=policy)
+        # A root keeps its weights, and what lingers does so by default.
+        kept = None if position == 0 or facts.units[position].lingers else facts.units[position].reshards_after_forward
+        unit, mesh = units[position], meshes[axes]
+        fully_shard(unit, mesh=mesh, placements=placements, mp_policy=policy, reshard_after_forward=kept)
 
 
 def _num_ranks(axes: Sequence[AxisFacts]) -> int:

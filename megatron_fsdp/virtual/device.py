@@ -69,24 +69,30 @@ def virtual_device(
     num_ranks: int,
     rank: int = 0,
     *,
+    has_streams: bool = True,
     collective_calls: int = 20,
     parts: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Iterator[VirtualDevice]:
     """Make this process one rank of a job on virtual devices while the block runs; models are made inside of it.
 
     Tensors are CPU tensors whose large operators are not computed: values mean nothing.
+
     Args:
+        has_streams: it stands for a GPU. False: for a CPU, which does everything itself, one after the other, as it
+            does where each rank has a core.
         collective_calls: the host's time around a collective, an engine's Python above all, in calls of operators.
         parts: as ``Operators`` takes them.
     Raises:
         RuntimeError: torch.distributed is initialized already.
     """
     device = VirtualDevice(collective_calls)
-    with (
-        virtual_world(device.recording, num_ranks, rank),
-        drive_with(device.recording),
-        launch_with(device.launch),
-        listen(device.hear),
-        Operators(device.recording, parts),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(virtual_world(device.recording, num_ranks, rank))
+        if has_streams:
+            stack.enter_context(drive_with(device.recording))
+            stack.enter_context(launch_with(device.launch))
+        else:
+            stack.enter_context(device.recording.on_host())
+        stack.enter_context(listen(device.hear))
+        stack.enter_context(Operators(device.recording, parts))
         yield device
