@@ -9,10 +9,13 @@ larger errors: they are this machine's too.
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,8 @@ SHAPES = {
     "6x128": replace(BASE, num_layers=6, width=128, batch=4),
 }
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+# What ``plan`` reads.
+ERROR_BAR = Path(megatron_fsdp.__file__).parent / "planning" / "error_bar.json"
 QUANTITIES = ("product", "memory", "call", "sent", "collective")
 
 
@@ -95,18 +100,24 @@ def _sent(work: Work) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add how often steps are measured."""
-    parser.add_argument("--rounds", type=int, default=15, help="measured steps of each setting")
+    parser.add_argument(
+        "--blocks", type=int, default=4, help="how often all settings are measured, 1 to 4 ranks in turn"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="measured steps of each setting in a block")
+    parser.add_argument("--keep", action="store_true", help="write the errors that plan prints")
 
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Measure and record all settings, calibrate, and predict those that were not fitted."""
     chosen = settings()
-    measured: dict[Setting, float] = {}
-    for ranks in sorted({each.ranks for each in chosen}):
+    measured = dict.fromkeys(chosen, float("inf"))
+    for _, ranks in itertools.product(range(args.blocks), sorted({each.ranks for each in chosen})):
         alike = [each for each in chosen if each.ranks == ranks]
         found = run_ranks(ranks, measure, alike, args.rounds, timeout=600.0)
-        # A step is as long as on the slowest rank.
-        measured |= {each: max(rank[number] for rank in found) for number, each in enumerate(alike)}
+        for number, each in enumerate(alike):
+            # A step is as long as on the slowest rank; the shortest is the one that others disturbed least.
+            slowest = (max(seconds) for seconds in zip(*(rank[number] for rank in found), strict=True))
+            measured[each] = min(measured[each], *slowest)
     recorded = {each: record(each) for each in chosen}
     coefficients = calibrate([each for each in chosen if each.calibrates], recorded, measured)
     rows = []
@@ -129,8 +140,40 @@ def run(args: argparse.Namespace) -> list[Row]:
             rows.append(Row("error_bar", case, metric, unit, Samples((value,))))
     errors = [row.samples.median for row in rows if row.metric == "error" and row.case["fitted"] == "False"]
     for metric, value in (("median error", statistics.median(errors)), ("worst error", max(errors))):
-        rows.append(Row("error_bar", {"settings": len(errors), "fitted": "False"}, metric, "%", Samples((value,))))
+        rows.append(Row("error_bar", {"settings": len(errors)}, metric, "%", Samples((value,))))
+    if args.keep:
+        bar = {"settings": len(errors), "median": statistics.median(errors), "worst": max(errors)}
+        ERROR_BAR.write_text(
+            json.dumps({name: round(value, 1) for name, value in bar.items()}) + "\n", encoding="utf-8"
+        )
     return rows
+
+
+def rows_text(rows: Sequence[Row]) -> str:
+    """Return one line for each setting, and the errors of those that were not fitted."""
+    table: dict[tuple[str, ...], dict[str, float]] = {}
+    lines = [
+        "| ranks | shape | strategy | microbatches | weights | measured, ms | predicted, ms | error |",
+        "|---|" * 8,
+    ]
+    lines[1] = lines[1].replace("||", "|")
+    ends = []
+    for row in rows:
+        if "shape" not in row.case:
+            ends.append(f"{row.metric} of {row.case['settings']} that were not fitted: {row.samples.median:.0f} %")
+            continue
+        names = ("ranks", "shape", "strategy", "microbatches", "compute", "fitted")
+        table.setdefault(tuple(str(row.case[name]) for name in names), {})[row.metric] = row.samples.median
+    for (*case, is_fitted), found in table.items():
+        mark = " (fitted)" if is_fitted == "True" else ""
+        cells = [
+            *case,
+            f"{found['measured step']:.1f}",
+            f"{found['predicted step']:.1f}",
+            f"{found['error']:.0f} %{mark}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", "; ".join(ends)])
 
 
 def _step_of(setting: Setting) -> Step:
@@ -153,8 +196,8 @@ def _step_of(setting: Setting) -> Step:
     return step
 
 
-def measure(chosen: Sequence[Setting], rounds: int) -> list[float]:
-    """Return the median seconds of each setting's steps, which are taken in turn."""
+def measure(chosen: Sequence[Setting], rounds: int) -> list[list[float]]:
+    """Return the seconds of each setting's steps, which are taken in turn."""
     steps = [_step_of(each) for each in chosen]
     given = [torch.zeros(shape.batch, shape.length + 1, dtype=torch.int64) for shape in _shapes(chosen)]
     times: list[list[float]] = [[] for _ in chosen]
@@ -165,7 +208,7 @@ def measure(chosen: Sequence[Setting], rounds: int) -> list[float]:
             step(tokens)
             if number >= 0:
                 found.append(time.perf_counter() - start)
-    return [statistics.median(each) for each in times]
+    return times
 
 
 def _shapes(chosen: Sequence[Setting]) -> list[Shape]:

@@ -56,12 +56,31 @@ def run(args: argparse.Namespace) -> list[Row]:
         for mesh in args.meshes:
             for tokens in args.tokens:
                 for reduce in args.reduce:
+                    setting = {"model": model, "mesh": mesh, "tokens": tokens, "sums": reduce}
+                    played = {}
                     for engine in args.engines:
-                        found = predict(model, mesh, tokens, reduce, engine, args.layers)
-                        case = {"model": model, "mesh": mesh, "tokens": tokens, "sums": reduce, "engine": engine}
-                        rows += _rows(case, found)
-                        _show(case, found, args)
+                        played[engine] = predict(model, mesh, tokens, reduce, engine, args.layers)
+                        rows += _rows({**setting, "engine": engine}, played[engine])
+                        _show({**setting, "engine": engine}, played[engine], args)
+                    rows += _ratios(setting, played)
     return rows
+
+
+def _ratios(setting: dict[str, str | int], played: dict[str, Playback]) -> list[Row]:
+    peer = played.pop("FSDP2", None)
+    metric = "predicted step over FSDP2's"
+    return [
+        Row(
+            "virtual",
+            {**setting, "engine": engine},
+            metric,
+            "",
+            Samples((found.seconds / peer.seconds,)),
+            is_exact=True,
+        )
+        for engine, found in played.items()
+        if peer is not None
+    ]
 
 
 def predict(model: str, mesh: str, tokens: int, reduce: str, engine: str, num_layers: int | None = None) -> Playback:

@@ -150,14 +150,14 @@ def project_stages(subject: Subject, setup: Setup) -> tuple[Projection, ...]:
         )
     projections = [_project_stage(subject, setup, stage) for stage in stages_of(subject.architecture, parallelism)]
     # All stages wait for the slowest.
-    slowest = max(each.time.compute + each.time.exposed + each.time.model_parallel for each in projections)
+    slowest = max(map(_busy, projections))
     bubble = bubble_share(parallelism, workload.num_microbatches) * slowest
     return tuple(replace(each, time=replace(each.time, bubble=bubble + slowest - _busy(each))) for each in projections)
 
 
 def _busy(projection: Projection) -> float:
     time = projection.time
-    return time.compute + time.exposed + time.model_parallel
+    return time.compute + time.exposed + time.copying + time.model_parallel
 
 
 def _project_stage(subject: Subject, setup: Setup, stage: Stage) -> Projection:

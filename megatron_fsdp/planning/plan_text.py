@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 from dbuffer.planner.arena import Lifetime, plan_arena
@@ -28,6 +30,7 @@ __all__ = [
     "unit_names",
 ]
 
+_MOST_WAITS = 20
 # Of the JSON; it grows by one whenever a key changes its meaning or goes away.
 FORMAT = 1
 
@@ -196,6 +199,7 @@ def _time_table(projection: Projection) -> Table:
     rows = [
         ("time", "", ""),
         ("one optimizer step", format_seconds(time.total), f"{projection.tokens_per_second:,.0f} tokens/s and rank"),
+        ("error bar", *_error_bar()),
         (
             "compute",
             format_seconds(time.compute),
@@ -281,6 +285,19 @@ def _inside_dict(projection: Projection) -> dict[str, Any]:
     }
 
 
+def _error_bar() -> tuple[str, str]:
+    found = _errors()
+    words = f"median of {found['settings']} steps on CPUs with measured speeds, worst {found['worst']:.0f} %"
+    return f"{found['median']:.0f} %", f"{words}; never compared with a GPU"
+
+
+def _errors() -> dict[str, float]:
+    """Return how far such predictions were off, in percent, where they were compared: on CPUs, with measured speeds."""
+    text = files("megatron_fsdp.planning").joinpath("error_bar.json").read_text(encoding="utf-8")
+    found: dict[str, float] = json.loads(text)
+    return found
+
+
 def _longest(causes: Sequence[tuple[str, float]]) -> Iterator[str]:
     """Yield the two longest waits, units of a few layers."""
     return (f"{words} {format_seconds(seconds)}" for words, seconds in causes[:2])
@@ -333,6 +350,8 @@ def to_dict(projection: Projection, decisions: Sequence[str]) -> dict[str, Any]:
                 f"{name}_seconds": getattr(time, name)
                 for name in ("total", "compute", "communication", "exposed", "copying", "optimizer")
             },
+            "error_bar": _errors(),
+            "waits": dict(time.causes[:_MOST_WAITS]),
             "tokens_to_hide": time.tokens_to_hide,
             "tokens_per_second": projection.tokens_per_second,
             "links": {

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dbuffer.events import listen
+from dbuffer.memory_meter import memory_meter
 from dbuffer_kernels.launch import launch_with
 from megatron_fsdp.runtime.lanes import drive_with
 from megatron_fsdp.virtual.operators import Operators, tensors_in
@@ -21,11 +22,13 @@ class VirtualDevice:
 
     Attributes:
         unit_names: what to call units in place of their own names.
+        peak_bytes: the most that the engine's buffers took in the recorded step, at rest and in passing.
     """
 
     def __init__(self, collective_calls: int) -> None:
         self.recording = Recording(is_on=False, collective_calls=collective_calls)
         self.unit_names: dict[str, str] = {}
+        self.peak_bytes = 0
         self._units: dict[int, str] = {}
 
     def record(self, step: Callable[[], object], warmup: int = 2) -> Recording:
@@ -34,7 +37,9 @@ class VirtualDevice:
             step()
         self.recording.items.clear()
         self.recording.is_on = True
+        memory_meter().reset_peak()
         step()
+        self.peak_bytes = memory_meter().peak_bytes
         self.recording.is_on = False
         return self.recording
 

@@ -17,19 +17,19 @@ _MICRO = 1e-6
 
 
 class Speeds(Protocol):
-    """What ``play`` asks of a machine.
-
-    Attributes:
-        call, stream_call: seconds of the host for an operator, and for a call of streams and events. launch: from the
-            host's call to the kernel's start.
-    """
+    """What ``play`` asks of a machine."""
 
     @property
-    def call(self) -> float: ...
+    def call(self) -> float:
+        """Seconds of the host for an operator."""
+
     @property
-    def stream_call(self) -> float: ...
+    def stream_call(self) -> float:
+        """Seconds of the host for a call of streams and events."""
+
     @property
-    def launch(self) -> float: ...
+    def launch(self) -> float:
+        """Seconds from the host's call to the kernel's start."""
 
     def seconds(self, work: Work) -> float:
         """Return how long work takes that has the device, or its link, to itself."""
