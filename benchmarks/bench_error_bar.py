@@ -166,12 +166,8 @@ def rows_text(rows: Sequence[Row]) -> str:
         table.setdefault(tuple(str(row.case[name]) for name in names), {})[row.metric] = row.samples.median
     for (*case, is_fitted), found in table.items():
         mark = " (fitted)" if is_fitted == "True" else ""
-        cells = [
-            *case,
-            f"{found['measured step']:.1f}",
-            f"{found['predicted step']:.1f}",
-            f"{found['error']:.0f} %{mark}",
-        ]
+        error = abs(found["predicted over measured"] - 1)
+        cells = [*case, f"{found['measured step']:.1f}", f"{found['predicted step']:.1f}", f"{error:.0%}{mark}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", "; ".join(ends)])
 
