@@ -38,6 +38,7 @@ SHAPES = {
     "6x128": replace(BASE, num_layers=6, width=128, batch=4),
 }
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 # What ``plan`` reads.
 ERROR_BAR = Path(megatron_fsdp.__file__).parent / "planning" / "error_bar.json"
 QUANTITIES = ("product", "memory", "call", "sent", "collective")
@@ -104,6 +105,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--blocks", type=int, default=4, help="how often all settings are measured, 1 to 4 ranks in turn"
     )
     parser.add_argument("--rounds", type=int, default=5, help="measured steps of each setting in a block")
+    parser.add_argument(
+        "--clock",
+        choices=list(CLOCKS),
+        default="wall",
+        help="processor: of the slowest rank, without what other processes take; with it nobody shares a core",
+    )
     parser.add_argument("--keep", action="store_true", help="write the errors that plan prints")
 
 
@@ -113,16 +120,16 @@ def run(args: argparse.Namespace) -> list[Row]:
     measured = dict.fromkeys(chosen, float("inf"))
     for _, ranks in itertools.product(range(args.blocks), sorted({each.ranks for each in chosen})):
         alike = [each for each in chosen if each.ranks == ranks]
-        found = run_ranks(ranks, measure, alike, args.rounds, timeout=600.0)
+        found = run_ranks(ranks, measure, alike, args.rounds, args.clock, timeout=600.0)
         for number, each in enumerate(alike):
             # A step is as long as on the slowest rank; the shortest is the one that others disturbed least.
             slowest = (max(seconds) for seconds in zip(*(rank[number] for rank in found), strict=True))
             measured[each] = min(measured[each], *slowest)
     recorded = {each: record(each) for each in chosen}
-    coefficients = calibrate([each for each in chosen if each.calibrates], recorded, measured)
+    coefficients = calibrate([each for each in chosen if each.calibrates], recorded, measured, args.clock)
     rows = []
     for each in chosen:
-        predicted = play(recorded[each], speeds_of(coefficients, each.ranks)).seconds
+        predicted = play(recorded[each], speeds_of(coefficients, each, args.clock)).seconds
         case: dict[str, str | int | float] = {
             "ranks": each.ranks,
             "shape": each.shape,
@@ -192,7 +199,7 @@ def _step_of(setting: Setting) -> Step:
     return step
 
 
-def measure(chosen: Sequence[Setting], rounds: int) -> list[list[float]]:
+def measure(chosen: Sequence[Setting], rounds: int, clock: str) -> list[list[float]]:
     """Return the seconds of each setting's steps, which are taken in turn."""
     steps = [_step_of(each) for each in chosen]
     given = [torch.zeros(shape.batch, shape.length + 1, dtype=torch.int64) for shape in _shapes(chosen)]
@@ -200,10 +207,10 @@ def measure(chosen: Sequence[Setting], rounds: int) -> list[list[float]]:
     for number in range(-2, rounds):
         for step, tokens, found in zip(steps, given, times, strict=True):
             dist.barrier()
-            start = time.perf_counter()
+            start = CLOCKS[clock]()
             step(tokens)
             if number >= 0:
-                found.append(time.perf_counter() - start)
+                found.append(CLOCKS[clock]() - start)
     return times
 
 
@@ -220,13 +227,14 @@ def record(setting: Setting) -> tuple[Item, ...]:
         return tuple(device.record(lambda: step(tokens)).items)
 
 
-def speeds_of(coefficients: dict[str, float], ranks: int) -> CpuSpeeds:
-    """Return the CPU of one of so many ranks."""
-    return CpuSpeeds(**coefficients, share=min(1.0, (torch.multiprocessing.cpu_count() or 1) / ranks))
+def speeds_of(coefficients: dict[str, float], setting: Setting, clock: str) -> CpuSpeeds:
+    """Return the CPU of one of the setting's ranks; by the processor's clock nobody waits for a core."""
+    share = (torch.multiprocessing.cpu_count() or 1) / setting.ranks if clock == "wall" else 1.0
+    return CpuSpeeds(**coefficients, share=min(1.0, share))
 
 
 def calibrate(
-    chosen: Sequence[Setting], recorded: dict[Setting, tuple[Item, ...]], measured: dict[Setting, float]
+    chosen: Sequence[Setting], recorded: dict[Setting, tuple[Item, ...]], measured: dict[Setting, float], clock: str
 ) -> dict[str, float]:
     """Return the seconds of each quantity, none below zero, with the least sum of squared relative errors."""
     rows = []
@@ -234,7 +242,7 @@ def calibrate(
         parts = []
         for name in QUANTITIES:
             alone = dict.fromkeys(QUANTITIES, 0.0) | {name: 1.0}
-            parts.append(play(recorded[each], speeds_of(alone, each.ranks)).seconds / measured[each])
+            parts.append(play(recorded[each], speeds_of(alone, each, clock)).seconds / measured[each])
         rows.append(parts)
     matrix, wanted = torch.tensor(rows, dtype=torch.float64), torch.ones(len(rows), dtype=torch.float64)
     return dict(zip(QUANTITIES, _nonnegative(matrix, wanted).tolist(), strict=True))

@@ -13,7 +13,7 @@ from megatron_fsdp.planning.model_spec import (
     Transfer,
     UnitFacts,
 )
-from megatron_fsdp.planning.played_step import PlayedStep, Run
+from megatron_fsdp.planning.played_step import PlayedStep, Run, with_names
 from megatron_fsdp.planning.transformer import Recompute, UnitWork, Workload
 from megatron_fsdp.virtual.playback import Playback, play
 from megatron_fsdp.virtual.recording import Work
@@ -179,7 +179,7 @@ def predict_step(
         optimizer=_optimizer_bytes(facts) / hardware.memory_bytes_per_second,
         tokens_to_hide=_tokens_to_hide(times, workload),
         units=tuple(times),
-        causes=_causes(played, workload, hardware),
+        causes=_causes(facts, played, workload, hardware),
     )
 
 
@@ -207,9 +207,11 @@ def _repeated(run: Run, scale: int, workload: Workload, hardware: Hardware) -> t
     return seconds, sent, copied
 
 
-def _causes(played: PlayedStep, workload: Workload, hardware: Hardware) -> tuple[tuple[str, float], ...]:
+def _causes(
+    facts: ModelFacts, played: PlayedStep, workload: Workload, hardware: Hardware
+) -> tuple[tuple[str, float], ...]:
     found = played_microbatches(played, workload, hardware).exposed()
-    return tuple((f"{unit} waits for {cause}", seconds) for (unit, cause), seconds in found.items())
+    return tuple((with_names(f"{unit} waits for {cause}", facts), seconds) for (unit, cause), seconds in found.items())
 
 
 def _group_seconds(group: GroupFacts, hardware: Hardware) -> _Sent:

@@ -11,6 +11,7 @@ from megatron_fsdp.formatting import format_bytes, format_seconds
 from megatron_fsdp.planning.cost_model import played_microbatches
 from megatron_fsdp.planning.estimate import MemoryPart, Projection
 from megatron_fsdp.planning.plan_text import Folded, folded, unit_names
+from megatron_fsdp.planning.played_step import with_names
 from megatron_fsdp.planning.report import Report
 
 __all__ = ["COLOURS", "memory_svg", "part_label", "timeline_svg", "units_svg"]
@@ -129,14 +130,16 @@ def _step_spans(projection: Projection) -> Iterator[_Span]:
     for run in found.runs:
         if run.work.ranks:
             lane = "gather" if run.work.kind == "all_gather" else "reduce"
-            yield _Span(lane, run.work.label or run.work.name, "", run.start, run.end)
+            name = with_names(run.work.label or run.work.name, projection.facts)
+            yield _Span(lane, name, "", run.start, run.end)
         elif run.stream == "compute" and run.work.kind != "memory":
             phase = "forward" if run.work.name == "forward" else "backward"
-            if kept is not None and (kept.name, kept.phase) == (run.unit, phase) and run.start - kept.stop < 1e-5:
+            name = with_names(run.unit, projection.facts)
+            if kept is not None and (kept.name, kept.phase) == (name, phase) and run.start - kept.stop < 1e-5:
                 kept = replace(kept, stop=run.end)
             else:
                 yield from () if kept is None else (kept,)
-                kept = _Span("compute", run.unit, phase, run.start, run.end)
+                kept = _Span("compute", name, phase, run.start, run.end)
     yield from () if kept is None else (kept,)
     yield _Span("compute", "optimizer", "", found.seconds, found.seconds + projection.time.optimizer)
 

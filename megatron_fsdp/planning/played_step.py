@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.virtual.device import virtual_device
 from megatron_fsdp.virtual.recording import Item
 
-__all__ = ["PlayedStep", "Run", "record_step"]
+__all__ = ["PlayedStep", "Run", "record_step", "with_names"]
 
 _LAYERS = 4
 """So many of alike layers run: the first ones and the last have neighbours of other kinds."""
@@ -89,7 +90,7 @@ def record_step(
     """
     wanted = sorted({min(count, 3) for count in counts} | ({2} if max(counts) > 3 else set()))
     units = facts.units
-    key = (facts.visits, tuple((each.name, id(each.groups), work(each)) for each in units), policy, tuple(wanted))
+    key = (facts.visits, tuple((id(each.groups), work(each)) for each in units), policy, tuple(wanted))
     if key not in _KNOWN:
         if len(_KNOWN) >= _MOST_KNOWN:
             del _KNOWN[next(iter(_KNOWN))]
@@ -111,6 +112,11 @@ def _recorded(facts: ModelFacts, policy: MixedPrecisionPolicy, work: Works, want
     for kind, extra in surplus.items():
         runs += [Run(_record(facts, policy, work, (wanted, scale), {kind: 1}), extra), Run(base, -extra)]
     return PlayedStep(tuple(runs), scale)
+
+
+def with_names(words: str, facts: ModelFacts) -> str:
+    """Return what is said of a run with the names of units, which it knows by their positions."""
+    return re.sub(r"#(\d+)", lambda found: facts.units[int(found[1])].name, words)
 
 
 def _tree(facts: ModelFacts) -> _Call:
@@ -170,7 +176,7 @@ def _record(
         for call in tree.inner():
             _fill(units, call, facts.units[call.unit], scale)
         _shard(facts, units, policy)
-        names = {id(unit): facts.units[position].name for position, unit in units.items()}
+        names = {id(unit): f"#{position}" for position, unit in units.items()}
         device.unit_names = {
             path or type(module).__name__: names[id(module)] for path, module in units[tree.unit].named_modules()
         }
