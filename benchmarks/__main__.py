@@ -46,9 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     module = importlib.import_module(f"benchmarks.bench_{args.command}")
     rows: list[Row] = module.run(args)
-    if rows:
-        # A bench may have a table of its own, and a name for its results that depends on what it ran on.
-        print(getattr(module, "rows_text", rows_text)(rows))
+    if not rows:
+        # Of several ranks one has all rows.
+        return 0
+    # A bench may have a table of its own, and a name for its results that depends on what it ran on.
+    print(getattr(module, "rows_text", rows_text)(rows))
     name = module.result_name(args) if hasattr(module, "result_name") else args.command
     given = {name: value for name, value in vars(args).items() if name not in ("out", "results", "chart")}
     for path in (args.out, args.results and args.results / f"{name}.json"):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.harness import Row, Samples, interleaved
+from benchmarks.harness import Row, Samples, device_seconds, interleaved
 from dbuffer_kernels import (
     AdamWBuffers,
     Segment,
@@ -23,6 +23,7 @@ from dbuffer_kernels import (
     backend,
     cast_copy,
     cast_stochastic,
+    checksum,
     join_weight,
     pack,
     split_weight,
@@ -64,13 +65,14 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 def kernel_rows(numel: int, device: torch.device, rounds: int) -> list[Row]:
     """Return the rates of all kernels on ``numel`` elements, and each over that of a copy in turn with it."""
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else None
+    # Some kernels take less time on the device than their call takes on the host.
+    stopwatch = device_seconds if device.type == "cuda" else None
     rows = []
     copy = copy_work(numel, device)
     for name, make in makers(numel, device).items():
         # One kernel's buffers at a time: together they would not fit.
         work = make()
-        seconds = interleaved({"copy": copy.call, name: work.call}, rounds=rounds, synchronize=synchronize)
+        seconds = interleaved({"copy": copy.call, name: work.call}, rounds=rounds, stopwatch=stopwatch)
         rates = [work.num_bytes / value for value in seconds[name].values]
         copy_rates = [copy.num_bytes / value for value in seconds["copy"].values]
         ratio = Samples(tuple(rate / other for rate, other in zip(rates, copy_rates, strict=True)))
@@ -96,6 +98,7 @@ def makers(numel: int, device: torch.device) -> dict[str, Callable[[], Work]]:
         "pack bf16": lambda: pack_work(numel, device),
         "sum_of_squares fp32": lambda: squares_work(numel, device, FP32),
         "sum_of_squares bf16": lambda: squares_work(numel, device, BF16),
+        "checksum fp32": lambda: checksum_work(numel, device),
         "split_weight": lambda: halves_work(numel, device, joins=False),
         "join_weight": lambda: halves_work(numel, device, joins=True),
         **{name: lambda case=case: adamw_work(numel, device, case) for name, case in steps.items()},  # type: ignore[misc]
@@ -128,6 +131,12 @@ def squares_work(numel: int, device: torch.device, dtype: torch.dtype) -> Work:
     """Measure a gradient's norm."""
     source = torch.ones(numel, dtype=dtype, device=device)
     return Work(lambda: sum_of_squares(source), source.nbytes)
+
+
+def checksum_work(numel: int, device: torch.device) -> Work:
+    """Take 64 bits of fp32 weights."""
+    source = torch.ones(numel, device=device)
+    return Work(lambda: checksum(source, key=1), source.nbytes)
 
 
 def halves_work(numel: int, device: torch.device, *, joins: bool) -> Work:

@@ -1,6 +1,7 @@
 """Watch: what comparing the ranks' collectives adds to a training step, in blocks of steps with and without it.
 
 A small model on gloo ranks, so that communication and host work are most of the step. Rows are seconds and ratios.
+Beside it what one comparison of replicas takes, over a step of the same model that every rank holds whole (ZeRO-0).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from benchmarks.engines import Precision, ours, world_mesh
 from benchmarks.harness import Row, Samples, ratio
 from benchmarks.models import Shape
 from benchmarks.torch_engines import make_model
-from megatron_fsdp import Watch
+from megatron_fsdp import Placements, Watch, fully_shard
 from tests.harness import run_ranks
 
 _BLOCK = 5
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     """Measure each width."""
     rows = []
     for width in args.widths:
-        ranks = run_ranks(args.ranks, train, Shape(8, width, 512, head_width=32), args.rounds, timeout=900.0)
+        ranks = run_ranks(args.ranks, train, _shape(width), args.rounds, timeout=900.0)
         case = {"width": width, "ranks": args.ranks}
         samples: dict[str, tuple[Samples, Samples]] = {}
         for name in ranks[0]:
@@ -46,7 +47,35 @@ def run(args: argparse.Namespace) -> list[Row]:
                 rows.append(Row("watch", {**case, "run": name}, what, "s", samples[name][position]))
             values = ratio(samples["watched"][position], samples["plain"][position])
             rows.append(Row("watch", case, f"{what}, watched over plain", "", values))
+        spent = list(zip(*run_ranks(args.ranks, compare, _shape(width), args.rounds, timeout=900.0), strict=True))
+        steps, comparisons = (Samples(tuple(max(times[part] for times in one) for one in spent)) for part in (0, 1))
+        rows.append(
+            Row("watch", case, "wall time, one comparison of replicas over a step", "", ratio(comparisons, steps))
+        )
     return rows
+
+
+def _shape(width: int) -> Shape:
+    return Shape(8, width, 512, head_width=32)
+
+
+def compare(shape: Shape, rounds: int) -> list[tuple[float, float]]:
+    """Return seconds of a step on this rank, and of a comparison of replicas after it, of each round but the first."""
+    model = make_model(shape, "cpu")
+    for module in (*model.layers, model):
+        fully_shard(module, world_mesh("cpu"), Placements.no_shard())
+    tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length + 1))
+    times = []
+    with Watch(model, replica_interval=1_000_000) as watch:
+        for _ in range(rounds + 1):
+            dist.barrier()
+            start = time.perf_counter()
+            model(tokens).backward()
+            model.zero_grad()
+            middle = time.perf_counter()
+            watch.check()
+            times.append((middle - start, time.perf_counter() - middle))
+    return times[1:]
 
 
 def train(shape: Shape, rounds: int) -> Times:

@@ -34,6 +34,7 @@ import torch
 __all__ = [
     "Row",
     "Samples",
+    "device_seconds",
     "environment",
     "interleaved",
     "markdown",
@@ -131,24 +132,51 @@ def interleaved(
     warmup: int = 2,
     synchronize: Callable[[], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    stopwatch: Callable[[Callable[[], object]], float] | None = None,
 ) -> dict[str, Samples]:
     """Return the seconds of each function, called in turn: forwards in one round, backwards in the next.
 
-    Arguments are those of ``samples_of``.
+    Arguments are those of ``samples_of``. ``stopwatch`` calls a function and returns its seconds, instead of a clock.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
+
+    def timed(function: Callable[[], object]) -> float:
+        if synchronize:
+            synchronize()
+        start = clock()
+        function()
+        if synchronize:
+            synchronize()
+        return clock() - start
+
     for number in range(-warmup, rounds):
         names = list(functions) if number % 2 else list(functions)[::-1]
         for name in names:
-            if synchronize:
-                synchronize()
-            start = clock()
-            functions[name]()
-            if synchronize:
-                synchronize()
+            spent = (stopwatch or timed)(functions[name])
             if number >= 0:
-                seconds[name].append(clock() - start)
+                seconds[name].append(spent)
     return {name: Samples(tuple(values)) for name, values in seconds.items()}
+
+
+_CALLS = 10
+_LEAD_CYCLES = 20_000_000
+"""About 10 ms of a GPU's clock: the host issues ten calls meanwhile, so that the device never waits for it."""
+
+
+def device_seconds(function: Callable[[], object]) -> float:
+    """Return the seconds that a call keeps the current CUDA stream busy, by events around ten calls.
+
+    The host's time (launches, allocations, tables) is not in it: the device is behind when the first call is issued.
+    """
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_LEAD_CYCLES)
+    begin.record()
+    for _ in range(_CALLS):
+        function()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / _CALLS
 
 
 def ratio(mine: Samples, theirs: Samples) -> Samples:

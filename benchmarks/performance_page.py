@@ -20,6 +20,7 @@ __all__ = ["TABLES", "Claim", "page", "table_of"]
 
 _STEP = "host time over peer's"
 _STEP_AND_ZERO_GRAD = "host time with zero_grad over peer's"
+_REPLICAS = "wall time, one comparison of replicas over a step"
 _WORST = "arena over the most bytes held, worst"
 _RISE = "most resident memory over the first"
 RESULTS = Path(__file__).parent / "results"
@@ -144,9 +145,17 @@ TABLES: Mapping[str, Sequence[Claim]] = {
         *_bytes("bytes at rest per parameter, all ranks", "bytes at rest per parameter", "bf16, split main weights"),
     ],
     "watch": [
-        Claim(f"{what}, watched over plain, width {width}", "watch", f"{what}, watched over plain", {"width": width})
-        for width in (64, 256)
-        for what in ("wall time", "processor time")
+        *(
+            Claim(
+                f"{what}, watched over plain, width {width}", "watch", f"{what}, watched over plain", {"width": width}
+            )
+            for width in (64, 256)
+            for what in ("wall time", "processor time")
+        ),
+        *(
+            Claim(f"one comparison of replicas over a step, width {width}", "watch", _REPLICAS, {"width": width}, 1.0)
+            for width in (64, 256)
+        ),
     ],
     "optimizer": [
         *(

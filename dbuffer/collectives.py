@@ -319,7 +319,9 @@ def start_maximum(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
 def barrier() -> None:
     """Wait until every rank of the world is here; no-op without a process group."""
     if dist.is_initialized():
-        dist.barrier()
+        # Of NCCL a barrier is an all-reduce on some device, and it warns where it has to guess which.
+        ids = [torch.cuda.current_device()] if "nccl" in dist.get_backend_config() else None
+        dist.barrier(device_ids=ids)
 
 
 def broadcast(tensor: torch.Tensor, axis: MeshAxis, source: int = 0) -> None:

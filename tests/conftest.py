@@ -38,6 +38,8 @@ LONG_FILES = (
     "tests/functional/test_parity.py",
     "tests/functional/test_side_outputs.py",
     "tests/functional/test_arena.py",
+    "tests/functional/test_gpu_ranks.py",
+    "tests/functional/benchmarks/test_ranked_step.py",
     "tests/functional/test_checkpoint_damage.py",
     "tests/functional/test_checkpoint_layouts.py",
     "tests/functional/test_certify.py",

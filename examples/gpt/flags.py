@@ -124,6 +124,9 @@ def _add_training_flags(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="steps between comparisons of what ranks did; 0 = none",
     )
+    group.add_argument(
+        "--replica-interval", type=_natural_int, default=0, help="steps between comparisons of replicas; 0 = none"
+    )
 
 
 def _add_optimizer_flags(parser: argparse.ArgumentParser) -> None:

@@ -140,7 +140,7 @@ def watched(model: nn.Module, args: argparse.Namespace) -> AbstractContextManage
     if not isinstance(model, FSDPModule) or args.fake_process_group:
         return nullcontext()
     timeout = 0.8 * datetime.timedelta(minutes=args.distributed_timeout_minutes)
-    return Watch(model, timeout, interval=args.agreement_interval)
+    return Watch(model, timeout, interval=args.agreement_interval, replica_interval=args.replica_interval)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

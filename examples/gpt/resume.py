@@ -18,7 +18,7 @@ from gpt.indexed import DEFAULT_SPLIT, IndexedSamples
 from gpt.job import Job
 from gpt.parallel import unwrapped
 from gpt.tokenizer import tokenizer_flags
-from megatron_fsdp.checkpoint.partial import load_matching
+from megatron_fsdp.checkpoint.api import load_matching
 
 
 def resume(job: Job) -> TrainingState:

@@ -12,7 +12,7 @@ from typing import Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from dbuffer_kernels import launch
+from dbuffer_kernels.launch import LAUNCHERS
 from dbuffer_kernels.switches import is_off
 
 Backend = Literal["triton", "reference"]
@@ -65,7 +65,7 @@ def runs_on_triton(tensor: Tensor) -> bool:
     Raises:
         ValueError: Triton is forced, but ``tensor`` is not on CUDA and Triton does not interpret.
     """
-    if launch.is_replaced():
+    if LAUNCHERS:
         return True
     if _forced == "auto":
         return tensor.is_cuda and _triton_is_installed()
@@ -79,7 +79,7 @@ def runs_on_triton(tensor: Tensor) -> bool:
 
 def is_on_gpu(tensor: Tensor) -> bool:
     """Whether a GPU's own operators serve ``tensor``, or something stands for it (``launch.launch_with``)."""
-    return tensor.is_cuda or launch.is_replaced()
+    return tensor.is_cuda or bool(LAUNCHERS)
 
 
 def without_grad(op: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:

@@ -24,7 +24,8 @@ OPTIONS = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}
 Launcher = Callable[[Callable[..., None], tuple[Any, ...]], None]
 """Stands for the GPU: called with a kernel and its arguments."""
 
-_launchers: list[Launcher] = []
+LAUNCHERS: list[Launcher] = []
+"""The one that stands for the GPU now is last; empty where kernels are launched."""
 _Device = TypeVar("_Device", bound=Callable[..., Any])
 _DEVICE_FUNCTIONS: set[Callable[..., Any]] = set()
 
@@ -46,8 +47,8 @@ def launch(
     """
     if num_blocks == 0:
         return
-    if _launchers:
-        _launchers[-1](kernel, arguments)
+    if LAUNCHERS:
+        LAUNCHERS[-1](kernel, arguments)
         return
     # Triton starts kernels on the current device, which need not be the tensors' one.
     guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
@@ -58,16 +59,11 @@ def launch(
 @contextlib.contextmanager
 def launch_with(launcher: Launcher) -> Iterator[None]:
     """Hand kernels to ``launcher`` in place of Triton, on tensors of any device, while the block runs."""
-    _launchers.append(launcher)
+    LAUNCHERS.append(launcher)
     try:
         yield
     finally:
-        _launchers.pop()
-
-
-def is_replaced() -> bool:
-    """Whether something stands for the GPU."""
-    return bool(_launchers)
+        LAUNCHERS.pop()
 
 
 @functools.cache
@@ -100,7 +96,7 @@ def device_function(function: _Device) -> _Device:
 
 def element_type(dtype: torch.dtype) -> Any:
     """Return Triton's name for a torch dtype, such as ``tl.bfloat16``; kernels take it as a constexpr."""
-    return dtype if _launchers else _element_type(dtype)
+    return dtype if LAUNCHERS else _element_type(dtype)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ reaches a 16-bit ``out`` by way of fp32, as torch's own conversion does.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -87,32 +88,40 @@ def rounding_bits(index: Tensor, low_key: int, high_key: int) -> Tensor:
 
 CHECKSUM_BLOCK = 4096
 """Elements of a whole tensor that share the second of the two odd numbers of ``checksum``."""
-_CHECKSUM_BLOCKS = 64
+# At once: 512 KiB in int64, which stay in a core's cache between the passes.
+_CHECKSUM_BLOCKS = 16
 
 
 def checksum(bits: Tensor, *, key: int, first_element: int) -> Tensor:
     """Return the sum modulo 2**64 of ``bits[i] * odd(place) * odd(key + block)``, 0-d int64.
 
     Element ``first_element + i`` of the whole tensor is at ``place`` of block ``block`` of ``CHECKSUM_BLOCK`` elements.
-    Allocates temporaries of ``_CHECKSUM_BLOCKS`` blocks in int64.
+    Allocates ``_CHECKSUM_BLOCKS`` blocks in int64, and 8 bytes for each block that ``bits`` reaches into.
 
     Args:
         bits: 1-D integers, signed. key: within 64 bits, signed.
     """
-    weights = odd_numbers(torch.arange(CHECKSUM_BLOCK, device=bits.device))
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    position, stop = first_element, first_element + bits.numel()
-    while position < stop:
-        block, place = divmod(position, CHECKSUM_BLOCK)
-        # Whole blocks together, what is cut off at either end by itself.
-        count = min(_CHECKSUM_BLOCKS, (stop - position) // CHECKSUM_BLOCK) if place == 0 else 0
-        numel = count * CHECKSUM_BLOCK or min(CHECKSUM_BLOCK - place, stop - position)
-        piece = bits.narrow(0, position - first_element, numel).view(count or 1, -1)
-        sums = (piece * weights[place : place + piece.shape[1]]).sum(dim=1)
-        blocks = torch.arange(block, block + (count or 1), device=bits.device)
-        total += (sums * odd_numbers(blocks + key)).sum()
-        position += numel
-    return total
+    weights = _weights_of_places(bits.device)
+    block, place = divmod(first_element, CHECKSUM_BLOCK)
+    # What is cut off at either end goes by itself, whole blocks some at a time.
+    head = min(-place % CHECKSUM_BLOCK, bits.numel())
+    tail = (bits.numel() - head) % CHECKSUM_BLOCK
+    start, body, end = bits.split([head, bits.numel() - head - tail, tail])
+    sums = [(start * weights[place : place + head]).sum().view(1)] if head else []
+    products = torch.empty(_CHECKSUM_BLOCKS, CHECKSUM_BLOCK, dtype=torch.int64, device=bits.device)
+    for blocks in body.view(-1, CHECKSUM_BLOCK).split(_CHECKSUM_BLOCKS) if len(body) else ():
+        sums.append(products[: len(blocks)].copy_(blocks).mul_(weights).sum(dim=1))
+    if tail:
+        sums.append((end * weights[:tail]).sum().view(1))
+    of_blocks = torch.cat([products.new_empty(0), *sums])
+    numbers = torch.arange(block, block + len(of_blocks), device=bits.device)
+    return (of_blocks * odd_numbers(numbers + key)).sum()
+
+
+@functools.cache
+def _weights_of_places(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return odd_numbers(torch.arange(CHECKSUM_BLOCK, device=device))
 
 
 def odd_numbers(numbers: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megatron_fsdp.checkpoint.async_save import SaveHandle, finish_pending_save, run_save
-from megatron_fsdp.checkpoint.dcp_metadata import tensors_of
-from megatron_fsdp.checkpoint.manifest import DamagedCheckpointError
+from megatron_fsdp.checkpoint.manifest import DamagedCheckpointError, tensors_of
 from megatron_fsdp.checkpoint.model_state import (
     ModelMatch,
     ModelView,
     announce_change,
-    check_ties,
     match_model,
+    match_partly,
     restore_extra_state,
     view_model,
 )
@@ -36,7 +36,7 @@ from megatron_fsdp.checkpoint.reader import OpenCheckpoint, open_checkpoint, rea
 from megatron_fsdp.checkpoint.writer import place_of, plan_save, write_draft
 from megatron_fsdp.errors import CheckpointError
 
-__all__ = ["load_checkpoint", "save_checkpoint", "start_save", "state_bytes"]
+__all__ = ["PartialLoad", "load_checkpoint", "load_matching", "save_checkpoint", "start_save", "state_bytes"]
 
 
 def save_checkpoint(
@@ -83,10 +83,9 @@ def start_save(
     finish_pending_save()
     ranks = checkpoint_ranks()
     path = place_of(path)
-    views: list[ModelView] = []
-    ranks.check(f"planning to save {path}", lambda: views.append(view_model(model)))
-    owners = find_rank_values(views[0], ranks)
-    draft = plan_save(path, lambda: _collect(views.pop(), owners, optimizer, extra, ranks), ranks)
+    view = ranks.check(f"planning to save {path}", lambda: view_model(model))
+    owners = find_rank_values(view, ranks)
+    draft = plan_save(path, lambda: _collect(view, owners, optimizer, extra, ranks), ranks)
     if asynchronous:
         try:
             ranks.check(f"copying what to save in {path} to host memory", draft.planner.hold)
@@ -124,14 +123,51 @@ def load_checkpoint(
     ranks = checkpoint_ranks()
     opened = open_checkpoint(Path(path), ranks, verify=verify)
     step = f"loading {path}"
-    plans: list[_LoadPlan] = []
-    ranks.check(step, lambda: plans.append(_plan_load(opened, model, optimizer, ranks)))
-    (plan,) = plans
+    plan = ranks.check(step, lambda: _plan_load(opened, model, optimizer, ranks))
     ranks.check(step, lambda: plan.read(opened))
     refuse_replaced(opened, ranks)
     _apply(plan, model, optimizer)
     extra: dict[str, Any] = opened.state.get("extra", {})
     return extra
+
+
+@dataclass(frozen=True, slots=True)
+class PartialLoad:
+    """What ``load_matching`` did.
+
+    Attributes:
+        loaded: names of the model's tensors that were loaded.
+        left: one line per difference: what the model has and the checkpoint lacks, the other way round, and shapes
+            that differ.
+        extra: what was saved with it.
+    """
+
+    loaded: tuple[str, ...]
+    left: tuple[str, ...]
+    extra: dict[str, Any]
+
+
+def load_matching(model: nn.Module, path: str | Path, *, verify: bool = True) -> PartialLoad:
+    """Load weights and buffers whose names and shapes agree, and leave the others as they are; every rank calls it.
+
+    Optimizer and random state are not read: they would not belong to the model that results.
+
+    Args:
+        model: sharded or plain. path: of one checkpoint. verify: as in ``load_checkpoint``.
+    Raises:
+        CheckpointError: there is no checkpoint, nothing in it agrees, or it is damaged.
+    """
+    finish_pending_save()
+    ranks = checkpoint_ranks()
+    opened = open_checkpoint(Path(path), ranks, verify=verify)
+    view = view_model(model)
+    found = match_partly(opened, view)
+    if not found.names:
+        raise CheckpointError(f"{path} has no tensor of this model's names and shapes; nothing was loaded")
+    ranks.check(f"loading {path}", lambda: read_entries(opened, found.targets))
+    refuse_replaced(opened, ranks)
+    announce_change(model, view)
+    return PartialLoad(found.names, tuple(found.differences), dict(opened.state.get("extra", {})))
 
 
 def _collect(
@@ -205,7 +241,6 @@ def _plan_load(
 ) -> _LoadPlan:
     view = view_model(model)
     found = match_model(opened, view)
-    check_ties(opened, view, found.saved)
     plan = _LoadPlan(view, found, None if optimizer is None else match_optimizer(opened, optimizer, view))
     num_savers = opened.state.get("num_ranks", 0)
     if num_savers == ranks.size:

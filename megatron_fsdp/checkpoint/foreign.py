@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_fsdp.checkpoint.dcp_metadata import EntryPath, tensors_of
+from megatron_fsdp.checkpoint.manifest import EntryPath, tensors_of
 from megatron_fsdp.checkpoint.parts import RowPart
 from megatron_fsdp.checkpoint.reader import OpenCheckpoint, read_entries
 from megatron_fsdp.errors import CheckpointError

@@ -1,33 +1,48 @@
-"""The manifest of a checkpoint folder: size and SHA-256 of every file, by which damage is found before it does harm."""
+"""What a checkpoint folder says of itself: ``manifest.json``, by which damage is found, and PyTorch's ``.metadata``.
+
+The latter is a pickle, which could name any function to be called. Here it may name the classes that it is made of.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import pickle
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
 from megatron_fsdp.errors import CheckpointError
 
 __all__ = [
-    "MANIFEST",
-    "DamagedCheckpointError",
-    "FileEntry",
-    "damage_of",
-    "find_damage",
-    "hash_file",
-    "is_whole",
-    "read_manifest",
-    "sync_folder",
-    "write_manifest",
-]
+    "MANIFEST", "METADATA", "RANK_VALUES", "DamagedCheckpointError", "EntryPath", "FileEntry", "damage_of",
+    "find_damage", "hash_file", "is_whole", "paths_of", "read_manifest", "read_metadata", "sync_folder",
+    "tensors_by_file", "tensors_of", "write_manifest", "write_synced",
+]  # fmt: skip
 
 MANIFEST = "manifest.json"
+METADATA = ".metadata"
+# First part of the path of what ranks hold under one name and not alike, before "rank_3" and the rest of the path.
+RANK_VALUES = "rank_values"
+EntryPath = tuple[str | int, ...]
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 22
+_PATHS = "Path PosixPath PurePosixPath"
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "torch": "Size",
+    "collections": "OrderedDict",
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+}
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -55,8 +70,7 @@ def hash_file(path: Path) -> FileEntry:
     Raises:
         OSError: it cannot be read.
     """
-    digest = hashlib.sha256()
-    num_bytes = 0
+    digest, num_bytes = hashlib.sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
@@ -75,10 +89,8 @@ def write_manifest(folder: Path, files: Mapping[str, FileEntry]) -> None:
         if found != entry.num_bytes:
             raise OSError(f"{folder / name} has {found} bytes, {entry.num_bytes} were written")
     content = {name: {"bytes": entry.num_bytes, "sha256": entry.sha256} for name, entry in sorted(files.items())}
-    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump({"format": _FORMAT, "files": content, "sha256": _digest_of(content)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    document = {"format": _FORMAT, "files": content, "sha256": _digest_of(content)}
+    write_synced(folder / MANIFEST, [json.dumps(document, indent=1).encode()])
 
 
 def read_manifest(folder: Path) -> dict[str, FileEntry]:
@@ -139,9 +151,18 @@ def is_whole(folder: Path) -> bool:
     """Whether a folder has a manifest and all files in it have their sizes; quick, contents are not read."""
     try:
         files = read_manifest(folder)
-        return all((folder / name).stat().st_size == entry.num_bytes for name, entry in files.items())
-    except (CheckpointError, OSError):
+    except CheckpointError:
         return False
+    return not any(find_damage(folder, name, entry, is_thorough=False) for name, entry in files.items())
+
+
+def write_synced(path: Path, parts: Iterable[Any]) -> None:
+    """Write bytes, or what has a buffer of them, into a file and bring it to the disk."""
+    with path.open("wb") as file:
+        for part in parts:
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
@@ -155,3 +176,70 @@ def sync_folder(folder: Path) -> None:
 
 def _digest_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _ALLOWED.get(module, "").split():
+            raise CheckpointError(
+                f"the {METADATA} file names {module}.{name}, which no checkpoint is made of; it was not read further. "
+                "Do not load this checkpoint with other tools either"
+            )
+        return super().find_class(module, name)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read what a checkpoint folder holds.
+
+    Raises:
+        CheckpointError: the folder has no metadata, or metadata that names foreign code or files outside of the folder.
+        DamagedCheckpointError: the file cannot be decoded.
+    """
+    path, offset = folder / METADATA, 0
+    try:
+        with path.open("rb") as file:
+            try:
+                metadata = _Unpickler(file).load()
+            finally:
+                offset = file.tell()
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} holds no complete checkpoint: {METADATA} is missing") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    except Exception as error:
+        raise DamagedCheckpointError(damage_of(path, error, offset)) from None
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise DamagedCheckpointError(f"{path} is damaged: it is no metadata of a checkpoint")
+    for stored in metadata.storage_data.values():
+        if Path(stored.relative_path).name != stored.relative_path:
+            raise CheckpointError(f"{path} names the file {stored.relative_path!r}, which lies outside of {folder}")
+    metadata.storage_meta = StorageMeta()
+    return metadata
+
+
+def paths_of(metadata: Metadata) -> dict[str, EntryPath]:
+    """Return where each entry stands in the nested dictionary that was saved: ``("model", "head.weight")``."""
+    known: Mapping[str, EntryPath] = metadata.planner_data or {}
+    return {name: known.get(name, (name,)) for name in metadata.state_dict_metadata}
+
+
+def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Return the entries that are tensors."""
+    entries = metadata.state_dict_metadata.items()
+    return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+
+def tensors_by_file(metadata: Metadata) -> dict[str, list[str]]:
+    """Return, for each data file, the parameters and buffers of which it has values or optimizer state, sorted."""
+    paths = paths_of(metadata)
+    found: dict[str, set[str]] = {}
+    for index, stored in metadata.storage_data.items():
+        path = paths.get(index.fqn, (index.fqn,))
+        path = path[2:] if path[0] == RANK_VALUES else path
+        names = found.setdefault(stored.relative_path, set())
+        if path[0] == "model":
+            names.add(str(path[-1]))
+        elif path[:2] == ("optimizer", "state"):
+            names.add(str(path[2]))
+    return {file: sorted(names) for file, names in found.items()}

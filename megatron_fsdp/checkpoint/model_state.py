@@ -26,11 +26,11 @@ __all__ = [
     "ModelMatch",
     "ModelView",
     "announce_change",
-    "check_ties",
     "full_state_dict",
     "iterate_full_tensors",
     "local_part",
     "match_model",
+    "match_partly",
     "refuse_differences",
     "restore_extra_state",
     "siblings",
@@ -127,31 +127,47 @@ class ModelMatch:
     """Saved values and the places where they go.
 
     Attributes:
-        targets: what to read each entry into. saved: the values, by the model's names.
-        extra_state: of modules, by name.
+        targets: what to read each entry into. names: of the tensors that have one.
+        saved: the values, by the model's names. extra_state: of modules, by name.
+        differences: a line for each of names and shapes.
     """
 
     targets: dict[str, torch.Tensor]
+    names: tuple[str, ...]
     saved: Mapping[str, Saved]
     extra_state: Mapping[str, Any]
+    differences: list[str]
 
 
 def match_model(opened: OpenCheckpoint, view: ModelView) -> ModelMatch:
-    """Find the place of every saved value of the model; extra state alone is read yet.
-
-    A name that the checkpoint lacks may be covered by another name of the same, tied, parameter.
+    """Find the place of every saved value of the model; extra state, and what tied names differ in, alone is read yet.
 
     Raises:
-        CheckpointError: names or shapes differ; they are listed.
+        CheckpointError: names or shapes differ, which are listed; or the values of names that are one parameter here.
+    """
+    found = match_partly(opened, view)
+    refuse_differences(opened.folder, "model", found.differences)
+    _check_ties(opened, view, found.saved)
+    return found
+
+
+def match_partly(opened: OpenCheckpoint, view: ModelView) -> ModelMatch:
+    """Find the place of every saved value that has one.
+
+    A name that the checkpoint lacks may be covered by another name of the same, tied, parameter.
     """
     found = read_model(opened, [*view.tensors, *view.extra_state])
-    differences: list[str | None] = []
+    differences: list[str] = []
     targets: dict[str, torch.Tensor] = {}
+    names: list[str] = []
     for name, tensor in view.tensors.items():
-        if name in found.tensors:
-            differences.append(_difference(name, tensor, found.tensors[name]))
-            if differences[-1] is None:
-                targets |= found.tensors[name].targets(tensor)
+        saved = found.tensors.get(name)
+        if saved is not None and saved.shape == tuple(tensor.shape):
+            targets |= saved.targets(tensor)
+            names.append(name)
+        elif saved is not None:
+            shape = "no tensor" if saved.shape is None else saved.shape
+            differences.append(f"{name}: {shape} in the checkpoint, {tuple(tensor.shape)} here")
         elif not any(other in found.tensors for other in view.siblings(name)):
             differences.append(f"{name}: not in the checkpoint")
     differences += [f"{name}: only in the checkpoint" for name in found.tensors if name not in view.tensors]
@@ -162,11 +178,10 @@ def match_model(opened: OpenCheckpoint, view: ModelView) -> ModelMatch:
         for name, value in extra.items()
         if name not in view.extra_state and (value is not None or name not in found.extra_state)
     ]
-    refuse_differences(opened.folder, "model", [line for line in differences if line is not None])
-    return ModelMatch(targets, found.tensors, extra)
+    return ModelMatch(targets, tuple(names), found.tensors, extra, differences)
 
 
-def check_ties(opened: OpenCheckpoint, view: ModelView, saved: Mapping[str, Saved]) -> None:
+def _check_ties(opened: OpenCheckpoint, view: ModelView, saved: Mapping[str, Saved]) -> None:
     """Refuse a checkpoint with different values for names that share one parameter here; this rank's part is compared.
 
     Raises:
@@ -220,14 +235,6 @@ def announce_change(model: nn.Module, view: ModelView | None = None) -> None:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _difference(name: str, tensor: torch.Tensor, saved: Saved) -> str | None:
-    if saved.shape is None:
-        return f"{name}: no tensor in the checkpoint"
-    if saved.shape != tuple(tensor.shape):
-        return f"{name}: {saved.shape} in the checkpoint, {tuple(tensor.shape)} here"
-    return None
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from megatron_fsdp.checkpoint.dcp_metadata import EntryPath
 from megatron_fsdp.checkpoint.foreign import Saved, SavedOptimizer, read_optimizer
+from megatron_fsdp.checkpoint.manifest import EntryPath
 from megatron_fsdp.checkpoint.model_state import ModelView, refuse_differences, siblings
 from megatron_fsdp.checkpoint.reader import OpenCheckpoint
 from megatron_fsdp.errors import CheckpointError

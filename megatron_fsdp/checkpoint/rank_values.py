@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.checkpoint.dcp_metadata import RANK_VALUES
+from megatron_fsdp.checkpoint.manifest import RANK_VALUES
 from megatron_fsdp.checkpoint.model_state import ModelView
 from megatron_fsdp.checkpoint.ranks import CheckpointRanks
 

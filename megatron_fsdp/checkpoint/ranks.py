@@ -46,15 +46,18 @@ class CheckpointRanks:
         Raises:
             CheckpointError: it failed on some rank, or a rank was lost; raised on every rank that is left.
         """
-        return self._run(step, lambda: self._steps.all_reduce(step, _in_words(mine), _in_words_with(together)))
+        return self._run(step, lambda: self._steps.all_reduce(step, lambda: _said(mine), lambda a: _said(together, a)))
 
     def divide(self, step: str, mine: Callable[[], T], together: Callable[[list[T]], list[R]]) -> R:
         """Like ``agree``, but each rank returns its own entry of what ``together`` returns."""
-        return self._run(step, lambda: self._steps.reduce_scatter(step, _in_words(mine), _in_words_with(together)))
+        divide = self._steps.reduce_scatter
+        return self._run(step, lambda: divide(step, lambda: _said(mine), lambda a: _said(together, a)))
 
-    def check(self, step: str, mine: Callable[[], None]) -> None:
-        """Run ``mine`` on every rank; when it raises on one, all raise."""
-        self.agree(step, mine, lambda _: None)
+    def check(self, step: str, mine: Callable[[], T]) -> T:
+        """Run ``mine`` on every rank and return what it returns on this one; when it raises on one, all raise."""
+        found: list[T] = []
+        self.agree(step, lambda: found.append(mine()), lambda _: None)
+        return found[0]
 
     def _run(self, step: str, work: Callable[[], R]) -> R:
         try:
@@ -76,20 +79,14 @@ def checkpoint_ranks() -> CheckpointRanks:
     return CheckpointRanks(_GROUPS[world])
 
 
-def _in_words(work: Callable[[], T]) -> Callable[[], T]:
-    def run() -> T:
-        try:
-            return work()
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise _LocalFailure(f"{type(error).__name__}: {error}") from error
-
-    return run
-
-
-def _in_words_with(work: Callable[[list[T]], R]) -> Callable[[list[T]], R]:
-    return lambda values: _in_words(lambda: work(values))()
+def _said(work: Callable[..., T], *given: object) -> T:
+    """Call ``work``; what it raises is put into words."""
+    try:
+        return work(*given)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise _LocalFailure(f"{type(error).__name__}: {error}") from error
 
 
 def _common_error(step: str, failure: CheckpointException, num_ranks: int) -> CheckpointError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,31 +16,28 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from megatron_fsdp.checkpoint.dcp_metadata import (
-    METADATA,
-    RANK_VALUES,
-    EntryPath,
-    paths_of,
-    read_metadata,
-    tensors_by_file,
-)
 from megatron_fsdp.checkpoint.manifest import (
     MANIFEST,
+    METADATA,
+    RANK_VALUES,
     DamagedCheckpointError,
+    EntryPath,
     FileEntry,
     damage_of,
     find_damage,
+    paths_of,
     read_manifest,
+    read_metadata,
+    tensors_by_file,
 )
 from megatron_fsdp.checkpoint.ranks import CheckpointRanks
 from megatron_fsdp.checkpoint.scratch import resting_place
 from megatron_fsdp.checkpoint.writer import STATE_FILE, place_of
 from megatron_fsdp.errors import CheckpointError
 
-__all__ = ["OpenCheckpoint", "open_checkpoint", "read_entries", "refuse_replaced", "verify_folder"]
+__all__ = ["OpenCheckpoint", "listed", "open_checkpoint", "read_entries", "refuse_replaced", "verify_folder"]
 
 _log = logging.getLogger(__name__)
-
 _MAX_LISTED = 20
 
 
@@ -55,6 +52,7 @@ class OpenCheckpoint:
         rank: this rank, whose own values count where ranks saved different ones; None where another number of ranks
             saved, and the first rank's count for all.
         identity: another one where another checkpoint lies in the folder.
+        storage: the class of PyTorch's that reads it.
     """
 
     folder: Path
@@ -62,13 +60,15 @@ class OpenCheckpoint:
     state: Mapping[str, Any]
     rank: int | None
     identity: str
+    storage: type[FileSystemReader] = FileSystemReader
 
     def names_below(self, *start: str) -> dict[EntryPath, str]:
         """Return the entries whose path begins like this, by the rest of their path."""
         paths = paths_of(self.metadata)
-        found = {path[len(start) :]: name for name, path in paths.items() if path[: len(start)] == start}
-        own = (RANK_VALUES, f"rank_{self.rank}", *start)
-        return found | {path[len(own) :]: name for name, path in paths.items() if path[: len(own)] == own}
+        found: dict[EntryPath, str] = {}
+        for begin in (start, (RANK_VALUES, f"rank_{self.rank}", *start)):
+            found |= {path[len(begin) :]: name for name, path in paths.items() if path[: len(begin)] == begin}
+        return found
 
 
 def open_checkpoint(folder: Path, ranks: CheckpointRanks, *, verify: bool) -> OpenCheckpoint:
@@ -88,18 +88,9 @@ def open_checkpoint(folder: Path, ranks: CheckpointRanks, *, verify: bool) -> Op
 
     found = Path(ranks.agree(step, lambda: None, look_for))
     folder = folder if found == place_of(folder) else found
-    files: dict[str, FileEntry] = {}
-    identity: list[str] = []
-
-    def look() -> None:
-        files.update(_expected_files(folder))
-        identity.append(_identity(folder))
-
-    ranks.check(step, look)
+    files, identity = ranks.check(step, lambda: (_expected_files(folder), _identity(folder)))
     _verify(folder, files, ranks, verify)
-    opened: list[OpenCheckpoint] = []
-    ranks.check(step, lambda: opened.append(_read_frame(folder, ranks, identity[0], has_state=STATE_FILE in files)))
-    return opened[0]
+    return ranks.check(step, lambda: _read_frame(folder, ranks, identity, has_state=STATE_FILE in files))
 
 
 def refuse_replaced(opened: OpenCheckpoint, ranks: CheckpointRanks) -> None:
@@ -145,7 +136,7 @@ def read_entries(opened: OpenCheckpoint, targets: MutableMapping[str, Any]) -> N
     Raises:
         DamagedCheckpointError: a value cannot be decoded; the message names it, its file and its first byte there.
     """
-    reader = FileSystemReader(opened.folder)
+    reader = opened.storage(str(opened.folder))
     reader.set_up_storage_reader(opened.metadata, is_coordinator=True)
     wanted = dict(targets)
     planner = _TensorsOnlyPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -176,7 +167,6 @@ class _TensorsOnlyPlanner(DefaultLoadPlanner):
     """PyTorch's planner unpickles what is no tensor and would run code that it names; this one refuses such."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take over one value that is no tensor: numbers, strings, and collections of these."""
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 
 
@@ -197,12 +187,9 @@ def _verify(folder: Path, files: Mapping[str, FileEntry], ranks: CheckpointRanks
     largest_first = sorted(files, key=lambda name: (-files[name].num_bytes, name))
 
     def problems_of_mine() -> dict[str, str]:
-        found = {}
-        for name in largest_first[ranks.rank :: ranks.size]:
-            problem = find_damage(folder, name, files[name], is_thorough=is_thorough)
-            if problem is not None:
-                found[name] = problem
-        return found
+        names = largest_first[ranks.rank :: ranks.size]
+        found = {name: find_damage(folder, name, files[name], is_thorough=is_thorough) for name in names}
+        return {name: problem for name, problem in found.items() if problem is not None}
 
     def refuse(problems: list[dict[str, str]]) -> None:
         by_file = {name: problem for part in problems for name, problem in part.items()}
@@ -213,25 +200,25 @@ def _verify(folder: Path, files: Mapping[str, FileEntry], ranks: CheckpointRanks
 
 
 def _damage_message(folder: Path, problems: Mapping[str, str]) -> str:
-    contents: dict[str, list[str]] = {}
-    if METADATA not in problems:
-        contents = tensors_by_file(read_metadata(folder))
-    lines = []
-    for name, problem in sorted(problems.items()):
-        parameters = contents.get(name, [])
-        more = f" and {len(parameters) - _MAX_LISTED} more" if len(parameters) > _MAX_LISTED else ""
-        listed = ", ".join(parameters[:_MAX_LISTED]) + more
-        lines.append(f"{problem}. It holds {listed or _WITHOUT_PARAMETERS.get(name, 'no parameters')}")
-    return (
-        f"{folder} is damaged; nothing was loaded. Load an older checkpoint, or a copy of this one:\n  "
-        + "\n  ".join(lines)
-    )
+    contents = {} if METADATA in problems else tensors_by_file(read_metadata(folder))
+    lines = [
+        f"\n  {problem}. It holds {listed(contents.get(name, [])) or _WITHOUT_PARAMETERS.get(name, 'no parameters')}"
+        for name, problem in sorted(problems.items())
+    ]
+    return f"{folder} is damaged; nothing was loaded. Load an older checkpoint, or a copy of this one:{''.join(lines)}"
 
 
 _WITHOUT_PARAMETERS = {
     METADATA: "the index of all parameters",
     STATE_FILE: "extra and what else is under no parameter's name",
 }
+
+
+def listed(names: Sequence[str], separator: str = ", ") -> str:
+    """Return the first names, and how many more there are."""
+    more = [f"and {len(names) - _MAX_LISTED} more"] if len(names) > _MAX_LISTED else []
+    shown = separator.join(names[:_MAX_LISTED])
+    return (" " if separator == ", " else separator).join([shown, *more])
 
 
 def _read_frame(folder: Path, ranks: CheckpointRanks, identity: str, *, has_state: bool) -> OpenCheckpoint:
@@ -245,19 +232,13 @@ def _read_frame(folder: Path, ranks: CheckpointRanks, identity: str, *, has_stat
         if not isinstance(state, dict):
             raise DamagedCheckpointError(f"{folder / STATE_FILE} is damaged: it holds a {type(state).__name__}")
     is_as_saved = state.get("num_ranks") == ranks.size
-    _warn_of_rank_values(folder, metadata, ranks, is_as_saved=is_as_saved)
-    return OpenCheckpoint(folder, metadata, state, ranks.rank if is_as_saved else None, identity)
-
-
-def _warn_of_rank_values(folder: Path, metadata: Metadata, ranks: CheckpointRanks, *, is_as_saved: bool) -> None:
     paths = paths_of(metadata).values()
     names = sorted({str(path[3]) for path in paths if path[0] == RANK_VALUES and path[2] == "model"})
     if names and not is_as_saved and ranks.rank == 0:
-        more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
         _log.warning(
-            "%s was saved by another number of ranks, which did not hold the same in %s%s: the first rank's values are "
+            "%s was saved by another number of ranks, which did not hold the same in %s: the first rank's values are "
             "taken on all ranks",
             folder,
-            ", ".join(names[:_MAX_LISTED]),
-            more,
+            listed(names),
         )
+    return OpenCheckpoint(folder, metadata, state, ranks.rank if is_as_saved else None, identity)

@@ -1,25 +1,27 @@
-"""A model's weights to and from a folder of safetensors files, under Hugging Face's names or its own."""
+"""A model's weights, or those in a checkpoint, to and from safetensors files, under Hugging Face's names or its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import io
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.planner import WriteItem
 
+from megatron_fsdp.checkpoint.api import state_bytes
 from megatron_fsdp.checkpoint.async_save import finish_pending_save
-from megatron_fsdp.checkpoint.model_state import ModelView, announce_change, refuse_differences, view_model, whole
+from megatron_fsdp.checkpoint.foreign import read_model, read_values
+from megatron_fsdp.checkpoint.manifest import tensors_of
+from megatron_fsdp.checkpoint.model_state import announce_change, match_model, view_model, whole
 from megatron_fsdp.checkpoint.name_map import NameMap
-from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
-from megatron_fsdp.checkpoint.safetensors_file import TensorInfo
-from megatron_fsdp.checkpoint.safetensors_folder import DEFAULT_FILE_BYTES, FolderReader, write_folder
-from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.checkpoint.ranks import CheckpointRanks, checkpoint_ranks
+from megatron_fsdp.checkpoint.reader import open_checkpoint, read_entries
+from megatron_fsdp.checkpoint.safetensors_files import DEFAULT_FILE_BYTES, open_folder, write_folder
+from megatron_fsdp.checkpoint.writer import HoldingPlanner, place_of, plan_save, write_draft
 
-__all__ = ["export_safetensors", "import_safetensors", "names_once", "stored_info"]
+__all__ = ["export_checkpoint", "export_safetensors", "import_checkpoint", "import_safetensors"]
 
 
 def export_safetensors(
@@ -49,10 +51,9 @@ def export_safetensors(
     """
     ranks = checkpoint_ranks()
     view = view_model(model)
-    names = NameMap(name_map or {}).translate(names_once(list(view.tensors), view.ties))
+    names = NameMap(name_map or {}).translate(_names_once(list(view.tensors), view.ties))
     tensors = {there: view.tensors[here] for here, there in names.items()}
-    infos = {name: stored_info(tensor.shape, tensor.dtype, dtype) for name, tensor in tensors.items()}
-    pending = list(infos)
+    pending = list(tensors)
 
     def gather(name: str) -> torch.Tensor:
         pending.remove(name)
@@ -61,7 +62,8 @@ def export_safetensors(
     def write() -> None:
         try:
             if ranks.rank == 0:
-                write_folder(Path(folder), infos, gather, max_file_bytes)
+                likes = {name: _like(tensor.shape, tensor.dtype, dtype) for name, tensor in tensors.items()}
+                write_folder(Path(folder), likes, gather, max_file_bytes)
         finally:
             # Gathering takes all ranks: one that stopped early, after an error, would leave the others waiting.
             for name in list(pending):
@@ -92,80 +94,89 @@ def import_safetensors(
     ranks = checkpoint_ranks()
     view = view_model(model)
     names = NameMap(name_map or {}).translate(view.tensors)
-    opened: list[FolderReader] = []
 
-    def match() -> None:
-        opened.append(FolderReader(Path(folder)))
-        _match(opened[0], view, names, strict)
+    def match() -> Callable[[], None]:
+        opened = open_folder(Path(folder), names, strict=strict)
+        targets = match_model(opened, view).targets
+        return lambda: read_entries(opened, targets)
 
-    try:
-        ranks.check(f"opening {folder}", match)
-        ranks.check(f"reading {folder}", lambda: _fill(opened[0], view, names))
-    finally:
-        for reader in opened:
-            reader.__exit__(None, None, None)
+    ranks.check(f"reading {folder}", ranks.check(f"opening {folder}", match))
     announce_change(model, view)
 
 
-def names_once(names: Sequence[str], ties: Sequence[Sequence[str]]) -> list[str]:
+def export_checkpoint(
+    path: Path,
+    folder: Path,
+    *,
+    name_map: NameMap | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
+) -> int:
+    """Write the weights of a checkpoint into a folder of safetensors files, in one process and without the model.
+
+    One tensor at a time is in memory. Names are those of the model, without the ``module.`` of wrappers around it.
+
+    Args:
+        name_map, dtype, max_file_bytes: as for ``export_safetensors``.
+    Returns:
+        The number of tensors.
+    Raises:
+        CheckpointError: there is no whole checkpoint at ``path``, or it holds no model.
+    """
+    opened = open_checkpoint(path, CheckpointRanks(None), verify=True)
+    saved = tensors_of(opened.metadata)
+    # Extra state of modules, which Megatron's layers have, is no weight.
+    entries = {
+        name: value.entries[0] for name, value in read_model(opened, ()).tensors.items() if value.shape is not None
+    }
+    names = (name_map or NameMap({})).translate(_names_once(list(entries), opened.state.get("ties", ())))
+    by_name = {there: entries[here] for here, there in names.items()}
+    likes = {name: _like(saved[entry].size, saved[entry].properties.dtype, dtype) for name, entry in by_name.items()}
+    write_folder(folder, likes, lambda name: read_values(opened, [by_name[name]])[0], max_file_bytes)
+    return len(likes)
+
+
+def import_checkpoint(folder: Path, path: Path, *, name_map: NameMap | None = None) -> int:
+    """Write a checkpoint of a model alone from safetensors files, in one process; one tensor at a time is in memory.
+
+    Args:
+        name_map: names here to names there, as for ``import_safetensors``: it is applied backwards.
+    Returns:
+        The number of tensors.
+    Raises:
+        CheckpointError: the files are damaged, or ``path`` is taken by something else.
+        ConfigError: the package ``safetensors`` is not installed.
+    """
+    ranks = CheckpointRanks(None)
+    opened = open_folder(folder, {})
+    saved = tensors_of(opened.metadata)
+    there = {here: name for name, here in (name_map or NameMap({})).inverse().translate(saved).items()}
+    model = {here: _like(saved[name].size, saved[name].properties.dtype) for here, name in there.items()}
+    planner = _LatePlanner(lambda entry: read_values(opened, [there[entry.removeprefix("model.")]])[0])
+    entries = {"model": model}, state_bytes({"extra": {}})
+    write_draft(plan_save(place_of(path), lambda: entries, ranks, planner), ranks)
+    return len(model)
+
+
+class _LatePlanner(HoldingPlanner):
+    """Plans with tensors that have a shape only, and gets the values of each when it is written."""
+
+    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self._read = read
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Read the values of one tensor."""
+        return self._read(write_item.index.fqn)
+
+
+def _names_once(names: Sequence[str], ties: Sequence[Sequence[str]]) -> list[str]:
     """Return the names without those of parameters that come under an earlier one."""
     first = {name: min(group, key=names.index) for group in ties for name in group if name in names}
     return [name for name in names if first.get(name, name) == name]
 
 
-def stored_info(shape: Sequence[int], current: torch.dtype, wanted: torch.dtype | None) -> TensorInfo:
-    """Return how a tensor is stored: floating-point ones in the wanted dtype, others as they are."""
-    is_changed = wanted is not None and current.is_floating_point
-    return TensorInfo(tuple(shape), wanted if wanted is not None and is_changed else current)
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A box of a tensor that this rank holds, and the memory where."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    local: torch.Tensor
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[_Piece]:
-    if not isinstance(tensor, DTensor):
-        yield _Piece((0,) * tensor.ndim, tuple(tensor.shape), tensor.detach())
-        return
-    # The interface by which PyTorch's own checkpoints ask any DTensor where its parts lie.
-    for position, chunk in enumerate(tensor.__create_chunk_list__()):
-        local = tensor.__get_tensor_shard__(MetadataIndex("", chunk.offsets, position))
-        if local.numel():
-            yield _Piece(tuple(chunk.offsets), tuple(chunk.sizes), local.detach())
-
-
-def _match(reader: FolderReader, view: ModelView, names: Mapping[str, str], strict: bool) -> None:
-    differences = []
-    for name, tensor in view.tensors.items():
-        info = reader.infos.get(names[name])
-        if info is None:
-            if not any(names[other] in reader.infos for other in view.siblings(name)):
-                differences.append(f"{name}: no {names[name]} in the files")
-        elif info.shape != tuple(tensor.shape):
-            differences.append(f"{name}: {info.shape} in the files, {tuple(tensor.shape)} here")
-    if strict:
-        known = set(names.values())
-        differences += [f"{name}: only in the files" for name in reader.infos if name not in known]
-    refuse_differences(reader.path, "model", differences)
-    for group in view.ties:
-        first, *others = [name for name in group if names[name] in reader.infos]
-        for other in others:
-            for piece in _pieces(view.tensors[first]):
-                one, two = (reader.read(names[name], piece.offsets, piece.sizes) for name in (first, other))
-                if not torch.equal(one, two):
-                    raise CheckpointError(
-                        f"{reader.path} has different values for {names[first]!r} and {names[other]!r}, which are one "
-                        "parameter in this model; nothing was loaded"
-                    )
-
-
-def _fill(reader: FolderReader, view: ModelView, names: Mapping[str, str]) -> None:
-    for name, tensor in view.tensors.items():
-        if names[name] in reader.infos:
-            for piece in _pieces(tensor):
-                piece.local.copy_(reader.read(names[name], piece.offsets, piece.sizes))
+def _like(shape: Sequence[int], current: torch.dtype, wanted: torch.dtype | None = None) -> torch.Tensor:
+    """Return a tensor without memory: floating-point ones in the wanted dtype, others as they are."""
+    dtype = wanted if wanted is not None and current.is_floating_point else current
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")

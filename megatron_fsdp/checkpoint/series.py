@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 
 from megatron_fsdp.checkpoint.api import load_checkpoint, start_save
 from megatron_fsdp.checkpoint.async_save import SaveHandle, finish_pending_save
-from megatron_fsdp.checkpoint.manifest import DamagedCheckpointError, is_whole, sync_folder
+from megatron_fsdp.checkpoint.manifest import DamagedCheckpointError, is_whole, sync_folder, write_synced
 from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
 from megatron_fsdp.checkpoint.scratch import (
     delete_folder,
@@ -167,10 +166,8 @@ class CheckpointSeries:
         target = self.folder / self.pointer
         scratch = make_scratch(target)
         try:
-            with scratch.new.open("w", encoding="utf-8") as file:
-                file.write(f"{step}\n" if self.is_pointer_bare else f"{self.path(step).name}\n")
-                file.flush()
-                os.fsync(file.fileno())
+            content = f"{step}\n" if self.is_pointer_bare else f"{self.path(step).name}\n"
+            write_synced(scratch.new, [content.encode()])
             scratch.new.replace(target)
         finally:
             scratch.remove()

@@ -23,13 +23,21 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_fsdp.checkpoint.dcp_metadata import METADATA
-from megatron_fsdp.checkpoint.manifest import MANIFEST, FileEntry, hash_file, read_manifest, sync_folder, write_manifest
+from megatron_fsdp.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    FileEntry,
+    hash_file,
+    read_manifest,
+    sync_folder,
+    write_manifest,
+    write_synced,
+)
 from megatron_fsdp.checkpoint.ranks import CheckpointRanks
 from megatron_fsdp.checkpoint.scratch import Scratch, make_scratch, sweep
 from megatron_fsdp.errors import CheckpointError
 
-__all__ = ["STATE_FILE", "Draft", "place_of", "plan_save", "write_draft"]
+__all__ = ["STATE_FILE", "Draft", "HoldingPlanner", "place_of", "plan_save", "write_draft"]
 
 STATE_FILE = "state.pt"
 
@@ -40,18 +48,18 @@ class Draft:
 
     Attributes:
         path: the name that the folder gets. folder: where it is written.
+        state: bytes of the state file; rank 0's count.
         metadata: what the checkpoint holds; None on every rank but 0.
         scratch: what ``folder`` lies in, made by rank 0; None elsewhere.
-        state: bytes of the state file; rank 0's count.
     """
 
     path: Path
     folder: Path
     plan: SavePlan
     planner: HoldingPlanner
+    state: bytes
     metadata: Metadata | None
     scratch: Scratch | None
-    state: bytes
 
     def discard(self) -> None:
         """Delete what was written, after a failure on any rank; every rank calls it, rank 0 does it."""
@@ -96,45 +104,35 @@ def plan_save(
         CheckpointError: ``collect`` failed on some rank, or the folder cannot be made or replaced.
     """
     source = HoldingPlanner() if planner is None else planner
-    collected: list[bytes] = []
-    made: list[Metadata] = []
-    scratches: list[Scratch] = []
+    state, metadata, scratch = b"", None, None
 
     def mine() -> tuple[str, SavePlan]:
+        nonlocal state
         _refuse_surroundings(path)
         entries, state = collect()
-        collected.append(state)
         source.set_up_planner(dict(entries), is_coordinator=ranks.rank == 0)
         return str(path), source.create_local_plan()
 
     def together(proposals: list[tuple[str, SavePlan]]) -> list[tuple[str, SavePlan]]:
+        nonlocal metadata, scratch
         paths = sorted({proposed for proposed, _ in proposals})
         if len(paths) > 1:
             raise CheckpointError(f"ranks save to different paths: {', '.join(paths)}; give all of them the same")
         plans, metadata = source.create_global_plan([plan for _, plan in proposals])
-        made.append(metadata)
         scratch = _make_folder(path)
-        scratches.append(scratch)
-        folder = scratch.new
-        return [(str(folder), plan) for plan in FileSystemWriter(folder).prepare_global_plan(plans)]
+        return [(str(scratch.new), plan) for plan in FileSystemWriter(scratch.new).prepare_global_plan(plans)]
 
     folder, plan = ranks.divide(f"planning to save {path}", mine, together)
-    plan = source.finish_plan(plan)
-    return Draft(
-        path,
-        Path(folder),
-        plan,
-        source,
-        made[0] if made else None,
-        scratches[0] if scratches else None,
-        collected[0],
-    )
+    return Draft(path, Path(folder), source.finish_plan(plan), source, state, metadata, scratch)
 
 
 def place_of(path: Path) -> Path:
     """Return the place that a path stands for, wherever the process goes meanwhile: absolute, a link's target."""
     found = Path.cwd() / path
     return found.resolve() if found.is_symlink() or found.name in ("", "..") else found
+
+
+_Written = tuple[Sequence[WriteResult], Mapping[str, FileEntry]]
 
 
 def write_draft(draft: Draft, ranks: CheckpointRanks, afterwards: Callable[[], None] | None = None) -> None:
@@ -147,9 +145,8 @@ def write_draft(draft: Draft, ranks: CheckpointRanks, afterwards: Callable[[], N
     """
 
     def together(parts: list[_Written]) -> None:
-        assert draft.metadata is not None
         assert draft.scratch is not None
-        _finish(draft, draft.metadata, parts)
+        _finish(draft, parts)
         _publish(draft.scratch)
         if afterwards is not None:
             afterwards()
@@ -162,12 +159,6 @@ def write_draft(draft: Draft, ranks: CheckpointRanks, afterwards: Callable[[], N
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    results: Sequence[WriteResult]
-    files: Mapping[str, FileEntry]
-
-
 def _write_mine(draft: Draft) -> _Written:
     if not draft.folder.is_dir():
         raise CheckpointError(
@@ -175,20 +166,17 @@ def _write_mine(draft: Draft) -> _Written:
         )
     results = FileSystemWriter(draft.folder, sync_files=True).write_data(draft.plan, draft.planner).value()
     names = sorted({result.storage_data.relative_path for result in results})
-    return _Written(results, {name: hash_file(draft.folder / name) for name in names})
+    return results, {name: hash_file(draft.folder / name) for name in names}
 
 
-def _finish(draft: Draft, metadata: Metadata, parts: Sequence[_Written]) -> None:
+def _finish(draft: Draft, parts: Sequence[_Written]) -> None:
     """Write what rank 0 writes for all: the index, the state file, and last the manifest."""
+    assert draft.metadata is not None
     folder = draft.folder
-    FileSystemWriter(folder, sync_files=True).finish(metadata, [list(part.results) for part in parts])
-    with (folder / STATE_FILE).open("wb") as file:
-        file.write(draft.state)
-        file.flush()
-        os.fsync(file.fileno())
-    files = {name: entry for part in parts for name, entry in part.files.items()}
-    files |= {name: hash_file(folder / name) for name in (METADATA, STATE_FILE)}
-    write_manifest(folder, files)
+    FileSystemWriter(folder, sync_files=True).finish(draft.metadata, [list(results) for results, _ in parts])
+    write_synced(folder / STATE_FILE, [draft.state])
+    files = {name: entry for _, entries in parts for name, entry in entries.items()}
+    write_manifest(folder, files | {name: hash_file(folder / name) for name in (METADATA, STATE_FILE)})
     sync_folder(folder)
 
 
@@ -254,22 +242,13 @@ def _refuse_surroundings(path: Path) -> None:
 
 def _refuse_foreign(path: Path) -> None:
     """A checkpoint replaces a checkpoint of this library or an empty folder, never other work of the user's."""
-    if not path.exists():
+    has_index, has_state, has_manifest = ((path / name).exists() for name in (METADATA, STATE_FILE, MANIFEST))
+    with contextlib.suppress(CheckpointError):
+        is_own = has_index and (has_state or has_manifest)
+        if not path.exists() or is_own or (path.is_dir() and not any(path.iterdir())):
+            return
+        read_manifest(path)
         return
-    has_index = (path / METADATA).exists()
-    is_own = path.is_dir() and (
-        (has_index and ((path / STATE_FILE).exists() or (path / MANIFEST).exists()))
-        or _is_manifest(path)
-        or not any(path.iterdir())
-    )
-    if not is_own and path.exists():
+    if path.exists():
         made = "was not written by save_checkpoint" if has_index else "is no checkpoint"
         raise CheckpointError(f"{path} exists and {made}; it would be replaced. Name another path, or move it away")
-
-
-def _is_manifest(path: Path) -> bool:
-    try:
-        read_manifest(path)
-    except CheckpointError:
-        return False
-    return True

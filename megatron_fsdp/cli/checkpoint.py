@@ -94,7 +94,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _description(opened: OpenCheckpoint) -> Iterator[str]:
-    from megatron_fsdp.checkpoint.dcp_metadata import tensors_of
+    from megatron_fsdp.checkpoint.manifest import tensors_of
 
     state = opened.state
     made_by = (
@@ -153,8 +153,7 @@ def _for_each(path: Path, action: Callable[[Path], None]) -> int:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    from megatron_fsdp.checkpoint.dcp_metadata import METADATA
-    from megatron_fsdp.checkpoint.manifest import MANIFEST
+    from megatron_fsdp.checkpoint.manifest import MANIFEST, METADATA
 
     return (folder / METADATA).exists() or (folder / MANIFEST).exists()
 
@@ -166,7 +165,7 @@ def _children(folder: Path) -> list[Path]:
 def _export(args: argparse.Namespace) -> int:
     import torch
 
-    from megatron_fsdp.checkpoint.convert import export_checkpoint
+    from megatron_fsdp.checkpoint.safetensors_model import export_checkpoint
 
     found = sorted(path.name for path in args.output.glob("model*.safetensors*"))
     if found and not args.force:
@@ -180,7 +179,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from megatron_fsdp.checkpoint.convert import import_checkpoint
+    from megatron_fsdp.checkpoint.safetensors_model import import_checkpoint
 
     num_tensors = import_checkpoint(args.path, args.output, name_map=_name_map(args))
     print(f"{args.output}: {num_tensors} tensors; load it with load_checkpoint(model, None, path)")

@@ -17,8 +17,8 @@ from dbuffer.events import listen
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.runtime.gradients import GradientBuffer
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
-from megatron_fsdp.runtime.unit import Unit, units_below
+from megatron_fsdp.runtime.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.unit import Unit, WeightState, units_below
 
 __all__ = ["Audit"]
 
@@ -101,7 +101,7 @@ class _WeightAudit:
 
     def __init__(self, unit: Unit, group: ParameterGroup) -> None:
         self.group = group
-        self._unit = unit.name
+        self._unit, self._name = unit, unit.name
         self._names = tuple(group.parameters)
         self._sums: list[torch.Tensor] | None = None
         # One checksum per gather since the last comparison with the other ranks.
@@ -109,12 +109,12 @@ class _WeightAudit:
 
     def gathered(self) -> None:
         """Compare this rank's shard with the main weights, and remember what was gathered."""
-        if self.group.weight_state is not WeightState.UNSHARDED or self._sums is not None:
+        if self._unit.weight_state is not WeightState.UNSHARDED or self._sums is not None:
             return
         # Said at the end of the backward, on all ranks together: one that raised here would let the others wait.
         stale = self._find_stale()
         self._sums = self._checksums()
-        self.seen.append(_Gather(self._unit, torch.stack(self._sums).sum(), stale))
+        self.seen.append(_Gather(self._name, torch.stack(self._sums).sum(), stale))
 
     def _find_stale(self) -> str | None:
         group = self.group
@@ -125,7 +125,7 @@ class _WeightAudit:
             if not torch.equal(_bits(found), _bits(wanted)):
                 gap = (found.float() - wanted.float()).abs().max().item()
                 return (
-                    f"unit {self._unit!r}: the gathered weight of parameter {name!r} is not its main weight (up to "
+                    f"unit {self._name!r}: the gathered weight of parameter {name!r} is not its main weight (up to "
                     f"{gap:.3g} apart): something changed the main weight in a way that shows nowhere. Change it "
                     "through the module's parameters, or call fully_shard_optimizer(optimizer) so that each step is "
                     "seen."
@@ -134,7 +134,7 @@ class _WeightAudit:
 
     def resharding(self) -> None:
         """Compare what was gathered with what is about to be released."""
-        if self.group.weight_state is not WeightState.UNSHARDED or self._sums is None:
+        if self._unit.weight_state is not WeightState.UNSHARDED or self._sums is None:
             return
         sums, self._sums = self._sums, None
         if sys.exc_info()[0] is not None or self.group.fsdp_params.changed_in_place() is not None:
@@ -143,7 +143,7 @@ class _WeightAudit:
         for name, before, after in zip(self._names, sums, self._checksums(), strict=True):
             if not torch.equal(before, after):
                 raise StateError(
-                    f"unit {self._unit!r}: parameter {name!r} was changed in place while it was gathered; the change "
+                    f"unit {self._name!r}: parameter {name!r} was changed in place while it was gathered; the change "
                     "is lost when the unit reshards. Change it before forward or after backward, when it is sharded."
                 )
 

@@ -117,9 +117,8 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield each parameter that rests sharded, or is plain, with the first of its names."""
     for unit in units_below(model):
         unit.settle_replaced_params()
-        for group in unit.groups:
-            # Between uses modules show sharded parameters, which optimizers know.
-            group.reshard()
+        # Between uses modules show sharded parameters, which optimizers know.
+        unit.schedule.reshard(unit)
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     for name, parameter in inner.named_parameters():
         yield _plain_name(name), parameter

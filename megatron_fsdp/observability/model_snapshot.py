@@ -96,7 +96,7 @@ class ModelSnapshot:
                 )
             for group in unit.groups:
                 gradients = group.gradients
-                if gradients is not None and gradients.binding.has_sum_under_way:
+                if gradients is not None and gradients.binding.is_under_way:
                     # Says which parameter, and what to do.
                     gradients.binding.settled()
                     raise StateError(f"unit {unit.name!r}: gradients are a sum under way; call zero_grad() first")

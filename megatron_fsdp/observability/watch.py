@@ -29,6 +29,7 @@ from dbuffer.events import listen
 from dbuffer.mesh import new_group
 from megatron_fsdp.errors import AgreementError, ConfigError
 from megatron_fsdp.observability.flight_recorder import Journal, RankState, verdict
+from megatron_fsdp.observability.replicas import Gathered, find_difference, gather_checksums
 from megatron_fsdp.runtime.cuda_lane import latest_submission
 from megatron_fsdp.runtime.rendezvous import Statement, job_store, meet
 from megatron_fsdp.runtime.unit import units_below
@@ -37,6 +38,7 @@ __all__ = ["Watch"]
 
 _LOG = logging.getLogger(__name__)
 _LOOK_S = 0.001
+_NOWHERE = 1 << 62
 _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(module.__file__ or "")) + os.sep for module in (torch, dbuffer, threading)
 )
@@ -49,6 +51,8 @@ class Watch:
     ``AgreementError`` that names the units concerned, what each side did last and what it waits for
 
     - one step after the ranks' collectives were not the same, even if these were of the same size and ended;
+    - one step after weights that several ranks hold alike (the outer axis of HSDP, ZeRO-0, what tensor parallelism
+      leaves whole) were found to differ: memory or arithmetic of a rank is broken, or somebody wrote on one rank alone;
     - when a rank has waited for ``timeout`` in a collective of the engine;
     - when a collective fails because another rank is gone.
 
@@ -61,6 +65,8 @@ class Watch:
         model: has units below it, or is one.
         timeout: how long a rank may wait; longer than any checkpoint or evaluation that one rank does alone.
         interval: steps from one comparison to the next; 0 compares only when somebody waits too long.
+        replica_interval: steps from one comparison of replicas to the next, of which each reads main weights once; 0
+            never compares them. Moments count as soon as they have made a weight differ.
     Raises:
         ConfigError: no module of the model is sharded.
 
@@ -71,12 +77,18 @@ class Watch:
     """
 
     def __init__(
-        self, model: nn.Module, timeout: datetime.timedelta = datetime.timedelta(minutes=5), *, interval: int = 1
+        self,
+        model: nn.Module,
+        timeout: datetime.timedelta = datetime.timedelta(minutes=5),
+        *,
+        interval: int = 1,
+        replica_interval: int = 0,
     ) -> None:
         units = [unit for unit in units_below(model) if unit.groups]
         if not units:
             raise ConfigError("Watch: no module of the model has parameters that fully_shard took")
         mesh = max((unit.groups[0].main_weight.mesh for unit in units), key=lambda mesh: mesh.size())
+        self._units = units
         self._backward = units[0].backward
         self._ranks: list[int] = mesh.mesh.flatten().tolist()
         # Or in a job of fake ranks, where nobody else can come.
@@ -86,6 +98,7 @@ class Watch:
         self._poll = datetime.timedelta(seconds=self._poll_s)
         self._looks = mesh.device_type != "cpu"
         self._interval = interval
+        self._replica_interval = replica_interval
         self._journal = Journal()
         self._prefix = ""
         self._waiting_since: float | None = None
@@ -98,6 +111,7 @@ class Watch:
         self._departure: str | None = None
         self._steps = 0
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
+        self._replicas: list[Gathered] | None = None
         self._open = contextlib.ExitStack()
 
     # ------------------------------------------------------------------ begin, end
@@ -126,6 +140,7 @@ class Watch:
         try:
             if error is None:
                 self._compare()
+                self._compare_replicas()
         finally:
             self._open.close()
             if error is not None and self._verdict is None:
@@ -156,12 +171,17 @@ class Watch:
         finally:
             self._waiting_since = None
 
-    def _fail(self, reason: str, cause: BaseException | None = None) -> NoReturn:
-        """Raise what the ranks find together, or what is known here where the store does not answer."""
+    def _fail(self, reason: str | None, cause: BaseException | None = None) -> NoReturn:
+        """Raise what the ranks find together, or what is known here where the store does not answer.
+
+        Args:
+            reason: None where another rank says it.
+        """
         self._alarm = reason
         self._wake.set()
         if not self._has_verdict.wait(4 * self._grace_s):
-            alone = f"{reason}\n  the job's store cannot be reached: rank 0 or its machine ended, or the network is cut"
+            what = reason or "another rank found a difference"
+            alone = f"{what}\n  the job's store cannot be reached: rank 0 or its machine ended, or the network is cut"
             self._end(verdict({dist.get_rank(): self._state()}, alone))
         raise AgreementError(self._verdict) from cause
 
@@ -183,7 +203,7 @@ class Watch:
         return True
 
     def check(self) -> None:
-        """Compare what the ranks did so far, now; every rank calls it, as before a checkpoint.
+        """Compare what the ranks did so far, now, and the replicas if asked for; every rank calls it between steps.
 
         Raises:
             AgreementError: it was not the same.
@@ -192,6 +212,9 @@ class Watch:
             self._compare()
             self._start_comparison()
             self._compare()
+            if self._replica_interval:
+                self._replicas = gather_checksums(self._units)
+                self._compare_replicas()
 
     def _hear(self, action: str, subject: Any) -> None:
         self._journal.hear(action, subject)
@@ -203,6 +226,10 @@ class Watch:
         if self._interval and self._steps % self._interval == 0:
             self._compare()
             self._start_comparison()
+        if self._replica_interval:
+            self._compare_replicas()
+            if self._steps % self._replica_interval == 0:
+                self._replicas = gather_checksums(self._units)
 
     def _start_comparison(self) -> None:
         mine = self._journal.digest << 32 | self._journal.count & 0xFFFFFFFF
@@ -219,6 +246,20 @@ class Watch:
         highest, lowest = extremes.tolist()
         if highest != -lowest:
             self._fail("the ranks did not issue the same collectives, so gradients or weights may be wrong:")
+
+    def _compare_replicas(self) -> None:
+        """Look at what was gathered, if anything; ranks whose replicas agree raise what the others say."""
+        gathered, self._replicas = self._replicas, None
+        if gathered is None:
+            return
+        found = find_difference(gathered)
+        mine = _NOWHERE if found is None else found.number
+        first = torch.tensor([-mine])
+        self.wait(start_maximum(first, self._group))
+        if found is not None and found.number == -first.item():
+            self._fail(f"replicas differ, so what a rank computes is wrong, or was written on it alone: {found.text}")
+        if first.item() != -_NOWHERE:
+            self._fail(None)
 
     # ------------------------------------------------------------------ on the thread that watches
 

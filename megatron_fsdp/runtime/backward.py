@@ -22,7 +22,7 @@ from megatron_fsdp.runtime.asked_gradients import refuse_gathered
 from megatron_fsdp.runtime.freshness import MOMENTS
 from megatron_fsdp.runtime.grad_state import GradState
 from megatron_fsdp.runtime.gradients import GradientBuffer
-from megatron_fsdp.runtime.lanes import join_lanes
+from megatron_fsdp.runtime.lanes import join_lanes, turns
 from megatron_fsdp.runtime.missing_gradients import MissingGradients
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.reduction import Reduction
@@ -100,7 +100,8 @@ class Backward:
         self.is_last = True
         self.number = 0
         self.is_under_way = False
-        self.max_packed_buffers = 1
+        devices = {group.spec.compute_device for unit in schedule.units() for group in unit.groups}
+        self.max_packed_buffers = 2 if any(turns(device) is not None for device in devices) else 1
         self.is_manual = self.is_unfinished = False
         self.awaited: Callable[[str], NoReturn] | None = None
         self._schedule = schedule
@@ -164,8 +165,11 @@ class Backward:
             self._has_sums = True
 
     def recover(self) -> None:
-        """Forget a backward that raised: its graph task is gone, but never ran the final callback."""
-        if self._pass is not None and self._pass.ending() is None:
+        """Forget a backward that raised: its graph task never ran the final callback.
+
+        Outside of any backward it is over, whether or not a device's thread has let go of the task by then.
+        """
+        if self._pass is not None and (self._pass.ending() is None or not is_in_backward()):
             self._abandon()
 
     def reset(self) -> None:
@@ -182,7 +186,7 @@ class Backward:
             unit.open_call = None
             for buffer in unit.gradients if self._pass is not None else ():
                 buffer.abandon(self.number)
-                self._has_sums = self._has_sums or buffer.binding.has_sum_under_way
+                self._has_sums = self._has_sums or buffer.binding.is_under_way
             self._schedule.reshard(unit)
         self._end()
 
@@ -425,7 +429,9 @@ class Backward:
         is_last = self.is_last or self.is_manual
         finals = [found for unit in units if (found := _final(unit, is_last=is_last))]
         final = [group for found in finals for group in found]
-        self._missing.say(final)
+        is_missing = any(1 in group.gradients.binding.missing for group in final if group.gradients is not None)
+        if is_missing:
+            self._missing.say(final)
         for found in finals:
             for group in found if listeners else ():
                 tell("final", group)
@@ -436,7 +442,9 @@ class Backward:
                 buffer.binding.complete()
             for group in found if listeners else ():
                 tell("completed", group)
-        self._missing.settle(final, units)
+        if is_missing or self._missing.has_question:
+            self._missing.settle(final, units)
+        self._missing.number += bool(final)
         for group in final:
             assert group.gradients is not None
             group.gradients.binding.show()
@@ -447,7 +455,7 @@ class Backward:
         """Show on ``.grad`` which sums are still under way."""
         for unit in units:
             for buffer in unit.gradients:
-                if buffer.binding.has_sum_under_way:
+                if buffer.binding.is_under_way:
                     buffer.binding.show_pending()
                     self._has_sums = True
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.pending_sums import refuse_pending
+from megatron_fsdp.runtime.pending_sums import NUM_SHOWN, refuse_pending
 
 __all__ = ["MOMENTS", "STALE", "Freshness", "mark_gathered", "mark_replaced", "refreshes_itself"]
 
@@ -121,7 +121,8 @@ def _count_step(optimizer: Optimizer) -> None:
 def _check_parameters(optimizer: Optimizer) -> None:
     """Refuse sums under way; and tensors whose changes would be lost, once per optimizer and when it has got more."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    refuse_pending(parameters)
+    if NUM_SHOWN[0]:
+        refuse_pending(parameters)
     if _CHECKED.get(optimizer) == len(parameters):
         return
     for parameter in parameters:

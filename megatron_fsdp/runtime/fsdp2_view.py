@@ -40,7 +40,7 @@ class StateNames:
         if torch._C._current_graph_task_id() != -1:
             return TrainingState.PRE_BACKWARD
         unit: Any = self
-        return TrainingState.IDLE if unit.is_sharded else TrainingState.FORWARD
+        return TrainingState.IDLE if unit.weight_state.value == "sharded" else TrainingState.FORWARD
 
 
 class _StateToCome:

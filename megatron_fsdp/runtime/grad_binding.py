@@ -53,6 +53,9 @@ class GradBinding:
         gaps: views of what no sum writes, which is zeros.
         keeps: the memory of ``main_grad`` stays when every ``.grad`` is None.
         is_taken: every ``.grad`` is None, but somebody has a tensor that lies in ``main_grad``.
+        is_under_way: gradients are accumulated that are not final. wanted: of these parameters (nonzero).
+        is_void: that sum is none any more, because a backward raised.
+        sums: what ``.grad`` shows of it; None where nothing has had to be shown yet.
         trained: by parameter, whether a gradient of it is expected in each backward (nonzero).
         missing: parameters of which this sum has no gradient so far (``missing_gradients.py``).
     """
@@ -80,6 +83,8 @@ class GradBinding:
         self.gaps: Sequence[torch.Tensor] = ()
         self.keeps = self.is_taken = False
         self.watch()
+        self.is_under_way = self.is_void = False
+        self.wanted = bytearray()
         self.sums: PendingSums | None = None
         self._cast = CastGradients(dtype, fsdp_params.wrap)
 
@@ -136,7 +141,7 @@ class GradBinding:
 
     def dropped(self) -> None:
         """Take notice that a ``.grad`` was set to None."""
-        if self.state is GradState.PARTIAL or self.has_sum_under_way:
+        if self.state is GradState.PARTIAL or self.is_under_way:
             return
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in reversed(self.parameters):
@@ -183,43 +188,33 @@ class GradBinding:
         if self.sums is not None:
             self.sums.follow(self.parameters)
 
-    @property
-    def has_sum_under_way(self) -> bool:
-        """Whether gradients are accumulated that are not final."""
-        return self.sums is not None and self.sums.is_under_way
-
-    @property
-    def is_void(self) -> bool:
-        """Whether a backward raised and left the sum incomplete."""
-        return self.sums is not None and self.sums.is_void
-
     # ------------------------------------------------------------------ a sum begins
 
     def begin_sum(self) -> None:
         """Begin a sum, or go on with it: what ``.grad`` was counts as a part of it."""
-        if self.sums is None:
-            self.sums = PendingSums(self.parameters, self._final_gradients(), _describer(self))
-        if self.sums.is_under_way:
-            added = bytearray(map(operator.gt, self.trained, self.sums.wanted))
+        if self.is_under_way:
+            added = bytearray(map(operator.gt, self.trained, self.wanted))
             self.missing = _either(self.missing, added)
-            self.sums.wanted = _either(self.trained, self.sums.wanted)
+            self.wanted = _either(self.trained, self.wanted)
             self.show_pending()
             return
+        self._final_gradients()
         shown = grads_of(self.parameters)
-        self.missing = bytearray(self.trained)
+        self.missing, self.wanted = bytearray(self.trained), bytearray(self.trained)
         if True not in _given(shown):
             self.had = bytearray(len(shown))
             self.become(GradState.EMPTY)
-            self.sums.begin(bytearray(self.trained))
+            self.is_under_way = True
             return
         self.had = bytearray(map(functools.partial(has_had, self), range(len(shown)), shown))
+        self.wanted = _either(self.trained, _given(shown))
         if self.state is GradState.EMPTY:
-            self.sums.begin(_either(self.trained, _given(shown)))
+            self.is_under_way = True
             adopt_direct(self, shown)
-            self.sums.show()
+            self.pending().show(self.wanted)
         else:
             self._adopt_user_gradients(shown)
-            self.sums.begin(_either(self.trained, _given(shown)))
+            self.is_under_way = True
             _clear_grads(self.parameters)
             self.become(GradState.PARTIAL)
             if self.final is not self.main_grad:
@@ -228,22 +223,26 @@ class GradBinding:
                 self.carry = self.final.local_buffer.clone()
                 self.become(GradState.EMPTY)
 
+    def pending(self) -> PendingSums:
+        """Return what stands for the sum under way in ``.grad``."""
+        if self.sums is None:
+            self.sums = PendingSums(self.parameters, self._final_gradients(), _describer(self))
+        return self.sums
+
     def show_pending(self) -> None:
         """Let ``.grad`` of all parameters of a sum under way say so."""
-        assert self.sums is not None
-        shown = grads_of(self.parameters)
-        if not self.sums.is_untouched(shown):
+        sums, shown = self.pending(), grads_of(self.parameters)
+        if not sums.is_untouched(shown):
             adopt_direct(self, shown)
-        self.sums.show()
+        sums.show(self.wanted)
 
     # ------------------------------------------------------------------ a sum is thrown away
 
     def void(self) -> None:
         """Let ``.grad`` of a sum that a backward left incomplete refuse to be read until it is dropped."""
-        assert self.sums is not None
-        if not self.sums.is_void:
-            self.sums.show()
-            self.sums.is_void = True
+        if not self.is_void:
+            self.pending().show(self.wanted)
+            self.is_void = True
 
     def empty(self) -> None:
         """Hold nothing of a sum under way."""
@@ -253,11 +252,11 @@ class GradBinding:
 
     def end_sum(self, *, clears: bool) -> None:
         """Have no sum under way any more; ``clears``: where ``.grad`` says that there is one."""
-        assert self.sums is not None
         if clears:
             _clear_grads(self.parameters)
-        self.sums.forget()
-        self.sums.end()
+        self.is_under_way = self.is_void = False
+        if self.sums is not None:
+            self.sums.end()
 
     # ------------------------------------------------------------------ a sum is complete
 
@@ -270,13 +269,12 @@ class GradBinding:
         self.become(GradState.FINAL)
 
     def _add_direct_gradients(self) -> None:
-        assert self.sums is not None
         shown = grads_of(self.parameters)
-        if self.sums.is_untouched(shown):
+        if self.sums.is_untouched(shown) if self.sums is not None else True not in _given(shown):
             return
         adopt_direct(self, shown)
         for index in range(len(shown)):
-            rows = self.sums[index].added
+            rows = self.pending()[index].added
             if rows is not None:
                 self.final.get_local_tensor(index).view(-1).add_(rows.reshape(-1))
 
@@ -284,10 +282,10 @@ class GradBinding:
         """Set ``.grad`` of every sharded parameter to its part of the final gradients, but of those in ``missing``."""
         gradients, wanted = self._final_gradients(), self.trained
         self._drops.last = None
-        is_sum = self.has_sum_under_way
-        if self.sums is not None and is_sum and 0 in self.trained:
+        is_sum = self.is_under_way
+        if is_sum and 0 in self.trained:
             # One that was frozen in between keeps what was accumulated before.
-            wanted = _either(self.trained, self.sums.wanted)
+            wanted = _either(self.trained, self.wanted)
         if 1 in self.missing:
             # They keep what they had, and nothing was accumulated of which hooks could be told.
             _clear_grads(itertools.compress(self.parameters, self.missing))
@@ -334,7 +332,7 @@ class GradBinding:
         Raises:
             StateError: a sum is under way.
         """
-        if self.sums is not None and self.sums.is_under_way:
+        if self.sums is not None and self.is_under_way:
             for index, gradient in enumerate(grads_of(self.parameters)):
                 pending = self.sums.sum_of(index, gradient)
                 if pending is not None:

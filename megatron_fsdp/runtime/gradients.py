@@ -187,7 +187,7 @@ class GradientBuffer(PackedGradients):
             self.binding.hold()
             is_empty = self.binding.state is GradState.EMPTY
             self._filled = bytearray(b"\0" if is_empty else b"\1") * len(self._views)
-        elif not self.packed.is_allocated:
+        elif not (self.packs_late or self.packed.is_allocated):
             self.packed.reallocate_storage()
             for gap in self._gaps:
                 gap.zero_()
@@ -217,13 +217,17 @@ class GradientBuffer(PackedGradients):
             if 1 not in self._trained:
                 return False
             self._begin()
-        for index, filled in enumerate(self._filled) if 0 in self._filled else ():
-            if not filled:
-                self._views[index].zero_()
+        if 0 in self._filled:
+            self._fill_up()
         self._filled = bytearray(len(self._views))
         if self.rests_partial:
             self.binding.become(GradState.PARTIAL)
         return reduce
+
+    def _fill_up(self) -> None:
+        for index, filled in enumerate(self._filled):
+            if not filled:
+                self._views[index].zero_()
 
     @staticmethod
     def reduce(buffers: Sequence[GradientBuffer], owner: int = 0) -> None:
@@ -281,7 +285,7 @@ class GradientBuffer(PackedGradients):
         Args:
             backward: the number of one that has raised; nothing happens where it brought no gradient, or all of them.
         """
-        if self._backward == backward and self.binding.has_sum_under_way:
+        if self._backward == backward and self.binding.is_under_way:
             self.binding.void()
 
     def abandon(self, backward: int) -> None:
@@ -299,7 +303,7 @@ class GradientBuffer(PackedGradients):
 
     def discard(self) -> None:
         """Drop a sum under way, and ``.grad`` with it."""
-        if self.binding.has_sum_under_way:
+        if self.binding.is_under_way:
             self._empty()
             self.binding.end_sum(clears=True)
 
@@ -311,5 +315,5 @@ class GradientBuffer(PackedGradients):
             self.packed.release_storage()
         self.reduction.release()
         self.tickets.clear()
-        if self.binding.has_sum_under_way:
+        if self.binding.is_under_way:
             self.binding.empty()

@@ -20,9 +20,10 @@ from megatron_fsdp.runtime.fuse import fuse_linear_layers
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.lanes import join_lanes
+from megatron_fsdp.runtime.late_gradients import LateGradients, packs_late
 from megatron_fsdp.runtime.make_fsdp_params import adopt, make_fsdp_params
 from megatron_fsdp.runtime.packed_weights import PackedWeights
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState, note_group
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, note_group
 from megatron_fsdp.runtime.reduction import GradientSpec, ReduceFunction
 from megatron_fsdp.runtime.weight_buffers import WeightBuffers
 
@@ -59,8 +60,6 @@ def make_param_group(owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpe
 def build(group: ParameterGroup, spec: GroupSpec, params: Sequence[nn.Parameter] = ()) -> None:
     """Make the buffers and the parameters of a group."""
     group.spec = spec
-    group.weight_state = WeightState.SHARDED
-    group.gather_ticket = None
     if group.owned[0].extension is None:
         group.weights = _WEIGHTS[spec.dtypes.gather is not None](group.plan, spec, group.name)
         group.fsdp_params = make_fsdp_params(group.owned, group.main_weight, group.gathered, group, params)
@@ -95,7 +94,9 @@ def make_gradients(group: ParameterGroup) -> None:
         spec.compute_device, spec.is_offloaded, spec.is_pinned, spec.fuses_weight_gradients, dtypes.accumulate
     )  # fmt: skip
     like = GradientSpec(spec.placements, dtypes.reduce, dtypes.main_grad, spec.divisor, *rest)
-    make = GradientBuffer if dtypes.reduction is None else InvariantGradients
+    make = LateGradients if packs_late(like, group.fsdp_params) else GradientBuffer
+    if dtypes.reduction is not None:
+        make = InvariantGradients
     group.gradients = make(group.main_weight, like, group.fsdp_params)
     group.gradients.rename(group.name)
     set_reduction(group)

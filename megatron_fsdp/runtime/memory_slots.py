@@ -16,7 +16,7 @@ from dbuffer.placements import flat_axes
 from dbuffer.slot_pool import Allocate, from_communicator, from_symmetric_memory
 from dbuffer_kernels.switches import is_off
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
+from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.unit import Unit
@@ -132,17 +132,16 @@ def place_in_slots(group: ParameterGroup, pools: BufferPools | None, choice: Slo
             group.weights.post_forward.use_pool(of_weights if weights.sizing == "static" else None)
     if group.gradients is None:
         return
-    if not group.gradients.rests_partial:
-        group.gradients.packed.storage.use_pool(pool("gradients", choice, placements.gradient))
+    group.gradients.take_from(None if group.gradients.rests_partial else pool("gradients", choice, placements.gradient))
     # With slots a step calls no allocator.
     group.gradients.keep(pools is not None or group.spec.is_offloaded)
 
 
-def keep_gathered(group: ParameterGroup, *, keeps: bool) -> None:
-    """Have the memory of gathered weights from now on also while they are resharded, or no more."""
+def keep_gathered(group: ParameterGroup, *, keeps: bool, is_sharded: bool) -> None:
+    """Have the memory of gathered weights from now on also while they are resharded, as they may be, or no more."""
     group.spec = replace(group.spec, keeps_gathered=keeps)
     group.weights.keeps_gathered = keeps
-    if group.weight_state is WeightState.SHARDED and not group.rests_whole:
+    if is_sharded and not group.rests_whole:
         if keeps:
             group.gathered.reallocate_storage()
         else:

@@ -29,40 +29,45 @@ class MissingGradients:
 
     Args:
         tokens: by ranks, the names of their agreements on this model; see ``FirstUse``.
+
+    Attributes:
+        number: how many accumulations were reduced. has_question: something is to be found out at its end.
     """
 
     def __init__(self, tokens: Mapping[tuple[int, ...], str]) -> None:
         self.tokens = tokens
+        self.number = 0
+        self.has_question = False
         self._circles: dict[Any, Circle] = {}
 
     def say(self, groups: Iterable[ParameterGroup]) -> None:
         """Tell the other ranks, before gradients are reduced, if some are missing here."""
         for group in groups:
             if group.gradients is not None and 1 in group.gradients.binding.missing:
-                say(self._circle(group))
+                say(self._circle(group), self.number)
+        self._look()
 
     def settle(self, final: Sequence[ParameterGroup], units: Iterable[Unit]) -> None:
-        """Leave in ``missing`` of reduced buffers what no rank has. Every rank calls it.
+        """Leave in ``missing`` of reduced buffers what no rank has.
+
+        A rank that misses none calls it where it ``has_question``, and else need not.
 
         Args:
             final: whose gradients are reduced. units: all of the model, in the same order on every rank.
         """
         circles: dict[Circle, list[GradientBuffer]] = {}
         for group in final:
-            circle = group.circle
-            if circle is None:
-                circle = group.circle = self._circle(group)
-            assert group.gradients is not None
-            if circle in circles:
-                circles[circle].append(group.gradients)
-            else:
-                circles[circle] = [group.gradients]
+            circles.setdefault(self._circle(group), []).extend(_buffers(group))
         for circle, reduced in circles.items():
             if circle.is_quiet:
                 circle.pass_over(reduced)
                 continue
             groups = [group for unit in units for group in unit.groups if self._circle(group) is circle]
-            circle.settle(reduced, [buffer for group in groups for buffer in _buffers(group)])
+            circle.settle(reduced, [buffer for group in groups for buffer in _buffers(group)], self.number)
+        self._look()
+
+    def _look(self) -> None:
+        self.has_question = not all(circle.is_quiet for circle in self._circles.values())
 
     def _circle(self, group: ParameterGroup) -> Circle:
         mesh = group.spec.mesh
@@ -92,9 +97,8 @@ class Circle:
         self.axes = group.main_weight.axes
         self.device = group.spec.compute_device
         self.tokens = tokens
-        # How many accumulations were reduced; whether this rank has said for the next one that it misses gradients, or
-        # all ask each other at its end in any case.
-        self.number = 0
+        # Whether this rank has said for the next accumulation that it misses gradients, or all ask each other at its
+        # end in any case.
         self.has_said = False
         self.asks = False
         self.old_keys: tuple[str, ...] = ()
@@ -111,19 +115,17 @@ class Circle:
 
     def pass_over(self, reduced: Iterable[GradientBuffer]) -> None:
         """Go on without asking: what is missing here was zeros for the others."""
-        self.number += 1
         if self.token != "":
             _count_as_zeros(reduced)
 
-    def settle(self, reduced: Sequence[GradientBuffer], known: Sequence[GradientBuffer]) -> None:
-        """Find out which gradients of ``reduced`` are missing everywhere."""
+    def settle(self, reduced: Sequence[GradientBuffer], known: Sequence[GradientBuffer], number: int) -> None:
+        """Find out which gradients of ``reduced`` are missing everywhere, in the accumulation of that number."""
         if self.has_said and not self.asks:
-            self.asks = all_have_said(self)
+            self.asks = all_have_said(self, number)
         if self.asks:
             ask(self, reduced, known)
         else:
             _count_as_zeros(reduced)
-        self.number += 1
         self.has_said = False
 
 

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 __all__ = ["all_have_said", "ask", "say"]
 
 
-def all_have_said(circle: Circle) -> bool:
+def all_have_said(circle: Circle, number: int) -> bool:
     """Whether every rank has left word that it misses gradients."""
     # Reductions that are done have waited for every rank, and every rank has spoken before its own.
     wait_on_host(circle.device)
     store = _store()
-    have_all = store.add(_key(circle, "missing"), 0) == len(circle.ranks)
+    have_all = store.add(_key(circle, number, "missing"), 0) == len(circle.ranks)
     # The first look counts for all who look. Who has said nothing does not, but then it is this very answer.
-    found = store.compare_set(_key(circle, "verdict"), "", "all" if have_all else "some").decode()
+    found = store.compare_set(_key(circle, number, "verdict"), "", "all" if have_all else "some").decode()
     # Nobody reads the last ones any more: this reduction has waited for all to have begun with it.
     for key in circle.old_keys:
         store.delete_key(key)
-    circle.old_keys = (_key(circle, "missing"), _key(circle, "verdict"))
+    circle.old_keys = (_key(circle, number, "missing"), _key(circle, number, "verdict"))
     return bool(found == "all")
 
 
@@ -51,15 +51,15 @@ def ask(circle: Circle, reduced: Sequence[GradientBuffer], known: Sequence[Gradi
         position += size
 
 
-def say(circle: Circle) -> None:
+def say(circle: Circle, number: int) -> None:
     """Leave word that gradients are missing here, once an accumulation."""
     if circle.is_quiet and circle.token and not is_capturing(circle.device):
         circle.has_said = True
-        _store().add(_key(circle, "missing"), 1)
+        _store().add(_key(circle, number, "missing"), 1)
 
 
-def _key(circle: Circle, name: str) -> str:
-    return f"{circle.token} {circle.number} {name}"
+def _key(circle: Circle, number: int, name: str) -> str:
+    return f"{circle.token} {number} {name}"
 
 
 def _store() -> Any:

@@ -14,9 +14,9 @@ from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.runtime.conversion import apply_to_group
 from megatron_fsdp.runtime.make_param_group import set_divisor, set_reduction
 from megatron_fsdp.runtime.memory_slots import SlotChoice, communicator_has_memory, keep_gathered, reshard_to, use_slots
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
+from megatron_fsdp.runtime.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.refusals import refuse_ddp
-from megatron_fsdp.runtime.unit import Unit, alive, is_in_backward, units_below
+from megatron_fsdp.runtime.unit import Unit, WeightState, alive, is_in_backward, units_below
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.backward import Backward
@@ -148,7 +148,7 @@ class FSDPModule:
         """
         for unit in self._units(recurse):
             for group in unit.groups:
-                keep_gathered(group, keeps=keep)
+                keep_gathered(group, keeps=keep, is_sharded=unit.weight_state is WeightState.SHARDED)
             if unit.slots.sizing is not None:
                 use_slots(unit, unit.slots)
 
@@ -368,7 +368,7 @@ class FSDPModule:
                 if set_to_none and group.gradients is not None and (each is not unit or len(unit.modules) == 1):
                     # In one pass, before nn.Module asks each of them.
                     group.gradients.binding.clear()
-                elif group.weight_state is WeightState.UNSHARDED:
+                elif each.weight_state is WeightState.UNSHARDED:
                     _zero_grad(group.fsdp_params.sharded_params, set_to_none=set_to_none)
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of nn.Module, which comes next in every class of ours
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from dbuffer import DBuffer, Partial
+from dbuffer import DBuffer, Partial, SlotPool
 from dbuffer.placements import BufferPlacement
 from megatron_fsdp.runtime.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.grad_binding import GradBinding
@@ -34,8 +34,11 @@ class PackedGradients:
         divisor: the sum over ranks is divided by it. wire_scale: what of the division is done before the sum.
         pack_scale: what gradients are multiplied by where they are packed.
         takes_products: whether that is a power of two, so that a scaled product is rounded as an unscaled one.
+        packs_late: a lane packs them when the unit is closed (``LateGradients``).
         unit: the name of the unit.
     """
+
+    packs_late = False
 
     def __init__(self, main_weight: DBuffer, spec: GradientSpec, fsdp_params: FSDPParams) -> None:
         self.unit = ""
@@ -47,15 +50,27 @@ class PackedGradients:
         if self.rests_partial:
             self.binding.gaps = self._gaps
         self._turns = turns(spec.device)
-        self._waits = fsdp_params.waits
-        self._waiting = [index for index, waits in enumerate(fsdp_params.waits) if waits]
-        self._waiting_params = [fsdp_params.unsharded_params[index] for index in self._waiting]
-        self._waiting_views = [self._views[index] for index in self._waiting]
+        self._let_wait()
         self._trained = self.binding.trained
         if not self.rests_partial:
             self.packed.release_storage()
         self.reduction.release()
         self.binding.let_go()
+
+    def _let_wait(self) -> None:
+        self._wait_for(self._fsdp_params.waits)
+
+    def _wait_for(self, waits: bytes | bytearray) -> None:
+        """Leave gradients of these parameters (nonzero) where autograd leaves them until the unit is closed."""
+        self._waits = waits
+        self._waiting = [index for index, waits in enumerate(waits) if waits]
+        self._waiting_params = [self._fsdp_params.unsharded_params[index] for index in self._waiting]
+        self._waiting_views = [self._views[index] for index in self._waiting]
+
+    def take_from(self, pool: SlotPool | None) -> None:
+        """Take the memory of the packed buffer from the slots of a pool from now on, or from the allocator again."""
+        if not self.rests_partial:
+            self.packed.storage.use_pool(pool)
 
     def divide_by(self, divisor: float) -> None:
         """Divide sums by ``divisor``, partly before they are made.

@@ -7,12 +7,10 @@ long as the group: switching is a few dictionary writes, and nothing is built on
 
 from __future__ import annotations
 
-import enum
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,7 +23,6 @@ from dbuffer.collectives_together import gather_together
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter
-from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.policy.offload import hand_back
 from megatron_fsdp.runtime.freshness import Freshness
 from megatron_fsdp.runtime.lane_types import Ticket
@@ -41,15 +38,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ParameterGroup",
-    "WeightState",
     "group_of_parameter",
     "note_group",
     "start_gathers",
 ]
 
 
-def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int = 0) -> None:
-    """Issue the gathers of groups of one unit, all of them SHARDED, together, on their lane.
+def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int = 0) -> Ticket | None:
+    """Issue the gathers of the groups of one unit together, on their lane; return None where all rest whole.
 
     Args:
         check: look whether main weights changed since the last gather. Backward has no need to: nothing steps between.
@@ -58,7 +54,7 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
     if check:
         _follow_main_weights(groups)
     weights: list[WeightBuffers] = []
-    ticket = on_host = None
+    on_host = None
     for group in groups:
         generation = group.freshness.generation
         if group.spec.is_offloaded:
@@ -68,13 +64,10 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
             weights.append(group.weights)
         if group.weights.post_forward is not None:
             group.weights.choose_source(generation)
-    if weights:
-        gather = functools.partial(_gather, weights)
-        ticket = lane("gather", groups[0].spec.device).submit(gather, on_host=on_host, owner=owner)
-    # Last, so that whatever is raised before (an interrupt, out of memory) leaves nothing that looks gathered.
-    for group in groups:
-        group.gather_ticket = None if group.rests_whole else ticket
-        group.weight_state = WeightState.GATHERING
+    if not weights:
+        return None
+    gather = functools.partial(_gather, weights)
+    return lane("gather", groups[0].spec.device).submit(gather, on_host=on_host, owner=owner)
 
 
 def _gather(weights: Sequence[WeightBuffers], works: list[dist.Work] | None) -> None:
@@ -115,14 +108,6 @@ def note_group(parameter: torch.Tensor, group: ParameterGroup) -> None:
     _GROUPS[parameter] = weakref.ref(group)
 
 
-class WeightState(enum.Enum):
-    """Where a group's compute weights are: at rest alone; on their way, as a gather was issued; usable."""
-
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    UNSHARDED = "unsharded"
-
-
 class ParameterGroup:
     """Buffers for parameters of one dtype, ``requires_grad`` and strategy, laid out by one plan, and what a step does.
 
@@ -136,10 +121,7 @@ class ParameterGroup:
         fsdp_params: the two sets of parameter objects.
         rests_whole: whether compute weights are whole on every rank all the time.
         freshness: how old the compute weights are.
-        circle: of ``MissingGradients``: the ranks that reduce its gradients together; None before the first time.
         reduce_hook, reduce_function: see ``set_reduction``.
-        weight_state: changed by ``start_gathers``, ``finish_gather`` and ``reshard`` alone.
-        gather_ticket: of the gather under way, None where weights rest whole.
         refreshes_locally: whether a refresh is a cast of this rank's shard, without communication.
     """
 
@@ -148,8 +130,6 @@ class ParameterGroup:
     parameters: dict[str, nn.Parameter]
     gradients: GradientBuffer | None
     freshness: Freshness
-    weight_state: WeightState
-    gather_ticket: Ticket | None
     rests_whole: bool
     refreshes_locally: bool
 
@@ -159,7 +139,6 @@ class ParameterGroup:
         self.plan = plan
         self.spec = spec
         self.owned = tuple(owned)
-        self.circle: Any = None
         self.reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.reduce_function: ReduceFunction | None = None
 
@@ -204,63 +183,36 @@ class ParameterGroup:
 
     # ------------------------------------------------------------------ unshard, reshard
 
-    def finish_gather(self) -> None:
-        """Make compute wait for the gather and show the gathered weights; no-op unless GATHERING."""
-        if self.weight_state is not WeightState.GATHERING:
-            return
-        if self.gather_ticket is not None:
-            try:
-                self.gather_ticket.wait()
-            except AgreementError:
-                # Found by a watch: nobody is to wait for this gather once more.
-                self.weight_state = WeightState.SHARDED
-                raise
-            except RuntimeError as error:
-                self.weight_state = WeightState.SHARDED
-                AgreementError.raise_for(self.name, "the gather of its weights", error)
-        # Each of these may be done again, by whoever comes after an interrupt.
+    def show_unsharded(self) -> None:
+        """Show gathered weights, which are usable, where sharded parameters are registered."""
+        if not self.fsdp_params.module_infos.is_gathered_everywhere():
+            self.fsdp_params.module_infos.show_unsharded()
+
+    def use_gathered(self) -> None:
+        """Show the gathered weights, which compute has been made to wait for; it may be done again."""
         self.weights.gathered_is_used()
         if not self.rests_whole:
             self.fsdp_params.brought_back()
         self.fsdp_params.module_infos.show_unsharded()
-        self.gather_ticket = None
-        self.weight_state = WeightState.UNSHARDED
 
-    def show_unsharded(self) -> None:
-        """Show gathered weights that ``show_sharded`` took away."""
-        if self.weight_state is WeightState.UNSHARDED and not self.fsdp_params.module_infos.is_gathered_everywhere():
-            self.fsdp_params.module_infos.show_unsharded()
-
-    def show_sharded(self) -> None:
-        """Show the sharded parameters, while gathered weights stay for the backward that follows."""
-        self.fsdp_params.module_infos.show_sharded()
-
-    def reshard(self, *, keep_part: bool = False) -> None:
-        """Show the sharded parameters and release the gathered weights.
+    def release(self, *, keep_part: bool, is_raising: bool) -> int | None:
+        """Release the gathered weights, which no module shows any more.
 
         Args:
             keep_part: of a group with ``reshard_to``, keep a part for the gather of the backward that follows.
-        Raises:
-            StateError: somebody changed the gathered weights in place.
+            is_raising: do not look whether they were changed.
+        Returns:
+            Which of them was changed in place, None for none.
         """
-        if self.weight_state is WeightState.SHARDED:
-            return
-        if self.weight_state is WeightState.GATHERING:
-            self.finish_gather()
-        self.fsdp_params.module_infos.show_sharded()
-        self.weight_state = WeightState.SHARDED
-        # An error that is being handled is what should be seen; the next reshard finds the change as well.
-        is_raising = sys.exc_info()[0] is not None
         changed = None if is_raising else self.fsdp_params.changed_in_place()
         if changed is not None:
-            self._lose()
+            self.lose_gathered()
         if not self.rests_whole:
             self.fsdp_params.released(is_unchanged=changed is None and not is_raising)
             self.weights.release(keep_generation=self.freshness.gathered if keep_part else None)
-        if changed is not None:
-            self.fsdp_params.refuse_change(changed)
+        return changed
 
-    def _lose(self) -> None:
+    def lose_gathered(self) -> None:
         """Gathered weights were changed in place: write them again before anybody uses them."""
         self.freshness.lose()
         if self.weights.can_restore_gathered:
@@ -272,32 +224,14 @@ class ParameterGroup:
         """Take notice of an optimizer step or a load; see ``catch_up_together``."""
         catch_up_together([self])
 
-    def is_stale(self) -> bool:
-        """Whether the gathered weights are older than the main weights.
-
-        Raises:
-            StateError: somebody changed the gathered weights in place.
-        """
-        changed = self.fsdp_params.changed_in_place() if self.weight_state is WeightState.UNSHARDED else None
-        if changed is not None:
-            self._lose()
-            self.fsdp_params.refuse_change(changed)
-        return self.freshness.is_stale()
-
-    def is_outdated(self) -> bool:
-        """Whether what is gathered is not what was asked for by ``model.unshard()``; raises as ``is_stale``."""
-        return self.weight_state is not WeightState.SHARDED and (
-            self.is_stale() or not self.fsdp_params.module_infos.shows_gathered
-        )
-
     @property
     def is_untouched(self) -> bool:
         """Whether its weights were never used: nothing was gathered, nothing was trained."""
-        return self.freshness.generation == 0 and self.weight_state is WeightState.SHARDED
+        return self.freshness.generation == 0
 
     def refresh(self) -> None:
         """Bring ``model_weight`` up to date with ``main_weight``: one cast, and a gather where weights rest whole."""
         refresh_together([self])
 
     def __repr__(self) -> str:
-        return f"ParameterGroup({self.name!r}, {len(self.parameters)} parameters, {self.weight_state.value})"
+        return f"ParameterGroup({self.name!r}, {len(self.parameters)} parameters)"

@@ -18,24 +18,20 @@ from torch.distributed.tensor import DTensor
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from megatron_fsdp.runtime.pending_sum import PendingRows, PendingSum
 
-__all__ = ["PendingSums", "refuse_pending"]
+__all__ = ["NUM_SHOWN", "PendingSums", "refuse_pending"]
 
 _GRAD: Any = torch._C.TensorBase.grad
 _set = _GRAD.__set__
-# How many groups of the process have sums under way: optimizers look at gradients only where there are any.
-_num_under_way = [0]
+NUM_SHOWN = [0]
+"""How many groups of the process show sums under way: optimizers look at gradients only where any does."""
 
 
 class PendingSums:
-    """The pending gradients of one group, and which parameters show theirs.
+    """The pending gradients of one group, made when the first one has to be shown or added to.
 
     Args:
         parameters: the sharded ones. gradients: final gradients to stand in for, one each.
         describe: returns the words of the error for who reads that of parameter ``index``.
-
-    Attributes:
-        is_under_way: whether there is a sum. wanted: whose (nonzero).
-        is_void: whether the sum is none any more, because a backward raised.
     """
 
     def __init__(
@@ -45,8 +41,6 @@ class PendingSums:
         self._sums: list[PendingSum] = []
         self._gradients: list[FlatDTensor] = []
         self._touched = [False]
-        # What ``.grad`` of each parameter is unless somebody but this object sets it.
-        self._expected: list[DTensor | None] = []
         for index, gradient in enumerate(gradients):
             assert isinstance(gradient, FlatDTensor)
             pending = PendingSum(
@@ -56,19 +50,16 @@ class PendingSums:
             )
             self._sums.append(pending)
             self._gradients.append(gradient.with_local(PendingRows(gradient._local_tensor, pending)))
-        self.wanted = bytearray()
-        self.is_under_way = self.is_void = False
+        self._is_shown = False
+        # What ``.grad`` of each parameter is unless somebody but this object sets it.
+        self._expected: list[DTensor | None] = [None] * len(self._sums)
 
-    def begin(self, wanted: bytearray) -> None:
-        """Say that sums of some parameters are under way; ``.grad`` shows it when ``show`` says."""
-        self.wanted, self._expected = wanted, [None] * len(wanted)
-        _num_under_way[0] += 1
-        self.is_under_way = True
-
-    def show(self) -> None:
-        """Set ``.grad`` of all parameters concerned."""
+    def show(self, wanted: Sequence[int]) -> None:
+        """Set ``.grad`` of the parameters whose sum is under way (nonzero)."""
+        NUM_SHOWN[0] += not self._is_shown
+        self._is_shown = True
         with torch._C.DisableTorchFunctionSubclass():
-            for index, is_wanted in enumerate(self.wanted):
+            for index, is_wanted in enumerate(wanted):
                 if is_wanted:
                     self._expected[index] = self._gradients[index]
                     _set(self._parameters[index], self._gradients[index])
@@ -78,12 +69,10 @@ class PendingSums:
         self._parameters = parameters
 
     def end(self) -> None:
-        """Say that sums are under way no more; whoever calls this sets ``.grad``."""
-        self.is_under_way = self.is_void = False
-        _num_under_way[0] -= 1
-
-    def forget(self) -> None:
-        """Forget what happened to the pending gradients."""
+        """Say that the sum is under way no more, and forget what happened to it; whoever calls this sets ``.grad``."""
+        NUM_SHOWN[0] -= self._is_shown
+        self._is_shown = False
+        self._expected = [None] * len(self._sums)
         if self._touched[0]:
             for pending in self._sums:
                 pending.forget()
@@ -107,8 +96,6 @@ def refuse_pending(parameters: Iterable[torch.Tensor]) -> None:
     Raises:
         StateError: there is one; it names the first.
     """
-    if not _num_under_way[0]:
-        return
     for parameter in parameters:
         rows = getattr(parameter.grad, "_local_tensor", None)
         if isinstance(rows, PendingRows):

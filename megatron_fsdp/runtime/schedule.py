@@ -19,8 +19,7 @@ from megatron_fsdp.runtime.agreement import FirstUse
 from megatron_fsdp.runtime.lanes import wait_for_event
 from megatron_fsdp.runtime.memory_slots import BufferPools
 from megatron_fsdp.runtime.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
-from megatron_fsdp.runtime.parameter_group import WeightState, start_gathers
-from megatron_fsdp.runtime.unit import Call, Unit, alive, is_in_backward
+from megatron_fsdp.runtime.unit import Call, Unit, WeightState, alive, is_in_backward
 from megatron_fsdp.runtime.withheld import note_reads
 
 __all__ = ["Schedule"]
@@ -141,30 +140,31 @@ class Schedule:
         Args:
             check: look whether main weights changed since the last gather; backward need not, as nothing steps between.
         """
-        sharded = [group for group in unit.groups if group.weight_state is WeightState.SHARDED] if unit else None
-        if unit is None or not sharded:
+        if unit is None or unit.weight_state is not WeightState.SHARDED or not unit.groups:
             return
         if not self.first_use.is_over:
             self.first_use.before_gather(unit)
         if listeners:
             tell("gather", unit)
-        for group in sharded if check else ():
+        for group in unit.groups if check else ():
             # No counter shows a change through .data or by a foreach operator (clipped or averaged weights), so before
             # a forward a refresh that needs no communication is always done, and in evaluation every one.
             if group.weights.has_copy and (group.refreshes_locally or not torch.is_grad_enabled()):
                 group.freshness.suspect()
-        start_gathers(sharded, check=check, owner=id(unit))
+        unit.start_gather(check=check)
 
     def gather_ahead(self, unit: Unit | None, *, check: bool) -> None:
         """Start a predicted gather, unless the last one predicted is still unused: memory is for one unit ahead."""
         ahead = self._ahead()
-        if unit is not None and (ahead is None or not ahead.has_state(WeightState.GATHERING)):
+        if unit is not None and (ahead is None or ahead.weight_state is not WeightState.GATHERING):
             self.start_gather(unit, check=check)
             self._ahead = unit.reference
 
     def gather_afresh(self, unit: Unit) -> None:
         """Issue a gather of the main weights as they are now, unless what is gathered is that and was asked for."""
-        if any(group.is_outdated() for group in unit.groups):
+        if unit.weight_state is not WeightState.SHARDED and (
+            unit.is_stale() or not all(group.fsdp_params.module_infos.shows_gathered for group in unit.groups)
+        ):
             self.reshard(unit)
         for group in unit.groups:
             group.freshness.suspect()
@@ -177,28 +177,23 @@ class Schedule:
 
     def finish_gather(self, unit: Unit) -> None:
         """Make compute wait for a gather that was started, and show the weights."""
-        is_gathering = False
-        for group in unit.groups:
-            if group.weight_state is not WeightState.GATHERING:
-                group.show_unsharded()
-                continue
-            if listeners and not is_gathering:
+        if unit.weight_state is WeightState.GATHERING:
+            if listeners:
                 tell("use", unit)
-            is_gathering = True
-            group.finish_gather()
-        if listeners and is_gathering:
-            tell("unsharded", unit)
+            unit.finish_gather()
+            if listeners:
+                tell("unsharded", unit)
+        elif unit.weight_state is WeightState.UNSHARDED:
+            for group in unit.groups:
+                group.show_unsharded()
 
     def reshard(self, unit: Unit, *, keep_part: bool = False) -> None:
-        """Release a unit's gathered weights; see ``ParameterGroup.reshard``."""
+        """Release a unit's gathered weights; see ``Unit.reshard``."""
         unit.entered = None
-        is_told = False
-        for group in unit.groups:
-            if group.weight_state is not WeightState.SHARDED:
-                if listeners and not is_told:
-                    tell("reshard", unit)
-                    is_told = True
-                group.reshard(keep_part=keep_part)
+        if unit.weight_state is not WeightState.SHARDED:
+            if listeners:
+                tell("reshard", unit)
+            unit.reshard(keep_part=keep_part)
 
     # ------------------------------------------------------------------ forward
 
@@ -215,10 +210,8 @@ class Schedule:
         if not self.open_call(unit, module):
             return
         # First, since to release weights is to restore what replaced parameters lent to the call.
-        for group in unit.groups:
-            if group.weight_state is not WeightState.SHARDED and group.is_stale():
-                self.reshard(unit)
-                break
+        if unit.weight_state is not WeightState.SHARDED and unit.is_stale():
+            self.reshard(unit)
         unit.admit_replaced_params()
         self._release_lingering(unit)
         unit.follow_requires_grad()
@@ -327,7 +320,8 @@ class Schedule:
         last = self._lingering() if torch.is_grad_enabled() else None
         awaited = last if last is not None and last.trail is self.trail else None
         for unit in self.units():
-            if unit is not awaited and not unit.is_sharded and self.reshards_after_forward(unit):
+            is_left = unit is not awaited and unit.weight_state is not WeightState.SHARDED
+            if is_left and self.reshards_after_forward(unit):
                 self.reshard(unit, keep_part=torch.is_grad_enabled())
         if awaited is not None:
             # Whoever asks for parameters between forward and backward gets those that can be trained and changed.
@@ -341,7 +335,7 @@ class Schedule:
             # Where units are called and their root is not, nothing else begins a pass.
             self.trail = []
         for unit in self.units():
-            if unit.reshard_after_backward or unit.has_state(WeightState.GATHERING):
+            if unit.reshard_after_backward or unit.weight_state is WeightState.GATHERING:
                 self.reshard(unit)
             else:
                 unit.entered = None

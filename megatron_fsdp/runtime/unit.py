@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import enum
 import functools
 import math
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatron_fsdp.errors import StateError
+from megatron_fsdp.errors import AgreementError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.runtime.freshness import MOMENTS
 from megatron_fsdp.runtime.fsdp2_view import StateNames
 from megatron_fsdp.runtime.gathered_weight import handle_of
 from megatron_fsdp.runtime.gradients import GradientBuffer
+from megatron_fsdp.runtime.lane_types import Ticket
 from megatron_fsdp.runtime.make_param_group import (
     follow_requires_grad,
     leave_gradients,
@@ -25,7 +28,7 @@ from megatron_fsdp.runtime.make_param_group import (
     rename_group,
 )
 from megatron_fsdp.runtime.memory_slots import SlotChoice, place_unit
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
+from megatron_fsdp.runtime.parameter_group import ParameterGroup, start_gathers
 from megatron_fsdp.runtime.replaced_params import admit, settle
 
 if TYPE_CHECKING:
@@ -34,10 +37,18 @@ if TYPE_CHECKING:
     from megatron_fsdp.runtime.inner_outputs import InnerOutputs
     from megatron_fsdp.runtime.schedule import Schedule
 
-__all__ = ["WATCHERS", "Call", "Unit", "alive", "is_in_backward", "units_below", "watchers"]
+__all__ = ["WATCHERS", "Call", "Unit", "WeightState", "alive", "is_in_backward", "units_below", "watchers"]
 
 WATCHERS = "_fsdp_watchers"
 """Under this and its output's number a node's metadata has the calls that a tensor is an output of."""
+
+
+class WeightState(enum.Enum):
+    """Where a unit's compute weights are: at rest alone; on their way, as a gather was issued; usable."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
 
 
 class Call:
@@ -98,6 +109,8 @@ class Unit(StateNames):
             part for backward know it themselves.
         requires_all_reduce: whether the last backward also reduces over axes that hold partial sums.
         requires_gradient_sync: False keeps gradients here, unreduced, until a backward with True.
+        weight_state: where its weights are; changed by ``start_gather``, ``finish_gather`` and ``reshard`` alone.
+        gather_ticket: of the gather under way, None where all weights rest whole.
         slots: where the memory of gathered weights and packed gradients comes from.
         releases_weights: whether any of its weights are gathered and released; others are whole on every rank all the
             time.
@@ -116,6 +129,8 @@ class Unit(StateNames):
         for group in self.groups:
             group.unit = id(self)
         self.policy = policy
+        self.weight_state = WeightState.SHARDED
+        self.gather_ticket: Ticket | None = None
         self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
@@ -209,7 +224,7 @@ class Unit(StateNames):
     def show_sharded(self) -> None:
         """Show the sharded parameters, while gathered weights stay for the backward that follows."""
         for group in self.groups:
-            group.show_sharded()
+            group.fsdp_params.module_infos.show_sharded()
 
     def materialize(self) -> None:
         """Allocate the buffers of parameters that were on the meta device."""
@@ -221,28 +236,79 @@ class Unit(StateNames):
         """Whether a call of the unit is under way in which this module of it has still to run."""
         return self.open_call is not None and id(module) in self.pending_modules
 
-    def has_state(self, state: WeightState) -> bool:
-        """Whether any of its groups is in ``state``."""
-        for group in self.groups:  # noqa: SIM110  # asked several times for every unit in every step
-            if group.weight_state is state:
+    # ------------------------------------------------------------------ weights
+
+    def start_gather(self, *, check: bool) -> None:
+        """Issue the gather of the weights, which are SHARDED; ``check`` as in ``start_gathers``."""
+        self.gather_ticket = start_gathers(self.groups, check=check, owner=id(self))
+        # Last, so that whatever is raised before (an interrupt, out of memory) leaves nothing that looks gathered.
+        self.weight_state = WeightState.GATHERING
+
+    def finish_gather(self) -> None:
+        """Make compute wait for the gather under way, and show the gathered weights.
+
+        Raises:
+            AgreementError: the gather did not end.
+        """
+        if self.gather_ticket is not None:
+            try:
+                self.gather_ticket.wait()
+            except AgreementError:
+                # Found by a watch: nobody is to wait for this gather once more.
+                self.weight_state = WeightState.SHARDED
+                raise
+            except RuntimeError as error:
+                self.weight_state = WeightState.SHARDED
+                AgreementError.raise_for(self.name, "the gather of its weights", error)
+        for group in self.groups:
+            group.use_gathered()
+        self.gather_ticket = None
+        self.weight_state = WeightState.UNSHARDED
+
+    def reshard(self, *, keep_part: bool = False) -> None:
+        """Show the sharded parameters and release the gathered weights, which are there or on their way.
+
+        Args:
+            keep_part: as in ``ParameterGroup.release``.
+        Raises:
+            StateError: somebody changed the gathered weights in place.
+        """
+        if self.weight_state is WeightState.GATHERING:
+            self.finish_gather()
+        for group in self.groups:
+            group.fsdp_params.module_infos.show_sharded()
+        self.weight_state = WeightState.SHARDED
+        # An error that is being handled is what should be seen; the next reshard finds the change as well.
+        is_raising = sys.exc_info()[0] is not None
+        refused = None
+        for group in self.groups:
+            changed = group.release(keep_part=keep_part, is_raising=is_raising)
+            if changed is not None:
+                refused = group.fsdp_params, changed
+        if refused is not None:
+            refused[0].refuse_change(refused[1])
+
+    def is_stale(self) -> bool:
+        """Whether weights that are gathered, or on their way, are older than the main weights.
+
+        Raises:
+            StateError: somebody changed the gathered weights in place.
+        """
+        for group in self.groups:
+            changed = group.fsdp_params.changed_in_place() if self.weight_state is WeightState.UNSHARDED else None
+            if changed is not None:
+                group.lose_gathered()
+                group.fsdp_params.refuse_change(changed)
+            if group.freshness.is_stale():
                 return True
         return False
 
     @property
     def is_unsharded(self) -> bool:
         """Whether compute may use all of its weights."""
-        for group in self.groups:  # noqa: SIM110  # asked for every operator that reads weights
-            if group.weight_state is not WeightState.UNSHARDED:
-                return False
-        return True
+        return self.weight_state is WeightState.UNSHARDED or not self.groups
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether nothing of it is gathered or being gathered."""
-        for group in self.groups:  # noqa: SIM110  # as above
-            if group.weight_state is not WeightState.SHARDED:
-                return False
-        return True
+    # ------------------------------------------------------------------ calls
 
     def outstanding_calls(self) -> Iterator[Call]:
         """Yield the forward calls whose backward may still come, oldest first."""

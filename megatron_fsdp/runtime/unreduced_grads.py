@@ -11,7 +11,6 @@ from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.fsdp_params import grads_of
 from megatron_fsdp.runtime.grad_state import GradState
 from megatron_fsdp.runtime.param_layout import own_rows
-from megatron_fsdp.runtime.pending_sums import PendingSums
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.grad_binding import GradBinding
@@ -27,28 +26,27 @@ def settle_sum(binding: GradBinding) -> list[int] | None:
     Raises:
         StateError: a backward has raised, and ``.grad`` was not dropped since.
     """
-    sums = binding.sums
-    if sums is None or not sums.is_under_way:
+    if not binding.is_under_way:
         return []
-    dropped = []
-    for index, (gradient, is_wanted) in enumerate(zip(grads_of(binding.parameters), sums.wanted, strict=True)):
+    sums, dropped = binding.pending(), []
+    for index, (gradient, is_wanted) in enumerate(zip(grads_of(binding.parameters), binding.wanted, strict=True)):
         pending = sums.sum_of(index, gradient)
         if pending is None:
             sums[index].forget()
         if is_wanted and (pending is None or pending.is_zeroed):
             dropped.append(index)
-    if len(dropped) == sum(sums.wanted):
+    if len(dropped) == sum(binding.wanted):
         return None
-    if sums.is_void:
-        raise StateError(describe(binding, next(i for i, one in enumerate(sums.wanted) if one and i not in dropped)))
+    if binding.is_void:
+        raise StateError(describe(binding, next(i for i, one in enumerate(binding.wanted) if one and i not in dropped)))
     for index in dropped:
-        _drop_one(binding, index, sums)
+        _drop_one(binding, index)
     return dropped
 
 
-def _drop_one(binding: GradBinding, index: int, sums: PendingSums) -> None:
+def _drop_one(binding: GradBinding, index: int) -> None:
     binding.had[index] = has_had(binding, index, grads_of(binding.parameters)[index])
-    sums.wanted[index] = binding.missing[index] = binding.trained[index]
+    binding.wanted[index] = binding.missing[index] = binding.trained[index]
     if binding.state is GradState.PARTIAL:
         binding.main_grad.get_local_tensor(index).zero_()
     if binding.carry is not None:
@@ -57,22 +55,22 @@ def _drop_one(binding: GradBinding, index: int, sums: PendingSums) -> None:
 
 def adopt_direct(binding: GradBinding, shown: Sequence[torch.Tensor | None]) -> None:
     """Take what lies in ``.grad`` beside a sum as something to add to it in the end."""
-    assert binding.sums is not None
+    sums = binding.pending()
     for index, gradient in enumerate(shown):
-        pending = binding.sums.sum_of(index, gradient)
+        pending = sums.sum_of(index, gradient)
         if pending is not None:
             if pending.is_added:
                 binding.missing[index] = 0
             pending.is_zeroed = False
         elif gradient is not None:
-            binding.sums[index].add(own_rows(binding.fsdp_params, index, gradient))
-            binding.sums.wanted[index] = binding.had[index] = 1
+            sums[index].add(own_rows(binding.fsdp_params, index, gradient))
+            binding.wanted[index] = binding.had[index] = 1
 
 
 def describe(binding: GradBinding, index: int) -> str:
     """Return the words of the error for who reads the ``.grad`` of a parameter while it is such a sum."""
     name = f"{binding.name}: the gradient of parameter {binding.fsdp_params.name_of(index)!r}"
-    if binding.sums is not None and binding.sums.is_void:
+    if binding.is_void:
         return (
             f"{name} is incomplete, because the last backward raised. Drop it, with what was accumulated before: "
             "call zero_grad() of the optimizer or the model, or model.reset_iter_state()."
@@ -86,8 +84,7 @@ def describe(binding: GradBinding, index: int) -> str:
 
 def has_had(binding: GradBinding, index: int, shown: torch.Tensor | None) -> bool:
     """Whether a plain model would have a gradient beside the one that is summed up next."""
-    assert binding.sums is not None
-    if binding.sums.sum_of(index, shown) is None:
+    if binding.sums is None or binding.sums.sum_of(index, shown) is None:
         return shown is not None
     # Of a sum that was set to zero: a sum of nothing is none still.
     return bool(binding.had[index] or not binding.missing[index])

@@ -106,10 +106,7 @@ EQUIVALENT: dict[str, str] = {
     "Backward.finish: `join_lanes()` at the end of its block": (
         "what lies between the two places reads nothing of the lanes"
     ),
-    "ParameterGroup.reshard: `if self.weight_state is WeightState.GATHERING` taken as True": (
-        "finish_gather does nothing in any other state"
-    ),
-    "ParameterGroup.reshard: `self.weights.release(keep_generation=self.freshness.gathered if keep_part else None)` "
+    "ParameterGroup.release: `self.weights.release(keep_generation=self.freshness.gathered if keep_part else None)` "
     "at the start of its block": ("nothing is issued between the two places"),
     "build: `group.weights.release()` at the start of its block": "nothing is issued between the two places",
     "GradientBuffer.receive: `if self._turns is not None` taken as True": ("on a device with streams it is never None"),

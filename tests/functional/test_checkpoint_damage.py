@@ -19,8 +19,7 @@ import torch.distributed as dist
 from megatron_fsdp import CheckpointError, load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint import manifest as checkpoint_manifest
 from megatron_fsdp.checkpoint import writer as checkpoint_writer
-from megatron_fsdp.checkpoint.dcp_metadata import METADATA, read_metadata, tensors_by_file
-from megatron_fsdp.checkpoint.manifest import MANIFEST, DamagedCheckpointError
+from megatron_fsdp.checkpoint.manifest import MANIFEST, METADATA, DamagedCheckpointError, read_metadata, tensors_by_file
 from tests.functional.checkpoint_cases import Layout, State, full_optimizer_state, message_of, train_alone
 from tests.harness import RankError, run_ranks
 from tests.harness.oracle import differing, whole_state

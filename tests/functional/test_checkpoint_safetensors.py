@@ -1,16 +1,17 @@
 """Sharded models to and from safetensors files: whole tensors one at a time out, own ranges in."""
 
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+import safetensors
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megatron_fsdp import CheckpointError
 from megatron_fsdp.checkpoint import model_state as checkpoint_full
-from megatron_fsdp.checkpoint import safetensors_folder
 from megatron_fsdp.checkpoint.model_state import full_state_dict, local_part
 from megatron_fsdp.checkpoint.safetensors_model import export_safetensors, import_safetensors
 from tests.functional.checkpoint_cases import LAYOUTS, Layout, State, message_of
@@ -62,14 +63,33 @@ def import_and_compare(layout: Layout, folder: str) -> tuple[State, float, int, 
     """Import; return the weights, a loss computed with them, and the elements that were read and that are held."""
     model, _ = layout.build(seed=1)
     num_read = [0]
-    read = safetensors_folder.read_range
 
-    def count(*args: object) -> torch.Tensor:
-        part = read(*args)  # type: ignore[arg-type]
-        num_read[0] += part.numel()
-        return part
+    class Counted:
+        """A file of which boxes are read."""
 
-    with mock.patch.object(safetensors_folder, "read_range", count):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.file = open_file(*args, **options)
+
+        def __enter__(self) -> "Counted":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def __getattr__(self, name: str) -> Any:
+            assert name != "get_tensor", "a whole tensor was read"
+            return getattr(self.file, name)
+
+        def get_slice(self, name: str) -> Any:
+            part = self.file.get_slice(name)
+            return mock.MagicMock(wraps=part, __getitem__=lambda _, box: self.counted(part[box]))
+
+        def counted(self, values: torch.Tensor) -> torch.Tensor:
+            num_read[0] += values.numel()
+            return values
+
+    open_file = safetensors.safe_open
+    with mock.patch.object(safetensors, "safe_open", Counted):
         import_safetensors(model, folder, name_map=NAME_MAP)
     num_held = sum(local_part(tensor).numel() for tensor in model.state_dict().values())
     tokens = draw_tokens(0)
@@ -109,9 +129,9 @@ def test_files_of_another_model_are_refused_with_names_and_shapes_and_nothing_ch
     del state["shift"]
     save_file(state, tmp_path / "model.safetensors")
     for message, changed in run_ranks(3, refuse, str(tmp_path), True):
-        assert "shift: no shift in the files" in message
-        assert "head.weight: (5, 7) in the files, (23, 7) here" in message
-        assert "rotary: only in the files" in message
+        assert "shift: not in the checkpoint" in message
+        assert "head.weight: (5, 7) in the checkpoint, (23, 7) here" in message
+        assert "rotary: only in the checkpoint" in message
         assert changed == []
 
 

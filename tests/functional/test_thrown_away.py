@@ -415,3 +415,33 @@ def test_training_on_the_gradients_of_a_backward_that_raised_is_refused_until_th
             assert re.match(incomplete, message)
             assert "model.reset_iter_state()" in message
         assert goes_on
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard", "hsdp"])
+@on_ranks(2)
+def test_a_backward_that_raised_is_over_for_the_next_forward_while_a_thread_still_holds_its_task(strategy: str) -> None:
+    torch.manual_seed(0)
+    plain = Side(Headed(Block(), Block(hidden=1), Block(), outputs=3), range(2), nullcontext)
+    model = sharded(strategy)
+    side = Side(model, range(dist.get_rank(), dist.get_rank() + 1), nullcontext)
+    backward, held = model._fsdp_unit.backward, []
+    follow = backward._follow_task
+
+    def keep() -> Any:
+        reference = follow()
+        # As a device's thread does that has not got as far as to drop the graph task.
+        held.append(reference())
+        return reference
+
+    backward._follow_task = keep
+    side.fail(0, RuntimeError("out of memory"), "backward")
+    backward._follow_task = follow
+    assert held[0] is not None
+    # The task's end had not been seen when somebody may have dropped the gradients, so they are to be dropped now.
+    assert "is incomplete, because the last backward raised" in message_of(lambda: side.train(1))
+    for each in (side, plain):
+        each.optimizer.zero_grad()
+        each.train(1)
+    wanted = dict(plain.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), wanted[name].grad)

@@ -12,9 +12,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, SequenceParallel, parallelize_module
 
-from megatron_fsdp import AgreementError, ConfigError, Watch
+from megatron_fsdp import AgreementError, ConfigError, Watch, fully_shard
 from tests.functional import test_uneven_use
 from tests.harness import on_ranks, run_ranks
 from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
@@ -238,3 +239,79 @@ def test_a_collective_of_a_gpu_is_looked_at_and_never_given_a_time_after_which_n
 def test_a_model_that_is_not_sharded_is_refused() -> None:
     with pytest.raises(ConfigError, match="no module of the model has parameters that fully_shard took"):
         Watch(torch.nn.Linear(2, 2))
+
+
+REPLICATED = [((2, 2), "hsdp", 3, "rank 1 against rank 3"), ((3,), "no_shard", 1, "rank 1 against ranks 0, 2")]
+
+
+def damaged(shape: tuple[int, ...], strategy: str, broken: int | None) -> tuple[str, int]:
+    """Flip one bit of two blocks on one rank between two steps; return the error, and the steps that were begun."""
+    model, tokens = sharded(strategy, shape), draw_tokens(dist.get_rank())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    number = 0
+    try:
+        with Watch(model, TIMEOUT * 30, replica_interval=2):
+            for number in range(1, 7):
+                step(model, tokens)
+                optimizer.step()
+                optimizer.zero_grad()
+                if number == 3 and dist.get_rank() == broken:
+                    for block in list(model.blocks)[:0:-1]:
+                        block.project.weight.detach().to_local().view(-1).view(torch.int32)[-1] ^= 1
+    except AgreementError as error:
+        return str(error).splitlines()[0], number
+    return "no error", number
+
+
+@pytest.mark.parametrize(("shape", "strategy", "broken", "sides"), REPLICATED)
+def test_one_bit_of_one_replica_is_found_at_the_next_comparison_and_named(
+    shape: tuple[int, ...], strategy: str, broken: int, sides: str
+) -> None:
+    for error, number in run_ranks(torch.Size(shape).numel(), damaged, shape, strategy, broken):
+        assert error.startswith("replicas differ")
+        assert error.endswith(f"parameter 'project.weight' of unit 'blocks.1': {sides}")
+        assert number == 5
+
+
+@pytest.mark.parametrize(("shape", "strategy"), [((2, 2), "hsdp"), ((2,), "no_shard"), ((3,), "optim_grads_params")])
+def test_replicas_that_nobody_damaged_agree_and_so_do_shards_of_which_there_is_one(
+    shape: tuple[int, ...], strategy: str
+) -> None:
+    assert set(run_ranks(torch.Size(shape).numel(), damaged, shape, strategy, None)) == {("no error", 6)}
+
+
+def checked_by_hand() -> str:
+    model = sharded("no_shard", (2,))
+    with Watch(model, TIMEOUT * 30, replica_interval=1000) as watch:
+        watch.check()
+        if dist.get_rank() == 1:
+            model.shift.detach().to_local()[0] += 1
+        with pytest.raises(AgreementError) as error:
+            watch.check()
+    return str(error.value).splitlines()[0]
+
+
+def test_a_check_looks_at_replicas_at_once_and_frozen_parameters_count() -> None:
+    for error in run_ranks(2, checked_by_hand):
+        assert error.endswith("parameter 'shift' of unit 'Model': rank 0 against rank 1")
+
+
+def damaged_norm_under_tensor_parallelism() -> str:
+    """Norms are whole on tensor-parallel ranks; the matrices there are parts of one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8, bias=False))
+    plan: dict[str, ParallelStyle] = {"0": SequenceParallel(), "1": ColwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh["dp"])
+    with Watch(model, TIMEOUT * 30, replica_interval=1) as watch:
+        watch.check()
+        if dist.get_rank() == 2:
+            model[0].bias.detach().to_local()[0] += 1
+        with pytest.raises(AgreementError) as error:
+            watch.check()
+    return str(error.value).splitlines()[0]
+
+
+def test_what_tensor_parallelism_leaves_whole_is_compared_and_ranks_without_a_part_in_it_raise_too() -> None:
+    for error in run_ranks(4, damaged_norm_under_tensor_parallelism):
+        assert error.endswith("parameter '0.bias' of unit 'Sequential': rank 2 against rank 3")

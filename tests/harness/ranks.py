@@ -46,7 +46,8 @@ def run_ranks(
         args: picklable; every rank gets its own copy. Tensors travel by value, as do those in the results.
         timeout: seconds for the whole call; a collective gives up after as long.
         fresh: use new processes and end them afterwards, for a call that spoils its process.
-        backend: passed to ``init_process_group``; with "nccl" in it, rank r uses GPU r modulo their number.
+        backend: passed to ``init_process_group``; with "nccl" in it, rank r uses GPU r modulo their number, which the
+            group is bound to.
     Raises:
         RankError: a rank raised, died or hung, or a finalizer or thread on it raised; tells which and why.
         ValueError: ``world_size`` is below 1, or the function or an argument can't be pickled.

@@ -137,14 +137,19 @@ def _join(task: Task, rank: int, store: Store) -> None:
         WORLD_SIZE=str(task.world_size),
         LOCAL_WORLD_SIZE=str(task.world_size),
     )
+    device = None
     if "nccl" in task.backend:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        # Bound to its device a group starts its communicator at once, splits it for the groups of a mesh, and has
+        # barriers that need not guess.
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     dist.init_process_group(
         task.backend,
         store=PrefixStore(f"call-{task.call_id}", store),
         rank=rank,
         world_size=task.world_size,
         timeout=datetime.timedelta(seconds=task.timeout_s),
+        device_id=device,
     )
 
 

@@ -19,8 +19,8 @@ from megatron_fsdp.runtime.backward import Backward
 from megatron_fsdp.runtime.grad_state import GradState
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.module import FSDPModule
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, WeightState
-from megatron_fsdp.runtime.unit import units_below
+from megatron_fsdp.runtime.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.unit import WeightState, units_below
 
 __all__ = ["MegatronFSDP", "as_megatron"]
 
@@ -153,7 +153,7 @@ class MegatronFSDP(FSDPModule, nn.Module):
     def synchronize_param_gather(self) -> None:
         """Make compute wait for the gathers that were started."""
         for unit in units_below(self):
-            if unit.has_state(WeightState.GATHERING):
+            if unit.weight_state is WeightState.GATHERING:
                 unit.schedule.finish_gather(unit)
 
     def install_optimized_model_weights(self) -> None:

@@ -5,10 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks import bench_kernels
 from benchmarks.harness import (
     Row,
     Samples,
+    device_seconds,
     environment,
     interleaved,
     markdown,
@@ -131,3 +134,51 @@ def test_a_ratio_is_taken_round_by_round() -> None:
     assert ratio(Samples((1.0, 6.0)), Samples((2.0, 3.0))).values == (0.5, 2.0)
     with pytest.raises(ValueError, match="shorter"):
         ratio(Samples((1.0, 6.0)), Samples((2.0,)))
+
+
+class Simulated:
+    """A device that works off what a host issues: microseconds of each, and events that note the device's."""
+
+    host = device = 0.0
+
+    def work(self, host: float, device: float) -> None:
+        """Issue something in so much of the host's time that takes so much of the device's."""
+        self.host += host
+        self.device = max(self.device, self.host) + device
+
+    def event(self, *, enable_timing: bool) -> "Simulated.Event":
+        """Make an event."""
+        return Simulated.Event(self)
+
+    class Event:
+        """What ``torch.cuda.Event`` is to a real one."""
+
+        def __init__(self, owner: "Simulated") -> None:
+            self.owner, self.at = owner, 0.0
+
+        def record(self) -> None:
+            self.at = max(self.owner.device, self.owner.host)
+
+        def synchronize(self) -> None:
+            self.owner.host = max(self.owner.host, self.at)
+
+        def elapsed_time(self, other: "Simulated.Event") -> float:
+            return (other.at - self.at) / 1e3
+
+
+@pytest.mark.parametrize("host", [10.0, 45.0, 200.0])
+def test_time_on_the_device_has_nothing_of_the_host_s(monkeypatch: pytest.MonkeyPatch, host: float) -> None:
+    simulated = Simulated()
+    monkeypatch.setattr(torch.cuda, "Event", simulated.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: simulated.work(simulated.device, 0.0))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: simulated.work(5.0, cycles / 2000))
+    samples = interleaved({"kernel": lambda: simulated.work(host, 120.0)}, rounds=3, stopwatch=device_seconds)
+    assert samples["kernel"].median == pytest.approx(120e-6)
+
+
+def test_kernels_on_a_gpu_are_timed_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_kernels, "device_seconds", lambda function: 2.0)
+    monkeypatch.setattr(bench_kernels, "makers", lambda numel, device: {"cast": lambda: bench_kernels.Work(int, 7)})
+    monkeypatch.setattr(bench_kernels, "copy_work", lambda numel, device: bench_kernels.Work(int, 10))
+    rate, over = bench_kernels.kernel_rows(1, torch.device("cuda"), 1)
+    assert (rate.samples.values, over.samples.values) == ((3.5,), (0.7,))

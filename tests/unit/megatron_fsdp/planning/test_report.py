@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, StateError, explain, fsdp_no_shard, fully_shard
 from megatron_fsdp.formatting import format_bytes
 from megatron_fsdp.planning.report import report_of
+from megatron_fsdp.runtime.module import unit_of
 from tests.unit.megatron_fsdp.planning.chains import three_units
 
 NUM_RANKS = 6
@@ -175,10 +176,10 @@ def test_explaining_changes_nothing_and_says_the_same_in_the_middle_of_a_step(me
     fully_shard(model, mesh)
     at_rest = explain(model, 2)
     loss = model(torch.tensor([[1, 4, 7]])).sum()
-    states = [group.weight_state for group in model.parameter_groups]
+    state = unit_of(model).weight_state
     registered = [id(parameter) for parameter in model.parameters()]
     assert explain(model, 2) == at_rest
-    assert [group.weight_state for group in model.parameter_groups] == states
+    assert unit_of(model).weight_state is state
     assert [id(parameter) for parameter in model.parameters()] == registered
     loss.backward()
     assert explain(model, 2) == at_rest

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_fsdp import CheckpointError, ConfigError
-from megatron_fsdp.checkpoint.safetensors_file import TensorInfo, read_infos
-from megatron_fsdp.checkpoint.safetensors_folder import INDEX, SINGLE, FolderReader, write_folder
+from megatron_fsdp.checkpoint.reader import read_entries
+from megatron_fsdp.checkpoint.safetensors_files import INDEX, SINGLE, open_folder, write_folder
 
 TENSORS = {
     "odd": torch.arange(21, dtype=torch.float32).reshape(7, 3) / 8,
@@ -26,8 +26,15 @@ TENSORS = {
 }
 
 
-def infos(tensors: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:
-    return {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+def read(path: Path) -> dict[str, torch.Tensor]:
+    """Read all tensors, in the shapes and dtypes that the files say they have."""
+    opened = open_folder(path, {})
+    found = {
+        name: torch.full(entry.size, 7, dtype=entry.properties.dtype)
+        for name, entry in opened.metadata.state_dict_metadata.items()
+    }
+    read_entries(opened, found)
+    return found
 
 
 def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
@@ -37,54 +44,51 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
 
 
 def test_the_library_reads_what_was_written(tmp_path: Path) -> None:
-    write_folder(tmp_path, infos(TENSORS), TENSORS.__getitem__)
+    write_folder(tmp_path, TENSORS, TENSORS.__getitem__)
     assert [file.name for file in tmp_path.iterdir()] == [SINGLE]
     assert same(load_file(tmp_path / SINGLE), TENSORS)
 
 
 def test_what_the_library_wrote_is_read(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / SINGLE)
-    with FolderReader(tmp_path) as reader:
-        assert reader.infos == infos(TENSORS)
-        found = {name: reader.read(name, (0,) * tensor.ndim, tensor.shape) for name, tensor in TENSORS.items()}
-    assert same(found, TENSORS)
+    assert same(read(tmp_path), TENSORS)
+    assert same(read(tmp_path / SINGLE), TENSORS)
 
 
-def test_a_box_of_a_tensor_is_read_alone(tmp_path: Path) -> None:
-    save_file(TENSORS, tmp_path / SINGLE)
-    with FolderReader(tmp_path / SINGLE) as reader:
-        assert torch.equal(reader.read("odd", (2, 1), (4, 2)), TENSORS["odd"][2:6, 1:3])
+def test_names_that_the_model_has_are_translated_and_no_file_takes_one(tmp_path: Path) -> None:
+    save_file({"lm_head": torch.ones(2), "head": torch.zeros(3)}, tmp_path / SINGLE)
+    found = open_folder(tmp_path, {"head": "lm_head"}).names_below("model")
+    assert found == {("head",): "lm_head", ("head of the files",): "head"}
+    assert open_folder(tmp_path, {"head": "lm_head"}, strict=False).names_below("model") == {("head",): "lm_head"}
 
 
 def test_files_end_before_the_size_and_the_index_says_what_is_where(tmp_path: Path) -> None:
-    write_folder(tmp_path, infos(TENSORS), TENSORS.__getitem__, max_file_bytes=100)
+    write_folder(tmp_path, TENSORS, TENSORS.__getitem__, max_file_bytes=100)
     index = json.loads((tmp_path / INDEX).read_text())
     files = sorted(tmp_path.glob("*.safetensors"))
     assert [file.name for file in files] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-    assert index["metadata"]["total_size"] == sum(info.num_bytes for info in infos(TENSORS).values())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in TENSORS.values())
     for file in files:
         content = load_file(file)
         assert sum(tensor.nbytes for tensor in content.values()) <= 100
         assert {index["weight_map"][name] for name in content} == {file.name}
-    with FolderReader(tmp_path) as reader:
-        assert reader.infos.keys() == TENSORS.keys()
+    assert same(read(tmp_path), TENSORS)
 
 
 def test_a_tensor_larger_than_a_file_gets_one_of_its_own(tmp_path: Path) -> None:
-    write_folder(tmp_path, infos(TENSORS), TENSORS.__getitem__, max_file_bytes=1)
+    write_folder(tmp_path, TENSORS, TENSORS.__getitem__, max_file_bytes=1)
     assert len(list(tmp_path.glob("model-*.safetensors"))) == len(TENSORS)
 
 
 def test_one_file_takes_the_place_of_several_and_their_index(tmp_path: Path) -> None:
-    write_folder(tmp_path, infos(TENSORS), TENSORS.__getitem__, max_file_bytes=100)
-    write_folder(tmp_path, infos(TENSORS), TENSORS.__getitem__)
+    write_folder(tmp_path, TENSORS, TENSORS.__getitem__, max_file_bytes=100)
+    write_folder(tmp_path, TENSORS, TENSORS.__getitem__)
     assert not (tmp_path / INDEX).exists()
-    with FolderReader(tmp_path) as reader:
-        assert reader.infos == infos(TENSORS)
+    assert same(read(tmp_path), TENSORS)
 
 
 def test_a_write_that_fails_leaves_neither_a_half_file_nor_an_entry_point(tmp_path: Path) -> None:
-    write_folder(tmp_path, infos(TENSORS), TENSORS.__getitem__)
+    write_folder(tmp_path, TENSORS, TENSORS.__getitem__)
 
     def fail(name: str) -> torch.Tensor:
         if name == "counts":
@@ -92,25 +96,25 @@ def test_a_write_that_fails_leaves_neither_a_half_file_nor_an_entry_point(tmp_pa
         return TENSORS[name]
 
     with pytest.raises(OSError, match="No space left"):
-        write_folder(tmp_path, infos(TENSORS), fail)
+        write_folder(tmp_path, TENSORS, fail)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dtype_that_the_format_lacks_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'phase' is torch\.complex64"):
-        write_folder(tmp_path, {"phase": TensorInfo((2,), torch.complex64)}, TENSORS.__getitem__)
+        write_folder(tmp_path, {"phase": torch.empty(2, dtype=torch.complex64)}, TENSORS.__getitem__)
 
 
 def test_a_file_that_was_cut_short_is_refused_by_name(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / SINGLE)
     os.truncate(tmp_path / SINGLE, (tmp_path / SINGLE).stat().st_size - 1)
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read as safetensors"):
-        FolderReader(tmp_path)
+        open_folder(tmp_path, {})
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no weights"):
-        FolderReader(tmp_path)
+        open_folder(tmp_path, {})
 
 
 @pytest.mark.parametrize(
@@ -126,20 +130,21 @@ def test_an_index_that_is_wrong_is_refused(tmp_path: Path, index: str, message: 
     save_file(TENSORS, tmp_path / "part.safetensors")
     (tmp_path / INDEX).write_text(index)
     with pytest.raises(CheckpointError, match=message):
-        FolderReader(tmp_path)
+        open_folder(tmp_path, {})
 
 
 def test_without_the_package_the_error_says_what_to_install(tmp_path: Path) -> None:
-    write_folder(tmp_path, infos(TENSORS), TENSORS.__getitem__)
+    write_folder(tmp_path, TENSORS, TENSORS.__getitem__)
     with (
         mock.patch.object(importlib, "import_module", side_effect=builtins.ImportError("no module")),
         pytest.raises(ConfigError, match=r"pip install 'megatron-fsdp-dbuffer\[hf\]'"),
     ):
-        FolderReader(tmp_path)
+        open_folder(tmp_path, {})
 
 
-def test_infos_come_without_values(tmp_path: Path) -> None:
-    part = mock.Mock(get_shape=lambda: [2, 3], get_dtype=lambda: "F16")
-    file = mock.Mock(keys=lambda: ["a"], get_slice=lambda _: part)
-    assert read_infos(file) == {"a": TensorInfo((2, 3), torch.float16)}
-    assert file.get_tensor.call_count == 0
+def test_a_dtype_that_pytorch_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2, dtype=torch.int16)}, tmp_path / SINGLE)
+    content = (tmp_path / SINGLE).read_bytes()
+    (tmp_path / SINGLE).write_bytes(content.replace(b'"I16"', b'"U16"'))
+    with pytest.raises(CheckpointError, match="'a' is of dtype U16, which is not supported"):
+        open_folder(tmp_path, {})

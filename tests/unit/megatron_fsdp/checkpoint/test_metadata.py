@@ -12,8 +12,14 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_fsdp import CheckpointError, save_checkpoint
-from megatron_fsdp.checkpoint.dcp_metadata import METADATA, paths_of, read_metadata, tensors_by_file, tensors_of
-from megatron_fsdp.checkpoint.manifest import DamagedCheckpointError
+from megatron_fsdp.checkpoint.manifest import (
+    METADATA,
+    DamagedCheckpointError,
+    paths_of,
+    read_metadata,
+    tensors_by_file,
+    tensors_of,
+)
 
 
 @pytest.fixture

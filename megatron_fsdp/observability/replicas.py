@@ -1,0 +1,111 @@
+"""Replicas: weights that several ranks hold alike, compared by checksums (docs/design/watch.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate
+
+import dbuffer_kernels
+from dbuffer.collectives import all_gather
+from dbuffer.mesh import MeshAxis, mesh_axes
+from megatron_fsdp.formatting import rank_list
+from megatron_fsdp.runtime.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.unit import Unit
+
+__all__ = ["Difference", "Gathered", "find_difference", "gather_checksums"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Checksums of weights that the same ranks hold alike.
+
+    Attributes:
+        places: of each weight: its number in the model, and its name. sums: (ranks, 1 + weights) int64, a rank's number
+            first, on the device of the weights.
+    """
+
+    places: list[tuple[int, str]]
+    sums: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first weight whose replicas differ: its number in the model, and who holds what, for a message."""
+
+    number: int
+    text: str
+
+
+def gather_checksums(units: Iterable[Unit]) -> list[Gathered]:
+    """Return the checksums of all main weights that other ranks hold too, theirs and this rank's.
+
+    Every rank calls it, between steps or at the end of a backward. 8 bytes a weight for each replica go over the wire;
+    nothing waits for a device. A group whose weights are split into bf16 and 16 bits is joined meanwhile.
+    """
+    by_axes: dict[tuple[int, ...], tuple[list[MeshAxis], list[tuple[int, str]], list[torch.Tensor]]] = {}
+    number = 0
+    for unit in units:
+        for group in unit.groups:
+            axes = _replicated_over(group)
+            names = [f"parameter {name!r} of unit {group.name!r}" for name in group.parameters]
+            places = list(enumerate(names, number))
+            number += len(names)
+            if axes and names:
+                key = tuple(id(axis.gather_group) for axis in axes)
+                _, known, sums = by_axes.setdefault(key, (axes, [], []))
+                known += places
+                sums += _checksums(group)
+    return [Gathered(places, _gathered(torch.stack(sums), axes)) for axes, places, sums in by_axes.values()]
+
+
+def find_difference(found: Iterable[Gathered]) -> Difference | None:
+    """Return the first weight of which this rank or a replica of it has other bits; waits for the device."""
+    differences = []
+    for one in found:
+        ranks, *columns = one.sums.t().tolist()
+        for (number, name), column in zip(one.places, columns, strict=True):
+            if len(set(column)) > 1:
+                differences.append(Difference(number, f"{name}: {_sides(dict(zip(ranks, column, strict=True)))}"))
+                break
+    return min(differences, key=lambda difference: difference.number, default=None)
+
+
+def _replicated_over(group: ParameterGroup) -> list[MeshAxis]:
+    """Return the axes whose ranks hold the same elements of main weights."""
+    main = group.main_weight
+    spread = {id(axis) for axis in group.spread_over(main.placements)}
+    axes = [axis for axis in main.axes if id(axis) not in spread]
+    split = group.owned[0].split
+    if split is not None:
+        placed = zip(mesh_axes(split.mesh), split.placements, strict=True)
+        axes += [axis for axis, placement in placed if isinstance(placement, Replicate)]
+    return [axis for axis in axes if axis.size > 1]
+
+
+def _checksums(group: ParameterGroup) -> list[torch.Tensor]:
+    values = group.weights.values()
+    pieces = (values.layout.piece(index, values.local_buffer) for index in range(len(group.parameters)))
+    # Shards of replicas begin at the same element, so where that lies in the parameter does not matter.
+    return [dbuffer_kernels.checksum(piece, key=0).to(group.spec.device) for piece in pieces]
+
+
+def _gathered(sums: torch.Tensor, axes: Iterable[MeshAxis]) -> torch.Tensor:
+    row = torch.cat([sums.new_tensor([dist.get_rank()]), sums])
+    rows = row
+    for axis in axes:
+        output = rows.new_empty(axis.size * rows.numel())
+        all_gather(output, rows, axis)
+        rows = output
+    return rows.view(-1, row.numel())
+
+
+def _sides(sums: dict[int, int]) -> str:
+    """Say which ranks hold the same bits; the fewest first, which are wrong where there are three or more."""
+    holders: dict[int, list[int]] = {}
+    for rank, number in sorted(sums.items()):
+        holders.setdefault(number, []).append(rank)
+    return " against ".join(rank_list(ranks) for ranks in sorted(holders.values(), key=len))
