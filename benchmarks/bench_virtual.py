@@ -130,7 +130,7 @@ def _placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
 @contextlib.contextmanager
 def _torch_cpu_by(recording: Recording) -> Iterator[None]:
     """Give FSDP2 virtual streams where it asks torch.cpu for streams, as it does for tensors in CPU memory."""
-    names = iter(("copy-in stream", "gather stream", "reduce stream", "all-reduce stream"))
+    names = iter(("copy-in", "gather", "reduce", "all-reduce"))
     doubles = {
         "Stream": lambda *_, **__: recording.new(None, next(names, "")),
         "Event": lambda *_, **__: Event(recording),
