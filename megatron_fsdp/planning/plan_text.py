@@ -287,14 +287,14 @@ def _inside_dict(projection: Projection) -> dict[str, Any]:
 
 def _error_bar() -> tuple[str, str]:
     found = _errors()
-    words = f"median of {found['settings']} steps on CPUs with measured speeds, worst {found['worst']:.0f} %"
+    words = f"median of {found['settings']} steps on CPUs ({found['clock']} time), worst {found['worst']:.0f} %"
     return f"{found['median']:.0f} %", f"{words}; never compared with a GPU"
 
 
-def _errors() -> dict[str, float]:
+def _errors() -> dict[str, Any]:
     """Return how far such predictions were off, in percent, where they were compared: on CPUs, with measured speeds."""
     text = files("megatron_fsdp.planning").joinpath("error_bar.json").read_text(encoding="utf-8")
-    found: dict[str, float] = json.loads(text)
+    found: dict[str, Any] = json.loads(text)
     return found
 
 
