@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 README = Path(__file__).parent / "README.md"
-EXAMPLES = ["matplotlib>=3.8", "tqdm>=4.66"]
+EXAMPLES = ["matplotlib>=3.8"]
 HUGGING_FACE = ["safetensors>=0.5"]
 # torchtitan needs Python 3.11.
 INTEGRATIONS = [

@@ -25,13 +25,14 @@ from dbuffer.gloo import (
     _MOST_EXCHANGED_BYTES,
     REDUCE_OPS,
     _all_reduce_by_message,
+    _exchange_each,
     _gather_by_message,
     _reduce_by_message,
 )
 from dbuffer.mesh import MeshAxis
 from dbuffer_kernels.switches import is_off
 
-__all__ = ["all_reduce_together", "gather_together", "reduce_together"]
+__all__ = ["all_reduce_together", "exchange", "gather_together", "reduce_together"]
 
 # torch 2.13 renames these two and warns on the old names; torch 2.11 has only the old names.
 _all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -186,3 +187,36 @@ def _coalesced(
             collective(output, source, group=group, async_op=is_asynchronous, **options)
     if works is not None:
         works.append(manager)
+
+
+def exchange(
+    received: Sequence[torch.Tensor],
+    sent: Sequence[torch.Tensor],
+    axis: MeshAxis,
+    works: list[dist.Work] | None = None,
+) -> None:
+    """Send a tensor to every other rank of the axis and receive one from each, from and to where they lie.
+
+    Args:
+        received, sent: contiguous, of any sizes, one for each rank in order; this rank's own are left alone.
+        works: when given, the call returns at once and handles are appended; all tensors must live until then.
+    """
+    if axis.size == 1:
+        return
+    others = [rank for rank in range(axis.size) if rank != axis.rank]
+    group, on_cpu = axis.reduce_group, sent[0].is_cpu
+    reads, writes = (tuple(each[rank] for rank in others) for each in (sent, received))
+    told = _told_of("all_to_all", axis, sent, Transfer("all_to_all", group, reads, writes)) if listeners else None
+    if on_cpu and _is_gloo(group):
+        started = _exchange_each(received, sent, axis)
+    else:
+        outputs, inputs = (
+            [tensor[: tensor.numel() * (rank != axis.rank)] for rank, tensor in enumerate(each)]
+            for each in (received, sent)
+        )
+        work: dist.Work | None = dist.all_to_all(outputs, inputs, group=group, async_op=works is not None)
+        started = [] if work is None else [work]
+    for each in started:
+        _finish(each, works, writes[0])
+    if told is not None:
+        tell("transferred", told)

@@ -229,6 +229,20 @@ def _exchange(arriving: torch.Tensor, leaving: torch.Tensor, axis: MeshAxis, gro
     return _start(dist.all_to_all_single, *parts, group=group, **both)
 
 
+def _exchange_each(received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], axis: MeshAxis) -> list[dist.Work]:
+    """Send one tensor to each other rank and receive one from it, in as many rounds: gloo takes no list of them."""
+    works = []
+    for step in range(1, axis.size):
+        target, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+        output, leaving = received[source].view(torch.uint8), sent[target].view(torch.uint8)
+        sizes = {
+            "output_split_sizes": [output.numel() * (rank == source) for rank in range(axis.size)],
+            "input_split_sizes": [leaving.numel() * (rank == target) for rank in range(axis.size)],
+        }
+        works.append(_start(dist.all_to_all_single, output, leaving, group=axis.reduce_group, **sizes))
+    return works
+
+
 # Ranks decide alike, so by the size alone. Larger buffers are reduced in place.
 _MOST_EXCHANGED_BYTES = 1 << 26
 

@@ -1,8 +1,6 @@
-r"""Draw the losses of several training runs into one chart, from the logs that they wrote.
+"""Draw the losses of several training runs into one chart, from their logs, and print the last validation losses.
 
-    python examples/compare_runs.py --output losses.png AdamW=runs/gpt Muon=runs/gpt-muon
-
-Also prints each run's last validation loss.
+python examples/compare_runs.py --output losses.png AdamW=runs/gpt Muon=runs/gpt-muon
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpt.loss_curve import draw_loss_curves
+from gpt.train_log import draw_losses
 from megatron_fsdp.command_parser import CommandParser
 
 
@@ -29,11 +27,9 @@ def main(arguments: Sequence[str]) -> int:
         if not folder or not log.exists():
             parser.error(f"{run!r}: wanted NAME=FOLDER with a log.jsonl in the folder")
         runs[name] = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-        validation = [row for row in runs[name] if "validation_loss" in row]
-        if validation:
-            last = validation[-1]
+        for last in [row for row in runs[name] if "validation_loss" in row][-1:]:
             print(f"{name}: validation loss {last['validation_loss']:.4f} at iteration {last['iteration']}")
-    draw_loss_curves(runs, args.output)
+    draw_losses(runs, args.output)
     return 0
 
 

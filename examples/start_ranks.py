@@ -3,8 +3,6 @@
 python examples/start_ranks.py --standalone --nproc-per-node 2 examples/pretrain_gpt.py --help
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from pathlib import Path

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model as fully_shard_model
     from megatron_fsdp.observability.audit import Audit
     from megatron_fsdp.observability.checksum import checksum, unit_checksums
-    from megatron_fsdp.observability.gradient_scale import check_gradient_scale
-    from megatron_fsdp.observability.scale_report import GradientScale
+    from megatron_fsdp.observability.gradient_scale import GradientScale, check_gradient_scale
     from megatron_fsdp.observability.timeline import Timeline
     from megatron_fsdp.observability.watch import Watch
     from megatron_fsdp.optim.adamw import AdamW
@@ -78,8 +77,7 @@ _HOMES = {
     "integrations.megatron.fully_shard_model": "fully_shard_model",
     "observability.audit": "Audit",
     "observability.checksum": "checksum unit_checksums",
-    "observability.gradient_scale": "check_gradient_scale",
-    "observability.scale_report": "GradientScale",
+    "observability.gradient_scale": "GradientScale check_gradient_scale",
     "observability.timeline": "Timeline",
     "observability.watch": "Watch",
     "optim.adamw": "AdamW",

@@ -37,7 +37,7 @@ LONG_FILES = (
     "tests/functional/test_report.py",
     "tests/functional/test_parity.py",
     "tests/functional/test_side_outputs.py",
-    "tests/functional/test_arena.py",
+    "tests/functional/test_slots.py",
     "tests/functional/test_gpu_ranks.py",
     "tests/functional/benchmarks/test_ranked_step.py",
     "tests/functional/test_checkpoint_damage.py",

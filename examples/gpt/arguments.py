@@ -3,304 +3,337 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
-from gpt.checkpoint import check_load
-from gpt.flags import build_parser
-from gpt.meshes import data_parallel_size
-from gpt.tensorboard import check_tensorboard
-from gpt.tokenizer import vocabulary_size
-from megatron_fsdp import ConfigError, FsdpConfig
+from gpt.data import build_tokenizer
+from megatron_fsdp import ConfigError, FsdpConfig, add_megatron_fsdp_args
+from megatron_fsdp.command_parser import CommandParser
 from megatron_fsdp.config.parser import FLAGS
+from megatron_fsdp.muon import COEFFICIENT_SETS
 
-# Flags of the table that a replicated model serves as well.
+_EXAMPLES = """\
+  torchrun --nproc-per-node 2 examples/pretrain_gpt.py --use-megatron-fsdp --num-layers 4 --hidden-size 192 \\
+      --num-attention-heads 6 --seq-length 128 --micro-batch-size 8 --train-iters 300 --lr 2e-3 --save runs/gpt
+  the same with --load runs/gpt --train-iters 600     go on from the latest checkpoint"""
+# Name; how to read the value, bool for a switch, list for several words, or the choices; default; meaning.
+_Row = tuple[str, Any, Any, str]
+
+
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
+# Flags of the library's table that a replicated model serves as well.
 _OF_THE_SCRIPT = frozenset(
     "use_megatron_fsdp calculate_per_token_loss bf16 fp16 optimizer ckpt_format strict_fsdp_dtensor_load async_save "
     "clip_grad check_for_nan_in_loss_and_grad check_for_large_grads dump_param_to_param_group_map "
     "fake_process_group use_torch_fsdp2 torch_fsdp2_reshard_after_forward".split()
 )
-_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
 
 
 def parse_arguments(arguments: Sequence[str], *, num_ranks: int) -> argparse.Namespace:
-    """Return checked arguments with every default filled in.
+    """Return the checked arguments of a job of ``num_ranks``, with every default filled in.
 
-    Args:
-        arguments: the command line without the program's name.
-        num_ranks: of the job.
     Raises:
-        ConfigError: a flag is unknown (the nearest valid one is named), missing, out of range, or contradicts another
-            (both are named).
+        ConfigError: a flag is unknown (the nearest is named), missing, out of range, or contradicts another (both are).
     """
-    parser = build_parser()
-    args = parser.parse_args(arguments)
+    args = build_parser().parse_args(arguments)
     missing = [_flag(name) for name in _REQUIRED if getattr(args, name) is None]
     if missing:
         raise ConfigError(f"required flags are missing: {', '.join(missing)}; --help explains them")
-    args.data_parallel_size = data_parallel_size(args, num_ranks)
-    _fill_defaults(args, args.data_parallel_size)
-    _check_model(args)
-    _check_architecture(args)
-    _check_parallelism(args)
-    _check_checksum(args)
-    _check_training(args, args.data_parallel_size)
-    _check_torch_fsdp2(args)
-    _check_schedule(args)
-    _check_log(args)
-    if args.fake_process_group:
-        _settle_fake_ranks(args)
+    _fill_defaults(args, num_ranks)
+    spelled = {name: f"{_flag(name)} {value}" for name, value in vars(args).items()}
+    for is_wrong, message in _REFUSALS:
+        if is_wrong(args):
+            raise ConfigError(message.format(**spelled, found=args))
     if args.use_megatron_fsdp:
         FsdpConfig.from_args(args)
-    else:
-        _check_without_engine(args)
+    if args.fake_process_group:
+        args.check_for_nan_in_loss_and_grad = args.skip_nonfinite_steps = False
+        args.num_tokens_to_generate = 0
     if args.load is not None and not args.load.is_dir():
         check_load(args, args.load, "there is no such folder")
     return args
 
 
-def _fill_defaults(args: argparse.Namespace, num_ranks: int) -> None:
-    if args.data_path is not None and len(args.data_path) == 1:
-        args.data_path = Path(args.data_path[0])
-    args.padded_vocab_size = vocabulary_size(args)
-    if args.ffn_hidden_size is None:
-        # Megatron's rule for SwiGLU: about as many weights as without, in steps of 64
-        gated = max(64, int(4 * args.hidden_size * 2 / 3) // 64 * 64)
-        args.ffn_hidden_size = gated if args.swiglu else 4 * args.hidden_size
-    if args.max_position_embeddings is None:
-        args.max_position_embeddings = args.seq_length
-    if args.global_batch_size is None:
-        args.global_batch_size = args.micro_batch_size * num_ranks
-    if args.lr_decay_iters is None:
-        args.lr_decay_iters = args.train_iters
-
-
-def _check_model(args: argparse.Namespace) -> None:
-    if args.hidden_size % args.num_attention_heads:
+def check_load(args: argparse.Namespace, folder: Path, found: str) -> None:
+    """Refuse, with what was ``found``, to start anew where ``--load`` says to go on, unless ``--save`` is the same."""
+    if args.save is None or folder.resolve() != args.save.resolve():
         raise ConfigError(
-            f"--hidden-size {args.hidden_size} is not divisible by --num-attention-heads {args.num_attention_heads}; "
-            f"every head must have the same width"
+            f"--load {folder}: {found}; wanted the --save folder of an earlier run. Leave --load out to start from new "
+            "weights; a job that is to do either, its first time and later, gives --save and --load the same folder"
         )
-    if args.seq_length > args.max_position_embeddings:
-        raise ConfigError(
-            f"--seq-length {args.seq_length} exceeds --max-position-embeddings {args.max_position_embeddings}; "
-            f"positions beyond it have no embedding"
-        )
-    if args.recompute_activations:
-        if args.recompute_granularity == "full":
-            raise ConfigError(
-                "--recompute-activations means --recompute-granularity selective and contradicts "
-                "--recompute-granularity full; give one of them"
-            )
-        args.recompute_granularity = "selective"
-
-
-def _check_architecture(args: argparse.Namespace) -> None:
-    head_dim = args.hidden_size // args.num_attention_heads
-    if args.position_embedding_type == "rope" and head_dim % 2:
-        raise ConfigError(
-            f"--position-embedding-type rope turns pairs of features: --hidden-size {args.hidden_size} / "
-            f"--num-attention-heads {args.num_attention_heads} = {head_dim} is odd"
-        )
-    if args.group_query_attention and args.num_attention_heads % args.num_query_groups:
-        raise ConfigError(
-            f"--num-attention-heads {args.num_attention_heads} is not divisible by --num-query-groups "
-            f"{args.num_query_groups}; every group must have as many query heads"
-        )
-    if not args.group_query_attention and args.num_query_groups != 1:
-        raise ConfigError(f"--num-query-groups {args.num_query_groups} without --group-query-attention; give both")
-    if args.num_experts is None:
-        if args.moe_aux_loss_coeff:
-            raise ConfigError(f"--moe-aux-loss-coeff {args.moe_aux_loss_coeff} without --num-experts; give both")
-        return
-    if args.moe_router_topk > args.num_experts:
-        raise ConfigError(
-            f"--moe-router-topk {args.moe_router_topk} exceeds --num-experts {args.num_experts}; lower the first"
-        )
-    if args.moe_router_topk == 1 and not args.moe_router_pre_softmax:
-        raise ConfigError(
-            "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax over one chosen expert is always 1, and "
-            "the router would learn nothing"
-        )
-
-
-def _check_parallelism(args: argparse.Namespace) -> None:
-    if args.check_gradient_scale and (not args.use_megatron_fsdp or args.fake_process_group):
-        which = "contradicts --fake-process-group" if args.fake_process_group else "needs --use-megatron-fsdp"
-        raise ConfigError(f"--check-gradient-scale {which}: it measures what the sharding engine makes of gradients")
-    if args.check_gradient_scale and args.fsdp_invariant_reduction:
-        raise ConfigError(
-            "--check-gradient-scale contradicts --fsdp-invariant-reduction: it measures one microbatch, and gradients "
-            "are divided by the number of those of a step; measure without the second"
-        )
-    tensor, expert = args.tensor_model_parallel_size, args.expert_model_parallel_size
-    if tensor * expert > 1 and not args.use_megatron_fsdp:
-        flag = "--tensor-model-parallel-size" if tensor > 1 else "--expert-model-parallel-size"
-        raise ConfigError(f"{flag} {max(tensor, expert)} needs --use-megatron-fsdp: a replicated model is whole")
-    if expert > 1 and (args.num_experts is None or args.num_experts % expert):
-        raise ConfigError(
-            f"--expert-model-parallel-size {expert} does not divide --num-experts {args.num_experts}; every rank has "
-            "as many experts"
-        )
-    if tensor * expert > 1:
-        _refuse_whole_tensors(args)
-    if tensor == 1:
-        return
-    num_groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    for what, size in (
-        ("heads of keys and values", num_groups),
-        ("columns of --ffn-hidden-size", args.ffn_hidden_size),
-    ):
-        if size % tensor:
-            raise ConfigError(
-                f"--tensor-model-parallel-size {tensor} does not divide the {size} {what}; every rank has as many"
-            )
-    if args.swiglu:
-        raise ConfigError(
-            f"--tensor-model-parallel-size {tensor} contradicts --swiglu: PyTorch's ColwiseParallel would give one "
-            "rank all gates and another all values. Leave one of them out; the sharding of --use-megatron-fsdp needs "
-            "no tensor parallelism to fit a model"
-        )
-
-
-def _refuse_whole_tensors(args: argparse.Namespace) -> None:
-    """Refuse what works on whole parameters of the data-parallel ranks alone."""
-    tensor, expert = args.tensor_model_parallel_size, args.expert_model_parallel_size
-    flag = f"--tensor-model-parallel-size {tensor}" if tensor > 1 else f"--expert-model-parallel-size {expert}"
-    if args.optimizer in ("muon", "dist_muon"):
-        raise ConfigError(
-            f"{flag} contradicts --optimizer {args.optimizer}, which needs whole matrices on the data-parallel ranks; "
-            "use --optimizer adam, or leave the first out"
-        )
-    if args.adam_moments == "int8":
-        raise ConfigError(
-            f"{flag} contradicts --adam-moments int8, whose blocks of 256 elements would depend on it; leave one out"
-        )
-
-
-def _check_checksum(args: argparse.Namespace) -> None:
-    if args.log_checksum_per_unit and args.log_checksum is None:
-        raise ConfigError("--log-checksum-per-unit needs --log-checksum N: how often")
-    is_cut = args.tensor_model_parallel_size * args.expert_model_parallel_size > 1
-    if args.log_checksum is not None and (is_cut or args.use_torch_fsdp2):
-        which = "--use-torch-fsdp2" if args.use_torch_fsdp2 else "tensor and expert parallelism"
-        raise ConfigError(f"--log-checksum contradicts {which}: where elements lie in whole weights is not known there")
-
-
-def _check_training(args: argparse.Namespace, num_ranks: int) -> None:
-    if args.skip_nonfinite_steps and not args.check_for_nan_in_loss_and_grad:
-        raise ConfigError("--skip-nonfinite-steps contradicts --no-check-for-nan-in-loss-and-grad; give one of them")
-    samples = args.micro_batch_size * num_ranks
-    if args.global_batch_size % samples:
-        raise ConfigError(
-            f"--global-batch-size {args.global_batch_size} is not divisible by --micro-batch-size "
-            f"{args.micro_batch_size} x {num_ranks} ranks = {samples}; the nearest that fits is "
-            f"{max(1, round(args.global_batch_size / samples)) * samples}"
-        )
-    if args.fp16:
-        also = " and contradicts --bf16" if args.bf16 else ""
-        raise ConfigError(f"--fp16 needs loss scaling, which is not here yet{also}; use --bf16 or neither (fp32)")
-    if args.save_interval is not None and args.save is None:
-        raise ConfigError(f"--save-interval {args.save_interval} without --save: name the folder with --save")
-    if args.keep_last is not None and args.save is None:
-        raise ConfigError(f"--keep-last {args.keep_last} without --save: name the folder with --save")
-    if args.adam_moments != "fp32" and args.optimizer != "adam":
-        raise ConfigError(
-            f"--adam-moments {args.adam_moments} contradicts --optimizer {args.optimizer}; leave one away"
-        )
-    if args.adam_moments_seed is not None and args.adam_moments != "int8":
-        raise ConfigError(f"--adam-moments-seed {args.adam_moments_seed} needs --adam-moments int8, which it rounds")
-    if args.optimizer not in ("adam", "sgd", "muon", "dist_muon"):
-        raise ConfigError(f"--optimizer {args.optimizer} is not here yet; wanted adam, sgd or muon")
-
-
-def _check_without_engine(args: argparse.Namespace) -> None:
-    if args.fsdp_invariant_reduction:
-        raise ConfigError("--fsdp-invariant-reduction needs --use-megatron-fsdp, which keeps the order of sums")
-    for name, what in (("weight_gather", "whose gather it is"), ("slot_pool", "whose buffers take turns in it")):
-        if getattr(args, name) is not None:
-            raise ConfigError(f"{_flag(name)} {getattr(args, name)} needs --use-megatron-fsdp, {what}")
-
-
-def _check_torch_fsdp2(args: argparse.Namespace) -> None:
-    if args.use_torch_fsdp2 and not args.use_megatron_fsdp:
-        for name in ("save", "load"):
-            if getattr(args, name) is not None:
-                raise ConfigError(
-                    f"--use-torch-fsdp2 contradicts {_flag(name)} {getattr(args, name)}: this script saves and loads "
-                    "what megatron_fsdp sharded, or replicas; leave it away (the log goes to runs/gpt)"
-                )
-        if args.num_distributed_optimizer_instances != 1:
-            raise ConfigError(
-                f"--use-torch-fsdp2 contradicts --num-distributed-optimizer-instances "
-                f"{args.num_distributed_optimizer_instances}: it shards over all ranks here; leave one away"
-            )
-
-
-def _check_schedule(args: argparse.Namespace) -> None:
-    if args.min_lr > args.lr:
-        raise ConfigError(f"--min-lr {args.min_lr} exceeds --lr {args.lr}; the rate decays from --lr to --min-lr")
-    if args.lr_warmup_iters > args.train_iters:
-        raise ConfigError(
-            f"--lr-warmup-iters {args.lr_warmup_iters} exceeds --train-iters {args.train_iters}; "
-            f"training would end before the warm-up"
-        )
-    if args.lr_warmup_iters >= args.lr_decay_iters:
-        raise ConfigError(
-            f"--lr-warmup-iters {args.lr_warmup_iters} leaves no decay before --lr-decay-iters {args.lr_decay_iters} "
-            f"(default: --train-iters)"
-        )
-
-    if args.lr_decay_style == "WSD":
-        _check_wsd(args)
-    elif args.lr_wsd_decay_iters is not None:
-        raise ConfigError(
-            f"--lr-wsd-decay-iters {args.lr_wsd_decay_iters} without --lr-decay-style WSD; give both or none"
-        )
-
-
-def _check_wsd(args: argparse.Namespace) -> None:
-    if args.lr_wsd_decay_iters is None:
-        raise ConfigError("--lr-decay-style WSD needs --lr-wsd-decay-iters: how many iterations the end takes")
-    if args.lr_wsd_decay_iters > args.lr_decay_iters - args.lr_warmup_iters:
-        raise ConfigError(
-            f"--lr-wsd-decay-iters {args.lr_wsd_decay_iters} exceeds --lr-decay-iters {args.lr_decay_iters} minus "
-            f"--lr-warmup-iters {args.lr_warmup_iters}; WSD would decay before the warm-up has ended"
-        )
-
-
-def _check_log(args: argparse.Namespace) -> None:
-    if args.tensorboard_dir is not None:
-        check_tensorboard()
-    if args.profile and args.profile_step_start >= args.profile_step_end:
-        raise ConfigError(
-            f"--profile-step-start {args.profile_step_start} is not before --profile-step-end "
-            f"{args.profile_step_end}; no step would be recorded"
-        )
-
-
-def _settle_fake_ranks(args: argparse.Namespace) -> None:
-    """Leave out what makes no sense without other ranks."""
-    for name in ("save", "load", "tensorboard_dir"):
-        if getattr(args, name) is not None:
-            raise ConfigError(
-                f"--fake-process-group contradicts {_flag(name)} {getattr(args, name)}: weights and losses mean nothing"
-            )
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ConfigError("--fake-process-group is for one process: WORLD_SIZE=64 python examples/pretrain_gpt.py ...")
-    args.check_for_nan_in_loss_and_grad = args.skip_nonfinite_steps = False
-    args.num_tokens_to_generate = 0
 
 
 def flags_without_engine(args: argparse.Namespace) -> list[str]:
     """Return the flags that were given and do nothing without ``--use-megatron-fsdp``."""
-    return [
-        flag.spell(getattr(args, flag.dest))
-        for flag in FLAGS
-        if flag.dest not in _OF_THE_SCRIPT and getattr(args, flag.dest) not in (flag.default, [])
-    ]
+    given = [flag for flag in FLAGS if getattr(args, flag.dest) not in (flag.default, [])]
+    return [flag.spell(getattr(args, flag.dest)) for flag in given if flag.dest not in _OF_THE_SCRIPT]
+
+
+def _fill_defaults(args: argparse.Namespace, num_ranks: int) -> None:
+    """Set what follows from what was given, and what refusals speak of."""
+    size, multiple = build_tokenizer(args.tokenizer_model).vocabulary_size, args.make_vocab_size_divisible_by
+    args.padded_vocab_size = -(-size // multiple) * multiple
+    args.num_ranks, args.data_parallel_size = num_ranks, num_ranks // args.tensor_model_parallel_size
+    args.ranks_per_instance = args.data_parallel_size // args.num_distributed_optimizer_instances
+    args.head_dim = args.hidden_size // args.num_attention_heads
+    args.key_heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    # Megatron's rule for SwiGLU: about as many weights as without, in steps of 64
+    gated = max(64, int(4 * args.hidden_size * 2 / 3) // 64 * 64)
+    derived = {
+        "ffn_hidden_size": gated if args.swiglu else 4 * args.hidden_size,
+        "max_position_embeddings": args.seq_length,
+        "global_batch_size": args.micro_batch_size * args.data_parallel_size,
+        "lr_decay_iters": args.train_iters,
+    }
+    for name, value in derived.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _is_cut(args: argparse.Namespace) -> bool:
+    return bool(args.tensor_model_parallel_size * args.expert_model_parallel_size > 1)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all flags: the script's own and those of the sharding engine."""
+    parser = _Parser("pretrain_gpt.py", "Train a byte-level GPT, sharded by megatron_fsdp.", _EXAMPLES)
+    for title, rows in _FLAGS.items():
+        add_flags(parser.add_argument_group(title), rows)
+    return add_megatron_fsdp_args(parser)
+
+
+def add_flags(parser: argparse._ActionsContainer, rows: Sequence[_Row]) -> None:
+    """Add rows of a table of flags."""
+    for name, kind, default, meaning in rows:
+        options: dict[str, Any] = {"type": kind, "default": default}
+        if kind is bool:
+            options = {"action": "store_true"}
+        elif isinstance(kind, tuple):
+            options = {"choices": kind, "default": default}
+        elif kind is list:
+            options = {"nargs": "+", "default": default, "metavar": "WORD"}
+        parser.add_argument(name, help=meaning, **options)
+
+
+class _Parser(CommandParser):
+    """Raises ConfigError where argparse would print the whole usage and exit, on every rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _checked(cast: Callable[[str], Any], is_valid: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if is_valid(value := cast(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"found {text!r}, wanted {wanted}")
+
+    return parse
+
+
+_count = _checked(int, lambda value: value >= 1, "a whole number >= 1")
+_natural = _checked(int, lambda value: value >= 0, "a whole number >= 0")
+_positive = _checked(float, lambda value: 0 < value < float("inf"), "a number > 0")
+_nonnegative = _checked(float, lambda value: 0 <= value < float("inf"), "a number >= 0")
+_text = _checked(str, bool, "at least one character")
+_fraction = _checked(float, lambda value: 0 <= value < 1, "a number from 0 to below 1")
+
+# Rows stay rows: the formatter would give every field a line of its own.
+# fmt: off
+SAMPLING: tuple[_Row, ...] = (
+    ("--prompt", _text, "def ", "what the trained model continues"),
+    ("--num-tokens-to-generate", _natural, 200, "tokens it adds; 0 = none"),
+    ("--temperature", _nonnegative, 0.7, "of that sample; 0 = most likely token"),
+)
+_FLAGS: dict[str, tuple[_Row, ...]] = {
+    "model": (
+        ("--num-layers", _count, None, "number of transformer layers"),
+        ("--hidden-size", _count, None, "width of the residual stream"),
+        ("--num-attention-heads", _count, None, "must divide --hidden-size"),
+        ("--ffn-hidden-size", _count, None, "width of the MLP, default 4 x --hidden-size"),
+        ("--seq-length", _count, None, "tokens per sample"),
+        ("--max-position-embeddings", _count, None, "longest sequence, default --seq-length"),
+        ("--untie-embeddings-and-output-weights", bool, False, "give the output layer its own weight"),
+        ("--init-method-std", _positive, 0.02, "standard deviation of weights"),
+    ),
+    "architecture": (
+        ("--swiglu", bool, False, "gated MLP; --ffn-hidden-size is then 8/3 x --hidden-size"),
+        ("--normalization", ("LayerNorm", "RMSNorm"), "LayerNorm", "of the blocks"),
+        ("--norm-epsilon", _positive, 1e-5, "added to the variance"),
+        ("--position-embedding-type", ("learned_absolute", "rope", "none"), "learned_absolute",
+         "how the model knows positions: added vectors, turned queries and keys, or by the causal mask alone"),
+        ("--rotary-base", _count, 10_000, "longest wave of rope"),
+        ("--group-query-attention", bool, False, "query heads share keys and values"),
+        ("--num-query-groups", _count, 1, "heads of keys and values then"),
+        ("--disable-bias-linear", bool, False, "no biases in linear layers"),
+        ("--num-experts", _count, None, "MLPs per block for a router to choose from"),
+        ("--moe-router-topk", _count, 2, "experts that each token uses"),
+        ("--moe-router-pre-softmax", bool, False, "weigh experts by the softmax over all, not the chosen"),
+        ("--moe-aux-loss-coeff", _nonnegative, 0.0, "of the load balancing loss; 1e-2 is usual"),
+    ),
+    "parallelism": (
+        ("--tensor-model-parallel-size", _count, 1, "ranks that share each layer of a block"),
+        ("--expert-model-parallel-size", _count, 1, "ranks that share the experts of a block"),
+        ("--weight-gather", ("fp8", "mxfp8", "int8_block"), None, "matrices travel in 8 bits"),
+        ("--slot-pool", ("by_size", "largest", "static"), None,
+         "with --use-megatron-fsdp: gathered weights and packed gradients lie in memory that stays"),
+        ("--distributed-backend", ("nccl", "gloo"), None, "nccl = GPUs, gloo = CPU; default by what is there"),
+        ("--distributed-timeout-minutes", _positive, 10, "limit of a collective"),
+        ("--agreement-interval", _natural, 1, "steps between comparisons of what ranks did; 0 = none"),
+        ("--replica-interval", _natural, 0, "steps between comparisons of replicas; 0 = none"),
+    ),
+    "training": (
+        ("--micro-batch-size", _count, None, "samples per rank and forward pass"),
+        ("--global-batch-size", _count, None, "samples per step, default --micro-batch-size x ranks"),
+        ("--train-iters", _count, None, "optimizer steps in all"),
+        ("--exit-interval", _count, None, "stop after a step divisible by this"),
+        ("--seed", _natural, 1234, "of weights, data order and sampling"),
+        ("--bf16", bool, False, "compute in bfloat16"),
+        ("--fp16", bool, False, "refused: it needs loss scaling, which is not here yet"),
+        ("--recompute-granularity", ("full",), None, "recompute whole blocks in backward"),
+        ("--skip-nonfinite-steps", bool, False, "leave steps out whose gradients have NaN, instead of stopping"),
+        ("--check-gradient-scale", bool, False,
+         "before the first step, measure what reduced gradients are of the ranks' own"),
+    ),
+    "optimizer": (
+        ("--lr", _positive, None, "peak learning rate"),
+        ("--min-lr", _nonnegative, 0.0, "learning rate at the end of the decay"),
+        ("--lr-decay-style", ("constant", "linear", "cosine"), "linear", "shape after the warm-up"),
+        ("--lr-warmup-iters", _natural, 0, "iterations of linear warm-up"),
+        ("--lr-decay-iters", _count, None, "end of the decay, default --train-iters"),
+        ("--weight-decay", _nonnegative, 0.01, "for weights of two dims and more"),
+        ("--adam-beta1", _fraction, 0.9, "decay of the first moment"),
+        ("--adam-beta2", _fraction, 0.999, "decay of the second moment"),
+        ("--adam-eps", _positive, 1e-8, "added to the denominator"),
+        ("--adam-moments", ("fp32", "int8"), "fp32", "int8: codes with a scale for each 256 elements"),
+        ("--adam-moments-seed", int, None, "round these codes stochastically, by this seed"),
+        ("--sgd-momentum", _fraction, 0.9, "with --optimizer sgd"),
+        ("--muon-momentum", _fraction, 0.95, "with --optimizer muon"),
+        ("--muon-no-split-qkv", bool, False, "make one matrix of queries, keys and values instead of three"),
+        ("--muon-use-nesterov", bool, False, "look ahead by one momentum"),
+        ("--muon-scale-mode", ("spectral", "unit_rms_norm", "shape_scaling"), "spectral",
+         "factor of a matrix's learning rate"),
+        ("--muon-extra-scale-factor", _positive, 1.0, "multiplies it; 0.2 makes spectral updates as large as AdamW's"),
+        ("--muon-num-ns-steps", _count, 5, "steps of Newton-Schulz"),
+        ("--muon-coefficient-type", tuple(COEFFICIENT_SETS), "quintic", "coefficients of the steps"),
+        ("--muon-fp32-matmul-prec", ("low", "medium", "high", "highest"), "medium",
+         "low and medium: bf16 products on GPUs; the others, and all on the CPU: FP32"),
+        ("--clip-grad", _nonnegative, 1.0, "largest global norm; 0 = measure only"),
+    ),
+    "data, checkpoints, log": (
+        ("--data-path", list, None,
+         "text file or folder, prefix of an indexed data set, or a blend (0.3 a 0.7 b); default Python's sources"),
+        ("--split", str, None, "shares of training, validation and test in indexed data, default 969,30,1"),
+        ("--tokenizer-model", Path, None, "local tokenizer.json of indexed data; default bytes"),
+        ("--make-vocab-size-divisible-by", _count, 128, "pads the vocabulary"),
+        ("--eod-mask-loss", bool, False, "what follows the end of a document does not count"),
+        ("--eval-interval", _count, 1000, "steps between validations"),
+        ("--eval-iters", _natural, 100, "global batches per validation; 0 = none"),
+        ("--save", Path, None, "folder of checkpoints, log and loss curve"),
+        ("--save-interval", _count, None, "steps between checkpoints, default only at the end"),
+        ("--keep-last", _count, None, "checkpoints to keep in --save, default all"),
+        ("--async-save", bool, False, "write checkpoints while training goes on"),
+        ("--load", Path, None, "folder of checkpoints to resume from; may be new if it is --save"),
+        ("--log-interval", _count, 100, "steps between log lines"),
+        ("--log-checksum", _count, None, "log 64 bits of weights and moments every so many steps"),
+        ("--log-checksum-per-unit", bool, False, "and those of each unit, for bisect"),
+        ("--profile", bool, False, "write a Chrome trace and a picture of some steps into --save"),
+        ("--profile-step-start", _count, 10, "first step of the trace"),
+        ("--profile-step-end", _count, 12, "first step after the trace"),
+        *SAMPLING,
+    ),
+}
+
+# What is refused, in this order, and what is said of it: {lr} is the flag with its value, {found.lr} the value alone.
+_REFUSALS: tuple[tuple[Callable[[argparse.Namespace], Any], str], ...] = (
+    (lambda a: a.num_ranks % a.tensor_model_parallel_size,
+     "{tensor_model_parallel_size} does not divide {found.num_ranks}, the number of ranks"),
+    (lambda a: a.data_parallel_size % a.num_distributed_optimizer_instances,
+     "{num_distributed_optimizer_instances} does not divide {found.data_parallel_size}, the data-parallel ranks"),
+    (lambda a: a.ranks_per_instance % a.expert_model_parallel_size,
+     "{expert_model_parallel_size} does not divide {found.ranks_per_instance}, the data-parallel ranks of an instance"),
+    (lambda a: _is_cut(a) and not a.use_megatron_fsdp,
+     "{tensor_model_parallel_size} with {expert_model_parallel_size} needs --use-megatron-fsdp: a replica is whole"),
+    (lambda a: a.expert_model_parallel_size > 1 and (a.num_experts or 1) % a.expert_model_parallel_size,
+     "{expert_model_parallel_size} does not divide {num_experts}; every rank has as many experts"),
+    (lambda a: _is_cut(a) and a.optimizer in ("muon", "dist_muon"),
+     "{tensor_model_parallel_size} with {expert_model_parallel_size} contradicts {optimizer}, which needs whole "
+     "matrices on the data-parallel ranks; use --optimizer adam"),
+    (lambda a: _is_cut(a) and a.adam_moments == "int8",
+     "{tensor_model_parallel_size} with {expert_model_parallel_size} contradicts {adam_moments}, whose blocks of 256 "
+     "elements would depend on it; leave one out"),
+    (lambda a: a.key_heads % a.tensor_model_parallel_size,
+     "{tensor_model_parallel_size} does not divide the {found.key_heads} heads of keys and values"),
+    (lambda a: a.ffn_hidden_size % a.tensor_model_parallel_size,
+     "{tensor_model_parallel_size} does not divide the {found.ffn_hidden_size} columns of --ffn-hidden-size"),
+    (lambda a: a.tensor_model_parallel_size > 1 and a.swiglu,
+     "{tensor_model_parallel_size} contradicts --swiglu: PyTorch's ColwiseParallel would give one rank all gates and "
+     "another all values; leave one out"),
+    (lambda a: a.hidden_size % a.num_attention_heads,
+     "{hidden_size} is not divisible by {num_attention_heads}; every head must have the same width"),
+    (lambda a: a.seq_length > a.max_position_embeddings,
+     "{seq_length} exceeds {max_position_embeddings}; positions beyond it have no embedding"),
+    (lambda a: a.position_embedding_type == "rope" and a.head_dim % 2,
+     "{position_embedding_type} turns pairs of features: {hidden_size} / {num_attention_heads} is odd"),
+    (lambda a: a.num_attention_heads % a.key_heads,
+     "{num_attention_heads} is not divisible by {num_query_groups}; every group must have as many query heads"),
+    (lambda a: a.num_query_groups != 1 and not a.group_query_attention,
+     "{num_query_groups} needs --group-query-attention; give both"),
+    (lambda a: a.moe_aux_loss_coeff and a.num_experts is None, "{moe_aux_loss_coeff} needs --num-experts; give both"),
+    (lambda a: a.num_experts is not None and a.moe_router_topk > a.num_experts,
+     "{moe_router_topk} exceeds {num_experts}; lower the first"),
+    (lambda a: a.num_experts is not None and a.moe_router_topk == 1 and not a.moe_router_pre_softmax,
+     "{moe_router_topk} needs --moe-router-pre-softmax: the softmax over one chosen expert is always 1, and the router "
+     "would learn nothing"),
+    (lambda a: a.check_gradient_scale and (not a.use_megatron_fsdp or a.fake_process_group),
+     "--check-gradient-scale needs --use-megatron-fsdp without --fake-process-group: it measures what ranks reduce"),
+    (lambda a: a.check_gradient_scale and a.fsdp_invariant_reduction,
+     "--check-gradient-scale contradicts --fsdp-invariant-reduction: it measures one microbatch, and gradients are "
+     "divided by the number of those of a step; measure without the second"),
+    (lambda a: a.log_checksum_per_unit and a.log_checksum is None,
+     "--log-checksum-per-unit needs --log-checksum N: how often"),
+    (lambda a: a.log_checksum and a.use_torch_fsdp2,
+     "--log-checksum contradicts --use-torch-fsdp2: where elements lie in whole weights is not known there"),
+    (lambda a: a.log_checksum and _is_cut(a),
+     "--log-checksum contradicts {tensor_model_parallel_size} with {expert_model_parallel_size}: where elements lie in "
+     "whole weights is not known there"),
+    (lambda a: a.skip_nonfinite_steps and not a.check_for_nan_in_loss_and_grad,
+     "--skip-nonfinite-steps contradicts --no-check-for-nan-in-loss-and-grad; give one of them"),
+    (lambda a: a.global_batch_size % (a.micro_batch_size * a.data_parallel_size),
+     "{global_batch_size} is not divisible by {micro_batch_size} x {found.data_parallel_size} data-parallel ranks"),
+    (lambda a: a.fp16, "--fp16 needs loss scaling, which is not here yet; use --bf16 or neither (fp32)"),
+    (lambda a: a.save is None and (a.save_interval or a.keep_last),
+     "{save_interval} and {keep_last} need --save: name the folder"),
+    (lambda a: a.optimizer not in ("adam", "sgd", "muon", "dist_muon"),
+     "{optimizer} is not here yet; wanted adam, sgd or muon"),
+    (lambda a: a.adam_moments != "fp32" and a.optimizer != "adam", "{adam_moments} contradicts {optimizer}"),
+    (lambda a: a.adam_moments_seed is not None and a.adam_moments != "int8",
+     "{adam_moments_seed} needs --adam-moments int8, which it rounds"),
+    (lambda a: a.fsdp_invariant_reduction and not a.use_megatron_fsdp,
+     "--fsdp-invariant-reduction needs --use-megatron-fsdp, which keeps the order of sums"),
+    (lambda a: not a.use_megatron_fsdp and (a.weight_gather or a.slot_pool),
+     "{weight_gather} and {slot_pool} need --use-megatron-fsdp"),
+    (lambda a: a.use_torch_fsdp2 and not a.use_megatron_fsdp and (a.save or a.load),
+     "--use-torch-fsdp2 contradicts {save} and {load}: this script saves and loads what megatron_fsdp sharded, or "
+     "replicas; leave them away (the log goes to runs/gpt)"),
+    (lambda a: a.use_torch_fsdp2 and not a.use_megatron_fsdp and a.num_distributed_optimizer_instances != 1,
+     "--use-torch-fsdp2 contradicts {num_distributed_optimizer_instances}: it shards over all ranks here"),
+    (lambda a: a.min_lr > a.lr, "{min_lr} exceeds {lr}; the rate decays from the second to the first"),
+    (lambda a: a.lr_warmup_iters >= a.lr_decay_iters,
+     "{lr_warmup_iters} leaves no decay before {lr_decay_iters} (default: --train-iters)"),
+    (lambda a: a.profile and a.profile_step_start >= a.profile_step_end,
+     "{profile_step_start} is not before {profile_step_end}; no step would be recorded"),
+    (lambda a: a.fake_process_group and (a.save or a.load),
+     "--fake-process-group contradicts {save} and {load}: weights and losses mean nothing"),
+    (lambda a: a.fake_process_group and "TORCHELASTIC_RUN_ID" in os.environ,
+     "--fake-process-group is for one process: WORLD_SIZE=64 python examples/pretrain_gpt.py ..."),
+)
+# fmt: on

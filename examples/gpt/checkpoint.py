@@ -1,32 +1,30 @@
-"""Where checkpoints lie, which one is the latest, and what a resumed run continues from."""
+"""Checkpoints of a run: where they lie, what is in them, and going on from one."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import os
+import shlex
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt.model_config import GptConfig
-from megatron_fsdp import ConfigError
+from gpt.arguments import check_load
+from gpt.job import DEFAULT_FOLDER, Job
+from gpt.model import GptConfig
+from gpt.parallel import unwrapped
+from megatron_fsdp import CheckpointSeries, ConfigError
+from megatron_fsdp.checkpoint.api import load_matching
 from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
 from megatron_fsdp.checkpoint.reader import open_checkpoint
-from megatron_fsdp.checkpoint.series import CheckpointSeries
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """How far training has come.
-
-    Attributes:
-        iteration: optimizer steps done.
-        consumed_samples: samples seen by them; the number of the next sample.
-        loss_sum, loss_count: of the iterations since the last log line.
-    """
+    """Optimizer steps done, samples seen by them, and the sum of the losses since the last log line."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -37,104 +35,119 @@ class TrainingState:
         """Return the state one optimizer step later."""
         return TrainingState(self.iteration + 1, self.consumed_samples + global_batch_size)
 
-    def to_extra(self, config: GptConfig, data: dict[str, Any]) -> dict[str, Any]:
-        """Return what goes into the checkpoint beside weights and optimizer: plain numbers and strings only.
 
-        Args:
-            data: what decides which text the samples are, by flag name without dashes.
-        """
-        return {
-            "training": dataclasses.asdict(self),
-            "model": dataclasses.asdict(config),
-            "data": data,
-        }
+def checkpoints_in(root: Path) -> CheckpointSeries:
+    """Return the checkpoints of a run's folder, named as Megatron names them: ``iter_0000200`` and a tracker file."""
+    return CheckpointSeries(root, prefix="iter_", pointer="latest_checkpointed_iteration.txt", is_pointer_bare=True)
 
-    @classmethod
-    def of_another_model(cls, extra: dict[str, Any]) -> TrainingState:
-        """Return the state that ``to_extra`` described, whatever the model was."""
-        return cls(**extra["training"])
 
-    @classmethod
-    def from_extra(cls, extra: dict[str, Any], config: GptConfig, path: Path) -> TrainingState:
-        """Return the state that ``to_extra`` described.
+def what_to_save(job: Job, state: TrainingState) -> dict[str, Any]:
+    """Return what goes into a checkpoint beside weights and optimizer: plain numbers and strings only."""
+    model = dataclasses.asdict(job.config)
+    return {"training": dataclasses.asdict(state), "model": model, "data": data_flags(job)}
 
-        Raises:
-            ConfigError: the checkpoint's model was built with other flags; each that differs is named. It catches what
-                weights of equal shape cannot show, such as another number of attention heads.
-        """
-        differing = _model_differences(extra, config)
-        if differing:
+
+def data_flags(job: Job) -> dict[str, Any]:
+    """Return what decides which text a sample number stands for, and how to read it, by flag name."""
+    args = job.args
+    flags = {"seed": args.seed, "seq_length": args.seq_length, "data_path": job.data.source, **job.data.flags}
+    if args.tokenizer_model is not None:
+        flags["tokenizer_model"] = str(args.tokenizer_model)
+    return flags
+
+
+def resume(job: Job) -> TrainingState:
+    """Load the newest whole checkpoint of the run and return where it stands, or a new run's state if there is none.
+
+    It is looked for in ``--load``, or in ``--save`` after a restart by torchrun. A ConfigError says that there is none
+    where ``--load`` alone says to go on, or names the flags with which its model was built otherwise.
+    """
+    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    root: Path | None = job.args.save if job.args.load is None and is_restart else job.args.load
+    if root is None:
+        return TrainingState()
+    checkpoints = checkpoints_in(root)
+    if not job.args.strict_fsdp_dtensor_load and (partial := resume_partly(job, checkpoints)) is not None:
+        return partial
+    loaded = checkpoints.load(unwrapped(job.model), job.optimizer)
+    if loaded is None:
+        if (step := checkpoints.latest()) is not None:  # starting anew would hide the loss
             raise ConfigError(
-                f"{path} holds another model: {'; '.join(differing)}. Use its flags, or another --load; "
-                "--no-strict-fsdp-dtensor-load takes the weights that both have"
+                f"{root / checkpoints.pointer} names iteration {step}, but there is no whole checkpoint in {root}; "
+                f"bring {checkpoints.path(step).name} back, or delete the file to start anew"
             )
-        return cls(**extra["training"])
+        check_load(job.args, root, "there is no checkpoint in it")
+        job.log.message(f"no checkpoint in {root}: starting from new weights")
+        return TrainingState()
+    for message in loaded.damaged:
+        job.log.message(f"passed over a checkpoint: {message}")
+    if differing := model_differences(loaded.extra, job.config):
+        # What weights of equal shape cannot show, such as another number of attention heads.
+        raise ConfigError(
+            f"{loaded.path} holds another model: {'; '.join(differing)}. Use its flags, or another --load; "
+            "--no-strict-fsdp-dtensor-load takes the weights that both have"
+        )
+    state = TrainingState(**loaded.extra["training"])
+    done = f"{state.iteration} iterations, {state.consumed_samples} samples consumed"
+    job.log.message(f"resuming from {loaded.path}: {done}")
+    for difference in differences(loaded.extra["data"], data_flags(job)):
+        job.log.message(f"the loss curve will not continue exactly: {difference}")
+    return state
 
 
-def _model_differences(extra: dict[str, Any], config: GptConfig) -> list[str]:
-    free = ("init_method_std", "moe_aux_loss_coeff")  # they change training, not the model
-    shape = {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
+def resume_partly(job: Job, checkpoints: CheckpointSeries) -> TrainingState | None:
+    """Load what the newest checkpoint has of this model, None where it is of this very model or there is none."""
+    ranks = checkpoint_ranks()
+    steps = ranks.agree(f"looking for checkpoints in {checkpoints.root}", lambda: None, lambda _: checkpoints.steps())
+    if not steps:
+        return None
+    path = checkpoints.path(steps[-1])
+    extra = open_checkpoint(path, ranks, verify=False).state.get("extra", {})
+    if "model" not in extra or not model_differences(extra, job.config):
+        return None
+    found = load_matching(unwrapped(job.model), path)
+    listed = "".join(f"\n  {line}" for line in found.left)
+    job.log.message(
+        f"{path} is of another model: {len(found.loaded)} tensors loaded, {len(found.left)} left as they are; the "
+        f"optimizer starts anew (--no-strict-fsdp-dtensor-load){listed}"
+    )
+    return TrainingState(**found.extra["training"])
+
+
+def model_differences(extra: dict[str, Any], config: GptConfig) -> list[str]:
+    """Return, in words, the flags with which a checkpoint's model was built otherwise than ``config``."""
+    shape = dataclasses.asdict(config)
+    del shape["init_method_std"], shape["moe_aux_loss_coeff"]  # they change training, not the model
     # What did not exist when the checkpoint was saved was as its default is.
     defaults = {field.name: field.default for field in dataclasses.fields(GptConfig)}
     return differences(defaults | extra["model"], shape)
 
 
-def newest_of_another_model(checkpoints: CheckpointSeries, config: GptConfig) -> Path | None:
-    """Return the newest whole checkpoint if its model was built with other flags; every rank calls it."""
-    ranks = checkpoint_ranks()
-    steps = ranks.agree(f"looking for checkpoints in {checkpoints.folder}", lambda: None, lambda _: checkpoints.steps())
-    if not steps:
-        return None
-    path = checkpoints.path(steps[-1])
-    extra = open_checkpoint(path, ranks, verify=False).state.get("extra", {})
-    return path if "model" in extra and _model_differences(extra, config) else None
-
-
 def differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """Return, in words, the flags of ``wanted`` that had another value when the checkpoint was saved."""
-    return [
-        f"--{name.replace('_', '-')} is {value}, the checkpoint has {saved.get(name)}"
-        for name, value in wanted.items()
-        if saved.get(name) != value
-    ]
+    others = [(name, value, saved.get(name)) for name, value in wanted.items() if saved.get(name) != value]
+    return [f"--{name.replace('_', '-')} is {value}, the checkpoint has {other}" for name, value, other in others]
 
 
-def checkpoints_in(root: Path) -> CheckpointSeries:
-    """Return the checkpoints of a run's folder, named as Megatron names them: ``iter_0000200`` and a tracker file."""
-    return CheckpointSeries(root, prefix="iter_", pointer=TRACKER, is_pointer_bare=True)
-
-
-def resume_folder(args: argparse.Namespace) -> Path | None:
-    """Return where to look for a checkpoint to go on from: ``--load``, or ``--save`` after a restart by torchrun."""
-    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    folder: Path | None = args.save if args.load is None and is_restart else args.load
-    return folder
-
-
-def check_load(args: argparse.Namespace, folder: Path, found: str) -> None:
-    """Refuse to start anew where ``--load`` says to go on; with the same folder as ``--save`` a job may begin, too.
-
-    Args:
-        folder: to go on from. found: what is wrong with it.
-    Raises:
-        ConfigError: it is another one than that of ``--save``.
-    """
-    if args.save is None or folder.resolve() != args.save.resolve():
-        raise ConfigError(
-            f"--load {folder}: {found}; wanted the --save folder of an earlier run. Leave --load out to start from new "
-            "weights; a job that is to do either, its first time and later, gives --save and --load the same folder"
-        )
-
-
-def check_tracker(checkpoints: CheckpointSeries) -> None:
-    """Refuse a folder whose tracker names a checkpoint when there is none: starting anew would hide the loss.
-
-    Raises:
-        ConfigError: it does, or holds no number.
-    """
-    step = checkpoints.latest()
-    if step is not None:
-        raise ConfigError(
-            f"{checkpoints.folder / checkpoints.pointer} names iteration {step}, but there is no whole checkpoint in "
-            f"{checkpoints.folder}; bring {checkpoints.path(step).name} back, or delete the file to start anew"
-        )
+def next_steps(args: argparse.Namespace, arguments: Sequence[str], num_ranks: int) -> str:
+    """Return where the log is and, where a checkpoint was saved, how to go on from this command line."""
+    folder: Path = args.save or DEFAULT_FOLDER
+    files = f"loss curve  {folder / 'loss.png'}\nlog         {folder / 'log.jsonl'}"
+    step = None if args.save is None else checkpoints_in(folder).latest()
+    if step is None:
+        return files
+    checkpoint = checkpoints_in(folder).path(step)
+    below = os.path.relpath(sys.executable)
+    python = shlex.quote(sys.executable if below.startswith("..") else below)
+    starter = f"{python} -m torch.distributed.run --standalone --nproc-per-node {num_ranks}"
+    more = 2 * args.train_iters if step == args.train_iters else args.train_iters
+    # Of flags that are given twice, argparse takes the last; those that this command has added before go.
+    words = [*(arguments[:-4] if list(arguments[-4:-1:2]) == ["--load", "--train-iters"] else arguments)]
+    words = [sys.argv[0], *words, "--load", str(folder), "--train-iters", str(more)]
+    loading, target = shlex.quote(str(folder)), shlex.quote(str(folder / "safetensors"))
+    return f"""{files}
+checkpoint  {checkpoint}
+to go on:
+  generate  {python} examples/generate_gpt.py --load {loading} --prompt 'def main('
+  resume    {starter if num_ranks > 1 else python} {shlex.join(words)}
+  export    {python} -m megatron_fsdp checkpoint export {shlex.quote(str(checkpoint))} {target}"""

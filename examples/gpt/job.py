@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import profile, schedule
 
 from gpt.arguments import flags_without_engine
-from gpt.data import TrainingData
-from gpt.large_gradients import LargeGradients
-from gpt.launch import Ranks, precision_line, select_device, start_process_group
-from gpt.meshes import build_mesh
-from gpt.model_config import GptConfig
+from gpt.data import Tokenizer, TrainingData, build_tokenizer
+from gpt.indexed import load_data
+from gpt.launch import Ranks, select_device, start_process_group
+from gpt.model import GptConfig
 from gpt.optimizer import build_optimizer, write_parameter_groups
 from gpt.parallel import build_model, unwrapped
-from gpt.tokenizer import Tokenizer, build_tokenizer
 from gpt.train_log import TrainLog
-from gpt.training_data import load_data
-from megatron_fsdp import FsdpConfig, explain, fully_shard_optimizer
+from megatron_fsdp import FsdpConfig, FSDPModule, Timeline, explain, fully_shard_optimizer
 from megatron_fsdp.checkpoint.async_save import finish_pending_save
 
 DEFAULT_FOLDER = Path("runs/gpt")
@@ -42,7 +41,6 @@ class Job:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     log: TrainLog
-    large_gradients: LargeGradients
 
     @property
     def masked_token(self) -> int | None:
@@ -55,30 +53,27 @@ def started(args: argparse.Namespace, ranks: Ranks) -> Iterator[Job]:
     """Join the other ranks and yield the job: text, model in units, optimizer and log."""
     device = select_device(args.distributed_backend, ranks)
     data = load_data(args)
-    tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
-    if args.num_tokens_to_generate:
-        tokenizer.encode(args.prompt)  # refused now rather than after the last step
-    unit = "byte" if args.tokenizer_type == "ByteTokenizer" else "token"
+    unit = "byte" if args.tokenizer_model is None else "token"
     log = TrainLog(args.save or DEFAULT_FOLDER, is_main=ranks.is_main, train_iters=args.train_iters, unit=unit)
-    if args.tensorboard_dir is not None:
-        log.open_tensorboard(args.tensorboard_dir)
     start_process_group(args, ranks, device)
-    config = GptConfig.from_args(args)
-    model = build_model(config, args, build_mesh(args, ranks.size, device), device)
+    job = build_job(args, ranks, device, data, log)
+    describe(job)
+    yield job
+    # Not after an error: the other ranks may be gone, and both wait for them.
+    finish_pending_save()
+    dist.destroy_process_group()
+
+
+def build_job(args: argparse.Namespace, ranks: Ranks, device: torch.device, data: TrainingData, log: TrainLog) -> Job:
+    """Build model and optimizer; the process group is there."""
+    config, tokenizer = GptConfig.from_args(args), build_tokenizer(args.tokenizer_model)
+    model = build_model(config, args, device)
     optimizer = build_optimizer(model, args)
     if args.use_megatron_fsdp:
         optimizer = fully_shard_optimizer(optimizer)
     if args.dump_param_to_param_group_map is not None and ranks.is_main:
         write_parameter_groups(unwrapped(model), optimizer, Path(args.dump_param_to_param_group_map))
-    job = Job(args, ranks, device, data, tokenizer, config, model, optimizer, log, LargeGradients(args))
-    describe(job)
-    try:
-        yield job
-    finally:
-        log.end()
-    # Not after an error: the other ranks may be gone, and both wait for them.
-    finish_pending_save()
-    dist.destroy_process_group()
+    return Job(args, ranks, device, data, tokenizer, config, model, optimizer, log)
 
 
 def describe(job: Job) -> None:
@@ -86,15 +81,45 @@ def describe(job: Job) -> None:
     args, log = job.args, job.log
     num_parameters = sum(parameter.numel() for parameter in job.model.parameters())
     log.message(
-        f"GPT with {num_parameters:,} parameters on {job.ranks.size} rank(s), {job.device.type}; "
-        f"training text: {job.data.num_tokens:,} {log.unit}s from {job.data.source}"
+        f"GPT with {num_parameters:,} parameters on {job.ranks.size} rank(s), {job.device.type}, "
+        f"{'bf16' if args.bf16 else 'fp32'}; training text: {job.data.num_tokens:,} {log.unit}s from {job.data.source}"
     )
     if args.fake_process_group:
         log.message(f"one process stands for {job.ranks.size} ranks (--fake-process-group): losses mean nothing")
-    log.message(precision_line(is_bf16=args.bf16, device=job.device))
     if args.use_megatron_fsdp:
         config = FsdpConfig.from_args(args)
         log.message("\n".join([config.explain(), *config.notices(), str(explain(job.model))]))
     elif idle := flags_without_engine(args):
         sharder = "PyTorch shards" if args.use_torch_fsdp2 else "nothing is sharded"
         log.message(f"without --use-megatron-fsdp {sharder}, and these do nothing: {', '.join(idle)}")
+
+
+@contextlib.contextmanager
+def profiled(job: Job, iteration: int) -> Iterator[Callable[[], None]]:
+    """Profile a run that goes on after ``iteration``; yields what is to be called after each step.
+
+    It records the steps from ``--profile-step-start`` to before ``--profile-step-end`` on the main rank, into
+    ``trace_rank0_steps10-11.json`` and for a sharded model ``timeline_rank0_steps10-11.png``.
+    """
+    args, wait = job.args, job.args.profile_step_start - 1 - iteration
+    if not (args.profile and job.ranks.is_main and wait >= 0):
+        yield lambda: None
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no warm-up: the steps before are one
+        steps = schedule(wait=wait, warmup=0, active=args.profile_step_end - args.profile_step_start, repeat=1)
+    with profile(schedule=steps, on_trace_ready=lambda recorded: _write(job, recorded), acc_events=True) as profiler:
+        yield profiler.step
+
+
+def _write(job: Job, recorded: profile) -> None:
+    folder = job.args.save or DEFAULT_FOLDER
+    name = f"rank0_steps{job.args.profile_step_start}-{job.args.profile_step_end - 1}"
+    trace, picture = folder / f"trace_{name}.json", folder / f"timeline_{name}.png"
+    recorded.export_chrome_trace(str(trace))
+    job.log.message(f" wrote the trace {trace}")
+    if isinstance(job.model, FSDPModule):
+        timeline = Timeline.read(trace)
+        timeline.draw(picture)
+        headline = str(timeline).partition("\n")[0]
+        job.log.message(f" drew {picture}: {headline}")

@@ -1,4 +1,4 @@
-"""Ranks and devices, from torchrun's environment or for one plain process; errors said once."""
+"""Ranks and devices, from torchrun's environment or for one plain process; errors said once; requests to stop."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import argparse
 import datetime
 import importlib
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it, but untyped
 from torch.distributed.rendezvous import rendezvous
 
+from dbuffer.collectives import wait_for
 from megatron_fsdp import AgreementError, ConfigError
 from megatron_fsdp.command_parser import record_error
 
 _GRACE_SECONDS = 10.0
+_NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,70 +37,55 @@ class Ranks:
     @classmethod
     def from_environment(cls) -> Ranks:
         """Return what torchrun says, or a single rank."""
-        return cls(*(int(os.environ.get(name, default)) for name, default in _TORCHRUN_VARIABLES))
+        defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        return cls(*(int(os.environ.get(name, default)) for name, default in defaults.items()))
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that prints and writes files."""
+        """Whether this rank prints and writes files."""
         return self.rank == 0
 
 
-_TORCHRUN_VARIABLES = (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
-
-
 def select_device(backend: str | None, ranks: Ranks) -> torch.device:
-    """Return the device of this rank: its GPU for nccl, the CPU for gloo, by what is there for None.
-
-    Raises:
-        ConfigError: ``--distributed-backend nccl`` without a GPU for each rank of this machine.
-    """
+    """Return this rank's GPU for nccl, or raise a ConfigError; the CPU for gloo; what is there for None."""
     num_gpus = torch.cuda.device_count()
     if backend == "gloo" or (backend is None and num_gpus == 0):
         return torch.device("cpu")
     if ranks.local_rank >= num_gpus:
         raise ConfigError(
             f"--distributed-backend nccl needs a GPU for each rank: local rank {ranks.local_rank} found {num_gpus}; "
-            f"start fewer ranks (--nproc-per-node) or use --distributed-backend gloo, which trains on the CPU"
+            "start fewer ranks, or use --distributed-backend gloo, which trains on the CPU"
         )
     return torch.device("cuda", ranks.local_rank)
 
 
 def start_process_group(args: argparse.Namespace, ranks: Ranks, device: torch.device) -> None:
-    """Join the other ranks: NCCL on GPUs, gloo on CPUs. A collective that waits longer than the timeout fails.
-
-    With ``--fake-process-group`` there are no others, and collectives return at once with whatever is in memory.
-    """
+    """Join the other ranks: NCCL on GPUs, gloo on CPUs; with ``--fake-process-group`` there are none."""
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.set_device(device)
     if args.fake_process_group:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
         dist.init_process_group("fake", store=fake.FakeStore(), rank=ranks.rank, world_size=ranks.size)
         return
     timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        backend, device_id = "nccl", device
-    else:
-        backend, device_id = "gloo", None
+    options: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.size}
     if "RANK" in os.environ:
-        store, rank, size = next(rendezvous("env://", timeout=timeout))
         # torchrun keeps its store when it restarts the ranks, with the addresses of those that died still in it.
-        attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} on {size} ranks"
-        store = PrefixStore(attempt, store)
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=device_id)
+        attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} on {ranks.size} ranks"
+        options["store"] = PrefixStore(attempt, next(rendezvous("env://", timeout=timeout))[0])
     else:
         # Port 0: any free one, so that plain starts side by side do not collide.
-        address = "tcp://127.0.0.1:0"
-        dist.init_process_group(
-            backend, timeout=timeout, init_method=address, rank=0, world_size=1, device_id=device_id
-        )
+        options["init_method"] = "tcp://127.0.0.1:0"
+    options |= {"backend": "nccl", "device_id": device} if is_cuda else {"backend": "gloo"}
+    dist.init_process_group(timeout=timeout, **options)
 
 
 def report_error(error: Exception, ranks: Ranks) -> int:
     """Say the error once for all ranks, and return the exit status.
 
-    Most errors hit every rank alike, and torchrun ends all ranks as soon as one has ended. So the others wait before
-    they speak: rank 0's message is never cut off, and an error that only they have is still said.
+    Most errors hit every rank alike, and torchrun ends all ranks as soon as one has ended. So the others wait: rank 0's
+    message is never cut off, and an error that only they have is still said.
     """
     # Where ranks disagree, all of them have said so already.
     if not ranks.is_main and not isinstance(error, AgreementError):
@@ -107,10 +97,44 @@ def report_error(error: Exception, ranks: Ranks) -> int:
     return 2
 
 
-def precision_line(*, is_bf16: bool, device: torch.device) -> str:
-    """Return one line on the precision of the computation."""
-    if device.type != "cpu":
-        return f"computing in {'bf16' if is_bf16 else 'fp32 (--bf16 computes in bf16)'}"
-    if is_bf16:
-        return "warning: computing in bf16 on a CPU; without bf16 matrix units this is far slower than fp32"
-    return "computing in fp32: many CPUs have no bf16 matrix units (--bf16 computes in bf16 all the same)"
+class StopSignal:
+    """Notes SIGTERM and SIGINT (Ctrl-C) while its context is open; a second one of a kind does what it does without.
+
+    torchrun sends SIGTERM to all ranks when it is stopped, and to the others when one has failed; cluster schedulers
+    send it before they take a machine away. Ctrl-C reaches torchrun alone, which sends it on.
+    """
+
+    def __init__(self) -> None:
+        self._received = 0
+        self._previous: dict[int, Any] = {}
+        # A flag on the host must not wait for the GPU, so it has a gloo group of its own.
+        has_others = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+        self._group = dist.new_group(backend="gloo", group_desc="stop signal") if has_others else None
+
+    @property
+    def received(self) -> str:
+        """The name of the signal that this rank, or at the last look any rank, got; empty for none."""
+        return _NAMES[signal.Signals(self._received)] if self._received else ""
+
+    def is_received_anywhere(self) -> bool:
+        """Return whether any rank got the signal so far; all ranks call it and get one answer."""
+        if self._group is not None:
+            number = torch.tensor(self._received, dtype=torch.int32)
+            wait_for(dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
+            self._received = int(number)
+        return self._received > 0
+
+    def __enter__(self) -> StopSignal:
+        self._previous = {number: signal.signal(number, self._receive) for number in _NAMES}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+        signal.signal(number, self._previous[number])
+        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+            # Past Python's buffer, which may be in use by what the signal has interrupted.
+            os.write(2, b"\nCtrl-C: the step under way is finished first; Ctrl-C again ends the run at once\n")

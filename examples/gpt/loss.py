@@ -16,12 +16,7 @@ from dbuffer.collectives import wait_for
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """The cross entropy of some tokens in nats.
-
-    Attributes:
-        total: their sum, a 0-d fp32 tensor.
-        num_tokens: how many count, a 0-d int64 tensor.
-    """
+    """The cross entropy of some tokens in nats: their sum, 0-d fp32, and how many count, 0-d int64."""
 
     total: Tensor
     num_tokens: Tensor
@@ -32,21 +27,13 @@ class TokenLoss:
         return self.total / self.num_tokens.clamp(min=1)
 
 
-def token_loss(
-    model: nn.Module, text: Tensor, *, has_experts: bool = False, masked_token: int | None = None
-) -> TokenLoss:
-    """Return the loss of one microbatch.
+def token_loss(model: nn.Module, text: Tensor, masked_token: int | None = None) -> TokenLoss:
+    """Return the loss of one microbatch, (batch, sequence + 1) int64: each token predicts the next.
 
-    Args:
-        text: (batch, sequence + 1) int64; positions 0..sequence-1 predict positions 1..sequence.
-        has_experts: also balance their load: it adds to the gradient of the mean, not to the value, which stays
-            comparable.
-        masked_token: what follows it does not count: after the end of a document nothing can be predicted.
+    The balance of experts adds to the gradient of the mean, not to the value, which stays comparable. What follows
+    ``masked_token`` does not count: after the end of a document nothing can be predicted.
     """
-    if has_experts:
-        logits, balance_loss = model(text[:, :-1], with_balance_loss=True)
-    else:
-        logits, balance_loss = model(text[:, :-1]), None
+    logits, balance_loss = model(text[:, :-1], with_balance_loss=True)
     # fp32: a sum of exponentials in bf16 loses the digits that the loss curve shows.
     losses = functional.cross_entropy(logits.float().flatten(0, 1), text[:, 1:].flatten(), reduction="none")
     counts = counting_tokens(text, masked_token).flatten()
@@ -56,15 +43,9 @@ def token_loss(
     return TokenLoss(total, num_tokens)
 
 
-def next_token_loss(model: nn.Module, text: Tensor, *, has_experts: bool = False) -> Tensor:
-    """Return the mean cross entropy in nats per token, a 0-d fp32 tensor; see ``token_loss``."""
-    return token_loss(model, text, has_experts=has_experts).mean
-
-
 def counting_tokens(text: Tensor, masked_token: int | None) -> Tensor:
     """Return which predictions of a microbatch count, (batch, sequence) bool for (batch, sequence + 1)."""
-    inputs = text[:, :-1]
-    return torch.ones_like(inputs, dtype=torch.bool) if masked_token is None else inputs != masked_token
+    return text[:, :-1] != (-1 if masked_token is None else masked_token)
 
 
 class MeanLoss:
@@ -77,24 +58,21 @@ class MeanLoss:
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self._is_per_token: bool = args.calculate_per_token_loss
         self._device = device
-        self._totals: list[Tensor] = []
-        self._counts: list[Tensor] = []
+        self._added: list[Tensor] = []
 
     def add(self, loss: TokenLoss) -> Tensor:
         """Count one microbatch, and return what to call backward on after multiplying it by ``step_weight``."""
-        total, count = loss.total, loss.num_tokens
-        if not self._is_per_token:
-            total, count = loss.mean, torch.ones_like(count)
+        total = loss.total if self._is_per_token else loss.mean
+        count = loss.num_tokens if self._is_per_token else torch.ones_like(loss.num_tokens)
         # FP64: thousands of FP32 losses are summed in a validation.
-        self._totals.append(total.detach().double())
-        self._counts.append(count.double())
+        self._added.append(torch.stack([total.detach().double(), count.double()]))
         return total
 
     def over_ranks(self) -> Tensor:
         """Return the loss of what was added so far, a 0-d fp32 tensor, without waiting for a GPU; all ranks call it."""
-        if not self._totals:
+        if not self._added:
             return torch.zeros((), device=self._device)
-        own = torch.stack([torch.stack(self._totals), torch.stack(self._counts)], dim=1)
+        own = torch.stack(self._added)
         found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         wait_for(dist.all_gather(found, own, async_op=True))
         # (microbatches, ranks, 2) to the order of numbers; the shape of the sum is that of any number of ranks.
@@ -104,25 +82,15 @@ class MeanLoss:
 
 
 def step_weight(args: argparse.Namespace, batches: Sequence[Tensor], masked_token: int | None) -> Tensor | float:
-    """Return what every microbatch's loss is multiplied by before backward, so that gradients are of the step's loss.
-
-    Args:
-        batches: of this rank, (micro batch, sequence + 1) int64 each; at least one.
-    """
+    """Return what each of this rank's microbatches' losses is multiplied by, for gradients of the step's loss."""
     if not args.calculate_per_token_loss:
         # Invariant gradients are divided once, after the last addition (FsdpConfig.apply).
         return 1.0 if args.fsdp_invariant_reduction else 1 / len(batches)
-    counts = torch.stack([counting_tokens(text, masked_token).sum() for text in batches])
+    # Known before backward, so that no pass over the gradients is needed, and no sum grows large in bf16.
+    num_tokens = torch.stack([counting_tokens(text, masked_token).sum() for text in batches]).sum()
+    wait_for(dist.all_reduce(num_tokens, async_op=True))
     # The sharding engine sums gradients then (FsdpConfig.apply); DistributedDataParallel averages them still.
     num_averaged = 1 if args.use_megatron_fsdp else dist.get_world_size()
-    # Known before backward, so that no pass over the gradients is needed, and no sum grows large in bf16.
     # Tensor-parallel ranks have the same tokens, which count once.
-    num_tokens = _sum_over_ranks(counts.sum()) / args.tensor_model_parallel_size
-    weight: Tensor = num_averaged / num_tokens.clamp(min=1)
+    weight: Tensor = num_averaged / (num_tokens / args.tensor_model_parallel_size).clamp(min=1)
     return weight
-
-
-def _sum_over_ranks(value: Tensor) -> Tensor:
-    total = value.detach().clone()
-    wait_for(dist.all_reduce(total, async_op=True))
-    return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,13 @@ from megatron_fsdp.muon import MatrixView, MuonOptions, muon_param_groups
 
 
 def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
-    """Return ``--optimizer`` over the model's trainable parameters, in two groups.
-
-    Biases and norms are not decayed, as in Megatron. Call it after the model is sharded, so that
-    the optimizer holds the parameters that training updates.
-    """
+    """Return ``--optimizer`` over the parameters of a sharded model; biases and norms are not decayed."""
     if args.optimizer in ("muon", "dist_muon"):
         return build_muon(model, args)
-    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    is_decayed = {name: parameter.ndim > 1 and not name.endswith("bias") for name, parameter in trainable}
-    groups: list[dict[str, Any]] = [
-        {"params": [p for name, p in trainable if is_decayed[name]], "weight_decay": args.weight_decay},
-        {"params": [p for name, p in trainable if not is_decayed[name]], "weight_decay": 0.0},
-    ]
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (args.weight_decay, 0.0)]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups[parameter.ndim == 1 or name.endswith("bias")]["params"].append(parameter)
     if args.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=args.lr, momentum=args.sgd_momentum)
     betas = (args.adam_beta1, args.adam_beta2)
@@ -41,21 +36,18 @@ def build_muon(model: nn.Module, args: argparse.Namespace) -> Muon:
     """Return Muon for the linear layers of the blocks, and AdamW with the flags of Adam for all else.
 
     Queries, keys and values are three matrices unless ``--muon-no-split-qkv`` is given; a gated MLP's first weight is
-    two. ``--optimizer dist_muon`` is the same: work is always shared out over the ranks.
+    two. Work is always shared out over the ranks.
     """
     views: dict[str, MatrixView] = {}
-    if args.muon_split_qkv:
-        head_dim = args.hidden_size // args.num_attention_heads
-        num_groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-        per_group = args.num_attention_heads // num_groups
-        splits = (per_group * head_dim, head_dim, head_dim)
-        views["*linear_qkv.weight"] = MatrixView(row_splits=splits, is_joined=True)
-    fc1_splits = (args.ffn_hidden_size,) if args.swiglu else ()
+    if not args.muon_no_split_qkv:
+        queries = args.num_attention_heads // args.key_heads * args.head_dim
+        views["*linear_qkv.weight"] = MatrixView(row_splits=(queries, args.head_dim, args.head_dim), is_joined=True)
+    halves = (args.ffn_hidden_size,) if args.swiglu else ()
     if args.num_experts is not None:
-        views["*experts.linear_fc1.weight"] = MatrixView(row_splits=fc1_splits, batch_dims=1)
+        views["*experts.linear_fc1.weight"] = MatrixView(row_splits=halves, batch_dims=1)
         views["*experts.linear_fc2.weight"] = MatrixView(batch_dims=1)
     elif args.swiglu:
-        views["*linear_fc1.weight"] = MatrixView(row_splits=fc1_splits)
+        views["*linear_fc1.weight"] = MatrixView(row_splits=halves)
     has_biases = args.num_experts is not None and not args.disable_bias_linear
     adamw = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_eps, "weight_decay": args.weight_decay}
     is_bf16 = args.muon_fp32_matmul_prec in ("low", "medium") and next(model.parameters()).device.type == "cuda"
@@ -75,11 +67,7 @@ def build_muon(model: nn.Module, args: argparse.Namespace) -> Muon:
 
 
 def write_parameter_groups(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Write ``--dump-param-to-param-group-map``: JSON of each trainable parameter's name and its group's index.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write JSON of each trainable parameter's name and its group's index, or raise a ConfigError."""
     groups = {id(one): index for index, group in enumerate(optimizer.param_groups) for one in group["params"]}
     names = {name: groups[id(one)] for name, one in model.named_parameters() if id(one) in groups}
     try:
@@ -93,3 +81,20 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Make the next ``optimizer.step()`` use this rate in every group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+def learning_rate(args: argparse.Namespace, iteration: int) -> float:
+    """Return the rate of optimizer step ``iteration``, the first is 1, as Megatron's OptimizerParamScheduler has it.
+
+    Linear warm-up from 0, so that no step has rate 0, then ``--lr-decay-style`` down to ``--min-lr``.
+    """
+    peak, floor, warmup = float(args.lr), float(args.min_lr), args.lr_warmup_iters
+    if iteration <= warmup:
+        return float(peak * iteration / warmup)
+    if args.lr_decay_style == "constant":
+        return peak
+    if iteration > args.lr_decay_iters:
+        return floor
+    done = (iteration - warmup) / (args.lr_decay_iters - warmup)
+    share = 1.0 - done if args.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return float(floor + share * (peak - floor))

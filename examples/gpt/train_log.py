@@ -1,4 +1,4 @@
-"""What a run shows and keeps: Megatron-style lines, a progress bar, a JSONL file and the loss curve; rank 0 only."""
+"""What a run shows and keeps: Megatron-style lines, a JSONL file and the loss curve; rank 0 only."""
 
 from __future__ import annotations
 
@@ -6,121 +6,102 @@ import contextlib
 import datetime
 import json
 import math
-import os
-import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# With all else that is loaded at the start, not at the first picture: what is resident then stays what it is.
+import matplotlib.backends.backend_agg  # noqa: F401
 import torch
-from torch import Tensor
-from tqdm import tqdm
 
-from gpt.loss_curve import draw_loss_curve
-from gpt.memory import MemoryUse
-from gpt.tensorboard import TensorboardLog
+# Figure alone, without pyplot: it draws with the Agg renderer and keeps no global state, so no display is needed.
+from matplotlib.figure import Figure
+from PIL import Image
+from torch import Tensor
+
 from megatron_fsdp import ConfigError
+
+Image.preinit()
+Row = dict[str, Any]
+LARGE = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class IterationRecord:
-    """One logged iteration.
+class MemoryUse:
+    """MiB that a process holds ``now``, and at its ``peak``: "allocated" on a GPU, or "resident" on the host."""
 
-    Attributes:
-        elapsed_ms: mean wall-clock time of an iteration since the last line, without validation and checkpoints.
-        tokens_per_second: of all ranks together.
-        lm_loss: nats per token, the mean over the iterations since the last line and all ranks, as Megatron prints it.
-        grad_norm: global norm before clipping, of this very iteration.
-        memory: of rank 0.
-    """
+    kind: str
+    now: float
+    peak: float
 
-    iteration: int
-    train_iters: int
-    consumed_samples: int
-    elapsed_ms: float
-    tokens_per_second: float
-    learning_rate: float
-    global_batch_size: int
-    lm_loss: float
-    grad_norm: float
-    memory: MemoryUse
 
-    @property
-    def time_left(self) -> str:
-        """At this pace until the last iteration, as hours:minutes:seconds."""
-        return str(datetime.timedelta(seconds=round((self.train_iters - self.iteration) * self.elapsed_ms / 1000)))
-
-    def line(self) -> str:
-        """Return the line in the shape of Megatron's training log."""
-        return (
-            f" iteration {self.iteration:8d}/{self.train_iters:8d} | consumed samples: {self.consumed_samples:12d} |"
-            f" elapsed time per iteration (ms): {self.elapsed_ms:.1f} | time left: {self.time_left} |"
-            f" tokens/s: {self.tokens_per_second:.0f} |"
-            f" learning rate: {self.learning_rate:.6E} | global batch size: {self.global_batch_size:5d} |"
-            f" lm loss: {self.lm_loss:.6E} | grad norm: {self.grad_norm:.3f} |"
-            f" {self.memory}"
-        )
-
-    def row(self) -> dict[str, Any]:
-        """Return the record's entry in the JSONL file."""
-        memory = self.memory
-        numbers = {name: getattr(self, name) for name in self.__slots__ if name not in ("train_iters", "memory")}
-        return {**numbers, f"{memory.kind}_memory_mib": memory.now, f"peak_{memory.kind}_memory_mib": memory.peak}
+def memory_use(device: torch.device) -> MemoryUse:
+    """Return what this process holds on a GPU, or in host memory where it computes on a CPU; 0 where /proc is not."""
+    if device.type == "cuda":
+        now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        return MemoryUse("allocated", now / 2**20, peak / 2**20)
+    status = Path("/proc/self/status")
+    found = dict(line.split(":", 1) for line in status.read_text().splitlines()) if status.exists() else {}
+    return MemoryUse("resident", *(int(found.get(key, "0").split()[0]) / 2**10 for key in ("VmRSS", "VmHWM")))
 
 
 class TrainLog:
     """Writes ``log.jsonl`` and ``loss.png`` into a folder and prints; silent on every rank but the main one."""
 
     def __init__(self, folder: Path, *, is_main: bool, train_iters: int, unit: str = "byte") -> None:
-        """Make the folder, on the main rank; ``unit`` is what a token is.
-
-        Raises:
-            ConfigError: it cannot be made or written to.
-        """
-        if is_main:
-            _make_writable(folder)
+        """Make the folder, on the main rank, or raise a ConfigError; ``unit`` is what a token is."""
         self.unit = unit
-        self._is_main = is_main
-        self._train_iters = train_iters
-        self._picture = folder / "loss.png"
-        self._path = folder / "log.jsonl"
-        self._rows: list[dict[str, Any]] = []
-        self._bar = self._new_bar("training", train_iters, is_hidden=True)
-        self._tensorboard: TensorboardLog | None = None
-
-    def open_tensorboard(self, folder: Path) -> None:
-        """Write into an event file in the folder too, on the main rank; raises as ``TensorboardLog``."""
-        if self._is_main:
-            self._tensorboard = TensorboardLog(folder)
+        self._is_main, self._train_iters = is_main, train_iters
+        self._path, self._picture = folder / "log.jsonl", folder / "loss.png"
+        self._rows: list[Row] = []
+        self._largest_norm = 0.0
+        try:
+            if is_main:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._path.open("a").close()
+        except OSError as error:
+            raise ConfigError(f"--save: cannot write into {folder}: {error.strerror}; name another folder") from error
 
     def begin(self, iteration: int) -> None:
-        """Open the files and show the bar of a run that goes on after ``iteration``; 0 is a new run.
-
-        A new run replaces an old log. A resumed one keeps its rows up to ``iteration`` and writes the later ones anew.
-        """
+        """Keep the rows of an earlier run up to ``iteration``, after which this one goes on; 0 is a new run."""
         if self._is_main:
-            self._rows = _rows_until(self._path, iteration)
+            self._rows = rows_until(self._path, iteration)
             self._path.write_text("".join(json.dumps(row) + "\n" for row in self._rows))
-        self._bar = self._new_bar("training", self._train_iters, initial=iteration)
 
     def message(self, text: str) -> None:
-        """Print a line above the progress bar."""
+        """Print a line."""
         if self._is_main:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            print(text, flush=True)
 
-    def step(self) -> None:
-        """Move the progress bar one iteration on."""
-        _advance(self._bar)
+    def iteration(self, row: Row, memory: MemoryUse) -> None:
+        """Print one iteration in the shape of Megatron's training log, and keep it.
 
-    def iteration(self, record: IterationRecord) -> None:
-        """Print and keep one iteration."""
-        self.message(record.line())
-        self._bar.set_postfix(lm_loss=f"{record.lm_loss:.3f}", refresh=False)
-        self._keep(record.row())
+        ``elapsed_ms`` and ``lm_loss`` (nats per token) of ``row`` are means since the last line, without validation and
+        checkpoints; ``grad_norm`` is of this very iteration, before clipping.
+        """
+        seconds = (self._train_iters - row["iteration"]) * row["elapsed_ms"] / 1000
+        self.message(
+            " iteration {iteration:8d}/{total:8d} | consumed samples: {consumed_samples:12d} |"
+            " elapsed time per iteration (ms): {elapsed_ms:.1f} | time left: {left} | tokens/s: {tokens_per_second:.0f}"
+            " | learning rate: {learning_rate:.6E} | global batch size: {global_batch_size:5d} | lm loss: {lm_loss:.6E}"
+            " | grad norm: {grad_norm:.3f} | {memory.kind} memory now (MiB): {memory.now:.1f} |"
+            " peak {memory.kind} memory (MiB): {memory.peak:.1f}".format(
+                **row, total=self._train_iters, left=datetime.timedelta(seconds=round(seconds)), memory=memory
+            )
+        )
+        self._keep(row | {f"{memory.kind}_memory_mib": memory.now, f"peak_{memory.kind}_memory_mib": memory.peak})
+
+    def gradient_norm(self, iteration: int, norm: float) -> None:
+        """Say where the norm of a step's gradients is far above those before: often the first sign of bad data."""
+        if norm > LARGE * self._largest_norm > 0:
+            self.message(
+                f"warning: iteration {iteration}: gradient norm {norm:.3g} is more than {LARGE:.0f} times the largest "
+                f"of the steps before ({self._largest_norm:.3g}), says --check-for-large-grads"
+            )
+        if math.isfinite(norm):
+            self._largest_norm = max(self._largest_norm, norm)
 
     def validation(self, iteration: int, loss: float) -> None:
         """Print and keep the loss on held-out text, in nats per token."""
@@ -135,94 +116,41 @@ class TrainLog:
         """Print and keep the checksum of weights and moments, and if asked that of each unit."""
         total = f"{sum(units.values()) % 2**64:016x}"
         self.message(f" checksum at iteration {iteration}: {total}")
-        row: dict[str, Any] = {"iteration": iteration, "checksum": total}
-        if keeps_units:
-            row["unit_checksums"] = {name: f"{number:016x}" for name, number in units.items()}
-        self._keep(row)
+        each = {"unit_checksums": {name: f"{number:016x}" for name, number in units.items()}} if keeps_units else {}
+        self._keep({"iteration": iteration, "checksum": total, **each})
 
-    def draw(self) -> Path:
-        """Write the loss curve so far, and return where it lies."""
+    def draw(self) -> None:
+        """Write the loss curve so far."""
         if self._is_main:
-            draw_loss_curve(self._rows, self._picture, unit=self.unit)
-        return self._picture
+            draw_losses({"training": self._rows}, self._picture, unit=self.unit)
 
-    def end(self) -> None:
-        """Leave the progress bar as it stands; lines that follow go below it."""
-        self._bar.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
-
-    @contextlib.contextmanager
-    def progress(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """Show a bar for a task beside training; yields the function that moves it one on."""
-        bar = self._new_bar(what, total)
-        try:
-            yield lambda: _advance(bar)
-        finally:
-            bar.close()
-
-    def _new_bar(self, what: str, total: int, *, initial: int = 0, is_hidden: bool = False) -> tqdm[Any]:
-        # disable=None: no bar where stderr is no terminal; the lines of the log are the progress there.
-        disable = True if is_hidden or not self._is_main else None
-        # Not tqdm's own measurement: a container's terminal may say that it has 0 columns and rows, and then tqdm
-        # draws nothing; shutil falls back to 80 x 24.
-        columns, rows = shutil.get_terminal_size()
-        leave = what == "training"
-        return tqdm(total=total, initial=initial, desc=what, leave=leave, ncols=columns, nrows=rows, disable=disable)
-
-    def _keep(self, row: dict[str, Any]) -> None:
-        self._rows.append(row)
+    def _keep(self, row: Row) -> None:
         if self._is_main:
+            self._rows.append(row)
             with self._path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-        if self._tensorboard is not None:
-            self._tensorboard.keep(row)
-
-
-@dataclass(frozen=True, slots=True)
-class IntervalMeans:
-    """Means over the iterations since the last log line: wall-clock seconds per iteration, and loss."""
-
-    seconds: float
-    loss: float
 
 
 class Interval:
-    """Averages time and loss between two log lines.
-
-    Args:
-        loss_sum, loss_count: what a resumed run had gathered when it was saved, so that its next line is the same as
-            without the interruption.
-    """
+    """Averages time and loss between two log lines; a resumed run goes on with the sum that it had gathered."""
 
     def __init__(self, device: torch.device, *, loss_sum: float = 0.0, loss_count: int = 0) -> None:
         # On the device, read only when a line is due: reading waits for a GPU. In fp64 the sum saves exactly.
         self._loss_sum = torch.tensor(loss_sum, dtype=torch.float64, device=device)
-        self._loss_count = loss_count
-        self._num_timed = 0
-        self._excluded = 0.0
-        self._start = time.perf_counter()
+        self.loss_count = loss_count
+        self._num_timed, self._excluded, self._start = 0, 0.0, time.perf_counter()
 
     @property
     def loss_sum(self) -> float:
-        """Sum of the losses since the last line; on a GPU it waits for them."""
+        """Sum of the ``loss_count`` losses since the last line; on a GPU it waits for them."""
         return self._loss_sum.item()
 
-    @property
-    def loss_count(self) -> int:
-        """Number of losses in the sum."""
-        return self._loss_count
-
-    def add(self, loss: Tensor) -> None:
-        """Note one more iteration and its 0-d loss."""
-        self._loss_sum += loss
-        self._loss_count += 1
+    def add(self, loss: Tensor | None) -> None:
+        """Note one more iteration and its 0-d loss; None does not count."""
         self._num_timed += 1
-
-    def add_skipped(self) -> None:
-        """Note one more iteration whose loss does not count."""
-        self._num_timed += 1
+        if loss is not None:
+            self._loss_sum += loss
+            self.loss_count += 1
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
@@ -233,44 +161,37 @@ class Interval:
         finally:
             self._excluded += time.perf_counter() - start
 
-    def lap(self) -> IntervalMeans:
-        """Return the means since the last lap (or the start), and start anew; at least one iteration must be in.
-
-        The loss is NaN where every iteration was skipped.
-        """
-        loss = self.loss_sum / self._loss_count if self._loss_count else math.nan
+    def lap(self) -> tuple[float, float]:
+        """Return seconds per iteration and mean loss since the last lap (NaN where none counts), and start anew."""
+        loss = self.loss_sum / self.loss_count if self.loss_count else math.nan
         now = time.perf_counter()
-        means = IntervalMeans((now - self._start - self._excluded) / self._num_timed, loss)
+        seconds = (now - self._start - self._excluded) / self._num_timed
         self._loss_sum.zero_()
-        self._loss_count = self._num_timed = 0
-        self._start, self._excluded = now, 0.0
-        return means
+        self.loss_count, self._num_timed, self._excluded, self._start = 0, 0, 0.0, now
+        return seconds, loss
 
 
-def _make_writable(folder: Path) -> None:
-    reason = "it is not writable"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or str(error)
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise ConfigError(f"--save: cannot write log and checkpoints into {folder}: {reason}; name another folder")
-
-
-def _advance(bar: tqdm[Any]) -> None:
-    bar.update()
-
-
-def _rows_until(path: Path, iteration: int) -> list[dict[str, Any]]:
+def rows_until(path: Path, iteration: int) -> list[Row]:
     """Return the rows of an earlier run up to an iteration; a last line cut off by a crash is left out."""
-    if iteration == 0 or not path.exists():
-        return []
-    rows = []
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if row["iteration"] <= iteration:
-            rows.append(row)
-    return rows
+    rows: list[Row] = []
+    for line in path.read_text().splitlines() if iteration and path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return [row for row in rows if row["iteration"] <= iteration]
+
+
+def draw_losses(runs: Mapping[str, Sequence[dict[str, Any]]], path: Path, *, unit: str = "byte") -> None:
+    """Write a PNG of training and validation losses, from the rows of each run's JSONL log, by what to call it."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, rows in runs.items():
+        color = None
+        for key, label, style in (("lm_loss", name, "-"), ("validation_loss", f"{name}, held-out text", "o")):
+            if points := [(row["iteration"], row[key]) for row in rows if key in row]:
+                (line,) = axes.plot(*zip(*points, strict=True), style, label=label, color=color)
+                color = line.get_color()
+    axes.set(xlabel="iteration", ylabel=f"loss (nats per {unit})", title="GPT language-model loss")
+    axes.grid(alpha=0.3)
+    if axes.has_data():
+        axes.legend()
+    figure.savefig(path, dpi=120)

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from dbuffer_kernels import reference
 from dbuffer_kernels.backends import runs_on_triton, without_grad
+from dbuffer_kernels.elementwise_kernels import store_rounded
 from dbuffer_kernels.launch import device_function, element_type, launch
 from dbuffer_kernels.reference import AdamWBuffers
 from dbuffer_kernels.segments import STEP_BLOCK, Segments, find_segment
-from dbuffer_kernels.split import joined, lower_half, upper_half
+from dbuffer_kernels.split import load_joined, store_split
 
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
@@ -208,12 +209,31 @@ def update(
     IS_SPLIT: tl.constexpr,
 ) -> None:
     """Read, step and write the elements ``index`` (all of them where ``mask`` is None) in the dtype of ``factor``."""
-    g = tl.load(gradient + index, mask=mask).to(factor.dtype) * factor
     m = tl.load(exp_avg + index, mask=mask).to(factor.dtype)
     v = tl.load(exp_avg_sq + index, mask=mask).to(factor.dtype)
-    w = tl.load(weight + index, mask=mask)
-    if IS_SPLIT:
-        w = joined(w, tl.load(remainder + index, mask=mask))
+    m, v = step(index, mask, gradient, weight, m, v, model, remainder, factor, row, HAS_MODEL, IS_SPLIT)
+    store_rounded(exp_avg + index, m, mask)
+    store_rounded(exp_avg_sq + index, v, mask)
+
+
+@device_function
+def step(
+    index: tl.tensor,
+    mask: tl.tensor,
+    gradient: tl.tensor,
+    weight: tl.tensor,
+    m: tl.tensor,
+    v: tl.tensor,
+    model: tl.tensor,
+    remainder: tl.tensor,
+    factor: tl.tensor,
+    row: tl.tensor,
+    HAS_MODEL: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Step and write the weights ``index`` by their gradients and moments ``m`` and ``v``; return the new moments."""
+    g = tl.load(gradient + index, mask=mask).to(factor.dtype) * factor
+    w = load_joined(weight + index, remainder + index, mask) if IS_SPLIT else tl.load(weight + index, mask=mask)
     w = w.to(factor.dtype) * tl.load(row + 1).to(factor.dtype)
     towards = tl.load(row + 2).to(factor.dtype)
     # As torch's lerp: from the nearer end, so that a weight of 1 gives the gradient itself.
@@ -221,15 +241,28 @@ def update(
     v = v * tl.load(row + 3).to(factor.dtype) + tl.load(row + 4).to(factor.dtype) * g * g
     denominator = divide(root(v), tl.load(row + 6).to(factor.dtype)) + tl.load(row + 7).to(factor.dtype)
     w += divide(tl.load(row + 5).to(factor.dtype) * m, denominator)
-    store_rounded(exp_avg + index, m, mask)
-    store_rounded(exp_avg_sq + index, v, mask)
+    store_weight(index, mask, weight, model, remainder, w, HAS_MODEL, IS_SPLIT)
+    return m, v
+
+
+@device_function
+def store_weight(
+    index: tl.tensor,
+    mask: tl.tensor,
+    weight: tl.tensor,
+    model: tl.tensor,
+    remainder: tl.tensor,
+    value: tl.tensor,
+    HAS_MODEL: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+) -> None:
+    """Write new weights, in two halves or rounded, and their copy."""
     if IS_SPLIT:
-        tl.store(weight + index, upper_half(w), mask=mask)
-        tl.store(remainder + index, lower_half(w), mask=mask)
+        store_split(weight + index, remainder + index, value, mask)
     else:
-        store_rounded(weight + index, w, mask)
+        store_rounded(weight + index, value, mask)
     if HAS_MODEL:
-        store_rounded(model + index, w, mask)
+        store_rounded(model + index, value, mask)
 
 
 @device_function
@@ -246,11 +279,3 @@ def root(value: tl.tensor) -> tl.tensor:
     if value.dtype == tl.float32:
         return tl.sqrt_rn(value)
     return tl.sqrt(value)
-
-
-@device_function
-def store_rounded(pointer: tl.tensor, value: tl.tensor, mask: tl.tensor) -> None:
-    """Store to nearest even, from fp64 to 16 bits by way of fp32 (docs/design/kernels.md, numerics)."""
-    if pointer.dtype.element_ty.primitive_bitwidth == 16:
-        value = value.to(tl.float32)
-    tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)

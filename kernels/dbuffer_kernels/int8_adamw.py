@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dbuffer_kernels import int8_reference
-from dbuffer_kernels.adamw import divide, root, store_rounded, update
+from dbuffer_kernels.adamw import divide, step, update
 from dbuffer_kernels.backends import runs_on_triton, without_grad
 from dbuffer_kernels.dynamic_map import QUANT_BLOCK, map_tables
 from dbuffer_kernels.int8_reference import CodedSegment, Int8AdamWBuffers
@@ -16,7 +16,6 @@ from dbuffer_kernels.launch import device_function, launch
 from dbuffer_kernels.reference import NUM_COLUMNS
 from dbuffer_kernels.rounding import random_bits
 from dbuffer_kernels.segments import STEP_BLOCK, SegmentTable, find_segment
-from dbuffer_kernels.split import joined, lower_half, upper_half
 
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
@@ -54,7 +53,8 @@ def int8_adamw(
     fp32, and ``quantize_blocks`` stores the result with new scales. Weights never see the rounding of their own step.
 
     Moves per element the gradient once, the weight and two codes twice: 14.06 bytes with bf16 gradients and weights in
-    two halves. The two code books, 4 KiB, are read from the cache, 18 gathers per element.
+    two halves. Codes are computed up to the last comparison, so the two code books, 4 KiB, are read from the cache four
+    times per element, six times to round stochastically.
 
     Args:
         buffers: what is read and written. segments: which elements. rows: as in ``adamw``.
@@ -188,33 +188,17 @@ def coded_update(
     IS_RANDOM: tl.constexpr,
 ) -> None:
     """Decode, step as ``adamw`` does, and encode the elements ``index``, (blocks, 256)."""
-    g = tl.load(gradient + index, mask=mask).to(tl.float32) * factor
     m = tl.load(maps + tl.load(exp_avg + index, mask=mask).to(tl.int32)) * tl.load(m_scale, mask=is_part)[:, None]
     v = tl.load(maps + 256 + tl.load(exp_avg_sq + index, mask=mask).to(tl.int32))
     v *= tl.load(v_scale, mask=is_part)[:, None]
-    w = tl.load(weight + index, mask=mask)
-    if IS_SPLIT:
-        w = joined(w, tl.load(remainder + index, mask=mask))
-    w = w.to(tl.float32) * tl.load(row + 1).to(tl.float32)
-    towards = tl.load(row + 2).to(tl.float32)
-    # As torch's lerp: from the nearer end, so that a weight of 1 gives the gradient itself.
-    m = tl.where(towards < 0.5, m + towards * (g - m), g - (g - m) * (1.0 - towards))
-    v = v * tl.load(row + 3).to(tl.float32) + tl.load(row + 4).to(tl.float32) * g * g
-    denominator = divide(root(v), tl.load(row + 6).to(tl.float32)) + tl.load(row + 7).to(tl.float32)
-    w += divide(tl.load(row + 5).to(tl.float32) * m, denominator)
-    if IS_SPLIT:
-        tl.store(weight + index, upper_half(w), mask=mask)
-        tl.store(remainder + index, lower_half(w), mask=mask)
-    else:
-        store_rounded(weight + index, w, mask)
-    if HAS_MODEL:
-        store_rounded(model + index, w, mask)
-    store_coded(exp_avg + index, m, mask, m_scale, is_part, index + position, key, maps, 0, IS_RANDOM)
-    store_coded(exp_avg_sq + index, v, mask, v_scale, is_part, index + position, key + 2, maps, 256, IS_RANDOM)
+    m, v = step(index, mask, gradient, weight, m, v, model, remainder, factor, row, HAS_MODEL, IS_SPLIT)
+    store_coded(index, exp_avg, m, mask, m_scale, is_part, position, key, maps, 0, IS_RANDOM)
+    store_coded(index, exp_avg_sq, v, mask, v_scale, is_part, position, key + 2, maps, 256, IS_RANDOM)
 
 
 @device_function
 def store_coded(
+    index: tl.tensor,
     codes: tl.tensor,
     value: tl.tensor,
     mask: tl.tensor,
@@ -240,21 +224,49 @@ def store_coded(
     ratio = divide(value, tl.broadcast_to(divisor[:, None], value.shape))
     # Infinity over infinity, in a block that is spoiled either way.
     ratio = tl.where(ratio == ratio, ratio, 0.0)
-    code = tl.zeros(value.shape, tl.int32)
     if IS_RANDOM:
-        for step in tl.static_range(8):
-            probe = code + (128 >> step)
-            code = tl.where(tl.load(maps + MAP + probe) <= ratio, probe, code)
-        below = tl.load(maps + MAP + code)
-        above = tl.load(maps + MAP + tl.minimum(code + 1, 255))
-        chance = random_bits(position, tl.load(key), tl.load(key + 1)).to(tl.float32)
-        code = tl.minimum(code + (chance * (above - below) < (ratio - below) * 65536.0).to(tl.int32), 255)
+        # The lower of two neighbours is this one or the next.
+        lower = code_below(ratio, tl.where(ratio < 0.0, 0.0, -0.75), MAP)
+        next_value = tl.load(maps + MAP + lower + 1)
+        is_next = next_value <= ratio
+        other = tl.load(maps + MAP + tl.where(is_next, tl.minimum(lower + 2, 255), lower))
+        below = tl.where(is_next, next_value, other)
+        above = tl.where(is_next, other, next_value)
+        chance = random_bits(position, index, tl.load(key), tl.load(key + 1)).to(tl.float32)
+        is_up = chance * (above - below) < (ratio - below) * 65536.0
+        code = tl.minimum(lower + is_next.to(tl.int32) + is_up.to(tl.int32), 255)
     else:
-        for step in tl.static_range(8):
-            probe = code + (128 >> step)
-            code = tl.where(tl.load(maps + 512 + MAP + probe - 1) < ratio, probe, code)
+        code = code_below(ratio, -0.5, MAP)
+        code += (tl.load(maps + 512 + MAP + code) < ratio).to(tl.int32)
     if MAP != 0:
         # Of squares none above zero becomes zero: see quantize_blocks.
         code = tl.maximum(code, (value > 0.0).to(tl.int32))
-    tl.store(codes, code.to(tl.uint8), mask=mask)
+    tl.store(codes + index, code.to(tl.uint8), mask=mask)
     tl.store(scales, scale, mask=is_part)
+
+
+@device_function
+def code_below(ratio: tl.tensor, shift: tl.tensor, MAP: tl.constexpr) -> tl.tensor:
+    """Return a code that is the one wanted or the one before it, at most 254, from the map's formula.
+
+    Decade k of ``dynamic_map`` has 2 ** k parts (unsigned: twice as many), whose codes follow each other. ``shift`` is
+    how far down, in parts, so that rounding here cannot lead beyond the code wanted (docs/design/low_precision.md,
+    "Codes").
+    """
+    magnitude = tl.abs(ratio)
+    # The bits of a float are its logarithm to base 2, 2 ** -23 each, less at most 0.086. So a decade begins at 0.998 to
+    # 1.06 times its power of ten, and parts are wide enough for either neighbour to know the codes there.
+    decade = ((magnitude.to(tl.int32, bitcast=True) >> 11) * 1233 - 523_940_000) >> 24
+    decade = tl.minimum(tl.maximum(decade, 0), 6)
+    unsigned: tl.constexpr = 0 if MAP == 0 else 1
+    # Conversions are an eighth as fast as sums: integers become floats, and back, in the bits of 1.5 * 2 ** 23.
+    power = (0x4B400006 - decade).to(tl.float32, bitcast=True) - 12582912.0
+    in_decade = tl.minimum(magnitude * tl.exp2(power * 3.32192809489), 1.25)
+    width = ((decade + (127 + unsigned)) << 23).to(tl.float32, bitcast=True)
+    part = (in_decade - 0.1) * (width * 1.11111111111) + (shift - 0.5)
+    part = (part + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    parts = tl.full((), 1 + unsigned, tl.int32) << decade
+    place = parts + tl.minimum(tl.maximum(part, -1), parts - 1)
+    if MAP != 0:
+        return place - 1
+    return tl.where(ratio < 0.0, tl.maximum(126 - place, 0), 127 + place)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dbuffer_kernels.adamw import store_weight
 from dbuffer_kernels.backends import runs_on_triton, without_grad
 from dbuffer_kernels.launch import device_function, element_type, launch
 from dbuffer_kernels.segments import STEP_BLOCK, Segments, find_segment
-from dbuffer_kernels.split import join_weight, joined, lower_half, split_weight, upper_half
+from dbuffer_kernels.split import join_weight, load_joined, split_weight
 
 if TYPE_CHECKING:
     # At run time launch.jit binds this name, so that importing the package does not import Triton.
@@ -249,18 +250,11 @@ def add(
     IS_SPLIT: tl.constexpr,
 ) -> None:
     """Read, step and write the elements ``index`` (all of them where ``mask`` is None) in the dtype of ``decay``."""
-    w = tl.load(weight + index, mask=mask)
     if IS_SPLIT:
-        w = joined(w, tl.load(remainder + index, mask=mask))
-    w = w.to(decay.dtype) * decay
-    if not IS_SPLIT:
+        w = load_joined(weight + index, remainder + index, mask) * decay
+    else:
         # torch rounds between the two, which matters to 16-bit weights.
+        w = tl.load(weight + index, mask=mask).to(decay.dtype) * decay
         w = w.to(weight.dtype.element_ty).to(decay.dtype)
     w = tl.fma(tl.load(update + index, mask=mask).to(decay.dtype), alpha, w)
-    if IS_SPLIT:
-        tl.store(weight + index, upper_half(w), mask=mask)
-        tl.store(remainder + index, lower_half(w), mask=mask)
-    else:
-        tl.store(weight + index, w.to(weight.dtype.element_ty), mask=mask)
-    if HAS_MODEL:
-        tl.store(model + index, w.to(model.dtype.element_ty), mask=mask)
+    store_weight(index, mask, weight, model, remainder, w, HAS_MODEL, IS_SPLIT)

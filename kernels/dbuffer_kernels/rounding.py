@@ -73,20 +73,24 @@ def stochastic_kernel(
     """Round one block of contiguous memory; branches follow cast_kernel, where their reasons stand."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     index = tl.arange(0, BLOCK)
-    position = first_element + start + index
+    # All pointers move to the block: what is left of 64 bits are one sum and one comparison for each element.
+    source += start
+    out += start
+    begin = first_element + start
     if start + BLOCK <= numel:
-        value = tl.load(source + start + index)
-        tl.store(out + start + index, round_randomly(value, position, low_key, high_key))
+        tl.store(out + index, round_randomly(tl.load(source + index), begin, index, low_key, high_key))
     else:
-        mask = start + index < numel
-        value = tl.load(source + start + index, mask=mask)
-        tl.store(out + start + index, round_randomly(value, position, low_key, high_key), mask=mask)
+        mask = index < (numel - start).to(tl.int32)
+        value = tl.load(source + index, mask=mask)
+        tl.store(out + index, round_randomly(value, begin, index, low_key, high_key), mask=mask)
 
 
 @device_function
-def round_randomly(value: tl.tensor, position: tl.tensor, low_key: tl.int64, high_key: tl.int64) -> tl.tensor:
-    """Round fp32 values to bf16 by the bits that ``reference.rounding_bits`` defines."""
-    random = random_bits(position, tl.full((), low_key, tl.uint32), tl.full((), high_key, tl.uint32))
+def round_randomly(
+    value: tl.tensor, begin: tl.tensor, index: tl.tensor, low_key: tl.int64, high_key: tl.int64
+) -> tl.tensor:
+    """Round fp32 values to bf16 by the bits that ``reference.rounding_bits`` defines for ``begin + index``."""
+    random = random_bits(begin, index, tl.full((), low_key, tl.uint32), tl.full((), high_key, tl.uint32))
     bits = value.to(tl.uint32, bitcast=True)
     # A carry out of the lower half is the rounding away from zero; a NaN's could run into the sign.
     rounded = (bits + random) >> 16
@@ -95,10 +99,16 @@ def round_randomly(value: tl.tensor, position: tl.tensor, low_key: tl.int64, hig
 
 
 @device_function
-def random_bits(position: tl.tensor, low_key: tl.tensor, high_key: tl.tensor) -> tl.tensor:
-    """Return the 16 bits that ``reference.rounding_bits`` defines, as uint32; of a key the low 32 bits count."""
-    mixed = position.to(tl.uint32) ^ low_key.to(tl.uint32)
-    mixed ^= (position >> 32).to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32)
+def random_bits(begin: tl.tensor, index: tl.tensor, low_key: tl.tensor, high_key: tl.tensor) -> tl.tensor:
+    """Return the 16 bits that ``reference.rounding_bits`` defines for ``begin + index``, as uint32.
+
+    ``begin`` is one of 64 bits, ``index`` many of 32, none below zero. Of a key the low 32 bits count.
+    """
+    first = begin.to(tl.uint32)
+    low = first + index.to(tl.uint32)
+    high = (begin >> 32).to(tl.uint32)
+    golden = tl.full((), 0x9E3779B9, tl.uint32)
+    mixed = low ^ low_key.to(tl.uint32) ^ tl.where(low < first, (high + 1).to(tl.uint32) * golden, high * golden)
     mixed = (mixed ^ (mixed >> 16)) * tl.full((), 0x21F0AAAD, tl.uint32)
     mixed += high_key.to(tl.uint32)
     mixed = (mixed ^ (mixed >> 15)) * tl.full((), 0xD35A2D97, tl.uint32)

@@ -75,50 +75,42 @@ def _check(op: str, main: Tensor, model: Tensor, remainder: Tensor) -> None:
 def split_kernel(main: tl.tensor, model: tl.tensor, remainder: tl.tensor, numel: tl.int64, BLOCK: tl.constexpr) -> None:
     """Take apart one block of contiguous memory; branches follow cast_kernel, where their reasons stand."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    index = tl.arange(0, BLOCK)
+    index = start + tl.arange(0, BLOCK)
     if start + BLOCK <= numel:
-        value = tl.load(main + start + index)
-        tl.store(model + start + index, upper_half(value))
-        tl.store(remainder + start + index, lower_half(value))
+        store_split(model + index, remainder + index, tl.load(main + index), None)
     else:
-        mask = start + index < numel
-        value = tl.load(main + start + index, mask=mask)
-        tl.store(model + start + index, upper_half(value), mask=mask)
-        tl.store(remainder + start + index, lower_half(value), mask=mask)
+        mask = index < numel
+        store_split(model + index, remainder + index, tl.load(main + index, mask=mask), mask)
 
 
 def join_kernel(model: tl.tensor, remainder: tl.tensor, main: tl.tensor, numel: tl.int64, BLOCK: tl.constexpr) -> None:
     """Put together one block of contiguous memory; branches follow cast_kernel, where their reasons stand."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    index = tl.arange(0, BLOCK)
+    index = start + tl.arange(0, BLOCK)
     if start + BLOCK <= numel:
-        value = joined(tl.load(model + start + index), tl.load(remainder + start + index))
-        tl.store(main + start + index, value)
+        tl.store(main + index, load_joined(model + index, remainder + index, None))
     else:
-        mask = start + index < numel
-        value = joined(tl.load(model + start + index, mask=mask), tl.load(remainder + start + index, mask=mask))
-        tl.store(main + start + index, value, mask=mask)
+        mask = index < numel
+        tl.store(main + index, load_joined(model + index, remainder + index, mask), mask=mask)
 
 
 @device_function
-def upper_half(value: tl.tensor) -> tl.tensor:
-    """Return the bf16 weight of fp32 values: nearest, ties away from zero, NaN quiet."""
+def store_split(model: tl.tensor, remainder: tl.tensor, value: tl.tensor, mask: tl.tensor) -> None:
+    """Write fp32 values as bf16 weights (nearest, ties away from zero, NaN quiet) and remainders.
+
+    A remainder is the lower half, whose sign bit says that the upper one was rounded up.
+    """
     bits = value.to(tl.uint32, bitcast=True)
     upper = tl.where(value == value, (bits + 0x8000) >> 16, (bits >> 16) | 0x40)
-    return upper.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    tl.store(model, upper.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
+    tl.store(remainder, bits.to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
 
 
 @device_function
-def lower_half(value: tl.tensor) -> tl.tensor:
-    """Return the remainder of fp32 values: their lower half, whose sign bit says that the upper one was rounded up."""
-    return value.to(tl.uint32, bitcast=True).to(tl.uint16).to(tl.int16, bitcast=True)
-
-
-@device_function
-def joined(model: tl.tensor, remainder: tl.tensor) -> tl.tensor:
+def load_joined(model: tl.tensor, remainder: tl.tensor, mask: tl.tensor) -> tl.tensor:
     """Return the fp32 values of bf16 weights and their remainders."""
-    upper = model.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-    unsigned = remainder.to(tl.uint16, bitcast=True).to(tl.uint32)
+    upper = tl.load(model, mask=mask).to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+    unsigned = tl.load(remainder, mask=mask).to(tl.uint16, bitcast=True).to(tl.uint32)
     is_nan = (upper & 0x7FFFFFFF) > 0x7F800000
     # Where the weight was rounded up, the remainder is negative: a borrow from the upper half.
     borrow = tl.where(is_nan | (unsigned < 0x8000), 0, 0x10000).to(tl.uint32)

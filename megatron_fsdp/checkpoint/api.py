@@ -18,7 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megatron_fsdp.checkpoint.async_save import SaveHandle, finish_pending_save, run_save
-from megatron_fsdp.checkpoint.manifest import DamagedCheckpointError, tensors_of
+from megatron_fsdp.checkpoint.foreign import read_values
+from megatron_fsdp.checkpoint.manifest import DamagedCheckpointError
 from megatron_fsdp.checkpoint.model_state import (
     ModelMatch,
     ModelView,
@@ -30,8 +31,7 @@ from megatron_fsdp.checkpoint.model_state import (
 )
 from megatron_fsdp.checkpoint.optimizer_state import OptimizerMatch, describe_optimizer, match_optimizer
 from megatron_fsdp.checkpoint.random_state import check_random_state, random_state, restore_random_state
-from megatron_fsdp.checkpoint.rank_values import find_rank_values, part_rank_values
-from megatron_fsdp.checkpoint.ranks import CheckpointRanks, checkpoint_ranks
+from megatron_fsdp.checkpoint.ranks import CheckpointRanks, checkpoint_ranks, find_rank_values, part_rank_values
 from megatron_fsdp.checkpoint.reader import OpenCheckpoint, open_checkpoint, read_entries, refuse_replaced
 from megatron_fsdp.checkpoint.writer import place_of, plan_save, write_draft
 from megatron_fsdp.errors import CheckpointError
@@ -84,7 +84,7 @@ def start_save(
     ranks = checkpoint_ranks()
     path = place_of(path)
     view = ranks.check(f"planning to save {path}", lambda: view_model(model))
-    owners = find_rank_values(view, ranks)
+    owners = find_rank_values(view.tensors, ranks)
     draft = plan_save(path, lambda: _collect(view, owners, optimizer, extra, ranks), ranks)
     if asynchronous:
         try:
@@ -126,7 +126,11 @@ def load_checkpoint(
     plan = ranks.check(step, lambda: _plan_load(opened, model, optimizer, ranks))
     ranks.check(step, lambda: plan.read(opened))
     refuse_replaced(opened, ranks)
-    _apply(plan, model, optimizer)
+    if optimizer is not None and plan.optimizer is not None:
+        plan.optimizer.apply(optimizer)
+    restore_extra_state(model, plan.model.extra_state)
+    announce_change(model, plan.view)
+    restore_random_state(plan.random)
     extra: dict[str, Any] = opened.state.get("extra", {})
     return extra
 
@@ -213,21 +217,19 @@ def state_bytes(state: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
+@dataclass(slots=True)
 class _LoadPlan:
     """Everything that is to be read, each entry into its target; random state is read already."""
 
-    def __init__(self, view: ModelView, model: ModelMatch, optimizer: OptimizerMatch | None) -> None:
-        self.view = view
-        self.optimizer = optimizer
-        self.random: dict[str, torch.Tensor] = {}
-        self.targets: dict[str, Any] = dict(model.targets)
-        self.extra_state = model.extra_state
+    view: ModelView
+    model: ModelMatch
+    optimizer: OptimizerMatch | None
+    random: dict[str, torch.Tensor]
 
     def read(self, opened: OpenCheckpoint) -> None:
         """Read everything; from here on the model changes."""
         try:
-            read_entries(opened, self.targets)
-            for targets in () if self.optimizer is None else self.optimizer.rounds:
+            for targets in (self.model.targets, *(() if self.optimizer is None else self.optimizer.rounds)):
                 read_entries(opened, targets)
         except DamagedCheckpointError as error:
             raise DamagedCheckpointError(
@@ -241,43 +243,23 @@ def _plan_load(
 ) -> _LoadPlan:
     view = view_model(model)
     found = match_model(opened, view)
-    plan = _LoadPlan(view, found, None if optimizer is None else match_optimizer(opened, optimizer, view))
+    plan = _LoadPlan(view, found, None if optimizer is None else match_optimizer(opened, optimizer, view), {})
     num_savers = opened.state.get("num_ranks", 0)
     if num_savers == ranks.size:
         plan.random = _read_random_state(opened, ranks.rank)
-    elif num_savers and _is_random_state_common(opened, num_savers):
-        plan.random = {name: state for name, state in _read_random_state(opened, 0).items() if name != "cuda"}
+    elif num_savers:
+        first = _read_random_state(opened, 0, without="cuda")
+        others = (_read_random_state(opened, rank, without="cuda") for rank in range(1, num_savers))
+        # With one seed for all ranks they had the same on the CPU.
+        if all(
+            {*other} == {*first} and all(torch.equal(first[name], other[name]) for name in first) for other in others
+        ):
+            plan.random = first
     check_random_state(plan.random)
     return plan
 
 
-def _read_random_state(opened: OpenCheckpoint, rank: int) -> dict[str, torch.Tensor]:
-    targets = _random_targets(opened, rank)
-    read_entries(opened, dict(targets.values()))
-    return {generator: target for generator, (_, target) in targets.items()}
-
-
-def _random_targets(opened: OpenCheckpoint, rank: int) -> dict[str, tuple[str, torch.Tensor]]:
-    saved = tensors_of(opened.metadata)
+def _read_random_state(opened: OpenCheckpoint, rank: int, without: str = "") -> dict[str, torch.Tensor]:
     entries = opened.names_below("random_state", f"rank_{rank}")
-    return {str(path[0]): (name, torch.empty(saved[name].size, dtype=torch.uint8)) for path, name in entries.items()}
-
-
-def _is_random_state_common(opened: OpenCheckpoint, num_savers: int) -> bool:
-    """Whether all ranks that saved had the same state on the CPU, as with one seed for all."""
-
-    def state_of(rank: int) -> dict[str, list[int]]:
-        targets = {name: target for name, target in _random_targets(opened, rank).items() if name != "cuda"}
-        read_entries(opened, dict(targets.values()))
-        return {name: tensor.tolist() for name, (_, tensor) in targets.items()}
-
-    first = state_of(0)
-    return all(state_of(rank) == first for rank in range(1, num_savers))
-
-
-def _apply(plan: _LoadPlan, model: nn.Module, optimizer: Optimizer | None) -> None:
-    if optimizer is not None and plan.optimizer is not None:
-        plan.optimizer.apply(optimizer)
-    restore_extra_state(model, plan.extra_state)
-    announce_change(model, plan.view)
-    restore_random_state(plan.random)
+    wanted = {str(path[0]): entry for path, entry in entries.items() if path[0] != without}
+    return dict(zip(wanted, read_values(opened, wanted.values()), strict=True))

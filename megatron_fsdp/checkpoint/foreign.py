@@ -21,16 +21,9 @@ from megatron_fsdp.checkpoint.reader import OpenCheckpoint, read_entries
 from megatron_fsdp.errors import CheckpointError
 
 __all__ = [
-    "HALVES",
-    "Saved",
-    "SavedModel",
-    "SavedOptimizer",
-    "common_wrappers",
-    "read_groups",
-    "read_model",
-    "read_optimizer",
-    "read_values",
-]
+    "HALVES", "Saved", "SavedModel", "SavedOptimizer", "common_wrappers", "insert", "read_groups", "read_model",
+    "read_optimizer", "read_values",
+]  # fmt: skip
 
 WRAPPER = "module."
 # Upper and lower half of the rows of a gated weight (SwiGLU), in the order in which they lie in it.
@@ -99,7 +92,11 @@ def read_model(opened: OpenCheckpoint, here: Collection[str]) -> SavedModel:
         raise CheckpointError(f"{opened.folder} holds no entries under 'model'; it has {', '.join(kinds) or 'none'}")
     names = _translated(found, here)
     saved = tensors_of(opened.metadata)
-    extra = {names[name]: entry for name, entry in found.items() if entry not in saved and _is_extra(name)}
+    extra = {
+        names[name]: entry
+        for name, entry in found.items()
+        if entry not in saved and name.split(".")[-1] == _EXTRA_STATE
+    }
     tensors = {names[name]: _saved(opened, entry) for name, entry in found.items() if names[name] not in extra}
     return SavedModel(_joined(tensors, here), extra)
 
@@ -130,8 +127,10 @@ def read_optimizer(opened: OpenCheckpoint, parameters: Sequence[str], here: Coll
     for path, entry in found.items():
         state.setdefault(path[1:], {})[names.get(str(path[0]), str(path[0]))] = _saved(opened, entry)
     by_name = {(name, path): value for path, values in state.items() for name, value in _joined(values, here).items()}
-    translated = [{**group, "params": _once(names[str(name)] for name in group["params"])} for group in groups]
-    joined = [{**group, "params": _once(_whole_name(name, here) for name in group["params"])} for group in translated]
+    joined = [
+        {**group, "params": list(dict.fromkeys(_whole_name(names[str(name)], here) for name in group["params"]))}
+        for group in groups
+    ]
     return SavedOptimizer(by_name, joined, is_by_position or is_by_name)
 
 
@@ -147,7 +146,7 @@ def read_groups(opened: OpenCheckpoint) -> list[dict[str, Any]]:
         raise CheckpointError(f"{opened.folder} was saved without an optimizer; load it with optimizer=None")
     groups: dict[str | int, Any] = {}
     for path, value in zip(entries, read_values(opened, entries.values()), strict=True):
-        _insert(groups, path, value)
+        insert(groups, path, value)
     if not by_name:
         return [groups[position] for position in sorted(groups)]
     # Parameters with the same hyperparameters make a group, as they did where they were saved.
@@ -214,20 +213,13 @@ def _whole_name(name: str, here: Collection[str]) -> str:
     return name
 
 
-def _is_extra(name: str) -> bool:
-    return name.rpartition(".")[2] == _EXTRA_STATE
-
-
 def _saved(opened: OpenCheckpoint, entry: str) -> Saved:
     found = opened.metadata.state_dict_metadata[entry]
     return Saved((entry,), tuple(found.size) if isinstance(found, TensorStorageMetadata) else None)
 
 
-def _once(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))
-
-
-def _insert(values: dict[Any, Any], path: EntryPath, value: Any) -> None:
+def insert(values: dict[Any, Any], path: EntryPath, value: Any) -> None:
+    """Put a value where its path leads in nested dictionaries."""
     for key in path[:-1]:
         values = values.setdefault(key, {})
     values[path[-1]] = value

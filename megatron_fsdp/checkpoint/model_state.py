@@ -16,33 +16,21 @@ from torch.nn.parallel import DistributedDataParallel
 from dbuffer import DBuffer
 from megatron_fsdp.checkpoint.foreign import Saved, read_model, read_values
 from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
-from megatron_fsdp.checkpoint.reader import OpenCheckpoint, read_entries
+from megatron_fsdp.checkpoint.reader import OpenCheckpoint, listed, read_entries
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.resting_copy import catch_up_together
+from megatron_fsdp.runtime.resting_copy import announce_step
 from megatron_fsdp.runtime.unit import units_below
 
 __all__ = [
-    "ModelMatch",
-    "ModelView",
-    "announce_change",
-    "full_state_dict",
-    "iterate_full_tensors",
-    "local_part",
-    "match_model",
-    "match_partly",
-    "refuse_differences",
-    "restore_extra_state",
-    "siblings",
-    "view_model",
-]
+    "ModelMatch", "ModelView", "announce_change", "full_state_dict", "iterate_full_tensors", "local_part",
+    "match_model", "match_partly", "refuse_differences", "restore_extra_state", "siblings", "view_model", "whole",
+]  # fmt: skip
 
 _EXTRA_STATE = "_extra_state"
 
 # What wrappers of PyTorch put between a parameter and its name in the model as it was written.
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
-
-_MAX_LISTED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +89,14 @@ def view_model(model: nn.Module) -> ModelView:
         by_parameter.setdefault(id(parameter), []).append(_canonical(name))
     names = {key: found[0] for key, found in by_parameter.items()}
     ties = tuple(tuple(found) for found in by_parameter.values() if len(found) > 1)
-    copies = tuple((group, group.weights.values()) for group in _split_groups(model))
+    groups = {id(group): group for p in model.parameters() if (group := group_of_parameter(p)) is not None}
+    split = (group for group in groups.values() if group.weights.remainder is not None and not group.is_meta)
+    copies = tuple((group, group.weights.values()) for group in split)
     for group, values in copies:
         for index, param in enumerate(group.parameters.values()):
             whole = group.fsdp_params.wrap(index, values.get_dtensor(index))
             tensors.update({name: whole for name in by_parameter.get(id(param), ()) if name in tensors})
     return ModelView(tensors, names, ties, extra, copies)
-
-
-def _split_groups(model: nn.Module) -> Iterator[ParameterGroup]:
-    """Yield the groups that have parameters in ``model`` and split main weights, which have memory."""
-    groups = {id(group): group for p in model.parameters() if (group := group_of_parameter(p)) is not None}
-    for group in groups.values():
-        if group.weights.remainder is not None and not group.is_meta:
-            yield group
 
 
 def siblings(ties: Sequence[Sequence[str]], name: str) -> tuple[str, ...]:
@@ -210,10 +192,9 @@ def refuse_differences(folder: Path, kind: str, differences: Sequence[str]) -> N
         kind: "model" or "optimizer".
     """
     if differences:
-        listed = "\n  ".join(differences[:_MAX_LISTED])
-        more = f"\n  and {len(differences) - _MAX_LISTED} more" if len(differences) > _MAX_LISTED else ""
+        lines = listed(differences, "\n  ")
         raise CheckpointError(
-            f"{folder} is of another {kind}; nothing was loaded. {len(differences)} entries differ:\n  {listed}{more}"
+            f"{folder} is of another {kind}; nothing was loaded. {len(differences)} entries differ:\n  {lines}"
         )
 
 
@@ -229,7 +210,7 @@ def announce_change(model: nn.Module, view: ModelView | None = None) -> None:
     """Tell a sharded model's units that main weights, or the tensors of a view of them, were written to."""
     for group, values in () if view is None else view.copies:
         group.weights.store(values)
-    catch_up_together(group for unit in units_below(model) for group in unit.groups)
+    announce_step(group for unit in units_below(model) for group in unit.groups)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

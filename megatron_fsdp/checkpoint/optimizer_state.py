@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from megatron_fsdp.checkpoint.foreign import Saved, SavedOptimizer, read_optimizer
+from megatron_fsdp.checkpoint.foreign import Saved, SavedOptimizer, insert, read_optimizer
 from megatron_fsdp.checkpoint.manifest import EntryPath
 from megatron_fsdp.checkpoint.model_state import ModelView, refuse_differences, siblings
 from megatron_fsdp.checkpoint.reader import OpenCheckpoint
@@ -80,7 +80,7 @@ class OptimizerMatch:
         state: dict[int, dict[str, Any]] = {}
         for place in self.places:
             value = place.value if place.entry is None else self.rounds[place.round][place.entry]
-            _insert(state.setdefault(place.index, {}), place.path, value)
+            insert(state.setdefault(place.index, {}), place.path, value)
         if getattr(optimizer, "moments", None) != "int8":
             by_index = _parameters_by_index(optimizer, optimizer.state_dict())
             for index, values in state.items():
@@ -106,7 +106,13 @@ def match_optimizer(opened: OpenCheckpoint, optimizer: Optimizer, view: ModelVie
     covered |= {other for name in covered for other in siblings(view.ties, name)}
     differences += [f"{name}: only in the checkpoint" for name in aliases.group_of if name not in covered]
     by_index = _parameters_by_index(optimizer, document)
-    differences += _other_shapes(saved, names, by_index)
+    shapes = {names[index]: tuple(parameter.shape) for index, parameter in by_index.items()}
+    # Other software's state may be by position, which says nothing of names.
+    differences += [
+        f"{name}.{'.'.join(map(str, path))}: {value.shape} in the checkpoint, {shapes[name]} here"
+        for (name, path), value in (saved.state.items() if saved.is_foreign else ())
+        if name in shapes and value.shape not in (None, (), shapes[name])
+    ]
     refuse_differences(opened.folder, "optimizer", differences)
     groups = [_with_hyperparameters(group, saved.groups, aliases, names) for group in document["param_groups"]]
     rounds: list[dict[str, Any]] = [{}]
@@ -115,23 +121,15 @@ def match_optimizer(opened: OpenCheckpoint, optimizer: Optimizer, view: ModelVie
         takers = [index for index, other in saved_names.items() if other == name]
         rounds += [{} for _ in range(len(takers) - len(rounds))]
         for number, index in enumerate(takers):
-            current = _look_up(document["state"].get(index, {}), path)
+            current = document["state"].get(index, {})
+            for key in path:
+                current = current.get(key) if isinstance(current, Mapping) else None
             target = _target(opened, value, by_index[index], current, state_dtype(optimizer, by_index[index]))
             rounds[number] |= value.targets(target)
             entry = value.entries[0] if len(value.entries) == 1 else None
             places.append(_Place(index, path, number, entry, target))
     places += _steps_of_groups(saved, saved_names, aliases)
     return OptimizerMatch(rounds, places, groups)
-
-
-def _other_shapes(
-    saved: SavedOptimizer, names: Mapping[int, str], by_index: Mapping[int, torch.Tensor]
-) -> Iterator[str]:
-    """Yield other software's state that is not of its parameter's shape: positions say nothing of names."""
-    shapes = {names[index]: tuple(parameter.shape) for index, parameter in by_index.items()}
-    for (name, path), value in saved.state.items() if saved.is_foreign else ():
-        if name in shapes and value.shape not in (None, (), shapes[name]):
-            yield f"{name}.{'.'.join(map(str, path))}: {value.shape} in the checkpoint, {shapes[name]} here"
 
 
 def _steps_of_groups(
@@ -190,26 +188,19 @@ def _with_hyperparameters(
             found.setdefault(aliases.group_of[name], names[index])
     positions = sorted(found)
     for other in positions[1:]:
-        differing = [
-            key for key in saved[other] if key not in _NAMED and _differ(saved[other], saved[positions[0]], key)
-        ]
+        one, first = saved[other], saved[positions[0]]
+        # Equal as text and not with ==, which a tensor would answer with a tensor.
+        differing = [key for key in one.keys() - _NAMED if key not in first or repr(one[key]) != repr(first[key])]
         if differing:
             raise CheckpointError(
                 f"{found[positions[0]]!r} and {found[other]!r} are in one group of this optimizer and were saved in "
-                f"two, with another {', '.join(differing)}; nothing was loaded. Group the parameters as they were"
+                f"two, with another {', '.join(sorted(differing))}; nothing was loaded. Group them as they were"
             )
     hyperparameters = {key: value for key, value in saved[positions[0]].items() if key not in _NAMED} if found else {}
     return {**group, **hyperparameters}
 
 
-_NAMED = ("params", "param_names")
-
-
-def _differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
-    if key not in other:
-        return True
-    # Equal as text and not with ==, which a tensor would answer with a tensor.
-    return repr(one[key]) != repr(other[key])
+_NAMED = frozenset({"params", "param_names"})
 
 
 def _other_kind(
@@ -217,8 +208,8 @@ def _other_kind(
 ) -> Iterator[str]:
     """Yield what shows that the checkpoint is of another kind of optimizer; nothing where it may be the same."""
     saved_kind = opened.state.get("optimizer")
-    here = set().union(*document["param_groups"]) - {*_NAMED}
-    there = set().union(*saved.groups) - {*_NAMED}
+    here = set().union(*document["param_groups"]) - _NAMED
+    there = set().union(*saved.groups) - _NAMED
     # Other software's Adam has options of its own; what makes it one are the betas.
     is_akin = saved.is_foreign and ("betas" in here) == ("betas" in there)
     if saved_kind == kind or here <= there or there <= here or is_akin:
@@ -253,15 +244,3 @@ def _target(opened: OpenCheckpoint, saved: Saved, parameter: torch.Tensor, curre
         f"{opened.folder}: {saved.entries[0]} has shape {shape}, its parameter {tuple(parameter.shape)}, and this "
         "optimizer has not made such state yet, which would show how it is laid out; take one step before loading"
     )
-
-
-def _look_up(values: Any, path: EntryPath) -> Any:
-    for key in path:
-        values = values.get(key) if isinstance(values, Mapping) else None
-    return values
-
-
-def _insert(values: dict[Any, Any], path: EntryPath, value: Any) -> None:
-    for key in path[:-1]:
-        values = values.setdefault(key, {})
-    values[path[-1]] = value

@@ -17,10 +17,10 @@ __all__ = ["check_random_state", "random_state", "restore_random_state"]
 
 def random_state() -> dict[str, torch.Tensor]:
     """Return the state of this rank's generators, 1-D uint8 tensors on the CPU."""
-    kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+    kind, keys, *rest = numpy.random.get_state()
     state = {
         "torch": torch.get_rng_state(),
-        "numpy": _encode([kind, numpy.asarray(keys).tolist(), position, has_gauss, gauss]),
+        "numpy": _encode([kind, numpy.asarray(keys).tolist(), *rest]),
         "python": _encode(random.getstate()),
     }
     if torch.cuda.is_available():
@@ -30,14 +30,15 @@ def random_state() -> dict[str, torch.Tensor]:
 
 def restore_random_state(state: Mapping[str, torch.Tensor]) -> None:
     """Set this rank's generators to a state that ``random_state`` returned, those that are in it."""
-    if "torch" in state:
-        torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    if "numpy" in state:
-        numpy.random.set_state(_numpy_state(state["numpy"]))
-    if "python" in state:
-        random.setstate(_python_state(state["python"]))
+    setters: dict[str, Callable[[torch.Tensor], object]] = {
+        "torch": torch.set_rng_state,
+        "numpy": lambda tensor: numpy.random.set_state(_numpy_state(tensor)),
+        "python": lambda tensor: random.setstate(_python_state(tensor)),
+    }
+    if torch.cuda.is_available():
+        setters["cuda"] = torch.cuda.set_rng_state
+    for generator in setters.keys() & state.keys():
+        setters[generator](state[generator])
 
 
 def check_random_state(state: Mapping[str, torch.Tensor]) -> None:
@@ -51,10 +52,9 @@ def check_random_state(state: Mapping[str, torch.Tensor]) -> None:
         "numpy": lambda tensor: numpy.random.RandomState().set_state(_numpy_state(tensor)),
         "python": lambda tensor: random.Random().setstate(_python_state(tensor)),
     }
-    for generator, attempt in attempts.items():
+    for generator in attempts.keys() & state.keys():
         try:
-            if generator in state:
-                attempt(state[generator])
+            attempts[generator](state[generator])
         except Exception as error:
             raise CheckpointError(
                 f"the random state of {generator!r} is damaged ({type(error).__name__}: {error}); nothing was loaded"

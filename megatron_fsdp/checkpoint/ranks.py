@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.checkpoint.manifest import RANK_VALUES
 from megatron_fsdp.errors import CheckpointError
 
-__all__ = ["CheckpointRanks", "checkpoint_ranks"]
+__all__ = ["CheckpointRanks", "checkpoint_ranks", "find_rank_values", "part_rank_values"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -100,3 +104,56 @@ def _common_error(step: str, failure: CheckpointException, num_ranks: int) -> Ch
         f"failed{which.format(rank)}: {str(error) or type(error).__name__}" for rank, error in by_rank.items()
     )
     return CheckpointError(f"{step} {said}")
+
+
+# ---------------------------------------------------------------- values that ranks do not hold alike
+
+
+def find_rank_values(tensors: Mapping[str, torch.Tensor], ranks: CheckpointRanks) -> dict[str, int]:
+    """Return the names of tensors that ranks hold whole and not alike, each with the first rank that has it.
+
+    Such are buffers of norms, and parameters that are not sharded. Every rank calls it. Sharded tensors are not looked
+    at: their replicas are the engine's to keep alike. A checkpoint has the first rank's value under the name, which is
+    the one that counts by FSDP2's convention, and each rank's beside it, for loading on as many ranks.
+    """
+    if ranks.size == 1:
+        return {}
+    plain = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+    step = "comparing what ranks hold under one name"
+    return ranks.agree(step, lambda: {name: _fingerprint(tensor) for name, tensor in plain.items()}, _differing)
+
+
+def part_rank_values(entries: dict[str, Any], owners: Mapping[str, int], rank: int) -> None:
+    """Keep under a name what its first rank has, and put this rank's own values of all such names beside it."""
+    if not owners:
+        return
+    tensors, optimizer = entries["model"], entries.get("optimizer", {"state": {}})
+    state = optimizer["state"]
+    own: dict[str, Any] = {"model": {name: tensors[name] for name in owners if name in tensors}}
+    if found := {name: state[name] for name in owners if name in state}:
+        own["optimizer"] = {"state": found}
+    not_mine = {name for name, owner in owners.items() if owner != rank}
+    entries["model"] = {name: value for name, value in tensors.items() if name not in not_mine}
+    if "optimizer" in entries:
+        kept = {name: values for name, values in state.items() if name not in not_mine}
+        entries["optimizer"] = {**optimizer, "state": kept}
+    entries[RANK_VALUES] = {f"rank_{rank}": own}
+
+
+def _differing(by_rank: Sequence[Mapping[str, str]]) -> dict[str, int]:
+    first: dict[str, int] = {}
+    found: set[str] = set()
+    for rank, fingerprints in enumerate(by_rank):
+        for name, value in fingerprints.items():
+            owner = first.setdefault(name, rank)
+            if by_rank[owner][name] != value:
+                found.add(name)
+    return {name: first[name] for name in sorted(found)}
+
+
+def _fingerprint(tensor: torch.Tensor) -> str:
+    digest = hashlib.blake2b(repr((tensor.dtype, tuple(tensor.shape))).encode(), digest_size=16)
+    if not tensor.is_meta:
+        values = tensor.detach().to("cpu").contiguous().reshape(-1)
+        digest.update(values.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,13 +18,13 @@ from megatron_fsdp.checkpoint.async_save import finish_pending_save
 from megatron_fsdp.checkpoint.foreign import read_model, read_values
 from megatron_fsdp.checkpoint.manifest import tensors_of
 from megatron_fsdp.checkpoint.model_state import announce_change, match_model, view_model, whole
-from megatron_fsdp.checkpoint.name_map import NameMap
 from megatron_fsdp.checkpoint.ranks import CheckpointRanks, checkpoint_ranks
 from megatron_fsdp.checkpoint.reader import open_checkpoint, read_entries
 from megatron_fsdp.checkpoint.safetensors_files import DEFAULT_FILE_BYTES, open_folder, write_folder
 from megatron_fsdp.checkpoint.writer import HoldingPlanner, place_of, plan_save, write_draft
+from megatron_fsdp.errors import ConfigError
 
-__all__ = ["export_checkpoint", "export_safetensors", "import_checkpoint", "import_safetensors"]
+__all__ = ["NameMap", "export_checkpoint", "export_safetensors", "import_checkpoint", "import_safetensors"]
 
 
 def export_safetensors(
@@ -156,6 +159,66 @@ def import_checkpoint(folder: Path, path: Path, *, name_map: NameMap | None = No
     entries = {"model": model}, state_bytes({"extra": {}})
     write_draft(plan_save(place_of(path), lambda: entries, ranks, planner), ranks)
     return len(model)
+
+
+@dataclass(frozen=True, slots=True)
+class NameMap:
+    """Patterns of names here and the names there.
+
+    Attributes:
+        patterns: here to there; "*" stands for the same run of characters without dots on both sides, in order:
+            ``{"blocks.*.query.weight": "model.layers.*.self_attn.q_proj.weight"}``. The first that matches counts; a
+            name that none matches stays as it is.
+    """
+
+    patterns: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        for here, there in self.patterns.items():
+            if here.count("*") != there.count("*"):
+                raise ConfigError(
+                    f"name map: {here!r} and {there!r} have different numbers of *; wanted as many in both"
+                )
+
+    @classmethod
+    def from_json(cls, path: Path) -> NameMap:
+        """Read the patterns from a JSON file that holds one object of strings.
+
+        Raises:
+            ConfigError: the file cannot be read or holds something else.
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"name map {path} cannot be read: {error}") from None
+        if not isinstance(content, dict) or not all(isinstance(there, str) for there in content.values()):
+            raise ConfigError(f'name map {path} holds no object of strings; wanted {{"name here": "name there"}}')
+        return cls(content)
+
+    def inverse(self) -> NameMap:
+        """Return the map in the other direction."""
+        return NameMap({there: here for here, there in self.patterns.items()})
+
+    def translate(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the name there of each name here.
+
+        Raises:
+            ConfigError: two names get one.
+        """
+        rules = [
+            (re.compile(re.escape(here).replace(r"\*", "([^.]*)")), there) for here, there in self.patterns.items()
+        ]
+        found: dict[str, str] = {}
+        taken: dict[str, str] = {}
+        for name in names:
+            matches = ((pattern.fullmatch(name), there) for pattern, there in rules)
+            match, there = next((pair for pair in matches if pair[0]), (None, name))
+            parts = iter((*match.groups(), "") if match else ())
+            found[name] = "".join(literal + next(parts, "") for literal in there.split("*")) if match else name
+            other = taken.setdefault(found[name], name)
+            if other != name:
+                raise ConfigError(f"name map: {other!r} and {name!r} both become {found[name]!r}; make them distinct")
+        return found
 
 
 class _LatePlanner(HoldingPlanner):

@@ -15,8 +15,8 @@ from megatron_fsdp.errors import CheckpointError, FsdpError
 
 # Functions import what they use: torch takes seconds to import, and --help needs none of it.
 if TYPE_CHECKING:
-    from megatron_fsdp.checkpoint.name_map import NameMap
     from megatron_fsdp.checkpoint.reader import OpenCheckpoint
+    from megatron_fsdp.checkpoint.safetensors_model import NameMap
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -187,7 +187,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _name_map(args: argparse.Namespace) -> NameMap | None:
-    from megatron_fsdp.checkpoint.name_map import NameMap
+    from megatron_fsdp.checkpoint.safetensors_model import NameMap
 
     return None if args.name_map is None else NameMap.from_json(args.name_map)
 

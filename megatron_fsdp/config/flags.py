@@ -5,15 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = [
-    "FLAGS",
-    "SECTIONS",
-    "Effect",
-    "Flag",
-    "Value",
-    "attribute",
-    "flag_of",
-]
+__all__ = ["FLAGS", "SECTIONS", "Effect", "Flag", "Value", "attribute", "flag_of"]
 
 Value = bool | int | float | str | tuple[str, ...] | None
 

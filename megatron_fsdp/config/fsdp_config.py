@@ -13,21 +13,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import Partial, Replicate
-from megatron_fsdp.config.apply import prefetch_elements, use_slots_of
-from megatron_fsdp.config.flag_values import DTYPE_NAMES, DTYPES, check_connections, check_value, normal_value
+from megatron_fsdp.config.apply import prefetch_elements
 from megatron_fsdp.config.hf_settings import HfSettings, read_hf_settings
 from megatron_fsdp.config.parser import FLAGS, RULES, Flag, flag_of
 from megatron_fsdp.errors import ConfigError, nearest
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
+from megatron_fsdp.runtime.memory_slots import SlotChoice, use_slots
 from megatron_fsdp.runtime.module import FSDPModule
+from megatron_fsdp.runtime.unit import units_below
 
-__all__ = [
-    "CHOICES",
-    "SHARDED",
-    "FsdpConfig",
-]
+__all__ = ["CHOICES", "SHARDED", "FsdpConfig"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Megatron stores FP8 optimizer state as bytes.
+DTYPE_NAMES = {**{dtype: name for name, dtype in DTYPES.items()}, torch.uint8: "fp8"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +123,9 @@ class FsdpConfig:
 
     def __post_init__(self) -> None:
         for flag in FLAGS:
-            value = normal_value(flag, getattr(self, flag.dest))
+            value = _normal_value(flag, getattr(self, flag.dest))
             object.__setattr__(self, flag.dest, value)
-            check_value(flag, value)
+            _check_value(flag, value)
         refusals = [rule.refusal(self) for rule in RULES if rule.is_broken(self)]
         if refusals:
             raise ConfigError("; ".join(refusals))
@@ -141,7 +142,7 @@ class FsdpConfig:
         given = vars(args)
         config = cls(**{flag.dest: given[flag.dest] for flag in FLAGS if flag.dest in given})
         if config.use_megatron_fsdp and torch.cuda.is_available() and given.get("distributed_backend") != "gloo":
-            check_connections()
+            _check_connections()
         return config
 
     @classmethod
@@ -180,7 +181,7 @@ class FsdpConfig:
                 CUDA_DEVICE_MAX_CONNECTIONS is 1.
         """
         if mesh.device_type == "cuda":
-            check_connections()
+            _check_connections()
         self._check_mesh(mesh)
         return {
             "placements": self.placements(num_axes=mesh.ndim),
@@ -205,7 +206,16 @@ class FsdpConfig:
             StateError: no module of ``model`` is sharded.
             StorageError: buffers that stay, and a PyTorch that has none (before 2.13).
         """
-        use_slots_of(model, self)
+        for unit in units_below(model):
+            choice = SlotChoice.of_megatron(
+                double_buffer=self.fsdp_double_buffer,
+                max_pool=self.megatron_fsdp_max_pool_double_buffer,
+                user_buffers=self.nccl_ub,
+                is_symmetric=not self.disable_symmetric_registration,
+                device_type=next((group.spec.device.type for group in unit.groups), "cpu"),
+            )
+            if choice.sizing is not None:
+                use_slots(unit, choice)
         if self.suggested_communication_unit_size is not None:
             prefetch_elements(model, self.suggested_communication_unit_size)
         divisor = self._gradient_divisor(num_microbatches)
@@ -428,6 +438,50 @@ def _check_names(settings: Mapping[str, object]) -> None:
             "; ".join(
                 f"unknown setting {name!r}, the nearest valid one is {nearest(name, valid)!r}" for name in unknown
             )
+        )
+
+
+def _normal_value(flag: Flag, value: object) -> object:
+    """Return a value as the command line has it: Megatron makes dtypes torch's, and auto None; JSON has lists."""
+    if isinstance(value, torch.dtype):
+        return DTYPE_NAMES.get(value, str(value))
+    if value is None and "auto" in flag.choices:
+        return "auto"
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_value(flag: Flag, value: object) -> None:
+    """Refuse a value of another type, none of the choices, or out of range.
+
+    Raises:
+        ConfigError: it is; names the flag and what is legal.
+    """
+    name = f"{flag.name} ({flag.dest})"
+    if value is None and flag.default is None:
+        return
+    legal_types = (int, float) if flag.kind is float else (flag.kind,)
+    if not isinstance(value, legal_types) or (isinstance(value, bool) and flag.kind is not bool):
+        raise ConfigError(f"{name}: found {value!r}, wanted {flag.kind.__name__}")
+    if flag.choices and value not in flag.choices:
+        choices = [str(choice) for choice in flag.choices]
+        close = nearest(str(value), choices)
+        raise ConfigError(f"{name}: found {value!r}, wanted one of {', '.join(choices)}; the nearest is {close}")
+    if flag.kind is int and not flag.choices and isinstance(value, int) and value < 1:
+        raise ConfigError(f"{name}: found {value}, wanted a whole number >= 1")
+    if flag.kind is float and isinstance(value, (int, float)) and not value >= 0:
+        raise ConfigError(f"{name}: found {value}, wanted a number >= 0")
+
+
+def _check_connections() -> None:
+    """Refuse an environment in which nothing would overlap on a GPU.
+
+    Raises:
+        ConfigError: CUDA_DEVICE_MAX_CONNECTIONS is 1.
+    """
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ConfigError(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 contradicts --use-megatron-fsdp: with one queue to the GPU gathers and "
+            "reductions wait for compute instead of overlapping with it; unset the variable"
         )
 
 

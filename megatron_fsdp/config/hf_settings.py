@@ -199,7 +199,10 @@ def _find(name: str) -> Key:
 def _checked(key: Key, value: Any) -> Any:
     """Return a value in the form that settings have it, or raise."""
     if key.name == "ignored_modules":
-        return _ignored(value)
+        entries = (value,) if isinstance(value, str) else tuple(value)
+        if not all(isinstance(entry, (str, nn.Module)) for entry in entries):
+            raise ConfigError(f"ignored_modules: found {value!r}, wanted a regular expression, names or modules")
+        return value if isinstance(value, str) else entries
     if key.name in ("reshard_after_forward", "sharding_strategy"):
         return _resharding_value(key, value)
     if key.kind is bool:
@@ -250,15 +253,6 @@ def _resharding_value(key: Key, value: Any) -> bool | str:
     if key.name == "reshard_after_forward" and text.lower() in (*_TRUE, *_FALSE):
         return _boolean(key, value)
     return _choice(key, value)
-
-
-def _ignored(value: Any) -> str | tuple[str | nn.Module, ...]:
-    if isinstance(value, str):
-        return value
-    entries = tuple(value)
-    if not all(isinstance(entry, (str, nn.Module)) for entry in entries):
-        raise ConfigError(f"ignored_modules: found {value!r}, wanted a regular expression, names or modules")
-    return entries
 
 
 # ---------------------------------------------------------------- what keys mean together

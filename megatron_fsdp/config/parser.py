@@ -9,7 +9,6 @@ import argparse
 import sys
 from typing import Any, TypeVar
 
-from megatron_fsdp.config.flag_launcher import UNDER_THE_LAUNCHER
 from megatron_fsdp.config.flag_rules import RULES, Rule
 from megatron_fsdp.config.flags import FLAGS, SECTIONS, Effect, Flag, attribute, flag_of
 
@@ -65,10 +64,28 @@ def flags_markdown() -> str:
     for title, flags in SECTIONS.items():
         lines += _heading(title, "Flag | Default, and other values | Meaning | Effect here")
         lines += [_row(flag) for flag in flags]
-    lines += ["", *UNDER_THE_LAUNCHER]
+    lines += ["", *_UNDER_THE_LAUNCHER.splitlines()]
     lines += _heading("Refused", "Flag | | | Reason")
     lines += [f"| `{rule.first}` | {rule.relation} | `{rule.second}` | {rule.reason} |" for rule in RULES]
     return "\n".join(lines) + "\n"
+
+
+_UNDER_THE_LAUNCHER = """\
+## Under the launcher
+
+`python -m megatron_fsdp.megatron` ([megatron.md](megatron.md)) hands the flags on to Megatron, whose configs this
+engine reads. The tables hold there too, but for these:
+
+- `--ckpt-format fsdp_dtensor` has to be given.
+- `--optimizer-cpu-offload`, `--use-precision-aware-optimizer`, `--check-for-large-grads`, `--fp8-param-gather`, a
+  `--cuda-graph-impl` other than `none` and optimizers besides adam and sgd are refused.
+- `--fp16` trains with Megatron's grad scaler.
+- `--no-gradient-accumulation-fusion` changes nothing: the fusion of Megatron's layers is off in any case.
+- `--data-parallel-random-init`, Megatron's own: ranks that drew different weights get the first rank's.
+- Checkpoints and their strictness, the limit of `--clip-grad`, `--async-save`, `--dump-param-to-param-group-map`
+  and `--fake-process-group` are Megatron's own code.
+- Flags that are "not supported yet", or need hardware or a package that is not used, are said at the start.
+"""
 
 
 def _heading(title: str, columns: str) -> list[str]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,25 +27,164 @@ from dbuffer.mesh import MeshAxis
 from megatron_fsdp.api import microbatch
 from megatron_fsdp.errors import ConfigError, GradientScaleError
 from megatron_fsdp.observability.model_snapshot import ModelSnapshot
-from megatron_fsdp.observability.scale_report import GradientScale, Measured, NormScale, ParameterScale
 from megatron_fsdp.optim.grad_norm import clip_grad_norm_
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.unit import units_below
 
-__all__ = ["check_gradient_scale"]
+__all__ = ["GradientScale", "NormScale", "ParameterScale", "check_gradient_scale"]
 
 _SMALLEST_LIMIT = 1e-6
+# Of a norm that is computed in FP32.
+_NORM_LIMIT = 1e-5
+# Beyond it rounding hides what is looked for: a factor of two.
+_USELESS_LIMIT = 0.25
 
 Expected = float | Callable[[str], float] | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
-    """What is run: the loss of a batch, and what follows its backward."""
+class ParameterScale:
+    """What was measured of one parameter.
 
-    model: nn.Module
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor]
-    finish: Callable[[], object] | None
+    Attributes:
+        name: in the model. unit: the unit that owns it. place: the axes that it is reduced over, in words.
+        num_ranks: of these axes together. expected: what the factor has to be.
+        factor: found; NaN where no rank had a gradient. residual: the part of the gradient, by norm, that is no
+            multiple of the sum. limit: how far rounding may move the two, relative to the factor.
+        accumulated: what two equal microbatches give of what one gives.
+        is_finite: whether there was neither NaN nor infinity in its gradients.
+    """
+
+    name: str
+    unit: str
+    place: str
+    num_ranks: int
+    expected: float
+    factor: float
+    residual: float
+    limit: float
+    accumulated: float
+    is_finite: bool
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there was a gradient, and more of it than rounding."""
+        return not math.isnan(self.factor) and self.limit < _USELESS_LIMIT
+
+    def complaint(self) -> str | None:
+        """Return what is wrong with it, None for nothing."""
+        where = f"parameter {self.name!r} (unit {self.unit!r}, over {self.place})"
+        if not self.is_finite:
+            return (
+                f"{where}: there is NaN or infinity in its gradient; take another batch, or look for where it is from"
+            )
+        if self.is_measured and abs(self.factor - self.expected) > self.limit * abs(self.expected):
+            times = self.factor / self.expected if self.expected else math.inf
+            return (
+                f"{where}: the reduced gradient is {self.factor:.7g} x the sum of all ranks' gradients, expected "
+                f"{self.expected:.7g}: {times:.7g} x as large as it has to be. Look at set_gradient_divide_factor, "
+                "reduction hooks, what scales gradients after backward; expected=1.0 for a loss per token of all ranks."
+            )
+        if self.is_measured and self.residual > 2 * self.limit:
+            return (
+                f"{where}: {self.residual:.3g} of the reduced gradient, by norm, is no multiple of the sum of all "
+                f"ranks' gradients, expected at most {2 * self.limit:.3g}: ranks or elements are weighted otherwise "
+                "than others. Look at reduction hooks and a custom reduce-scatter."
+            )
+        if self.is_measured and not abs(self.accumulated - 2) <= 4 * self.limit:
+            return (
+                f"{where}: the same microbatch twice gives {self.accumulated:.7g} x the gradient of one, expected 2: "
+                "accumulation, or a weight gradient's product into the buffer, scales what it should add."
+            )
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class NormScale:
+    """What was measured of the gradient norm.
+
+    Attributes:
+        found: what training clips by on this rank. expected: the norm of the gradients of all ranks.
+        highest, lowest: of ``found`` on any rank.
+    """
+
+    found: float
+    expected: float
+    highest: float
+    lowest: float
+
+    def complaint(self) -> str | None:
+        """Return what is wrong with it, None for nothing."""
+        if self.highest - self.lowest > _NORM_LIMIT * self.highest:
+            return (
+                f"the gradient norm is {self.found:.7g} here, and from {self.lowest:.7g} to {self.highest:.7g} on the "
+                f"ranks, which clip differently; that of all gradients is {self.expected:.7g}. Experts that other "
+                "ranks do not have count where they are: make them DTensors over their axis, or give norm=...; "
+                "parameters that are not sharded count on each rank: reduce their gradients in finish=..."
+            )
+        if abs(self.found - self.expected) > _NORM_LIMIT * max(self.found, self.expected):
+            times = self.found / self.expected if self.expected else math.inf
+            return (
+                f"the gradient norm is {self.found:.7g}, that of all ranks' gradients {self.expected:.7g}: {times:.7g} "
+                "x as large as it has to be, so clipping is too hard or too soft. Look for ranks that count the same "
+                "elements, or that leave some out."
+            )
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientScale:
+    """What ``check_gradient_scale`` found; ``print`` shows it on a page.
+
+    Attributes:
+        parameters: all that are trained, in the order of their units.
+        norm: of the gradients; None where it was left out.
+        duplicated: what a batch with each sample twice gives of the gradient of the batch: 1 for a loss that is a mean,
+            2 for a sum, anything else for one that depends on the batch otherwise; None where it was left out.
+
+    Example:
+        found = check_gradient_scale(model, lambda model, batch: model(batch).square().mean(), batch)
+        worst = max(found.parameters, key=lambda each: each.residual)
+    """
+
+    parameters: tuple[ParameterScale, ...]
+    norm: NormScale | None
+    duplicated: float | None
+
+    @property
+    def is_mean(self) -> bool | None:
+        """Whether the loss is a mean over a rank's samples; None where that was not looked at."""
+        return None if self.duplicated is None else abs(self.duplicated - 1) <= 1e-2
+
+    def complaints(self) -> list[str]:
+        """Return what is wrong: a sentence for each parameter, and one for the norm."""
+        found = [each.complaint() for each in self.parameters]
+        if not any(each.is_measured for each in self.parameters) and not any(found):
+            found.append(
+                "no parameter has a gradient to measure: the loss reaches none, or the ranks' gradients cancel. Call "
+                "it with the loss and the data of training, other data on every rank"
+            )
+        found.append(None if self.norm is None else self.norm.complaint())
+        return [complaint for complaint in found if complaint is not None]
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield "gradient scale, reduced gradients of the sum over ranks:"
+        parts = groupby(self.parameters, lambda each: (each.unit, each.place, each.expected))
+        for (unit, place, wanted), members in ((key, list(same)) for key, same in parts):
+            found = [each for each in members if each.is_measured]
+            ends = dict.fromkeys(f"{pick(each.factor for each in found):.7g}" for pick in (min, max) if found)
+            residual = max((each.residual for each in found), default=0.0)
+            line = f"factor {' to '.join(ends)}, expected {wanted:.7g}; residual {residual:.1e}"
+            count = f"{len(members)} parameter{'s' * (len(members) != 1)}"
+            yield f"  unit {unit!r}, {count} over {place}: {line if found else 'no gradient to measure'}"
+        if self.norm is not None:
+            yield f"  gradient norm {self.norm.found:.7g}, of all gradients {self.norm.expected:.7g}"
+        if self.duplicated is not None and not math.isnan(self.duplicated):
+            kind = "a mean" if self.is_mean else "a sum" if abs(self.duplicated - 2) <= 1e-2 else "neither mean nor sum"
+            yield f"  each sample twice: {self.duplicated:.7g} x the gradient ({kind} over samples)"
 
 
 def check_gradient_scale(
@@ -59,15 +199,9 @@ def check_gradient_scale(
 ) -> GradientScale:
     """Run one microbatch, and measure for each parameter what its reduced gradient is of the sum over ranks.
 
-    With L_r what autograd hands out on rank r, before anything of it is packed, scaled or reduced, S the sum of L_r
-    over all ranks that hold the parameter, and R what ``.grad`` shows in the end, the factor is <R, S> / <S, S> and the
-    residual ||R - factor S|| / ||R||. Where a loss is a mean over a rank's data, every factor has to be 1 / (number of
-    ranks with data of their own): also those of experts, which fewer ranks hold, because their tokens come from all.
-
-    Four more things are measured: that the same microbatch twice, accumulated and without the hooks that a first
-    pass needs (so that weight gradients are multiplied into buffers where training does that), gives twice the
-    gradient; that the gradient norm is that of the gradients, and the same on all ranks; and, as a statement and not
-    as a demand, what a batch with each sample twice gives: a mean's gradient stays, a sum's doubles.
+    With S the sum over all ranks that hold the parameter of what autograd hands out, and R what ``.grad`` shows in the
+    end, the factor is <R, S> / <S, S> and the residual ||R - factor S|| / ||R||. Accumulation, the norm, and what a
+    batch with each sample twice gives are measured as well (docs/gradient_scale.md).
 
     Every rank of the model's mesh calls it, between steps, with data of its own. It takes four forwards and
     backwards, and memory for one unit's gradients in FP32 and for three of this rank's gradient shards; whole gradients
@@ -87,8 +221,6 @@ def check_gradient_scale(
             there (Megatron's ``finish_grad_sync`` and ``scale_gradients``).
         norm: returns the gradient norm. True: ``clip_grad_norm_(model, inf)``. False: leave this out, as where other
             stages of a pipeline have gradients that count.
-    Returns:
-        What was found; ``print`` shows it.
     Raises:
         GradientScaleError: a factor, a residual or the norm is wrong, on all ranks; the error names parameters, what
             was found and wanted, and has the ``report``.
@@ -99,36 +231,54 @@ def check_gradient_scale(
         found = check_gradient_scale(model, lambda model, batch: model(batch).square().mean(), batch)
         print(found)
     """
-    probes = _probes(model)
-    wanted = _wanted(probes, expected)
-    task = _Task(model, loss_fn, finish)
+
+    def gradients_of(*batches: Any) -> list[DBuffer]:
+        """Run the microbatches of one optimizer step, up to its gradients."""
+        for index, each in enumerate(batches):
+            if index:
+                snapshot.rewind_random()
+            with microbatch(model, index == len(batches) - 1):
+                torch.autograd.backward(loss_fn(model, each))
+        if finish is not None:
+            finish()
+        return [probe.reduced() for probe in probes]
+
+    probes, doubled = _probes(model), None
     with ModelSnapshot(model) as snapshot:
         with contextlib.ExitStack() as hooks:
             for probe in probes:
                 hooks.enter_context(probe)
-            _run(task, [batch])
+            once = gradients_of(batch)
             for probe in probes:
-                probe.complete()
-        once = [probe.reduced() for probe in probes]
+                if probe.is_reduced_at_end:
+                    probe.add_up()
         measured = _against(probes, [probe.total for probe in probes], once)
-        norms = _measure_norm(task, norm, probes, measured)
+        norms = None if norm is False else _measure_norm(model, norm, probes, measured)
         snapshot.rewind()
-        _run(task, [batch, batch], between=snapshot.rewind_random)
-        twice = _against(probes, once, [probe.reduced() for probe in probes])
-        doubled: list[Measured] | None = None
+        twice = _against(probes, once, gradients_of(batch, batch))
         if duplicate is not False:
-            more = _doubled(batch) if duplicate is True else duplicate(batch)
             snapshot.rewind()
-            _run(task, [more])
-            doubled = _against(probes, once, [probe.reduced() for probe in probes])
-    scales = zip(wanted, measured, twice, strict=True)
-    report = GradientScale(
-        tuple(_scale(scale, found, after) for scale, found, after in scales),
-        norm=norms,
-        duplicated=None if doubled is None else _overall(doubled),
-    )
-    _raise_together(report, probes)
+            found = _against(probes, once, gradients_of(_doubled(batch) if duplicate is True else duplicate(batch)))
+            base = sum(each.base for each in found)
+            doubled = sum(each.factor * each.base for each in found if each.base) / base if base else math.nan
+    report = GradientScale(_scales(probes, expected, measured, twice), norms, doubled)
+    complaints = report.complaints()
+    if _highest([float(bool(complaints))], probes)[0]:
+        said = "\n".join(complaints) or "gradients are wrong on another rank; its error says which"
+        raise GradientScaleError(said, report)
     return report
+
+
+def _scales(
+    probes: Sequence[_Probe], expected: Expected, measured: Sequence[_Measured], twice: Sequence[_Measured]
+) -> tuple[ParameterScale, ...]:
+    names = [(probe, probe.names[index]) for probe in probes for index in probe.trained]
+    usual = 1 / math.prod(axis.size for axis in probes[0].axes)
+    wanted = [usual if expected is None else expected(name) if callable(expected) else expected for _, name in names]
+    return tuple(
+        ParameterScale(name, probe.unit, probe.place, probe.num_ranks, want, *one[:3], two.factor, one.is_finite)
+        for (probe, name), want, one, two in zip(names, wanted, measured, twice, strict=True)
+    )
 
 
 def _probes(model: nn.Module) -> list[_Probe]:
@@ -142,38 +292,8 @@ def _probes(model: nn.Module) -> list[_Probe]:
     return probes
 
 
-def _wanted(probes: Sequence[_Probe], expected: Expected) -> list[ParameterScale]:
-    scales = []
-    for probe in probes:
-        for index in probe.trained:
-            name = probe.names[index]
-            if expected is None:
-                value = 1 / math.prod(axis.size for axis in probes[0].axes)
-            else:
-                value = expected(name) if callable(expected) else expected
-            scales.append(ParameterScale(name, probe.unit, probe.place, probe.num_ranks, float(value)))
-    return scales
-
-
-def _scale(scale: ParameterScale, once: Measured, twice: Measured) -> ParameterScale:
-    return replace(
-        scale,
-        factor=once.factor,
-        residual=once.residual,
-        limit=once.limit,
-        accumulated=twice.factor,
-        is_finite=math.isfinite(once.base + once.other),
-    )
-
-
 class _Probe:
-    """One group: what autograd hands out for it, added up over the ranks beside the engine.
-
-    Attributes:
-        unit: its name. names: of all its parameters in the model. trained: positions of those that require gradients.
-        axes: the data-parallel ones. place: them in words. num_ranks: how many ranks they have.
-        total: the sum, laid out as the gradients that the optimizer reads.
-    """
+    """One group: what autograd hands out for it, added up over the ranks beside the engine, in ``total``."""
 
     def __init__(self, unit: str, group: ParameterGroup, names: Mapping[int, str]) -> None:
         self.unit, self.group = unit, group
@@ -182,28 +302,25 @@ class _Probe:
         self.axes = group.main_weight.axes
         self.num_ranks = math.prod(axis.size for axis in self.axes)
         self.place = " x ".join(f"{axis.name} of {axis.size}" for axis in self.axes)
+        # Axes along which ranks hold gradients of their own: the data-parallel ones and those of a split.
+        split = group.owned[0].split
+        self.all_axes = self.axes if split is None else (*self.axes, *split.sharded_axes)
         self._whole: DBuffer | None = None
         self._hooks = contextlib.ExitStack()
-        self._is_reduced_at_end = True
-        self._squares = [torch.zeros((), dtype=torch.float64, device=group.spec.device) for _ in self.names]
+        self.is_reduced_at_end = True
+        self.squares = [torch.zeros((), dtype=torch.float64, device=group.spec.device) for _ in self.trained]
         if self.trained:
             assert group.gradients is not None
-            self._is_reduced_at_end = group.gradients.rests_partial
+            self.is_reduced_at_end = group.gradients.rests_partial
             self.final = group.gradients.binding.final
             # Wide enough for what follows, and no wider than gradients that are large already.
             self._dtype = torch.promote_types(torch.float32, self.final.dtype)
-            self.total = self._buffer(self.final.placements, self._dtype).zero_()
+            self.total = self._buffer(self.final.placements)
             self.spread = tuple(group.spread_over(self.final.placements))
 
-    @property
-    def all_axes(self) -> tuple[MeshAxis, ...]:
-        """Axes along which ranks hold gradients of their own: the data-parallel ones and those of a split."""
-        split = self.group.owned[0].split
-        return self.axes if split is None else (*self.axes, *split.sharded_axes)
-
-    def _buffer(self, placements: Sequence[Any], dtype: torch.dtype) -> DBuffer:
-        like, device = self.group.main_weight, self.group.spec.device
-        return DBuffer.from_plan(like.plan, like.mesh, placements, dtype, device, name=f"{self.unit}: gradient scale")
+    def _buffer(self, placements: Sequence[Any]) -> DBuffer:
+        like, device, name = self.group.main_weight, self.group.spec.device, f"{self.unit}: gradient scale"
+        return DBuffer.from_plan(like.plan, like.mesh, placements, self._dtype, device, name=name).zero_()
 
     def __enter__(self) -> None:
         for index in self.trained:
@@ -221,63 +338,33 @@ class _Probe:
     @torch.no_grad()
     def _take(self, index: int, gradient: torch.Tensor) -> None:
         mine = self.group.fsdp_params.local_gradient(index, gradient.detach())
-        if mine.layout is not torch.strided:
-            mine = mine.to_dense()
-        if self._whole is None:
-            self._whole = self._own()
-        self._whole.get_local_tensor(index).add_(mine)
-
-    def _own(self) -> DBuffer:
-        return self._buffer(tuple(Partial("sum") for _ in self.axes), self._dtype).zero_()
+        self._whole = self._whole or self._buffer([Partial("sum") for _ in self.axes])
+        self._whole.get_local_tensor(index).add_(mine if mine.layout is torch.strided else mine.to_dense())
 
     def _hear(self, action: str, subject: object) -> None:
         # All ranks are here at the same point of their collectives: none of them would have reduced the group before
         # others had, and those that have no gradient of it reduce zeros.
         if action == "reducing" and subject is self.group.gradients:
-            self._add_up()
-
-    def complete(self) -> None:
-        """Add up what is left after the backward."""
-        if self._is_reduced_at_end:
-            self._add_up()
+            self.add_up()
 
     @torch.no_grad()
-    def _add_up(self) -> None:
-        whole, self._whole = self._whole or self._own(), None
-        for index in self.trained:
-            self._squares[index] += whole.get_local_tensor(index).double().square().sum()
+    def add_up(self) -> None:
+        whole, self._whole = self._whole or self._buffer([Partial("sum") for _ in self.axes]), None
+        for square, index in zip(self.squares, self.trained, strict=True):
+            square += whole.get_local_tensor(index).double().square().sum()
         # Not reduce-scatters, and the whole buffer: another way than that of the engine, whose errors it is to show.
         for axis in self.axes:
             all_reduce(whole.local_buffer, axis, "sum")
         self.total.local_buffer.add_(whole.slice_view(self.final.placements).local_buffer)
 
-    def squares(self) -> list[torch.Tensor]:
-        """Return the squared norm of each trained parameter's gradient on this rank, before any reduction."""
-        return [self._squares[index] for index in self.trained]
-
     @torch.no_grad()
     def reduced(self) -> DBuffer:
         """Return a copy of what the optimizer would read now, on the device of compute; zeros where it has nothing."""
         assert self.group.gradients is not None
-        settled = self.group.gradients.binding.settled()
-        copy = self._buffer(self.final.placements, self._dtype)
-        return copy.zero_() if settled is None else _filled(copy, settled)
-
-
-def _filled(copy: DBuffer, source: DBuffer) -> DBuffer:
-    copy.local_buffer.copy_(source.local_buffer)
-    return copy
-
-
-def _run(task: _Task, batches: Sequence[Any], between: Callable[[], None] | None = None) -> None:
-    """Run the microbatches of one optimizer step, up to its gradients."""
-    for index, batch in enumerate(batches):
-        if index and between is not None:
-            between()
-        with microbatch(task.model, index == len(batches) - 1):
-            torch.autograd.backward(task.loss_fn(task.model, batch))
-    if task.finish is not None:
-        task.finish()
+        settled, copy = self.group.gradients.binding.settled(), self._buffer(self.final.placements)
+        if settled is not None:
+            copy.local_buffer.copy_(settled.local_buffer)
+        return copy
 
 
 def _doubled(batch: Any) -> Any:
@@ -285,104 +372,87 @@ def _doubled(batch: Any) -> Any:
         return torch.cat([batch, batch]) if batch.ndim else batch
     if isinstance(batch, Mapping):
         return {key: _doubled(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(_doubled, batch))
     if isinstance(batch, (tuple, list)):
-        return type(batch)(map(_doubled, batch))
+        values = map(_doubled, batch)
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch
 
 
-def _against(probes: Sequence[_Probe], bases: Sequence[DBuffer], found: Sequence[DBuffer]) -> list[Measured]:
+class _Measured(NamedTuple):
+    """How gradients compare with others of the same parameter: ``base`` and ``other`` are squared norms."""
+
+    factor: float
+    residual: float
+    limit: float
+    base: float
+    other: float
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.base + self.other)
+
+
+def _against(probes: Sequence[_Probe], bases: Sequence[DBuffer], found: Sequence[DBuffer]) -> list[_Measured]:
     """Measure what gradients are of others, for all trained parameters in their order; every rank calls it."""
-    products: list[list[torch.Tensor]] = []
-    by_axes: dict[tuple[int, ...], tuple[tuple[MeshAxis, ...], list[torch.Tensor]]] = {}
-
-    def sum_over(axes: tuple[MeshAxis, ...], values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        taken = list(values)
-        by_axes.setdefault(tuple(id(axis.gather_group) for axis in axes), (axes, []))[1].extend(taken)
-        return taken
-
+    by_axes: dict[tuple[int, ...], tuple[Sequence[MeshAxis], list[torch.Tensor]]] = {}
+    products: list[tuple[_Probe, list[torch.Tensor]]] = []
     for probe, base, other in zip(probes, bases, found, strict=True):
-        for index, own in zip(probe.trained, probe.squares(), strict=True):
+        for index, square in zip(probe.trained, probe.squares, strict=True):
             one, two = base.get_local_tensor(index).double(), other.get_local_tensor(index).double()
-            dots = sum_over(probe.spread, ((one * two).sum(), (one * one).sum(), (two * two).sum()))
-            products.append([*dots, *sum_over(probe.all_axes, [own.clone()])])
+            dots, own = [(one * two).sum(), (one * one).sum(), (two * two).sum()], [square.clone()]
+            for over, values in ((probe.spread, dots), (probe.all_axes, own)):
+                by_axes.setdefault(tuple(id(axis.gather_group) for axis in over), (over, []))[1].extend(values)
+            products.append((probe, [*dots, *own]))
     for axes, values in by_axes.values():
         stacked = torch.stack(values)
         for axis in axes:
             all_reduce(stacked, axis, "sum")
         for value, total in zip(values, stacked, strict=True):
             value.copy_(total)
-    numbers = iter([torch.stack(each).tolist() for each in products])
-    return [_measured(probe, *next(numbers)) for probe in probes for _ in probe.trained]
+    return [_measured(probe, *torch.stack(values).tolist()) for probe, values in products]
 
 
-def _measured(probe: _Probe, product: float, base: float, other: float, own: float) -> Measured:
+def _measured(probe: _Probe, product: float, base: float, other: float, own: float) -> _Measured:
     if not math.isfinite(product + base + other):
-        return Measured(math.nan, math.nan, 0.0, base, other)
+        return _Measured(math.nan, math.nan, 0.0, base, other)
     if base == 0:
-        return Measured(math.nan if other == 0 else math.inf, 0.0, 0.0, base, other)
+        return _Measured(math.nan if other == 0 else math.inf, 0.0, 0.0, base, other)
     factor = product / base
     # ||R - fS||^2 = <R, R> - f^2 <S, S> at that f; rounding may make it negative.
-    rest = max(other - factor * factor * base, 0.0)
-    residual = math.sqrt(rest / other) if other else 0.0
+    residual = math.sqrt(max(other - factor * factor * base, 0.0) / other) if other else 0.0
     dtypes = probe.group.spec.dtypes
     epsilon = max(torch.finfo(dtype).eps for dtype in (dtypes.reduce, dtypes.main_grad, probe.final.dtype))
     # Each rank's part is rounded once, and so is each of the sums on the way, whose errors are independent. Where the
     # ranks' gradients cancel, what is left of them is small beside what was rounded.
-    cancelled = max(1.0, math.sqrt(own / base)) if own else 1.0
-    limit = max(_SMALLEST_LIMIT, 2 * epsilon * math.sqrt(probe.num_ranks) * cancelled)
-    return Measured(factor, residual, limit, base, other)
-
-
-def _overall(measured: Sequence[Measured]) -> float:
-    """Return the factor of all gradients together; NaN where there are none."""
-    base = sum(each.base for each in measured)
-    return sum(each.factor * each.base for each in measured if each.base) / base if base else math.nan
+    limit = 2 * epsilon * math.sqrt(probe.num_ranks) * max(1.0, math.sqrt(own / base))
+    return _Measured(factor, residual, max(_SMALLEST_LIMIT, limit), base, other)
 
 
 def _measure_norm(
-    task: _Task, norm: bool | Callable[[], torch.Tensor | float], probes: Sequence[_Probe], found: Sequence[Measured]
-) -> NormScale | None:
+    model: nn.Module, norm: bool | Callable[[], Any], probes: Sequence[_Probe], found: Sequence[_Measured]
+) -> NormScale:
     """Return the norm that training would clip by, and that of the gradients of all ranks."""
-    if norm is False:
-        return None
-    used = float(clip_grad_norm_(task.model, math.inf) if norm is True else norm())
+    used = float(norm() if callable(norm) else clip_grad_norm_(model, math.inf))
     numbers = iter(found)
     squares = torch.zeros((), dtype=torch.float64, device=probes[0].group.spec.device)
     around = set(probes[0].group.main_weight.mesh.mesh.flatten().tolist())
     for probe in probes:
         # Ranks of the largest mesh that do not hold this group hold others like it, which count as well.
-        copies = math.prod(
-            len(around.intersection(get_process_group_ranks(axis.gather_group))) for axis in probe.all_axes
-        )
+        groups = [get_process_group_ranks(axis.gather_group) for axis in probe.all_axes]
+        copies = math.prod(len(around.intersection(ranks)) for ranks in groups)
         squares += sum(next(numbers).other for _ in probe.trained) / copies
     for axis in probes[0].axes:
         all_reduce(squares, axis, "sum")
-    plain = [p.grad for p in task.model.parameters() if p.grad is not None and group_of_parameter(p) is None]
+    plain = [p.grad for p in model.parameters() if p.grad is not None and group_of_parameter(p) is None]
     total = float(squares) + sum(float(each.double().square().sum()) for each in plain)
-    extremes = torch.tensor([used, -used], dtype=torch.float64)
-    _over_all(extremes, probes)
-    return NormScale(used, math.sqrt(total), extremes[0].item(), -extremes[1].item())
+    highest, lowest = _highest([used, -used], probes)
+    return NormScale(used, math.sqrt(total), highest, -lowest)
 
 
-def _over_all(values: torch.Tensor, probes: Sequence[_Probe]) -> None:
-    """Make values the largest on any rank that shares a mesh with this one."""
-    device = probes[0].group.spec.device
-    moved = values.to(device)
-    seen: set[int] = set()
-    for axis in (axis for probe in probes for axis in probe.all_axes):
-        if id(axis.gather_group) not in seen:
-            seen.add(id(axis.gather_group))
-            all_reduce(moved, axis, "max")
-    values.copy_(moved)
-
-
-def _raise_together(report: GradientScale, probes: Sequence[_Probe]) -> None:
-    complaints = report.complaints()
-    is_wrong = torch.tensor([float(bool(complaints))])
-    _over_all(is_wrong, probes)
-    if complaints:
-        raise GradientScaleError("\n".join(complaints), report)
-    if is_wrong.item():
-        raise GradientScaleError("gradients are wrong on another rank; its error says which", report)
+def _highest(values: Sequence[float], probes: Sequence[_Probe]) -> list[float]:
+    """Return the largest values on any rank that shares a mesh with this one."""
+    found = torch.tensor(values, dtype=torch.float64, device=probes[0].group.spec.device)
+    for axis in {id(axis.gather_group): axis for probe in probes for axis in probe.all_axes}.values():
+        all_reduce(found, axis, "max")
+    highest: list[float] = found.tolist()
+    return highest

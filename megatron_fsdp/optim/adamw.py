@@ -25,7 +25,7 @@ from megatron_fsdp.optim.int8_moments import CODED_KEYS, Int8GroupMoments, decod
 from megatron_fsdp.optim.loaded_state import parameters_of, state_dtype
 from megatron_fsdp.runtime.freshness import refreshes_itself
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.resting_copy import catch_up_together, expect_step
+from megatron_fsdp.runtime.resting_copy import announce_step
 
 __all__ = ["AdamW"]
 
@@ -152,7 +152,7 @@ class AdamW(FlatBase, torch.optim.AdamW):
         if not self._may_step(gradients):
             return loss
         stepped = [moments.group for moments in binding.groups if moments.group is not None]
-        expect_step(stepped)
+        announce_step(stepped)
         changed = [pair for pair in gradients.groups if not (is_known and pair[0].is_shown())]
         if changed:
             adopt_together([(moments, gradient.present) for moments, gradient in changed], self.state)
@@ -162,7 +162,6 @@ class AdamW(FlatBase, torch.optim.AdamW):
             update.run(rows, factor)
         for moments, _ in gradients.groups:
             moments.settle()
-        catch_up_together(stepped)
         self._entries = tuple(self.state.values())
         return loss
 

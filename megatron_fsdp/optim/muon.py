@@ -23,7 +23,7 @@ from megatron_fsdp.optim.owner_ranks import owner_ranks
 from megatron_fsdp.optim.ownership import MatrixWork, holders_of, plan_ownership
 from megatron_fsdp.runtime.freshness import refreshes_itself
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.resting_copy import catch_up_together, expect_step
+from megatron_fsdp.runtime.resting_copy import announce_step
 
 __all__ = ["Domain", "Muon"]
 
@@ -147,7 +147,7 @@ class Muon(FlatBase):
         if not self._may_step(gradients):
             return loss
         stepped = [each.group for each in (*binding.matrices, *binding.moments) if each.group is not None]
-        expect_step(stepped)
+        announce_step(stepped)
         rows = Rows(self.param_groups)
         others = functools.partial(self._step_others, gradients, rows, factor)
         self._step_matrices(binding, gradients, rows.clip_on, factor, others)
@@ -155,7 +155,6 @@ class Muon(FlatBase):
             group.settle()
         for moments, _ in gradients.moments:
             moments.settle()
-        catch_up_together(stepped)
         return loss
 
     def _step_matrices(

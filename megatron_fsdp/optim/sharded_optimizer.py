@@ -14,7 +14,7 @@ from megatron_fsdp.optim.fresh_state import show_fresh_state
 from megatron_fsdp.optim.loaded_state import lay_out_loaded_state, parameters_of, refuse_split_weights
 from megatron_fsdp.runtime.freshness import refreshes_itself
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.resting_copy import catch_up_together, expect_step
+from megatron_fsdp.runtime.resting_copy import announce_step
 
 __all__ = [
     "fully_shard_optimizer",
@@ -64,7 +64,7 @@ def fully_shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
 
 def _before_step(references: Iterable[weakref.ref[ParameterGroup]], optimizer: Optimizer, *_: Any) -> None:
     groups = [group for reference in references if (group := reference()) is not None]
-    expect_step(groups)
+    announce_step(groups)
     # The flat AdamW reads gradients of any dtype, and those of split weights may be wider than the parameters.
     for group in groups if not getattr(optimizer, "steps_split_weights", False) else ():
         if group.gradients is not None:
@@ -72,8 +72,7 @@ def _before_step(references: Iterable[weakref.ref[ParameterGroup]], optimizer: O
 
 
 def _after_step(references: Iterable[weakref.ref[ParameterGroup]], *_: Any) -> None:
-    groups = [group for reference in references if (group := reference()) is not None]
-    for group in groups:
-        if group.gradients is not None:
+    for reference in references:
+        group = reference()
+        if group is not None and group.gradients is not None:
             group.gradients.binding.restore_dtype()
-    catch_up_together(groups)

@@ -222,7 +222,10 @@ def _memory(subject: Subject, setup: Setup, facts: ModelFacts, forecast: Forecas
     yield MemoryPart("gradients", resting["main_grad"] + gradients)
     yield MemoryPart("Muon and AdamW state" if setup.optimizer == "muon" else "AdamW moments", moments)
     # The optimizer's step has all gradients, so no peak is smaller.
-    yield MemoryPart("gathered and packed", max(peak.num_bytes for peak in forecast.peaks.values()) - gradients)
+    sums = forecast.counter_bytes + forecast.scratch_bytes
+    highest = max(peak.num_bytes for peak in forecast.peaks.values())
+    yield MemoryPart("gathered and packed", highest - gradients - sums)
+    yield from (MemoryPart("sums and scratch", sums),) * bool(sums)
     yield _activations(subject, setup, facts)
     if setup.reserve_bytes:
         yield MemoryPart("reserve", setup.reserve_bytes)

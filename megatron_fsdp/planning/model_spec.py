@@ -19,6 +19,7 @@ from megatron_fsdp.build.grouping import gathers_main_weights
 from megatron_fsdp.build.packed_layout import amax_numel, num_grids, wire_bytes
 from megatron_fsdp.policy.precision import GroupDtypes
 from megatron_fsdp.policy.strategy import Placements
+from megatron_fsdp.runtime.invariant_exchange import Cut, ExchangePlan, cut_order, num_counters, piece_of
 
 __all__ = [
     "AxisFacts",
@@ -177,7 +178,7 @@ class GroupFacts:
     @property
     def packed_bytes(self) -> int:
         """Bytes of the buffer that gradients are packed into; 0 where there is none beside ``main_grad``."""
-        is_packed = self.requires_grad and self.placements.gradient != self.partial
+        is_packed = self.requires_grad and (self._is_invariant or self.placements.gradient != self.partial)
         return self.plan.numel * self.dtypes.reduce.itemsize if is_packed else 0
 
     @property
@@ -247,7 +248,37 @@ class GroupFacts:
         """Return the gradient accumulator if it is one that rests, or one that comes and goes."""
         rests = self.holds_gradients or (self.requires_grad and self.gradient_slot is not None)
         is_there = rests if rest else self.requires_grad and not rests
-        return (BufferFacts("main_grad", self.placements.gradient, self.dtypes.main_grad),) * is_there
+        placements = self.placements.optimizer if self._is_invariant else self.placements.gradient
+        return (BufferFacts("main_grad", placements, self.dtypes.main_grad),) * is_there
+
+    @property
+    def _is_invariant(self) -> bool:
+        return self.dtypes.reduction == "invariant"
+
+    def _exchanges(self) -> tuple[list[AxisFacts], ExchangePlan]:
+        """Return the axes that gradients are exchanged over one after the other, and how."""
+        axes = [self.axes[index] for index in cut_order([axis.size for axis in self.axes], self.placements.optimizer)]
+        return axes, ExchangePlan.of(self.plan.numel, [Cut(axis.size, axis.rank) for axis in axes])
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes in which exchanged gradients are received; 0 where there is no exchange."""
+        is_there = self.requires_grad and self._is_invariant
+        return self._exchanges()[1].scratch_bytes(self.dtypes.reduce.itemsize) if is_there else 0
+
+    def counter_bytes(self, num_microbatches: int) -> int:
+        """Return the bytes that sums of so many microbatches of each rank take beside ``main_grad``, for good."""
+        if not self.requires_grad or not self._is_invariant:
+            return 0
+        numel, axes = self.plan.numel, self._exchanges()[0]
+        for axis in axes:
+            part = piece_of(numel, axis.size, axis.rank)
+            numel = part.stop - part.start
+        num_leaves = num_microbatches * math.prod(axis.size for axis in axes)
+        dtype = torch.promote_types(torch.float32, self.dtypes.reduce)
+        # Sums of another dtype are added up in a tensor beside them.
+        beside = num_leaves.bit_count() + 1 if self.dtypes.main_grad is not dtype or self.is_offloaded else 0
+        return max(num_counters(num_leaves), beside) * numel * dtype.itemsize
 
     def _resting_packed(self, wire: WireFacts) -> tuple[BufferFacts, ...]:
         placements, dtypes = self.placements, self.dtypes
@@ -310,13 +341,36 @@ class GroupFacts:
         """Return how the packed gradients of one microbatch are reduced."""
         if not self.packed_bytes:
             return Redistribution()
+        if self._is_invariant:
+            return self._invariant_exchange()
         return self._change(self.partial, self.placements.gradient, self.dtypes.reduce.itemsize)
+
+    def _invariant_exchange(self) -> Redistribution:
+        axes, plan = self._exchanges()
+        transfers = []
+        for hop in plan.hops:
+            num_bytes = hop.pieces[-1].stop * self.dtypes.reduce.itemsize
+            transfers.append(Transfer("all_to_all", axes[hop.axis].name, axes[hop.axis].size, num_bytes))
+        return Redistribution(tuple(transfers))
 
     def finalize(self) -> Redistribution:
         """Return how what is still partial after the last microbatch is reduced."""
         if not self.requires_grad:
             return Redistribution()
+        if self._is_invariant:
+            return self._invariant_gather()
         return self._change(self.placements.gradient, self.placements.optimizer, self.dtypes.main_grad.itemsize)
+
+    def _invariant_gather(self) -> Redistribution:
+        """Return how what the optimizer holds whole is put together from what each rank added up."""
+        transfers, numel = [], self.local_numel(self.placements.optimizer)
+        for axis in self._exchanges()[0]:
+            if self.placements.optimizer[self.axes.index(axis)] != Flat():
+                part = piece_of(numel, axis.size, axis.rank)
+                numel = part.stop - part.start
+                num_bytes = axis.size * numel * self.dtypes.main_grad.itemsize
+                transfers.append(Transfer("all_to_all", axis.name, axis.size, num_bytes))
+        return Redistribution(tuple(reversed(transfers)))
 
     def refresh(self) -> Redistribution:
         """Return how compute weights are made from main weights after an optimizer step."""

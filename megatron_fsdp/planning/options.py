@@ -100,6 +100,7 @@ class Options:
             split_main_params=is_split,
             moments=moments,
             gather_dtype=self.values.gather_dtype,
+            reduction=self.values.reduction,
         )
 
     def moments_dtype(self) -> torch.dtype | None:
@@ -214,6 +215,8 @@ class Options:
         cause = self.cause("main_dtype") + (", --split-main-params" if split else "")
         yield f"the optimizer steps {self['main_dtype']} weights{split}: {cause}"
         yield f"gradients travel in {self['reduce_dtype']}: {self.cause('reduce_dtype')}"
+        if self.values.reduction:
+            yield "and are exchanged and added up one microbatch at a time, in a fixed order: --reduction invariant"
         yield f"gradients rest in {self['main_grads_dtype']}: {self.cause('main_grads_dtype')}"
         moments = self.values.moments_dtype
         yield f"moments are {moments or self['main_dtype']}: " + (

@@ -82,6 +82,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         choices=GATHER_DTYPES,
         help="matrices travel in 8 bits, quantized from the main weights (with optim_grads_params or hsdp)",
     )
+    sharding.add_argument("--reduction", choices=("invariant",), help="the same bits on any number of ranks")
     sharding.add_argument(
         "--optimizer", choices=("adamw", "muon"), help="muon: Muon for matrices, AdamW for the rest (default adamw)"
     )

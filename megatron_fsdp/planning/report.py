@@ -120,6 +120,8 @@ def report_of(
         unsharded=facts.unsharded,
         unsharded_bytes=facts.unsharded_bytes,
         slot_bytes=forecast.slot_bytes,
+        counter_bytes=forecast.counter_bytes,
+        scratch_bytes=forecast.scratch_bytes,
         arenas=tuple(ArenaReport(arena.num_bytes, arena.lower_bound, arena.gap) for arena in forecast.arenas),
     )
 

@@ -177,6 +177,8 @@ class Report:
         forward_peak, backward_peak, step_peak: the most bytes held beyond ``persistent_bytes``, and at which unit.
         slot_bytes: of these, what is held in all phases once the first step is over: slots (``set_slot_pool``).
         arenas: those among these, of ``set_slot_pool("static")``.
+        counter_bytes, scratch_bytes: of the peaks, what ``reduction="invariant"`` adds microbatches up in, and what it
+            receives in: both stay from the first step on.
         num_roots: units with no unit around them; each has a schedule of its own.
         unsharded_bytes: parameters that belong to no unit, named in ``unsharded``.
         assumptions: what the peaks and the collectives rest on.
@@ -205,6 +207,8 @@ class Report:
     slot_bytes: int = 0
     gradient_bytes: int = 0
     arenas: tuple[ArenaReport, ...] = ()
+    counter_bytes: int = 0
+    scratch_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as dictionaries, lists, strings and numbers, ready for ``json.dumps``."""
@@ -307,6 +311,15 @@ def _total_lines(report: Report) -> list[str]:
         ("transient, optimizer step", *peak(report.step_peak)),
         *[("of it slots that stay", format_bytes(report.slot_bytes), "weights and gradients take turns in them")]
         * bool(report.slot_bytes),
+        *[
+            (
+                "of it sums that stay",
+                format_bytes(report.counter_bytes),
+                'microbatches, added as reduction="invariant"',
+            ),
+            ("of it scratch that stays", format_bytes(report.scratch_bytes), "one unit after the other receives in it"),
+        ]
+        * bool(report.counter_bytes),
         *(
             (
                 "of it an arena",

@@ -50,7 +50,8 @@ class Forecast:
     """What one optimizer step takes; ``kept`` holds the units that wait for their backward with weights gathered,
     though units like them are released; ``slot_bytes`` are those of all slots; ``lifetimes`` those of gathered weights,
     packed gradients, parts kept after forward and scratch, in the order in which they come; ``arenas`` the plans of
-    those that have places in one.
+    those that have places in one; ``counter_bytes`` and ``scratch_bytes`` what ``reduction="invariant"`` adds up and
+    receives in, in all phases.
     """
 
     peaks: dict[Phase, Peak]
@@ -59,6 +60,8 @@ class Forecast:
     slot_bytes: int = 0
     lifetimes: tuple[Lifetime, ...] = ()
     arenas: tuple[ArenaPlan, ...] = ()
+    counter_bytes: int = 0
+    scratch_bytes: int = 0
 
 
 def forecast_step(facts: ModelFacts, num_microbatches: int) -> Forecast:
@@ -80,10 +83,15 @@ def forecast_step(facts: ModelFacts, num_microbatches: int) -> Forecast:
     arenas = tuple(playback.arenas(lifetimes))
     # An arena is there in all phases, and its block begins anywhere.
     stays = sum(arena.num_bytes + ALIGNMENT for arena in arenas)
+    counters = sum(group.counter_bytes(num_microbatches) for unit in facts.units for group in unit.groups)
+    scratch = playback.scratch_bytes()
     found = {phase: playback.peaks.get(phase, Peak()) for phase in Phase}
-    peaks = {phase: replace(peak, num_bytes=peak.num_bytes + stays) for phase, peak in found.items()}
+    peaks = {
+        phase: replace(peak, num_bytes=peak.num_bytes + stays + counters + scratch) for phase, peak in found.items()
+    }
     slot_bytes = playback.slot_bytes + stays
-    return Forecast(peaks, tuple(issues), frozenset(playback.kept), slot_bytes, lifetimes, arenas)
+    kept = frozenset(playback.kept)
+    return Forecast(peaks, tuple(issues), kept, slot_bytes, lifetimes, arenas, counters, scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +374,9 @@ class _Playback:
         self._has_arrived.add(unit)
 
     def _reduce(self, unit: int) -> None:
+        if any(group.scratch_bytes for group in self._units[unit].groups):
+            # They take turns in one scratch.
+            self._drain(self._units[unit].schedule, 0)
         for position, cost in enumerate(self._costs[unit]):
             if cost.packed:
                 self._grade(unit, position)
@@ -373,6 +384,14 @@ class _Playback:
         self._together(unit, [cost.reduce for cost in self._costs[unit]])
         self._reducing.append(unit)
         self._reduced.add(unit)
+
+    def scratch_bytes(self) -> int:
+        """Return what units receive in under ``reduction="invariant"``: for each root as much as its neediest one."""
+        needs: dict[int, int] = {}
+        for unit in self._units:
+            need = sum(group.scratch_bytes for group in unit.groups)
+            needs[unit.schedule] = max(needs.get(unit.schedule, 0), need)
+        return sum(needs.values())
 
     def _leave(self, unit: int) -> None:
         self._active.remove(unit)
@@ -444,10 +463,10 @@ class _Playback:
         """Issue those that are single collectives of one kind and axis as one."""
         parts: dict[tuple[str, str, int], list[tuple[int, Transfer]]] = {}
         for group, redistribution in enumerate(redistributions):
-            if len(redistribution.transfers) == 1:
+            if _goes_together(redistribution):
                 transfer = redistribution.transfers[0]
                 parts.setdefault((transfer.kind, transfer.axis, transfer.num_ranks), []).append((group, transfer))
-        alone = [Redistribution() if len(each.transfers) == 1 else each for each in redistributions]
+        alone = [Redistribution() if _goes_together(each) else each for each in redistributions]
         self._one_by_one(unit, alone)
         for found in parts.values():
             total = replace(found[0][1], num_bytes=sum(transfer.num_bytes for _, transfer in found))
@@ -476,6 +495,10 @@ class _Playback:
         if self._bytes + scratch_bytes > self.peaks.get(self._phase, Peak()).num_bytes:
             name = self._units[unit].name
             self.peaks[self._phase] = Peak(self._bytes + scratch_bytes, name, self._gradient_bytes)
+
+
+def _goes_together(redistribution: Redistribution) -> bool:
+    return len(redistribution.transfers) == 1 and redistribution.transfers[0].kind != "all_to_all"
 
 
 def _neighbours(orders: Iterable[Sequence[int]], usable: Collection[int], reach: int) -> dict[int, tuple[int, ...]]:

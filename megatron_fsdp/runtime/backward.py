@@ -23,9 +23,9 @@ from megatron_fsdp.runtime.freshness import MOMENTS
 from megatron_fsdp.runtime.grad_state import GradState
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.lanes import join_lanes, turns
+from megatron_fsdp.runtime.last_reductions import LastReductions
 from megatron_fsdp.runtime.missing_gradients import MissingGradients
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.reduction import Reduction
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.step_between import refuse_stepped
 from megatron_fsdp.runtime.unit import Call, Unit, alive, is_in_backward
@@ -108,6 +108,7 @@ class Backward:
         self._pass: _Pass | None = None
         self._has_sums = False
         self._reducing = InFlight()
+        self._last = LastReductions()
         self._missing = MissingGradients(schedule.first_use.tokens)
         for unit in schedule.units():
             unit.backward = self
@@ -360,6 +361,8 @@ class Backward:
     def _reduce(self, unit: Unit) -> None:
         if not self._schedule.first_use.is_over:
             self._schedule.first_use.before_reduction(unit)
+        if self._last.closed is not None:
+            self._last.flush()
         complete = [buffer for buffer in unit.gradients if buffer.close(reduce=unit.requires_gradient_sync)]
         for buffer in complete:
             if 1 in buffer.binding.missing:
@@ -372,6 +375,8 @@ class Backward:
                     tell("reduce", unit)
                 self._reducing.add(unit)
                 break
+        if not unit.rests_final and self.is_last and not self.is_manual and unit.requires_all_reduce and complete:
+            self._last.close(unit, self.number)
         if listeners:
             tell("closed", unit)
 
@@ -396,10 +401,6 @@ class Backward:
         if not is_left:
             self._reduce_filled(units)
             self._reducing.drain(0)
-            # Hooks waited on the streams that autograd gave them. The caller's follows all of it from here on, also in
-            # a graph that ends with the backward (docs/design/order.md, "Streams"). Not before: compute would wait for
-            # the gather of the unit that comes next.
-            join_lanes()
             self._finalize(units)
         self._show_pending(units)
         self._end()
@@ -432,15 +433,21 @@ class Backward:
         is_missing = any(1 in group.gradients.binding.missing for group in final if group.gradients is not None)
         if is_missing:
             self._missing.say(final)
-        for found in finals:
-            for group in found if listeners else ():
+        is_left = not all(unit.rests_final for unit in units)
+        if is_left:
+            self._last.finish(finals)
+        # Hooks waited on the streams that autograd gave them. The caller's follows all of it from here on, also in a
+        # graph that ends with the backward (docs/design/order.md, "Streams"). Not before: compute would wait for the
+        # gather of the unit that comes next.
+        join_lanes()
+        if is_left:
+            self._last.finish_here(finals)
+        for group in final:
+            assert group.gradients is not None
+            if listeners and group.gradients.rests_final:
                 tell("final", group)
-            buffers = [group.gradients for group in found if group.gradients is not None]
-            if not all(buffer.rests_final for buffer in buffers):
-                Reduction.finish([buffer.reduction for buffer in buffers if not buffer.reduction.is_last])
-            for buffer in buffers:
-                buffer.binding.complete()
-            for group in found if listeners else ():
+            group.gradients.binding.complete()
+            if listeners:
                 tell("completed", group)
         if is_missing or self._missing.has_question:
             self._missing.settle(final, units)

@@ -80,12 +80,27 @@ class Compute:
         self.device = device
         self.streams = streams or _CudaStreams()
         self._known: dict[int, Any] = {}
+        # Since a pass began.
+        self._used: set[int] = set()
 
     def note(self) -> None:
         """Count the current stream in."""
         number = self.streams.current_id(self.device)
+        self._used.add(number)
         if number not in self._known:
             self._known[number] = self.streams.current(self.device)
+
+    def forget_unused(self) -> None:
+        """Count out the streams on which nothing was asked for since the last call, as a pass begins.
+
+        The current one follows them a last time. Each costs every submission and every wait for a ticket a wait.
+        """
+        self.note()
+        current, is_capturing = self.streams.current(self.device), self.streams.is_capturing()
+        for number in self._known.keys() - self._used:
+            if self.is_captured(self._known[number]) is is_capturing:
+                current.wait_stream(self._known.pop(number))
+        self._used.clear()
 
     def all(self) -> list[Any]:
         """Return them, the current one included; in a capture those alone that are captured, out of it the others."""
@@ -161,6 +176,10 @@ class _CudaTicket:
         if listeners:
             tell("waited", self)
 
+    def lead(self, stream: Any) -> None:
+        """Order a lane's stream after the submitted work."""
+        stream.wait_event(self._event)
+
     def give_up(self) -> None:
         """Order compute after what was submitted; its end is known even where the submission raised."""
         self._on_host = None
@@ -187,6 +206,7 @@ class CudaLane:
         *,
         owner: int = 0,
         tickets: Iterable[list[Ticket]] = (),
+        after: Iterable[Ticket] = (),
     ) -> Ticket:
         """Run the operation on the lane's stream, after what compute streams hold now."""
         streams = self._compute.streams
@@ -196,6 +216,8 @@ class CudaLane:
         # The wait also covers memory: a block that compute has finished with may be handed out again on this stream.
         for stream in self._compute.all():
             self._stream.wait_stream(stream)
+        for other in after:
+            other.lead(self._stream)
         with streams.use(self._stream):
             event = streams.event()
             try:

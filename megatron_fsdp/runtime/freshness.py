@@ -175,6 +175,6 @@ def mark_replaced(parameter: torch.Tensor, name: str) -> None:
 def refreshes_itself(optimizer: Optimizer) -> None:
     """Say that ``optimizer`` tells its groups of each step, so that it needs no other notice.
 
-    It calls ``expect_step`` before it changes anything and ``catch_up_together`` afterwards.
+    It calls ``announce_step`` before it changes anything.
     """
     _REFRESHING.add(optimizer)

@@ -218,10 +218,14 @@ class GradBinding:
             _clear_grads(self.parameters)
             self.become(GradState.PARTIAL)
             if self.final is not self.main_grad:
-                # The memory around the final slice holds what the last reduction left: keep the slice aside, start
-                # over.
-                self.carry = self.final.local_buffer.clone()
-                self.become(GradState.EMPTY)
+                # The memory around the final slice holds what the last reduction left.
+                self.set_aside()
+
+    def set_aside(self) -> None:
+        """Keep what ``final`` holds for ``complete`` to add, and start over."""
+        kept = self.final.local_buffer.clone()
+        self.carry = kept if self.carry is None else kept.add_(self.carry)
+        self.become(GradState.EMPTY)
 
     def pending(self) -> PendingSums:
         """Return what stands for the sum under way in ``.grad``."""

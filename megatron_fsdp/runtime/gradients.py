@@ -19,6 +19,7 @@ from megatron_fsdp.runtime.fuse import offer_products
 from megatron_fsdp.runtime.fused_linear import add_product
 from megatron_fsdp.runtime.grad_state import GradState
 from megatron_fsdp.runtime.lane_types import Ticket
+from megatron_fsdp.runtime.last_reductions import begin_again
 from megatron_fsdp.runtime.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.reduction import GradientSpec, Stages, submit_reductions
 from megatron_fsdp.runtime.unreduced_grads import settle_sum
@@ -46,11 +47,13 @@ class GradientBuffer(PackedGradients):
         # Whether the backward under way brought anything; hooks of gradients have the list itself.
         self._begun = fsdp_params.begun
         self._copies = False
-        # The last backward that brought gradients, by the schedule's count.
-        self._backward = 0
+        # Which backward left something here that is void if it raises, by the schedule's count.
+        self.backward = 0
         self._filled = bytearray(len(self._views))
         # Of reductions that were issued and that nobody has waited for.
         self.tickets: list[Ticket] = []
+        # Of what is left to reduce at the end of a step.
+        self.last_tickets: list[Ticket] = []
         if spec.fuses_weight_gradients:
             is_wide = spec.fuses_weight_gradients == "wide"
             offer_products(fsdp_params.unsharded_params, self._views, self, is_wide=is_wide)
@@ -180,8 +183,10 @@ class GradientBuffer(PackedGradients):
         if observer is not None:
             backward = observer.backward
             backward.begin(packs=not self.packed.storage.is_allocated)
-            self._backward = backward.number
+            self.backward = backward.number
         self.wait()
+        if self.last_tickets:
+            begin_again(self)
         self._begin_sum()
         if self.rests_partial:
             self.binding.hold()
@@ -285,7 +290,7 @@ class GradientBuffer(PackedGradients):
         Args:
             backward: the number of one that has raised; nothing happens where it brought no gradient, or all of them.
         """
-        if self._backward == backward and self.binding.is_under_way:
+        if self.backward == backward and self.binding.is_under_way:
             self.binding.void()
 
     def abandon(self, backward: int) -> None:
@@ -298,7 +303,7 @@ class GradientBuffer(PackedGradients):
         self._begun[0] = False
         # Autograd may have been about to tell of any of them.
         _plainly(deque, (), (map(_set_grad, self._fsdp_params.unsharded_params, repeat(None)), 0))
-        if self._backward == backward:
+        if self.backward == backward:
             self._empty()
 
     def discard(self) -> None:
@@ -308,7 +313,7 @@ class GradientBuffer(PackedGradients):
             self.binding.end_sum(clears=True)
 
     def _empty(self) -> None:
-        for ticket in self.tickets:
+        for ticket in (*self.tickets, *self.last_tickets):
             ticket.give_up()
         self._filled = bytearray(len(self._views))
         if not self.rests_partial:

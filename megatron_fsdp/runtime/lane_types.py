@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -30,6 +30,9 @@ class Ticket(Protocol):
         One that was interrupted is not over: it may be made again.
         """
 
+    def lead(self, stream: Any) -> None:
+        """Order a stream after the work, where there are streams."""
+
     def give_up(self) -> None:
         """Wait until nothing is written any more; whether it failed or not, there will be no result."""
 
@@ -45,6 +48,7 @@ class Lane(Protocol):
         *,
         owner: int = 0,
         tickets: Iterable[list[Ticket]] = (),
+        after: Iterable[Ticket] = (),
     ) -> Ticket:
         """Queue ``operation`` after all compute issued so far, and ``then`` after it.
 
@@ -53,5 +57,6 @@ class Lane(Protocol):
             then: device work on their result.
             on_host: work of the CPU on what ``then`` copied to it; ``Ticket.wait`` blocks the host for it.
             owner: told to listeners with the ticket.
+            after: of other lanes, on a device with streams: compute need not have come after them.
             tickets: these get the ticket before anything is issued: if that raises, somebody has to ``give_up``.
         """

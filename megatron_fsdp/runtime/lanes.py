@@ -21,6 +21,7 @@ from megatron_fsdp.runtime.lane_types import Lane, Operation, Ticket
 __all__ = [
     "CpuLane",
     "drive_with",
+    "forget_unused_streams",
     "is_capturing",
     "join_lanes",
     "lane",
@@ -59,6 +60,9 @@ class _CpuTicket:
         if listeners:
             tell("waited", self)
 
+    def lead(self, stream: Any) -> None:
+        """Do nothing: there are no streams."""
+
     def give_up(self) -> None:
         """Wait for the collectives, and let what would have followed them be."""
         self._then = self._on_host = None
@@ -82,6 +86,7 @@ class CpuLane:
         *,
         owner: int = 0,
         tickets: Iterable[list[Ticket]] = (),
+        after: Iterable[Ticket] = (),
     ) -> Ticket:
         """Start the collectives; ``then`` and ``on_host`` run in ``Ticket.wait``."""
         ticket = _CpuTicket(self._name, owner, then, on_host)
@@ -110,7 +115,7 @@ def _compute_of(device: torch.device) -> Compute | None:
 
 
 def lane(name: str, device: torch.device) -> Lane:
-    """Return the process's lane of that name ("gather" or "reduce") on a device."""
+    """Return the process's lane of that name ("gather", "reduce" or "last") on a device."""
     key = (name, device)
     if key not in _LANES:
         compute = _compute_of(device)
@@ -122,6 +127,13 @@ def turns(device: torch.device) -> Turns | None:
     """Return what keeps a new buffer's writers in order; None on a device without streams."""
     compute = _compute_of(device)
     return None if compute is None else Turns(compute)
+
+
+def forget_unused_streams() -> None:
+    """Let lanes wait no more for streams that were not used since the last call; nothing to do on CPU."""
+    for compute in _COMPUTE.values():
+        if compute is not None:
+            compute.forget_unused()
 
 
 def join_lanes() -> None:

@@ -63,6 +63,9 @@ class MissingGradients:
                 circle.pass_over(reduced)
                 continue
             groups = [group for unit in units for group in unit.groups if self._circle(group) is circle]
+            # Of meshes of the same ranks each has communicators of its own, and which one a rank met first is its own
+            # affair: the vote runs over those of the first unit.
+            circle.axes = groups[0].main_weight.axes
             circle.settle(reduced, [buffer for group in groups for buffer in _buffers(group)], self.number)
         self._look()
 

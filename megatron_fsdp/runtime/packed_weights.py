@@ -7,7 +7,7 @@ into the compute dtype (docs/design/low_precision.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -59,10 +59,13 @@ class PackedWeights(WeightBuffers):
     """Weight buffers of a group whose weights are gathered as 8-bit codes.
 
     Attributes:
+        refreshes_locally: False: what is quantized is not looked at again in every forward, as a cast is.
         main, model: main weights, which rest in no other dtype. gathered: in the compute dtype, made of the codes.
     Raises:
         ConfigError: weights that rest whole, finer than main weights or in CPU memory; or a device without FP8.
     """
+
+    refreshes_locally = False
 
     def __init__(self, plan: Plan, spec: GroupSpec, name: str) -> None:
         assert spec.dtypes.gather is not None
@@ -80,6 +83,8 @@ class PackedWeights(WeightBuffers):
         self.gathered = self._buffer(whole, spec.dtypes.compute, spec.compute_device)
         self._gathered_shard = self.gathered.slice_view(resting)
         self._axis = self.main.axes[resting.index(Flat())]
+        # On the communicator of gathers, of which it is a part.
+        self._exchange_axis = replace(self._axis, has_separate_reduce_group=False)
         self._held = self._held_parts()
         local = self._local_numel = self.main.layout.numel
         wire = Plan(
@@ -140,7 +145,7 @@ class PackedWeights(WeightBuffers):
         amax = torch.zeros_like(self._tensor_scales)
         for held in self._held:
             amax[held.index] = values[held.part].abs().amax().float()
-        all_reduce(amax, self._axis, "max")
+        all_reduce(amax, self._exchange_axis, "max")
         self._tensor_scales.copy_(fp8_scale(amax))
         codes, _ = self._parts_of(self._sent[0])
         for held in self._held:
@@ -197,7 +202,7 @@ class PackedWeights(WeightBuffers):
                     places.append((amax[row], packed[starts[slot] : starts[slot + 1]]))
         for own, place in places:
             place.copy_(own)
-        all_reduce(packed, self._axis, "max")
+        all_reduce(packed, self._exchange_axis, "max")
         for own, place in places:
             own.copy_(place)
 

@@ -28,7 +28,7 @@ from megatron_fsdp.runtime.freshness import Freshness
 from megatron_fsdp.runtime.lane_types import Ticket
 from megatron_fsdp.runtime.lanes import lane
 from megatron_fsdp.runtime.refusals import refuse_meta
-from megatron_fsdp.runtime.resting_copy import catch_up_together, refresh_together
+from megatron_fsdp.runtime.resting_copy import refresh_together
 from megatron_fsdp.runtime.weight_buffers import WeightBuffers
 
 if TYPE_CHECKING:
@@ -45,18 +45,17 @@ __all__ = [
 
 
 def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int = 0) -> Ticket | None:
-    """Issue the gathers of the groups of one unit together, on their lane; return None where all rest whole.
+    """Issue the gathers of the groups of one unit together, on their lane; return None where nothing has to come.
 
     Args:
         check: look whether main weights changed since the last gather. Backward has no need to: nothing steps between.
         owner: as in ``Lane.submit``.
     """
-    if check:
-        _follow_main_weights(groups)
+    stale = _find_stale(groups) if check else []
     weights: list[WeightBuffers] = []
     on_host = None
     for group in groups:
-        generation = group.freshness.generation
+        generation = group.freshness.generation + (group in stale)
         if group.spec.is_offloaded:
             on_host = hand_back
         group.freshness.gathered = generation
@@ -64,13 +63,16 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
             weights.append(group.weights)
         if group.weights.post_forward is not None:
             group.weights.choose_source(generation)
-    if not weights:
+    if not weights and not stale:
         return None
-    gather = functools.partial(_gather, weights)
+    gather = functools.partial(_gather, stale, weights)
     return lane("gather", groups[0].spec.device).submit(gather, on_host=on_host, owner=owner)
 
 
-def _gather(weights: Sequence[WeightBuffers], works: list[dist.Work] | None) -> None:
+def _gather(stale: Sequence[ParameterGroup], weights: Sequence[WeightBuffers], works: list[dist.Work] | None) -> None:
+    if stale:
+        # What is gathered next has to be there.
+        refresh_together(stale, None if weights else works)
     parts: list[Part] = []
     for each in weights:
         parts += each.gather(works)
@@ -80,8 +82,8 @@ def _gather(weights: Sequence[WeightBuffers], works: list[dist.Work] | None) -> 
         gather_together(parts, works)
 
 
-def _follow_main_weights(groups: Sequence[ParameterGroup]) -> None:
-    """Bring weights at rest up to date with main weights, where they are others and older."""
+def _find_stale(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
+    """Return the groups whose weights at rest are older than main weights; the host's own are brought up to date."""
     stale = []
     for group in groups:
         if group.spec.is_meta:
@@ -90,8 +92,10 @@ def _follow_main_weights(groups: Sequence[ParameterGroup]) -> None:
             group.freshness.gathered_directly()
         elif group.freshness.wants_refresh():
             stale.append(group)
-    if stale:
+    if stale and stale[0].spec.is_offloaded:
         refresh_together(stale)
+        return []
+    return stale
 
 
 _GROUPS: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -219,10 +223,6 @@ class ParameterGroup:
             self.fsdp_params.accept_versions()
 
     # ------------------------------------------------------------------ main weight to model weight
-
-    def catch_up(self) -> None:
-        """Take notice of an optimizer step or a load; see ``catch_up_together``."""
-        catch_up_together([self])
 
     @property
     def is_untouched(self) -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dbuffer import DBuffer, PlacementError
 from dbuffer.collectives import Part, reduce_scatter
-from dbuffer.collectives_together import all_reduce_together, reduce_together
+from dbuffer.collectives_together import reduce_together
 from dbuffer.layout import only_flat_axis
 from dbuffer.route import Route
 from dbuffer_kernels import accumulate
@@ -19,6 +19,7 @@ from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.lane_types import Ticket
 from megatron_fsdp.runtime.lanes import lane
+from megatron_fsdp.runtime.last_reduction import Hook, LastReduction
 
 __all__ = ["GradientSpec", "ReduceFunction", "Reduction", "Stages", "submit_reductions"]
 
@@ -27,8 +28,6 @@ __all__ = ["GradientSpec", "ReduceFunction", "Reduction", "Stages", "submit_redu
 ReduceFunction = Callable[
     [torch.Tensor, torch.Tensor, dist.ProcessGroup, dist.ReduceOp.RedOpType, bool], "dist.Work | None"
 ]
-
-Hook = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ def _wide_part(packed: DBuffer, reduced: DBuffer) -> list[Part]:
     return [Part(axis, packed.local_buffer, reduced.local_buffer, "sum")]
 
 
-class Reduction:
+class Reduction(LastReduction):
     """The way of one group's gradients from the packed buffer to the optimizer.
 
     Args:
@@ -126,7 +125,6 @@ class Reduction:
         is_offloaded: ``main_grad`` lies in CPU memory beside the main weights. is_pinned: in pages that a GPU writes.
 
     Attributes:
-        hook: called with each reduced gradient (1-D, averaged) before it is accumulated, to reduce it further.
         function: used instead of the reduce-scatter.
         keeps: what is reduced into has memory all the time, where it has its own.
         is_last: whether ``main_grad`` is what the optimizer reads, so that ``finish`` has nothing to do.
@@ -213,31 +211,3 @@ class Reduction:
             numel, pinned = self._reduced.local_buffer.numel(), self._is_pinned and torch.cuda.is_available()
             self._staging = torch.empty(numel, dtype=self._reduced.dtype, pin_memory=pinned)
         return self._staging
-
-    @staticmethod
-    def finish(reductions: Sequence[Reduction]) -> None:
-        """Reduce ``main_grad`` of groups of one unit over the axes that still hold partial sums, into ``final``."""
-        on_all = [part for each in reductions if (part := each._last_on_all()) is not None]
-        scattered = [part for each in reductions for part in each._last_parts()]
-        all_reduce_together(on_all)
-        reduce_together(scattered)
-        for reduction in reductions:
-            if reduction.hook is not None and not reduction.is_offloaded:
-                reduction.hook(reduction._final.local_buffer)
-
-    def _last_on_all(self) -> Part | None:
-        return None if self.is_offloaded else self._last.part_on_all()
-
-    def _last_parts(self) -> list[Part]:
-        if not self.is_offloaded:
-            return [] if self._last.part_on_all() is not None else self._last.parts(None)
-        main_grad, final = self._main_grad, self._final
-        # Collectives run where compute does.
-        like, device = main_grad, self._packed.device
-        staged = DBuffer.from_plan(like.plan, like.mesh, like.placements, like.dtype, device, name=like.name)
-        staged.local_buffer.copy_(main_grad.local_buffer)
-        reduced = staged.redistribute(final.placements)
-        if self.hook is not None:
-            self.hook(reduced.local_buffer)
-        final.local_buffer.copy_(reduced.local_buffer)
-        return []

@@ -5,23 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from dbuffer.collectives_together import gather_together
 from dbuffer.events import listeners, tell
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
-__all__ = ["catch_up_together", "expect_step", "refresh_together"]
+__all__ = ["announce_step", "refresh_together"]
 
 
-def refresh_together(groups: Sequence[ParameterGroup]) -> None:
-    """Bring ``model_weight`` of groups of one unit up to date: casts, and one gather where weights rest whole."""
+def refresh_together(groups: Sequence[ParameterGroup], works: list[dist.Work] | None = None) -> None:
+    """Bring ``model_weight`` of groups of one unit up to date: casts, and one gather where weights rest whole.
+
+    Args:
+        works: given, the gather is issued alone, and its handle appended.
+    """
     for group in groups if listeners else ():
         tell("refresh", group)
     parts = [part for group in groups for part in group.weights.start_refresh()]
     try:
         if parts:
-            gather_together(parts)
+            gather_together(parts, works)
     finally:
         # Where both share memory the gather writes the main weights' bytes too, with the values that they have.
         share_memory = [group for group in groups if group.weights.end_refresh()]
@@ -33,20 +39,10 @@ def refresh_together(groups: Sequence[ParameterGroup]) -> None:
         tell("refreshed", group)
 
 
-def expect_step(groups: Iterable[ParameterGroup]) -> None:
-    """Take notice that an optimizer is about to step main weights: a step that raises has changed some of them."""
+def announce_step(groups: Iterable[ParameterGroup]) -> None:
+    """Take notice that main weights are changed, or about to be: what rests is made again before its next use.
+
+    An optimizer says so before it steps: one that raises has changed some of them.
+    """
     for group in groups:
         group.freshness.change()
-
-
-def catch_up_together(groups: Iterable[ParameterGroup]) -> None:
-    """Take notice of an optimizer step or a load: gather what rests whole, leave the rest to its next gather."""
-    by_unit: dict[int, list[ParameterGroup]] = {}
-    for group in groups:
-        if group.refreshes_locally:
-            group.freshness.change()
-        else:
-            group.freshness.is_changed()
-            by_unit.setdefault(group.unit, []).append(group)
-    for found in by_unit.values():
-        refresh_together(found)

@@ -16,7 +16,7 @@ from torch.autograd import profiler
 
 from dbuffer.events import listeners, tell
 from megatron_fsdp.runtime.agreement import FirstUse
-from megatron_fsdp.runtime.lanes import wait_for_event
+from megatron_fsdp.runtime.lanes import forget_unused_streams, wait_for_event
 from megatron_fsdp.runtime.memory_slots import BufferPools
 from megatron_fsdp.runtime.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
 from megatron_fsdp.runtime.unit import Call, Unit, WeightState, alive, is_in_backward
@@ -301,6 +301,7 @@ class Schedule:
             for device in {group.spec.device for unit in self.units() for group in unit.groups}:
                 wait_for_event(self.step_event, device)
             self.step_event = None
+        forget_unused_streams()
         for unit in self.units():
             unit.open_call = None
         self._order.start_pass()

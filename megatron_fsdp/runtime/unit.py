@@ -107,6 +107,7 @@ class Unit(StateNames):
         groups: the parameter groups; empty for a module without parameters of its own.
         reshard_after_forward: as asked; None means when the next unit runs, but not for the root. Groups that keep a
             part for backward know it themselves.
+        rests_final: whether no axis is left to reduce when the last backward has closed it.
         requires_all_reduce: whether the last backward also reduces over axes that hold partial sums.
         requires_gradient_sync: False keeps gradients here, unreduced, until a backward with True.
         weight_state: where its weights are; changed by ``start_gather``, ``finish_gather`` and ``reshard`` alone.
@@ -157,7 +158,7 @@ class Unit(StateNames):
         self.inner_outputs: InnerOutputs
         self.unshards_in_backward = True
         self.gradients: tuple[GradientBuffer, ...] = ()
-        self.num_gradients = 0
+        self.num_gradients, self.rests_final = 0, True
         self.releases_weights = False
         self.follow_gradients()
 
@@ -167,6 +168,7 @@ class Unit(StateNames):
             place_unit(self)
         self.gradients = tuple(group.gradients for group in self.groups if group.gradients is not None)
         self.num_gradients = sum(buffer.num_trained for buffer in self.gradients)
+        self.rests_final = all(buffer.rests_final for buffer in self.gradients)
         for buffer in self.gradients:
             buffer.observe(self)
         for group in self.groups:

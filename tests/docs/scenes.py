@@ -49,7 +49,6 @@ class Block(nn.Linear):
 def build():
     return nn.Sequential(nn.Embedding(100, 64), *(Block() for _ in range(4)))
 """
-_TEXT = "".join(f"def function_{number}(value):\n    return value + {number}\n\n" for number in range(20_000))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +92,8 @@ SCENES = {
     "docs/reliability.md": Scene(given=_SHARDED),
     "docs/timeline.md": Scene(given=_SHARDED),
     "docs/training_script.md": Scene(
-        files={"code.jsonl": '{"text": "def main(): return 0"}\n' * 20_000, "prose.txt": _TEXT},
         shorter=(("--train-iters 300", "--train-iters 90"),),
-        elsewhere=(("preprocess_data.py", "it needs megatron-core"),),
+        elsewhere=(("--data-path 0.3 data/code", "it needs megatron-core"),),
     ),
 }
 

@@ -19,24 +19,9 @@ from tests.harness.models import inputs, three_blocks
 from tests.harness.oracle import whole
 
 __all__ = [
-    "SCENARIOS",
-    "SINCE_2_15",
-    "Outcome",
-    "Scenario",
-    "available",
-    "blocks",
-    "disagreements",
-    "engine",
-    "has_name",
-    "layers",
-    "outcome",
-    "raises",
-    "run_both",
-    "scenario",
-    "shard",
-    "shows_dtensors",
-    "train",
-]
+    "SCENARIOS", "SINCE_2_15", "Outcome", "Scenario", "available", "blocks", "disagreements", "engine", "has_name",
+    "layers", "outcome", "raises", "run_both", "scenario", "shard", "shows_dtensors", "train",
+]  # fmt: skip
 
 # Where the names come from: the one line that differs.
 ENGINES = {"torch": "torch.distributed.fsdp", "ours": "megatron_fsdp"}

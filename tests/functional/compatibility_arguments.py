@@ -76,16 +76,12 @@ def between(model: nn.Module) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     return after_forward, shows_dtensors(model)
 
 
-@scenario("fully_shard(reshard_after_forward=True)")
-def reshards(fsdp: Any) -> Outcome:
-    model = shard(fsdp, reshard_after_forward=True)
-    return outcome(model, train(model), between(model))
+for _choice in (True, False):
 
-
-@scenario("fully_shard(reshard_after_forward=False)")
-def stays(fsdp: Any) -> Outcome:
-    model = shard(fsdp, reshard_after_forward=False)
-    return outcome(model, train(model), between(model))
+    @scenario(f"fully_shard(reshard_after_forward={_choice})")
+    def reshards(fsdp: Any, choice: bool = _choice) -> Outcome:
+        model = shard(fsdp, reshard_after_forward=choice)
+        return outcome(model, train(model), between(model))
 
 
 @scenario("fully_shard(reshard_after_forward=2)", num_ranks=4)
@@ -287,19 +283,14 @@ def like_the_weights(layer: Any, args: tuple[torch.Tensor, ...]) -> tuple[DTenso
     return (DTensor.from_local(args[0], mesh, placements),)
 
 
-@scenario("fully_shard(dp_mesh_dims=shard)", num_ranks=4, needs="DataParallelMeshDims")
-def named_shard_axis(fsdp: Any) -> Outcome:
-    return on_a_larger_mesh(fsdp, (2, 2), shard="dp")
-
-
-@scenario("fully_shard(dp_mesh_dims=shard and replicate)", num_ranks=4, needs="DataParallelMeshDims")
-def named_both_axes(fsdp: Any) -> Outcome:
-    return on_a_larger_mesh(fsdp, (2, 2, 1), shard="dp", replicate="outer")
-
-
-@scenario("fully_shard(dp_mesh_dims=two to shard)", num_ranks=4, needs="DataParallelMeshDims")
-def named_two_shard_axes(fsdp: Any) -> Outcome:
-    return on_a_larger_mesh(fsdp, (2, 2, 1), shard=("outer", "dp"))
+NAMED: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "shard": ((2, 2), {"shard": "dp"}),
+    "shard and replicate": ((2, 2, 1), {"shard": "dp", "replicate": "outer"}),
+    "two to shard": ((2, 2, 1), {"shard": ("outer", "dp")}),
+}
+for _name, (_sizes, _axes) in NAMED.items():
+    _body = partial(on_a_larger_mesh, sizes=_sizes, **_axes)
+    scenario(f"fully_shard(dp_mesh_dims={_name})", num_ranks=4, needs="DataParallelMeshDims")(_body)
 
 
 @scenario("DataParallelMeshDims", needs="DataParallelMeshDims")

@@ -91,19 +91,17 @@ class Event:
 
 def comm_base(kind: str) -> type:
     """Return FSDP2's ``AllGather`` or ``ReduceScatter``."""
-    base: type = getattr(importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_api"), kind)
-    return base
+    return getattr(importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_api"), kind)
 
 
 class Allocating:
     """The allocating half of FSDP2's ``Comm``."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised tensor."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class Gather(Allocating, comm_base("AllGather")):  # type: ignore[misc]  # a base that is looked up
+class Gather(Allocating, comm_base("AllGather")):
     """Gathers with a list of tensors, and counts."""
 
     calls = 0
@@ -111,14 +109,12 @@ class Gather(Allocating, comm_base("AllGather")):  # type: ignore[misc]  # a bas
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Fill ``output_tensor`` with the ``input_tensor`` of each rank."""
         self.calls += 1
         parts = list(output_tensor.chunk(group.size()))
-        work: dist.Work | None = dist.all_gather(parts, input_tensor.clone(), group=group, async_op=async_op)
-        return work
+        return dist.all_gather(parts, input_tensor.clone(), group=group, async_op=async_op)
 
 
-class Reduce(Allocating, comm_base("ReduceScatter")):  # type: ignore[misc]  # a base that is looked up
+class Reduce(Allocating, comm_base("ReduceScatter")):
     """Reduces everything everywhere, and counts."""
 
     calls = 0
@@ -131,7 +127,6 @@ class Reduce(Allocating, comm_base("ReduceScatter")):  # type: ignore[misc]  # a
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Leave this rank's part of the reduced ``input_tensor`` in ``output_tensor``."""
         self.calls += 1
         dist.all_reduce(input_tensor, op=op, group=group)
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
@@ -200,7 +195,6 @@ class Branches(nn.Module):
         self.left, self.right = nn.Linear(7, 7), nn.Linear(7, 7)
 
     def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
-        """Return (..., 7) for (..., 7)."""
         return torch.tanh((self.left if left else self.right)(x))
 
 

@@ -122,7 +122,6 @@ class Applied(nn.ModuleList):
     """A list with a forward of its own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply its modules in turn."""
         for module in self:
             x = module(x)
         return x
@@ -143,7 +142,6 @@ class Whole(torch.Tensor):
     """A tensor that brings an all-gather of its own."""
 
     def fsdp_pre_all_gather(self, *_: object) -> object:
-        """Return what to gather."""
         return (self,), None
 
 
@@ -320,14 +318,12 @@ class Arena:
     allocations = 0
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised tensor."""
         self.allocations += 1
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
-        """Gather."""
         parts = list(output_tensor.chunk(group.size()))
         return dist.all_gather(parts, input_tensor.clone(), group=group, async_op=async_op)
 

@@ -1,5 +1,6 @@
 """Scenarios: the methods of ``FSDPModule``, and the functions beside ``fully_shard``, one each."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -103,52 +104,41 @@ def fail(*_: object) -> None:
 # ---------------------------------------------------------------- accumulation
 
 
-@scenario("set_requires_gradient_sync")
-def accumulate(fsdp: Any) -> Outcome:
-    model = shard(fsdp)
-
-    def sync_last(model: Any, is_last: bool) -> None:
-        model.set_requires_gradient_sync(is_last)
-
-    return outcome(model, train(model, microbatches=3, before=sync_last))
+Switch = Callable[[Any, bool], object]
 
 
-@scenario("set_requires_gradient_sync(recurse=False)")
-def accumulate_in_one_unit(fsdp: Any) -> Outcome:
-    model = shard(fsdp)
+def switched(
+    name: str, switch: Switch | None, microbatches: int = 2, make: Callable[[Any], Any] = shard, **options: Any
+) -> None:
+    """Enter a scenario of a model that is told before each microbatch whether it is the last one of a step."""
 
-    def sync_last(model: Any, is_last: bool) -> None:
-        layers(model)[1].set_requires_gradient_sync(is_last, recurse=False)
-        model.set_requires_gradient_sync(is_last, recurse=False)
-
-    return outcome(model, train(model, microbatches=2, before=sync_last))
-
-
-@scenario("set_requires_gradient_sync on HSDP", num_ranks=4)
-def accumulate_on_two_axes(fsdp: Any) -> Outcome:
-    model = hsdp(fsdp)
-    sync = lambda model, is_last: model.set_requires_gradient_sync(is_last)  # noqa: E731
-    return outcome(model, train(model, microbatches=2, before=sync))
+    @scenario(name, **options)
+    def body(fsdp: Any) -> Outcome:
+        model = make(fsdp)
+        return outcome(model, train(model, microbatches=microbatches, before=switch))
 
 
-@scenario("set_requires_all_reduce", num_ranks=4)
-def reduce_over_replicas_once(fsdp: Any) -> Outcome:
-    model = hsdp(fsdp)
-
-    def reduce_last(model: Any, is_last: bool) -> None:
-        model.set_requires_all_reduce(is_last)
-
-    return outcome(model, train(model, microbatches=2, before=reduce_last))
+def sync_in_one_unit(model: Any, is_last: bool) -> None:
+    layers(model)[1].set_requires_gradient_sync(is_last, recurse=False)
+    model.set_requires_gradient_sync(is_last, recurse=False)
 
 
-@scenario("set_requires_all_reduce(recurse=False)", num_ranks=4)
-def reduce_one_unit_over_replicas_once(fsdp: Any) -> Outcome:
-    model = hsdp(fsdp)
+def sync(model: Any, is_last: bool) -> None:
+    model.set_requires_gradient_sync(is_last)
 
-    def reduce_last(model: Any, is_last: bool) -> None:
-        layers(model)[1].set_requires_all_reduce(is_last, recurse=False)
 
-    return outcome(model, train(model, microbatches=2, before=reduce_last))
+HSDP: dict[str, Any] = {"make": hsdp, "num_ranks": 4}
+switched("set_requires_gradient_sync", sync, 3)
+switched("set_requires_gradient_sync(recurse=False)", sync_in_one_unit)
+switched("set_requires_gradient_sync on HSDP", sync, **HSDP)
+switched("set_requires_all_reduce", lambda model, is_last: model.set_requires_all_reduce(is_last), **HSDP)
+switched(
+    "set_requires_all_reduce(recurse=False)",
+    lambda model, is_last: layers(model)[1].set_requires_all_reduce(is_last, recurse=False),
+    **HSDP,
+)
+switched("set_is_last_backward on HSDP", lambda model, is_last: model.set_is_last_backward(is_last), **HSDP)
+switched("gradients accumulate without a switch", None)
 
 
 @scenario("set_is_last_backward")
@@ -161,19 +151,6 @@ def announce_last(fsdp: Any) -> Outcome:
         model.set_is_last_backward(is_last)
 
     return outcome(model, train(model, microbatches=3, before=announce), seen)
-
-
-@scenario("set_is_last_backward on HSDP", num_ranks=4)
-def announce_last_on_two_axes(fsdp: Any) -> Outcome:
-    model = hsdp(fsdp)
-    announce = lambda model, is_last: model.set_is_last_backward(is_last)  # noqa: E731
-    return outcome(model, train(model, microbatches=2, before=announce))
-
-
-@scenario("gradients accumulate without a switch")
-def accumulate_with_communication(fsdp: Any) -> Outcome:
-    model = shard(fsdp)
-    return outcome(model, train(model, microbatches=2))
 
 
 # ---------------------------------------------------------------- finalization
@@ -352,11 +329,9 @@ class Headed(nn.Module):
         self.norm, self.head = nn.LayerNorm(7), nn.Linear(7, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., 7) for (..., 7)."""
         for layer in layers(self):
             x = layer(x)
-        result: torch.Tensor = self.norm(x)
-        return result
+        return self.norm(x)
 
 
 def headed(fsdp: Any, **options: Any) -> Any:
@@ -465,9 +440,7 @@ class Encoder(nn.Module):
         self.up, self.down = nn.Linear(7, 13), nn.Linear(13, 7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., 7) for (..., 7)."""
-        result: torch.Tensor = self.down(self.encode(x))
-        return result
+        return self.down(self.encode(x))
 
     def encode(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
         """Return (..., 13) for (..., 7)."""

@@ -42,7 +42,6 @@ class Shifted(Block):
         self.register_buffer("shift", torch.linspace(0, 1, 7))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., 7) for (..., 7)."""
         assert isinstance(self.shift, torch.Tensor)
         return super().forward(x + self.shift.to(x.dtype))
 

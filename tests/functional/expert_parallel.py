@@ -26,12 +26,10 @@ class ExpertLayer(nn.Module):
         self._group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (rows, WIDTH) for (rows, WIDTH)."""
         num_experts = self._group.size()
         sent = x.view(-1, num_experts, WIDTH).transpose(0, 1).contiguous()
         done = self.expert(all_to_all_single_autograd(sent, None, None, self._group))
-        back: torch.Tensor = all_to_all_single_autograd(done.contiguous(), None, None, self._group)
-        return back.transpose(0, 1).reshape(x.shape)
+        return all_to_all_single_autograd(done.contiguous(), None, None, self._group).transpose(0, 1).reshape(x.shape)
 
 
 def rows(rank: int, step: int = 0) -> torch.Tensor:
@@ -60,7 +58,7 @@ def shard_experts(num_experts: int, strategy: str = "optim_grads_params", **opti
     model = build(mesh.get_group("ep"))
     first, experts, last = model.layers
     placements = getattr(Placements, strategy)(0)
-    fully_shard(experts.expert, mesh["edp"], placements, **{"grad_divisor": num_experts, **options})  # type: ignore[arg-type]  # a module
+    fully_shard(experts.expert, mesh["edp"], placements, **{"grad_divisor": num_experts, **options})
     for dense in (first, last, model):
         fully_shard(dense, mesh, placements, dp_mesh_dims=DataParallelMeshDims(shard=("edp", "ep")))
     return model, mesh

@@ -107,7 +107,6 @@ class StaleGather:
         self._first: dict[int, torch.Tensor] = {}
 
     def __call__(self, output: torch.Tensor, shard: torch.Tensor, axis: MeshAxis, works: Works = None) -> None:
-        """Gather the first content again; shards at rest keep their address."""
         _right.all_gather(output, self._first.setdefault(shard.data_ptr(), shard.clone()), axis)
 
 
@@ -147,7 +146,7 @@ def without_division() -> Iterator[None]:
     right = gradients.GradientBuffer.__init__
 
     def undivided(self: gradients.GradientBuffer, *args: object, **options: object) -> None:
-        right(self, *args, **options)  # type: ignore[arg-type]
+        right(self, *args, **options)
         self.divisor = 1.0
 
     with mock.patch.object(gradients.GradientBuffer, "__init__", undivided):

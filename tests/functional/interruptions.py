@@ -124,7 +124,7 @@ def interrupts_at_lines(fault: Fault) -> Iterator[None]:
 
 class _Operators(TorchDispatchMode):
     def __init__(self, fault: Fault) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        super().__init__()
         self._fault = fault
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -181,11 +181,9 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., 3) for (..., WIDTH)."""
         first, second, third = self.blocks
         x = third(checkpoint(second, first(x), use_reentrant=False))
-        result: torch.Tensor = self.head(x) + (x @ self.wide.to(x.dtype)).tanh().mean()
-        return result
+        return self.head(x) + (x @ self.wide.to(x.dtype)).tanh().mean()
 
 
 @dataclass(frozen=True, slots=True)

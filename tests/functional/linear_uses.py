@@ -49,7 +49,7 @@ class Layer(nn.Module):
 
 class Twice(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(torch.tanh(self.linear(x)))  # type: ignore[no-any-return]
+        return self.linear(torch.tanh(self.linear(x)))
 
 
 class TwiceWithoutBias(Twice):
@@ -63,14 +63,14 @@ class BesideTheFunction(Layer):
     """Uses the weight in the layer and in an operator of its own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * functional.linear(x, self.linear.weight)  # type: ignore[no-any-return]
+        return self.linear(x) * functional.linear(x, self.linear.weight)
 
 
 class Penalized(Layer):
     """Uses the weight in the layer, and itself."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) + self.linear.weight.square().sum()  # type: ignore[no-any-return]
+        return self.linear(x) + self.linear.weight.square().sum()
 
 
 class Transposed(Layer):
@@ -92,7 +92,7 @@ class InputFrozen(Layer):
     """Its layer's input needs no gradient."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.linear(x.detach())  # type: ignore[no-any-return]
+        return x * self.linear(x.detach())
 
 
 class Hooked(Layer):
@@ -144,8 +144,7 @@ class RecomputingInside(Layer):
     """Recomputes within the unit, and uses its layer outside of that too."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner: torch.Tensor = checkpoint(lambda y: torch.tanh(self.linear(y)), x, use_reentrant=False)
-        return inner + self.linear(x)  # type: ignore[no-any-return]
+        return checkpoint(lambda y: torch.tanh(self.linear(y)), x, use_reentrant=False) + self.linear(x)
 
 
 class Tied(nn.Module):
@@ -159,7 +158,7 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.mix(self.embed(tokens))))  # type: ignore[no-any-return]
+        return self.head(torch.tanh(self.mix(self.embed(tokens))))
 
 
 def stack_of(*kinds: type[nn.Module]) -> Callable[[], nn.Module]:
@@ -179,7 +178,6 @@ def freeze(name: str) -> Callable[[], nn.Module]:
 
 def shard_as(strategy: str, policy: MixedPrecisionPolicy) -> Callable[[nn.Module], None]:
     def shard(model: nn.Module) -> None:
-        assert isinstance(model, Stack)
         options: dict[str, Any] = {"placements": getattr(Placements, strategy)(0), "mp_policy": policy}
         for layer in model.layers:
             fully_shard(layer, **options)
@@ -203,8 +201,7 @@ def shard_linears(model: nn.Module) -> None:
 def gradient_of_inputs(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     x = inputs(rank, step).requires_grad_()
     (slope,) = torch.autograd.grad(model(x).square().sum(), x)
-    output: torch.Tensor = model(x)
-    return (output * slope.tanh()).square().mean()
+    return (model(x) * slope.tanh()).square().mean()
 
 
 def of_tokens(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -215,8 +212,7 @@ def of_tokens(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 def with_no_rows_on_rank_zero(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     x = inputs(rank, step) if rank else torch.empty(0, WIDTH)
-    output: torch.Tensor = model(x)
-    return output.square().sum()
+    return model(x).square().sum()
 
 
 def of_two_forwards(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -231,11 +227,10 @@ def of_one_graph(model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor, 
 def with_autocast(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         output = model(inputs(rank, step))
-    return output.float().square().mean()  # type: ignore[no-any-return]
+    return output.float().square().mean()
 
 
 def dropping_a_layer(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    assert isinstance(model, Stack)
     x = inputs(rank, step)
     for index, layer in enumerate(model.layers):
         if (index + step) % 3 or index == 0:
@@ -253,9 +248,8 @@ class Skipping(Layer):
 
 
 def skip_on_rank_zero(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    assert isinstance(model, Stack)
     for index, layer in enumerate(model.layers):
-        layer.is_skipped = rank == 0 and index == 1 + step % 2  # type: ignore[assignment]
+        layer.is_skipped = rank == 0 and index == 1 + step % 2
     return squared(model, rank, step)
 
 

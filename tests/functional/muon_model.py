@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp import CPUOffloadPolicy, FsdpModule, MixedPrecisionPolicy, Placements, fully_shard, microbatch
+from megatron_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Placements, fully_shard, microbatch
 from megatron_fsdp.muon import MatrixView
 
 DIVISOR = 4.0
@@ -25,14 +25,9 @@ HEAD_COLUMNS = MatrixView(column_splits=(HEAD_DIM,))
 GATE_UP = MatrixView(row_splits=(5, 5))
 
 VIEWS = {
-    "qkv": QKV,
-    "queries": HEAD_ROWS,
-    "output": HEAD_COLUMNS,
-    "experts": EXPERTS,
-    "gate_up": GATE_UP,
-    "tall": MatrixView(),
-    "wide": MatrixView(),
-}
+    "qkv": QKV, "queries": HEAD_ROWS, "output": HEAD_COLUMNS, "experts": EXPERTS, "gate_up": GATE_UP,
+    "tall": MatrixView(), "wide": MatrixView(),
+}  # fmt: skip
 
 
 class Layer(nn.Module):
@@ -53,7 +48,6 @@ class Layer(nn.Module):
         self.wide = nn.Parameter(torch.randn(2, 13) / 4)
 
     def forward(self, seed: int) -> torch.Tensor:
-        """Return a loss whose gradients are dyadic."""
         return dyadic_loss(self.parameters(), seed)
 
 
@@ -66,7 +60,6 @@ class Matrices(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
 
     def forward(self, seed: int) -> torch.Tensor:
-        """Return the sum of the losses of all parts."""
         total = dyadic_loss([self.embedding], seed)
         for number, layer in enumerate(self.layers):
             total = total + layer(seed + 17 * number + 1)
@@ -83,7 +76,6 @@ class Trio(nn.Module):
         self.small = nn.Parameter(torch.randn(3, 5) / 4)
 
     def forward(self, seed: int) -> torch.Tensor:
-        """Return a loss whose gradients are dyadic."""
         return dyadic_loss(self.parameters(), seed, follows_weights=False)
 
 
@@ -121,7 +113,6 @@ def shard_matrices(
     """Shard every layer and the rest, with gradients divided by 4."""
     for part in (*model.layers, model):
         fully_shard(part, mesh, placements, mp_policy=policy, offload_policy=offload, grad_divisor=1)
-        assert isinstance(part, FsdpModule)
         part.set_gradient_divide_factor(DIVISOR)
     return model
 

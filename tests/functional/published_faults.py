@@ -45,8 +45,7 @@ TOKENS = 36
 
 def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return the mean square of the output."""
-    output: torch.Tensor = model(x)
-    return output.square().mean()
+    return model(x).square().mean()
 
 
 # ---------------------------------------------------------------------- between the ranks' gradients and .grad
@@ -115,7 +114,7 @@ def summed_over_tensor_parallel_ranks() -> Stack:
     """Add up, over the tensor-parallel ranks, gradients that each of them has whole."""
     model, mesh = dense(("dp", 2), ("tp", 2))
     for module in model.layers:
-        module.set_all_reduce_hook(lambda gradient: dist.all_reduce(gradient, group=mesh.get_group("tp")))  # type: ignore[operator]  # an FsdpModule
+        module.set_all_reduce_hook(lambda gradient: dist.all_reduce(gradient, group=mesh.get_group("tp")))
     return model
 
 
@@ -127,7 +126,6 @@ def experts(num_experts: int, grad_divisor: float) -> Stack:
 def times_tokens_of_a_rank(model: nn.Module) -> None:
     """Scale for the tokens of a step what was averaged over the ranks already."""
     for parameter in model.parameters():
-        assert parameter.grad is not None
         parameter.grad.mul_(TOKENS)
 
 
@@ -215,8 +213,7 @@ LR, COEFFICIENT, NUM_STEPS, NUM_MICROBATCHES = 0.05, 0.5, 2, 2
 
 def balance(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return a loss that every rank has beside that of its tokens, as a router's load balancing is."""
-    output: torch.Tensor = model(x)
-    return output.mean(0).square().sum()
+    return model(x).mean(0).square().sum()
 
 
 def two_losses(model: nn.Module, x: torch.Tensor, *, factor: float = 1.0, of_balance: float = 1.0) -> torch.Tensor:

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dbuffer import Granularity, Whole
-from megatron_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Placements, fsdp_no_shard, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy
 
 BATCH = 3
 WIDTH = 5
@@ -31,6 +30,7 @@ POLICIES: Mapping[str, MixedPrecisionPolicy | None] = {
     ),
     "fp64 gradients": MixedPrecisionPolicy(main_grads_dtype=torch.float64),
     "fp64 main weights": MixedPrecisionPolicy(main_params_dtype=torch.float64),
+    "unfused": MixedPrecisionPolicy(fuse_weight_gradients=False),
 }
 
 
@@ -50,7 +50,7 @@ class Description:
 
     def __repr__(self) -> str:
         shown = []
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # each subclass is a dataclass
+        for field in dataclasses.fields(self):
             value, is_wanted = getattr(self, field.name), field.default is dataclasses.MISSING
             if is_wanted or value != field.default:
                 shown.append(repr(value) if is_wanted else f"{field.name}={value!r}")
@@ -66,7 +66,7 @@ class Part(Description):
         parts: the modules below a composite.
         size: rows of a leaf's weights; calls of "repeat"; of "again", which earlier module; else a choice.
         dtype: of floating-point parameters. frozen: "", "first" parameter or "all".
-        is_replicated: ``fsdp_no_shard`` is called on it. is_ignored: its parameters are ``ignored_params``.
+        is_replicated: ``fsdp_no_shard`` is called on it.
     """
 
     kind: str
@@ -75,7 +75,6 @@ class Part(Description):
     dtype: str = "float32"
     frozen: str = ""
     is_replicated: bool = False
-    is_ignored: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -147,16 +146,9 @@ SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "scalar": {"factor": ()},
 }
 _COMPUTE = {
-    "linear": _linear,
-    "gain": _gain,
-    "experts": _experts,
-    "lookup": _lookup,
-    "norm": _norm,
-    "masked": _masked,
-    "spare": _spare,
-    "empty": _empty,
-    "scalar": _scalar,
-}
+    "linear": _linear, "gain": _gain, "experts": _experts, "lookup": _lookup, "norm": _norm, "masked": _masked,
+    "spare": _spare, "empty": _empty, "scalar": _scalar,
+}  # fmt: skip
 
 
 class Leaf(nn.Module):
@@ -292,15 +284,9 @@ class Pick(Composite):
 
 
 COMPOSITES: Mapping[str, type[Composite]] = {
-    "chain": Composite,
-    "gated": Gated,
-    "sum": Sum,
-    "repeat": Repeat,
-    "by turn": ByTurn,
-    "checkpoint": Checkpointed,
-    "detached": Detached,
-    "pick": Pick,
-}
+    "chain": Composite, "gated": Gated, "sum": Sum, "repeat": Repeat, "by turn": ByTurn, "checkpoint": Checkpointed,
+    "detached": Detached, "pick": Pick,
+}  # fmt: skip
 
 
 Maker = Callable[[Part, list[nn.Module]], nn.Module]
@@ -335,64 +321,3 @@ def parts_with_paths(part: Part, path: str = "", enclosing: Container[str] = ("p
     for number, below in enumerate(part.parts):
         below_path = ".".join([*filter(None, [path]), *inner, "parts", str(number)])
         yield from parts_with_paths(below, below_path, enclosing)
-
-
-# ---------------------------------------------------------------- sharding
-
-
-def shard(model: nn.Module, part: Part, wraps: tuple[Wrap, ...], mesh: DeviceMesh) -> None:
-    """Mark what stays whole and call ``fully_shard`` for each of ``wraps``."""
-    for path, below in parts_with_paths(part):
-        if below.is_replicated and below.kind != "again":
-            fsdp_no_shard(model.get_submodule(path))
-    ignored = list(ignored_parameters(model, part))
-    for wrap in wraps:
-        modules = [model.get_submodule(path) for path in wrap.paths]
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],
-            mesh,
-            getattr(Placements, wrap.strategy)(*range(mesh.ndim)),
-            reshard_after_forward=wrap.reshard,
-            mp_policy=POLICIES[wrap.policy],
-            offload_policy=CPUOffloadPolicy(pin_memory=False) if wrap.is_offloaded else None,
-            granularity=GRANULARITIES[wrap.granularity],
-            ignored_params=ignored,
-        )
-
-
-def ignored_parameters(model: nn.Module, part: Part) -> Iterator[nn.Parameter]:
-    """Yield the parameters that every call of ``fully_shard`` is told to ignore."""
-    for path, below in parts_with_paths(part):
-        if below.is_ignored and below.kind != "again":
-            yield from model.get_submodule(path).parameters(recurse=False)
-
-
-def refused_parameter(model: nn.Module, part: Part, wraps: tuple[Wrap, ...]) -> str | None:
-    """Return the attribute of the first parameter that ``fully_shard`` has to refuse: tied to another unit's, or 0-d.
-
-    Args:
-        model: not sharded.
-    """
-    replicated = [path for path, below in parts_with_paths(part) if below.is_replicated and below.kind != "again"]
-    kept = {id(module) for path in replicated for module in model.get_submodule(path).modules()}
-    ignored = {id(parameter) for parameter in ignored_parameters(model, part)}
-    taken: set[int] = set()
-    units: set[int] = set()
-    for wrap in wraps:
-        modules = [model.get_submodule(path) for path in wrap.paths]
-        if all(id(module) in kept for module in modules):
-            continue
-        found = [(name, one) for module in modules for name, one in _owned(module, units) if id(one) not in ignored]
-        for name, parameter in found:
-            if id(parameter) in taken or not parameter.ndim:
-                return name
-        taken |= {id(parameter) for _, parameter in found}
-        units |= {id(module) for module in modules}
-    return None
-
-
-def _owned(module: nn.Module, units: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
-    yield from module.named_parameters(recurse=False)
-    for child in module.children():
-        if id(child) not in units:
-            yield from _owned(child, units)

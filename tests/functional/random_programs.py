@@ -228,7 +228,7 @@ class _Draw:
 
 
 # Unfrozen weights need main weights of the policy's dtype, and stock optimizers gradients of the weights'.
-UNLIKE_ADAM = ("fp64 main weights", "fp64 gradients")
+UNLIKE_ADAM = ("fp64 main weights", "fp64 gradients", "unfused")
 
 
 def _modules(part: Part, path: str = "") -> Iterator[tuple[str, Part]]:

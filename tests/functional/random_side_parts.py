@@ -38,7 +38,6 @@ class Side(nn.Module):
         self.aux: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor, turn: int, bag: list[torch.Tensor]) -> object:
-        """Return, store or append the results, as the part's kind says."""
         outputs = [x]
         for part in self.parts:
             outputs.append(part(outputs[-1], tokens, turn))
@@ -54,12 +53,9 @@ class Side(nn.Module):
             bag += [first, second]
             return None
         results = {
-            "list": [first, second],
-            "dictionary": {"first": first, "second": second},
-            "object": Box(first, second),
-            "dataclass": Pair(first, second),
-            "nested object": [Box(first, second)],
-        }
+            "list": [first, second], "dictionary": {"first": first, "second": second}, "object": Box(first, second),
+            "dataclass": Pair(first, second), "nested object": [Box(first, second)],
+        }  # fmt: skip
         return results[kind]
 
 
@@ -164,16 +160,8 @@ class Borrowing(Composite):
 
 
 SIDE_KINDS = (
-    "attribute",
-    "attribute alone",
-    "nothing",
-    "bag",
-    "list",
-    "dictionary",
-    "object",
-    "dataclass",
-    "nested object",
-)
+    "attribute", "attribute alone", "nothing", "bag", "list", "dictionary", "object", "dataclass", "nested object",
+)  # fmt: skip
 ENCLOSING = ("pick", *SIDE_KINDS)
 KINDS: Mapping[str, Maker] = {
     **COMPOSITES,

@@ -94,6 +94,8 @@ class Interrupt(KeyboardInterrupt):
 
 
 RAISED = {"error": Bomb, "interrupt": Interrupt}
+# Ways of ``backward`` that are announced by nothing.
+PLAIN = ("", "twice", "first", "latest")
 
 
 def _optimizer(kind: str, parameters: list[nn.Parameter], is_sharded: bool) -> torch.optim.Optimizer:
@@ -245,7 +247,15 @@ class Trainee(Meddling):
         self.pending, self.fuses = [], []
 
     def _do_backward(self, how: str = "") -> None:
-        pending, self.pending = self.pending, []
+        """Run backward of all forwards together, of the "first" or "latest" one, or of one after the other, "apart"."""
+        if how == "apart":
+            while self.pending:
+                self._do_backward("latest")
+            return
+        first = {"first": 1, "latest": len(self.pending) - 1}.get(how, len(self.pending))
+        pending, self.pending = self.pending[:first], self.pending[first:]
+        if how == "latest":
+            pending, self.pending = self.pending, pending
         fuses, self.fuses = self.fuses, []
         if not any(loss.requires_grad for losses in pending for loss in losses):
             return
@@ -259,7 +269,7 @@ class Trainee(Meddling):
                 if how == "twice":
                     loss.backward(retain_graph=True)
                 loss.backward()
-        self.is_synced = how in ("", "last", "twice")
+        self.is_synced = how in (*PLAIN, "last")
         self.is_doubtful = self.is_doubtful and not self.is_synced
         self.unclear = "" if self.is_synced and self.unclear == "under way" else self.unclear
 
@@ -277,7 +287,7 @@ class Trainee(Meddling):
             raise raised
 
     def _announced(self, how: str) -> AbstractContextManager[None]:
-        if not self.is_sharded or how in ("", "twice"):
+        if not self.is_sharded or how in PLAIN:
             return nullcontext()
         if how == "no_sync":
             return no_sync(self.model)
@@ -324,8 +334,14 @@ class Trainee(Meddling):
             norm = nn.utils.clip_grad_norm_(list(self.kept.values()), MAX_NORM)
         self.seen.append(("norm", norm))
 
-    def _do_grad(self, how: str, which: str, face: str) -> None:
-        if not self.is_synced:
+    def _do_swap(self, which: str, other: str) -> None:
+        """Exchange the gradients of two parameters, which have to be of one shape."""
+        ((_, one),) = self._named(which, "kept").items()
+        ((_, two),) = self._named(other, "kept").items()
+        one.grad, two.grad = two.grad, one.grad
+
+    def _do_grad(self, how: str, which: str, face: str, when: str = "") -> None:
+        if not self.is_synced and when != "amid":
             return
         for parameter in self._named(which, face).values():
             if not parameter.requires_grad:

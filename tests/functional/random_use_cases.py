@@ -1,6 +1,7 @@
 """Programs that went wrong once, as small as they get, each under a sentence that says what happens in it."""
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 
 from tests.functional.random_models import Part, Wrap
 from tests.functional.random_side_parts import SIDE_KINDS
@@ -22,13 +23,13 @@ def _wraps(strategy: str, *paths: str, reshard: bool | int | None = None) -> tup
 def _two(actions: str, strategy: str = "optim_grads_params", **options: object) -> Program:
     """Return a program of a model of two units in a third one."""
     part = Part("gated", (Part("linear", size=3), Part("mlp", (), 4)), 2)
-    return Program(part, actions, _wraps(strategy, "parts.0", "parts.1", ""), mesh=MESH, **options)  # type: ignore[arg-type]
+    return Program(part, actions, _wraps(strategy, "parts.0", "parts.1", ""), mesh=MESH, **options)
 
 
 def _one(part: Part, actions: str, strategy: str = "optim_grads_params", **options: object) -> Program:
     """Return a program of a model with one part beside a linear one, all in one unit."""
     whole = Part("gated", (part, Part("linear", size=3)), 2)
-    return Program(whole, actions, (Wrap(ROOT, strategy),), mesh=MESH, **options)  # type: ignore[arg-type]
+    return Program(whole, actions, (Wrap(ROOT, strategy),), mesh=MESH, **options)
 
 
 def _side_outputs() -> Iterator[tuple[str, Program]]:
@@ -181,6 +182,22 @@ def _own_gradients() -> Iterator[tuple[str, Program]]:
                 f"{strategy}: gradients of one's own by {how}, clipped",
                 _two(f"grad {how} all kept, clip ours, step, forward, backward, clip ours, step", strategy),
             )
+        yield (
+            f"{strategy}: backward adds to gradients of one's own, clipped",
+            _two("grad set all kept, clip ours, forward, backward, forward, backward, clip ours, step", strategy),
+        )
+        # The second matrices of two alike layers, and two vectors of one of them.
+        alike = Part("gated", (Part("linear", size=3), Part("linear", size=3)), 2)
+        for then in ("step", "forward, backward, step", "zero_grad zero, forward, backward, step"):
+            yield (
+                f"{strategy}: gradients are exchanged; {then}",
+                Program(
+                    alike,
+                    f"forward, backward, swap 3 6, swap 4 7, {then}",
+                    _wraps(strategy, "parts.0", "parts.1", ""),
+                    mesh=MESH,
+                ),
+            )
     yield "gradients asked of the sharded parameters", _two("autograd kept, forward, backward")
     for how in ("none", "ones", "zero"):
         actions = f"forward, backward, forward, grad {how} all shown, backward, step"
@@ -280,6 +297,17 @@ def _recomputed() -> Iterator[tuple[str, Program]]:
             )
 
 
+def _dtypes() -> Iterator[tuple[str, Program]]:
+    for dtype, frozen in (("float64", ""), ("float64", "first"), ("bfloat16", "all"), ("float16", "all")):
+        part = Part("linear", size=3, dtype=dtype, frozen=frozen)
+        yield f"a part in {dtype}, {frozen or 'nothing'} frozen", _one(part, f"{AGAIN}, zero_grad zero, {AGAIN}")
+    part = Part("gated", (Part("linear", size=3), Part("mlp", (), 4)), 2)
+    for strategy, policy in product(ALL, ("fp64 main weights", "fp64 gradients")):
+        wraps = tuple(Wrap((path,), strategy, policy=policy) for path in ("parts.0", ""))
+        actions = f"forward, backward no_sync, {AGAIN}, zero_grad none, {AGAIN}"
+        yield f"{strategy}: {policy}", Program(part, actions, wraps, mesh=MESH, optimizer="adam", is_adapted=True)
+
+
 def _others() -> Iterator[tuple[str, Program]]:
     yield (
         "integers among the parameters of a flat optimizer",
@@ -298,7 +326,7 @@ CASES: Mapping[str, Program] = {
     name: program
     for cases in (
         _side_outputs, _interruptions, _thrown_away, _frozen, _replaced, _changed, _hooked, _own_gradients, _unused,
-        _uneven, _loaded, _loaded_into_replaced, _kept, _saved, _recomputed, _others,
+        _uneven, _loaded, _loaded_into_replaced, _kept, _saved, _recomputed, _dtypes, _others,
     )
     for name, program in cases()
 }  # fmt: skip

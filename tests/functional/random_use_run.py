@@ -102,6 +102,8 @@ class _Run:
         self.program, self.refusals = program, refusals
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.num_exchanges = self.num_allowances = 0
+        # One process group may run several programs.
+        self.name = f"use-{dist.distributed_c10d._get_default_store().add(f'uses-{self.rank}', 1)}"
         self.refused: list[str] = []
         self.done: list[str] = []
         torch.manual_seed(0)
@@ -233,10 +235,10 @@ class _Run:
         """Return what every rank says, by way of the store: collectives of the engine may be under way."""
         store = dist.distributed_c10d._get_default_store()
         self.num_exchanges += 1
-        store.set(f"use-{self.num_exchanges}-{self.rank}", pickle.dumps(mine))
+        store.set(f"{self.name}-{self.num_exchanges}-{self.rank}", pickle.dumps(mine))
         result = []
         for rank in range(self.num_ranks):
-            key = f"use-{self.num_exchanges}-{rank}"
+            key = f"{self.name}-{self.num_exchanges}-{rank}"
             try:
                 store.wait([key], PATIENCE)
             except dist.DistStoreError as error:

@@ -152,7 +152,6 @@ def _owned_by_ranks(domain: Domain) -> Iterator[_Owned]:
     owned = zip(ownership.works, ownership.owners, strict=True)
     for group in domain.groups:
         owner = group.group
-        assert owner is not None
         faces = tuple(owner.parameters.values())
         for index, member in group.matrices.items():
             for number in range(len(member.blocks)):
@@ -184,7 +183,6 @@ class _Preconditioning:
         self.known: dict[Key, _Factors] = {}
 
     def __call__(self, matrices: torch.Tensor, works: Sequence[MatrixWork]) -> torch.Tensor:
-        """Return the preconditioned matrices."""
         results = [self._one(matrix.clone(), work) for matrix, work in zip(matrices, works, strict=True)]
         return torch.stack(results)
 
@@ -215,12 +213,10 @@ class _Preconditioning:
             kept.right_root = self._root(kept.right / correction)
         kept.count += 1
         update = kept.left_root @ matrix @ kept.right_root
-        grafted: torch.Tensor = update * (matrix.norm() / update.norm().clamp(min=1e-30))
-        return grafted
+        return update * (matrix.norm() / update.norm().clamp(min=1e-30))
 
     def _root(self, mean: torch.Tensor) -> torch.Tensor:
         """Return the inverse fourth root of a symmetric matrix."""
         values, vectors = torch.linalg.eigh(mean)
         values = values.clamp(min=0) + self.eps * values[-1].clamp(min=1e-30)
-        root: torch.Tensor = (vectors * values.pow(-0.25)) @ vectors.T
-        return root
+        return (vectors * values.pow(-0.25)) @ vectors.T

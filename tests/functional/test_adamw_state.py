@@ -52,22 +52,6 @@ def mine() -> list[int]:
     return [dist.get_rank()]
 
 
-def resume(saver: str, loader: str, strategy: str) -> tuple[list[str], list[str]]:
-    """Train, hand weights and state over by ``state_dict``, train both on; return what differs before and after."""
-    model, optimizer = sharded(MAKERS[saver], 0, strategy)
-    train(model, optimizer, range(2), mine())
-    other, other_optimizer = sharded(MAKERS[loader], 5, strategy)
-    # Into an optimizer that has state of its own already.
-    train(other, other_optimizer, range(3), mine())
-    other.load_state_dict(model.state_dict())
-    # PyTorch's load_state_dict takes tensors over as they are, so that both optimizers would write into them.
-    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    right_after = differing(moments_of(other, other_optimizer), moments_of(model, optimizer))
-    train(model, optimizer, range(2, 4), mine())
-    train(other, other_optimizer, range(2, 4), mine())
-    return right_after, differing(whole_state(other), whole_state(model))
-
-
 def moments_of(model: Model, optimizer: torch.optim.Optimizer) -> State:
     """Return the optimizer's state as whole tensors; every rank calls it."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -85,13 +69,25 @@ RESUMED = [(*way, *layout) for way in WAYS for layout in LAYOUTS]
 @pytest.mark.parametrize(
     ("saver", "loader", "strategy", "num_ranks"), nightly_but(covering(RESUMED, strength=1), RESUMED)
 )
+@on_ranks(lambda num_ranks: num_ranks)
 def test_a_state_dict_resumes_bit_for_bit(saver: str, loader: str, strategy: str, num_ranks: int) -> None:
-    assert run_ranks(num_ranks, resume, saver, loader, strategy) == [([], [])] * num_ranks
+    model, optimizer = sharded(MAKERS[saver], 0, strategy)
+    train(model, optimizer, range(2), mine())
+    other, other_optimizer = sharded(MAKERS[loader], 5, strategy)
+    # Into an optimizer that has state of its own already.
+    train(other, other_optimizer, range(3), mine())
+    other.load_state_dict(model.state_dict())
+    # PyTorch's load_state_dict takes tensors over as they are, so that both optimizers would write into them.
+    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    right_after = differing(moments_of(other, other_optimizer), moments_of(model, optimizer))
+    train(model, optimizer, range(2, 4), mine())
+    train(other, other_optimizer, range(2, 4), mine())
+    assert right_after == []
+    assert differing(whole_state(other), whole_state(model)) == []
 
 
 @on_ranks(2)
 def test_two_optimizers_never_share_the_state_that_one_loaded_from_the_other() -> None:
-    """Load a state dict without copying it, into another of ours; train only the other one."""
     model, optimizer = sharded(AdamW)
     train(model, optimizer, range(2), mine())
     before = moments_of(model, optimizer)
@@ -100,9 +96,6 @@ def test_two_optimizers_never_share_the_state_that_one_loaded_from_the_other() -
     train(other, other_optimizer, range(2), mine())
     moved = bool(differing(moments_of(other, other_optimizer), before, 1e-3))
     assert (moved, differing(moments_of(model, optimizer), before)) == (True, [])
-
-
-# ---------------------------------------------------------------------- get_optimizer_state_dict
 
 
 @pytest.mark.parametrize(("saver", "loader"), WAYS)
@@ -122,7 +115,6 @@ def test_the_full_state_of_rank_0_resumes_bit_for_bit(saver: str, loader: str) -
 
 @on_ranks(3)
 def test_state_that_torch_cut_lands_in_the_rows_of_its_parameters() -> None:
-    """Load DTensors that PyTorch cut by its own rule, over rows that this model holds elsewhere."""
     model, optimizer = sharded(AdamW)
     train(model, optimizer, range(2), mine())
     # A state dict holds the optimizer's own dictionaries.
@@ -139,9 +131,6 @@ def test_state_that_torch_cut_lands_in_the_rows_of_its_parameters() -> None:
     train(model, optimizer, range(2, 3), mine())
     train(other, other_optimizer, range(2, 3), mine())
     assert (differing(found, wanted), differing(whole_state(other), whole_state(model))) == ([], [])
-
-
-# ---------------------------------------------------------------------- torch.distributed.checkpoint
 
 
 def save_with_dcp(path: str, saver: str) -> State:
@@ -183,9 +172,6 @@ def test_what_three_ranks_saved_with_dcp_trains_on(saver: str, loader: str, num_
         assert differing(later, model.state_dict(), 1e-5) == []
 
 
-# ---------------------------------------------------------------------- bf16 moments, refusals
-
-
 def resume_bf16_moments() -> tuple[set[torch.dtype], list[str], list[str], set[torch.dtype]]:
     def make(parameters: Any, **options: Any) -> AdamW:
         return AdamW(parameters, moments_dtype=torch.bfloat16, **options)
@@ -214,7 +200,6 @@ def test_bf16_moments_resume_bit_for_bit_and_load_into_torchs_as_fp32() -> None:
 
 @on_ranks(2)
 def test_the_state_of_other_optimizers_is_refused_before_anything_changes() -> None:
-    """Load the state of other kinds of optimizers."""
     messages = []
     for other in (
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -261,7 +246,6 @@ SWAPS = {"records": swap_records, "first moments": swap_first_moments, "entries 
 @pytest.mark.parametrize("swap", SWAPS)
 @on_ranks(2)
 def test_state_exchanged_between_parameters_is_taken_over_with_both_values(strategy: str, swap: str) -> None:
-    """Exchange the state of two parameters of two units."""
     torch.manual_seed(0)
     oracle = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     model = copy.deepcopy(oracle)

@@ -44,8 +44,6 @@ class Paused(BaseException):
 
 
 class Scripted:
-    """A store that answers from a list."""
-
     def __init__(self, answers: tuple[Answer, ...]) -> None:
         self.answers, self.now = iter(answers), 0.0
         self.call: Call | None = None
@@ -149,7 +147,6 @@ class Search:
                     open_.append(one)
 
     def call(self, state: State, rank: int) -> Call | None:
-        """Return what a rank asks the store next."""
         return advance(rank, self.modes[rank], state.answers[rank])[0]
 
     def _steps(self, state: State) -> Iterator[State]:
@@ -218,7 +215,6 @@ class Search:
 
 
 def check_end(search: Search, state: State) -> None:
-    """Look at how all ranks ended, where nothing can happen any more."""
     content: Mapping[str, Any] = dict(state.content or ())
     verdicts: set[str] = set()
     for rank in RANKS:
@@ -269,7 +265,6 @@ def searches() -> list[Any]:
 
 
 def explore(modes: tuple[str, ...], host: int | None) -> tuple[int, int]:
-    """Look at all ends; return how many states and ends there are."""
     search = Search(modes, host)
     num_states = num_ends = 0
     for state, is_over in search.states():
@@ -341,5 +336,5 @@ def test_a_rank_whose_store_never_answers_says_so_in_time() -> None:
             mock.patch.object(watch._has_verdict, "wait", side_effect=pass_by),
             pytest.raises(AgreementError, match="the job's store cannot be reached"),
         ):
-            watch.wait(types.SimpleNamespace(wait=work, is_completed=lambda: False))  # type: ignore[arg-type]
+            watch.wait(types.SimpleNamespace(wait=work, is_completed=lambda: False))
     assert TIMEOUT.total_seconds() < now <= TIMEOUT.total_seconds() + 2 * bound() + 1

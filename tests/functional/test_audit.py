@@ -19,13 +19,9 @@ from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_mo
 from tests.harness.oracle import shard_model, whole_state
 
 LAYOUTS = {
-    "zero 3": ("optim_grads_params", (3,)),
-    "zero 2": ("optim_grads", (2,)),
-    "zero 1": ("optim", (2,)),
-    "zero 0": ("no_shard", (2,)),
-    "hsdp": ("hsdp", (2, 2)),
-    "hfsdp": ("hfsdp", (2, 2)),
-}
+    "zero 3": ("optim_grads_params", (3,)), "zero 2": ("optim_grads", (2,)), "zero 1": ("optim", (2,)),
+    "zero 0": ("no_shard", (2,)), "hsdp": ("hsdp", (2, 2)), "hfsdp": ("hfsdp", (2, 2)),
+}  # fmt: skip
 
 
 MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32, main_params_dtype=torch.float32)
@@ -82,7 +78,6 @@ def test_right_training_passes_and_keeps_its_bits(layout: str, is_mixed: bool) -
 
 
 def leave_weights_stale(model: Model) -> None:
-    """Change a main weight, and keep the engine from noticing."""
     step(model)
     group = model.blocks[1].parameter_groups[0]
     with torch.no_grad():
@@ -91,7 +86,6 @@ def leave_weights_stale(model: Model) -> None:
 
 
 def change_while_gathered(model: Model) -> None:
-    """Write into a weight inside of forward."""
 
     def change(block: nn.Module, _inputs: object) -> None:
         block.project.weight.data.mul_(1.5)
@@ -100,7 +94,6 @@ def change_while_gathered(model: Model) -> None:
 
 
 def reduce_twice(model: Model) -> None:
-    """Reduce a unit's gradient buffer twice in one backward."""
     buffer = model.blocks[1].parameter_groups[0].gradients
     assert buffer is not None
     reduce = GradientBuffer.reduce
@@ -116,9 +109,7 @@ def reduce_twice(model: Model) -> None:
 
 
 def never_reduce(model: Model) -> None:
-    """Keep a unit's gradients instead of reducing them."""
     buffer = model.blocks[1].parameter_groups[0].gradients
-    assert buffer is not None
     close = buffer.close
 
     def keep(*, reduce: bool) -> bool:
@@ -128,8 +119,6 @@ def never_reduce(model: Model) -> None:
 
 
 class Borrowed(nn.Module):
-    """Uses the weight of a block after that block's forward."""
-
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.model = model
@@ -141,13 +130,11 @@ class Borrowed(nn.Module):
 
 
 def use_released(model: Model) -> None:
-    """Use a weight of the first block when the model's forward is over."""
     borrowed = Borrowed(model)
     model.register_forward_hook(lambda *_: borrowed.use())
 
 
 def gather_wrongly(model: Model) -> None:
-    """Rank 1 alone sees other values in the part of another rank."""
     group = model.blocks[1].parameter_groups[0]
     finish = group.weights.gathered_is_used
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from dbuffer import guard_released_storage, observe_collectives
 from megatron_fsdp import StateError, fully_shard
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import WIDTH, Block, Stack, inputs, squared
-from tests.harness.oracle import Case, Comparison, compare, shard_each
+from tests.harness.oracle import Case, compare, shard_each
 
 
 def three_blocks() -> nn.Module:
@@ -20,16 +20,11 @@ def three_blocks() -> nn.Module:
 
 
 def shard_without_root(model: nn.Module) -> None:
-    assert isinstance(model, Stack)
     for layer in model.layers:
         fully_shard(layer)
 
 
-# ---------------------------------------------------------------- forwards and backwards that do not pair up
-
-
 def called_twice(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    assert isinstance(model, Stack)
     x = inputs(rank, step)
     for index in (0, 1, 1, 0, 2):
         x = model.layers[index](x)
@@ -37,8 +32,6 @@ def called_twice(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 class Recurrent(Stack):
-    """Runs its middle layer twice."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index in (0, 1, 1, 0, 2):
             x = self.layers[index](x)
@@ -68,8 +61,7 @@ def with_input_gradient_first(model: nn.Module, rank: int, step: int) -> torch.T
     x = inputs(rank, step).requires_grad_()
     output = model(x)
     torch.autograd.grad(output.sum(), x, retain_graph=True)
-    result: torch.Tensor = output.square().mean()
-    return result
+    return output.square().mean()
 
 
 class Fork(nn.Module):
@@ -94,23 +86,18 @@ class ForkModel(nn.Module):
 
 
 def left_output_only(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    left: torch.Tensor = model(inputs(rank, step))[0]
-    return left.square().mean()
+    return model(inputs(rank, step))[0].square().mean()
 
 
 def one_output_per_rank(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(rank, step))[(rank + step) % 2]
-    return output.square().mean()
+    return model(inputs(rank, step))[(rank + step) % 2].square().mean()
 
 
 def other_order_each_step(model: nn.Module, step: int) -> None:
-    assert isinstance(model, Shuffled)
     model.order = [(3 * step + index) % len(model.layers) if step % 2 else index for index in range(len(model.layers))]
 
 
 class Shuffled(Stack):
-    """Runs its layers in ``order``."""
-
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
         self.order = list(range(len(layers)))
@@ -126,8 +113,6 @@ def shuffled() -> nn.Module:
 
 
 class AddedInPlace(nn.Module):
-    """Writes its residual into its own input, which it returns."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
@@ -141,9 +126,6 @@ def with_residuals_in_place() -> nn.Module:
     return Stack(Block(), AddedInPlace(), AddedInPlace(), Block())
 
 
-# ---------------------------------------------------------------- kinds of modules, inputs and outputs
-
-
 class Recursive(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -152,13 +134,11 @@ class Recursive(nn.Module):
         self.head = nn.Linear(5, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(self.lstm(self.stem(x))[0])
-        return result
+        return self.head(self.lstm(self.stem(x))[0])
 
 
 def sequence_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(rank, step, 2, 4, WIDTH))
-    return output.square().sum()
+    return model(inputs(rank, step, 2, 4, WIDTH)).square().sum()
 
 
 class Convolutions(nn.Module):
@@ -169,8 +149,7 @@ class Convolutions(nn.Module):
         self.norm = nn.GroupNorm(1, 7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.norm(self.second(torch.tanh(self.first(x))))
-        return result
+        return self.norm(self.second(torch.tanh(self.first(x))))
 
 
 def image_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -212,8 +191,7 @@ class StructuredModel(nn.Module):
         scale = torch.tensor(0.5)
         left, (right, _) = self.a(x, scale=scale)
         both = self.b(left * right, scale=scale)
-        output: Output = self.c(both["left"] + both["nested"][0], scale=scale)
-        return output
+        return self.c(both["left"] + both["nested"][0], scale=scale)
 
 
 def structured_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -238,14 +216,11 @@ CASES = {
 }
 
 
-def compare_case(name: str) -> Comparison:
-    return compare(CASES[name])
-
-
 @pytest.mark.parametrize("name", CASES)
+@on_ranks(2, timeout=20)
 def test_gradients_and_weights_equal_those_of_a_whole_model_with(name: str) -> None:
-    results = run_ranks(2, compare_case, name, timeout=20)
-    assert all(result.is_exact for result in results), results
+    result = compare(CASES[name])
+    assert result.is_exact, result
 
 
 def take_input_gradients_only() -> list[str]:
@@ -267,33 +242,25 @@ def test_a_backward_to_the_inputs_alone_reduces_nothing() -> None:
     assert first == second == ["all_gather"]
 
 
-def train_after_input_gradients() -> Comparison:
-    return compare(Case(three_blocks, squared, prepare=_take_input_gradient))
-
-
 def _take_input_gradient(model: nn.Module, step: int) -> None:
     x = inputs(dist.get_rank(), 77).requires_grad_()
     torch.autograd.grad(model(x).sum(), x)
 
 
+@on_ranks(2)
 def test_training_goes_on_right_after_a_backward_to_the_inputs_alone() -> None:
-    results = run_ranks(2, train_after_input_gradients)
-    assert all(result.is_exact for result in results), results
+    result = compare(Case(three_blocks, squared, prepare=_take_input_gradient))
+    assert result.is_exact, result
 
 
-def ask_for_second_derivatives() -> str:
+@on_ranks(2)
+def test_a_recorded_backward_is_refused_by_name() -> None:
     model = Stack(Block(), Block())
     shard_each(model)
     x = inputs(dist.get_rank(), 0).requires_grad_()
     loss = model(x).square().mean()
-    try:
+    with pytest.raises(StateError) as refused:
         torch.autograd.grad(loss, x, create_graph=True)
-    except StateError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_recorded_backward_is_refused_by_name() -> None:
-    for message in run_ranks(2, ask_for_second_derivatives):
-        assert "create_graph=True" in message
-        assert "unsharded" in message
+    message = str(refused.value)
+    assert "create_graph=True" in message
+    assert "unsharded" in message

@@ -24,8 +24,6 @@ NUM_UNITS = 4
 
 
 class Rooted(nn.Module):
-    """Blocks, and a projection that the root owns."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Block(hidden=5), Block(hidden=9)])
@@ -34,8 +32,7 @@ class Rooted(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        result: torch.Tensor = self.out(x)
-        return result
+        return self.out(x)
 
 
 def four_units() -> nn.Module:
@@ -69,7 +66,6 @@ def frozen_at_the_start() -> nn.Module:
 def frozen_and_trainable_in_one_unit() -> nn.Module:
     model = Stack(*(Block(hidden=5 + 4 * index) for index in range(NUM_UNITS)))
     for layer in model.layers:
-        assert isinstance(layer, Block)
         layer.up.requires_grad_(False)
     shard_each(model)
     return model
@@ -77,16 +73,13 @@ def frozen_and_trainable_in_one_unit() -> nn.Module:
 
 def weights_kept_after_forward() -> nn.Module:
     model = four_units()
-    assert isinstance(model, Stack)
     for layer in model.layers:
-        assert isinstance(layer, FsdpModule)
         layer.set_reshard_after_forward(False)
     return model
 
 
 def weights_kept_after_backward() -> nn.Module:
     model = four_units()
-    assert isinstance(model, FsdpModule)
     model.set_reshard_after_backward(False)
     return model
 
@@ -104,8 +97,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @dataclass(frozen=True)
 class Counts:
-    """Collectives of one microbatch."""
-
     forward_gathers: int
     backward_gathers: int
     reductions: int
@@ -113,7 +104,6 @@ class Counts:
 
 
 def count(name: str, microbatches: int = 1, synced: bool = True) -> list[Counts]:
-    """Train three steps and return the collectives of every microbatch."""
     model = MODELS[name]()
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     counts = []
@@ -182,8 +172,7 @@ class TwoMixed(nn.Module):
         self.first, self.second = Mixed(), Mixed()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.second(self.first(x))
-        return result
+        return self.second(self.first(x))
 
 
 def region_each(shapes: Sequence[Sequence[int]], *rest: Any) -> tuple[Region, ...]:
@@ -226,8 +215,7 @@ def count_mixed(strategy: str, shape: tuple[int, ...], microbatches: int) -> tup
         plain.zero_grad()
         counts.append(dict(Counter(call.kind for call in calls)))
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    worst = max(float((own.full_tensor() - other).detach().abs().max()) for own, other in pairs)  # type: ignore[attr-defined]
-    assert isinstance(model.first, FsdpModule)
+    worst = max(float((own.full_tensor() - other).detach().abs().max()) for own, other in pairs)
     return counts, len(model.first.parameter_groups), worst
 
 

@@ -13,27 +13,18 @@ from tests.functional import (
 )
 from tests.functional.compatibility import SCENARIOS, Outcome, available, disagreements, has_name, run_both
 from tests.functional.compatibility_differences import DIFFERENCES, see_both
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 __all__ = ["compatibility_arguments", "compatibility_communication", "compatibility_methods", "compatibility_tools"]
-
-
-def run(name: str) -> tuple[Outcome, Outcome]:
-    """Run a scenario of one of the modules above with both engines."""
-    return run_both(name)
 
 
 # PyTorch goes through all layouts of operands for each of its operators: seconds where a mesh has three axes. Of what
 # has a twin on one axis, the one on two.
 NIGHTLY = (
-    "set_requires_gradient_sync on HSDP",
-    "set_requires_all_reduce(recurse=False)",
-    "set_is_last_backward on HSDP",
-    "fully_shard(dp_mesh_dims=shard)",
-    "fully_shard(dp_mesh_dims=two to shard)",
-    "fully_shard(dp_mesh_dims=shard and replicate)",
-    "norm layers that are units, in bf16 and fp16",
-)
+    "set_requires_gradient_sync on HSDP", "set_requires_all_reduce(recurse=False)", "set_is_last_backward on HSDP",
+    "fully_shard(dp_mesh_dims=shard)", "fully_shard(dp_mesh_dims=two to shard)",
+    "fully_shard(dp_mesh_dims=shard and replicate)", "norm layers that are units, in bf16 and fp16",
+)  # fmt: skip
 
 
 # PyTorch's own loader asks for the default device by a name that PyTorch itself deprecates.
@@ -42,9 +33,10 @@ NIGHTLY = (
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in NIGHTLY else ()) for name in available()]
 )
+@on_ranks(lambda name: SCENARIOS[name].num_ranks)
 def test_both_engines_agree(name: str) -> None:
-    for theirs, ours in run_ranks(SCENARIOS[name].num_ranks, run, name):
-        assert disagreements(name, theirs, ours) == []
+    theirs, ours = run_both(name)
+    assert disagreements(name, theirs, ours) == []
 
 
 def see(name: str) -> tuple[object, object]:

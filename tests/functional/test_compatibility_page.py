@@ -14,8 +14,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import _fully_shard
 
 import megatron_fsdp
-from megatron_fsdp.integrations.megatron.accepted import ACCEPTED, Accepted
-from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model
+from megatron_fsdp.integrations.megatron.fully_shard_model import ACCEPTED, Accepted, fully_shard_model
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from tests.functional import (
     compatibility_arguments,
@@ -73,7 +72,6 @@ def tables() -> dict[str, list[Row]]:
 
 
 def all_rows() -> list[Row]:
-    """Return the rows of all tables."""
     return [row for rows in tables().values() for row in rows]
 
 
@@ -114,13 +112,9 @@ def test_everything_that_the_installed_fsdp2_offers_has_a_row() -> None:
 
 def test_the_list_of_what_is_installed_finds_names_methods_and_keywords() -> None:
     wanted = {
-        "share_comm_ctx",
-        "fully_shard(mesh)",
-        "MixedPrecisionPolicy(reduce_dtype)",
-        "FSDPModule.unshard(async_op)",
-        "UnshardHandle.wait",
-        "replicate(mesh)",
-    }
+        "share_comm_ctx", "fully_shard(mesh)", "MixedPrecisionPolicy(reduce_dtype)", "FSDPModule.unshard(async_op)",
+        "UnshardHandle.wait", "replicate(mesh)",
+    }  # fmt: skip
     assert wanted <= set(installed())
 
 
@@ -134,7 +128,6 @@ def test_every_name_on_the_page_is_one_of_fsdp2() -> None:
 
 
 def calls() -> Iterator[tuple[str, Callable[..., object], Callable[..., object]]]:
-    """Yield everything of FSDP2 that can be called, PyTorch's and ours."""
     for name in _fully_shard.__all__:
         theirs, ours = getattr(fsdp, name), getattr(megatron_fsdp, name)
         if not isinstance(theirs, type) or is_dataclass(theirs):
@@ -195,7 +188,6 @@ def test_every_row_has_a_verdict() -> None:
 
 @functools.cache
 def existing_tests() -> frozenset[str]:
-    """Return the names of all test functions."""
     trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").rglob("test_*.py"))
     functions = (node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     return frozenset(name for name in functions if name.startswith("test_"))

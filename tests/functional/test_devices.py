@@ -16,7 +16,6 @@ from dbuffer import memory_meter
 from dbuffer.slot_pool import can_exchange_memory
 from megatron_fsdp import (
     AdamW,
-    FsdpModule,
     MixedPrecisionPolicy,
     explain,
     fully_shard,
@@ -84,7 +83,6 @@ def with_and_without_slots(device: str) -> tuple[list[float], list[float], int]:
     found = []
     for sizing in (None, "largest"):
         model = shard(build(device), BF16)
-        assert isinstance(model, FsdpModule)
         model.set_slot_pool(sizing)
         found.append(losses_of(model, AdamW(model.parameters(), lr=1e-2), device))
         memory_meter().reset_peak()
@@ -176,7 +174,6 @@ def test_a_deleted_model_leaves_no_memory(device: str) -> None:
 def replayed(device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the weights after three steps, taken one by one and replayed from a graph, from the same start."""
     model = shard(build(device), BF16)
-    assert isinstance(model, FsdpModule)
     if can_exchange_memory():
         model.set_slot_pool("largest")
     optimizer = AdamW(model.parameters(), lr=1e-2, capturable=True, max_norm=1.0)

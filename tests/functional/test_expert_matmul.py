@@ -7,9 +7,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import MixedPrecisionPolicy, expert_matmul, fully_shard
 from tests.functional.linear_uses import counted_products
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.models import WIDTH, Stack, inputs, squared
-from tests.harness.oracle import Case, Comparison, compare
+from tests.harness.oracle import Case, compare
 
 NUM_EXPERTS, HIDDEN = 3, 5
 
@@ -29,39 +29,32 @@ class Experts(nn.Module):
 
 
 class UsedTwice(Experts):
-    """A second use of a weight adds to the first one's gradient."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(super().forward(x))
 
 
 class BesideAnotherUse(Experts):
-    """A weight is used in an ordinary operator as well."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * (1 + self.up.square().mean())
 
 
 class Recomputed(Experts):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 KINDS: dict[type[Experts], int] = {Experts: 4, UsedTwice: 8, BesideAnotherUse: 4, Recomputed: 4}
 
 
-def train(kind: type[Experts]) -> tuple[Comparison, int]:
-    with counted_products() as products:
-        found = compare(Case(lambda: Stack(kind(), kind()), squared, steps=1))
-    return found, len(products)
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@on_ranks(lambda num_ranks: num_ranks)
 def test_gradients_are_exact_and_each_product_goes_into_the_buffer(kind: type[Experts], num_ranks: int) -> None:
-    for found, products in run_ranks(num_ranks, train, kind):
-        assert found.is_exact, found
-        assert products == KINDS[kind]
+    with counted_products() as products:
+        found = compare(Case(lambda: Stack(kind(), kind()), squared, steps=1))
+    products = len(products)
+    assert found.is_exact, found
+    assert products == KINDS[kind]
 
 
 def gradients(policy: MixedPrecisionPolicy) -> tuple[list[float], int]:
@@ -71,11 +64,12 @@ def gradients(policy: MixedPrecisionPolicy) -> tuple[list[float], int]:
     fully_shard(model, mp_policy=policy)
     with counted_products() as products:
         squared(model, 0, 0).float().backward()
-    whole = [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
+    whole = [parameter.grad.full_tensor() for parameter in model.parameters()]
     return torch.cat([gradient.flatten() for gradient in whole]).tolist(), len(products)
 
 
-def in_each_dtype() -> list[tuple[float, int]]:
+@on_ranks(2)
+def test_products_are_used_where_the_buffer_has_their_dtype_or_may_be_wider() -> None:
     found = []
     for reduce, fuses in ((torch.bfloat16, True), (torch.float32, True), (torch.float32, "wide")):
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce, fuse_weight_gradients=fuses)
@@ -83,13 +77,9 @@ def in_each_dtype() -> list[tuple[float, int]]:
         wanted, _ = gradients(MixedPrecisionPolicy(torch.bfloat16, reduce, fuse_weight_gradients=False))
         worst = max(abs(a - b) for a, b in zip(ours, wanted, strict=True)) / max(map(abs, wanted))
         found.append((worst / torch.finfo(torch.bfloat16).eps, products))
-    return found
-
-
-def test_products_are_used_where_the_buffer_has_their_dtype_or_may_be_wider() -> None:
-    for rank in run_ranks(2, in_each_dtype):
-        assert [products for _, products in rank] == [2, 0, 2]
-        assert all(worst <= 4 for worst, _ in rank)
+    rank = found
+    assert [products for _, products in rank] == [2, 0, 2]
+    assert all(worst <= 4 for worst, _ in rank)
 
 
 @on_ranks(2)

@@ -31,7 +31,7 @@ from megatron_fsdp import (
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import WIDTH, Block, Stack, inputs, squared
-from tests.harness.oracle import Case, Comparison, compare, whole
+from tests.harness.oracle import Case, compare, whole
 
 NUM_EXPERTS = 2
 
@@ -47,12 +47,10 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all weights."""
         for parameter in self.parameters(recurse=False):
             nn.init.normal_(parameter, std=0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., WIDTH) for (..., WIDTH)."""
         hidden = torch.tanh(torch.einsum("...d,edh->...eh", x, self.up))
         return x + torch.einsum("...eh,ehd->...d", hidden, self.down) * self.mix.sum((0, 1, 2))
 
@@ -62,7 +60,6 @@ def build() -> nn.Module:
 
 
 def shard_by_rows(model: nn.Module) -> None:
-    assert isinstance(model, Stack)
     for layer in model.layers:
         fully_shard(layer, granularity=Row())
     fully_shard(model)
@@ -70,23 +67,19 @@ def shard_by_rows(model: nn.Module) -> None:
 
 def shard_on_two_axes(model: nn.Module) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    assert isinstance(model, Stack)
     for layer in model.layers:
         fully_shard(layer, mesh, Placements.hfsdp(), granularity=Row())
     fully_shard(model, mesh, Placements.hfsdp())
-
-
-def compare_on(num_axes: int) -> Comparison:
-    return compare(Case(build, squared, shard=shard_by_rows if num_axes == 1 else shard_on_two_axes))
 
 
 SIZES = [(2, 1), (3, 1), (4, 1), (4, 2)]
 
 
 @pytest.mark.parametrize(("num_ranks", "num_axes"), nightly_but([(3, 1), (4, 2)], SIZES))
+@on_ranks(lambda num_ranks: num_ranks)
 def test_gradients_are_exact_when_experts_are_cut_between_rows(num_ranks: int, num_axes: int) -> None:
-    results = run_ranks(num_ranks, compare_on, num_axes)
-    assert all(result.is_exact for result in results), results
+    result = compare(Case(build, squared, shard=shard_by_rows if num_axes == 1 else shard_on_two_axes))
+    assert result.is_exact, result
 
 
 def sharded(seed: int = 0) -> Stack:
@@ -103,8 +96,8 @@ def cut_experts() -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], bool]:
     assert all(isinstance(face, DTensor) for face in faces)
     wholes = [whole(face, face) for face in faces]
     torch.manual_seed(0)
-    same = all(torch.equal(a, b) for a, b in zip(wholes, build().layers[1].parameters(), strict=True))  # type: ignore[union-attr,index,operator]
-    return [tuple(face.shape) for face in faces], [tuple(face.to_local().shape) for face in faces], same  # type: ignore[operator]
+    same = all(torch.equal(a, b) for a, b in zip(wholes, build().layers[1].parameters(), strict=True))
+    return [tuple(face.shape) for face in faces], [tuple(face.to_local().shape) for face in faces], same
 
 
 def test_parameters_show_their_natural_shape_over_rows_of_any_expert() -> None:
@@ -115,8 +108,9 @@ def test_parameters_show_their_natural_shape_over_rows_of_any_expert() -> None:
     assert any(local[0][0] % 7 for local in per_rank), "some cut must lie inside an expert"
 
 
-def operators() -> list[str]:
-    """Return the names of operators whose result on the sharded weight is not that on the whole one."""
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@on_ranks(lambda num_ranks: num_ranks)
+def test_operators_on_sharded_experts_give_what_they_give_on_whole_ones(num_ranks: int) -> None:
     model = sharded()
     face = model.layers[1].up
     assert isinstance(face, nn.Parameter)
@@ -142,19 +136,14 @@ def operators() -> list[str]:
             "zeros_like": (torch.zeros_like(face) + 1, torch.ones_like(plain)),
         }
         results["canonical"] = (
-            face + distribute_tensor(plain, face.device_mesh, [Shard(0)]),  # type: ignore[attr-defined]
+            face + distribute_tensor(plain, face.device_mesh, [Shard(0)]),
             plain + plain,
         )
     wrong = [name for name, (a, b) in results.items() if not torch.allclose(whole(a, a), b, atol=1e-6)]
     with torch.no_grad():
         face[1, 2:4].fill_(7.0)
         plain[1, 2:4].fill_(7.0)
-    return wrong + ["setting through a view"] * (not torch.equal(whole(face, face), plain))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_operators_on_sharded_experts_give_what_they_give_on_whole_ones(num_ranks: int) -> None:
-    assert run_ranks(num_ranks, operators) == [[]] * num_ranks
+    assert wrong + ["setting through a view"] * (not torch.equal(whole(face, face), plain)) == []
 
 
 def optimizer_of(kind: str, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
@@ -257,7 +246,7 @@ def test_sharded_experts_take_whole_values_from(way: str) -> None:
     else:
         # Into memory that is there PyTorch copies slices of the first dimension, which raises: rows are no slices.
         with torch.device("meta"):
-            model = build()  # type: ignore[assignment]
+            model = build()
         shard_by_rows(model)
         full = dict(wanted) if dist.get_rank() == 0 else {}
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -283,13 +272,12 @@ def test_sharded_experts_are_initialised_like_whole_ones() -> None:
 
 @on_ranks(4)
 def test_by_default_experts_are_cut_between_rows_where_whole_ones_would_pad() -> None:
-    """Without a granularity: two experts over four ranks would double the buffer if experts were never cut."""
     torch.manual_seed(0)
     weight = nn.Module()
     weight.up = nn.Parameter(torch.randn(2, 640, 96))
     kept = weight.up.detach().clone()
     fully_shard(weight)
-    (group,) = weight.parameter_groups  # type: ignore[operator,attr-defined,misc]
+    (group,) = weight.parameter_groups
     face = next(iter(group.parameters.values()))
     padding = group.plan.padding_ratio
     is_kept = torch.equal(whole(face, face), kept)

@@ -53,25 +53,22 @@ def test_losses_are_those_of_fsdp2(own_optimizer: bool) -> None:
         assert losses == wanted
 
 
-def full_form() -> tuple[Any, list[str]]:
+@on_ranks(3)
+def test_the_form_of_five_arguments_gets_shape_stride_module_and_policy() -> None:
     model = make_model(FullFormTensor)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.float32))
     calls = []
     with observe_collectives(lambda call: calls.append(call)):
         model(torch.randn(3, 8)).sum().backward()
-    return FullFormTensor.seen, [f"{call.kind} {call.num_bytes}" for call in calls]
-
-
-def test_the_form_of_five_arguments_gets_shape_stride_module_and_policy() -> None:
-    for seen, calls in run_ranks(3, full_form):
-        assert seen == ((6, 12), (12, 1), "Linear", torch.float32)
-        # bf16 rows and an int64 for each of 3 ranks, both in pieces of 16 bytes, of two parameters.
-        hooked = 3 * (4 * 8 * 2 + 16) + 3 * (2 * 12 * 2 + 16)
-        # All of the model, its root's biases and last layer too, is gathered by one collective.
-        gathers = [int(call.split()[1]) for call in calls if call.startswith("all_gather")]
-        plain = 4 * (12 + 6 + 6 + 1)
-        assert len(gathers) == 1
-        assert hooked + plain <= gathers[0] <= hooked + plain + 3 * 16 * 4
+    seen, calls = FullFormTensor.seen, [f"{call.kind} {call.num_bytes}" for call in calls]
+    assert seen == ((6, 12), (12, 1), "Linear", torch.float32)
+    # bf16 rows and an int64 for each of 3 ranks, both in pieces of 16 bytes, of two parameters.
+    hooked = 3 * (4 * 8 * 2 + 16) + 3 * (2 * 12 * 2 + 16)
+    # All of the model, its root's biases and last layer too, is gathered by one collective.
+    gathers = [int(call.split()[1]) for call in calls if call.startswith("all_gather")]
+    plain = 4 * (12 + 6 + 6 + 1)
+    assert len(gathers) == 1
+    assert hooked + plain <= gathers[0] <= hooked + plain + 3 * 16 * 4
 
 
 def train_and_look(kind: type[Any], reshard_after_forward: bool | int) -> tuple[list[float], set[Any]]:
@@ -195,7 +192,6 @@ def _closest(module: nn.Module) -> Any:
 
 @on_ranks(2)
 def test_fsdp2s_private_names_answer_what_transformer_engine_reads() -> None:
-    """What TransformerEngine's MXFP8 weights read in their hook, of a unit and of a module inside of one."""
     seen: list[Any] = []
 
     class Reading(WireTensor):

@@ -55,11 +55,10 @@ class Net(nn.Module):
         self.last = nn.Linear(16, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return one number per sample."""
         x = self.embed(x)
         for block in self.blocks:
             x = x + block["two"](block["one"](block["norm"](x)).relu())
-        return self.last(x)  # type: ignore[no-any-return]  # a module's result
+        return self.last(x)
 
 
 def sharded(policy: MixedPrecisionPolicy | None = None) -> Net:
@@ -81,20 +80,19 @@ def not_flat(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def parameter_sizes(optimizer: Optimizer) -> list[int]:
-    """Return the sizes of what the class's step goes through."""
     sizes: list[int] = []
     kind = next(cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim"))
-    original: Any = kind._init_group  # type: ignore[attr-defined]  # of all of torch.optim's element-wise ones
+    original: Any = kind._init_group
 
     def listen(self: Any, group: Any, *rest: Any) -> Any:
         sizes.extend(parameter.numel() for parameter in group["params"])
         return original(self, group, *rest)
 
-    kind._init_group = listen  # type: ignore[attr-defined]  # put back below
+    kind._init_group = listen
     try:
         optimizer.step()
     finally:
-        kind._init_group = original  # type: ignore[attr-defined]  # as above
+        kind._init_group = original
     return sizes
 
 
@@ -119,7 +117,7 @@ def state_differing(mine: Optimizer, theirs: Optimizer) -> list[str]:
 
 def compare(kind: str, meddle: Meddling) -> list[str]:
     cls, options = KINDS[kind]
-    pairs = [trained(lambda p, one=one: one(p, lr=0.01, **options), meddle) for one in (cls, not_flat(cls))]  # type: ignore[misc]  # the default binds the class
+    pairs = [trained(lambda p, one=one: one(p, lr=0.01, **options), meddle) for one in (cls, not_flat(cls))]
     (mine, optimizer), (theirs, other) = pairs
     wrong = differing(whole_state(mine), whole_state(theirs)) + state_differing(optimizer, other)
     for model, stepped in pairs:
@@ -134,7 +132,7 @@ def nothing(model: Net, optimizer: Optimizer, step: int) -> None:
 
 def everything(model: Net, optimizer: Optimizer, step: int) -> None:
     """Do what users do between a backward and a step, each in a step of its own and all in the last."""
-    first, second = model.blocks[0]["norm"].weight, model.blocks[1]["one"].weight  # type: ignore[index]  # a ModuleDict
+    first, second = model.blocks[0]["norm"].weight, model.blocks[1]["one"].weight
     if step in (1, 4):
         first.grad = None
     if step in (2, 4):
@@ -145,8 +143,7 @@ def everything(model: Net, optimizer: Optimizer, step: int) -> None:
 
 
 def state_replaced(model: Net, optimizer: Optimizer, step: int) -> None:
-    """Load, overwrite and delete state."""
-    weight: Any = model.blocks[0]["one"].weight  # type: ignore[index]  # a ModuleDict
+    weight: Any = model.blocks[0]["one"].weight
     if step == 1:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     if step == 2:
@@ -161,25 +158,19 @@ def state_replaced(model: Net, optimizer: Optimizer, step: int) -> None:
         optimizer.load_state_dict(torch.load(document, weights_only=True))
 
 
-def all_steps(kind: str) -> list[str]:
-    return [
-        f"{each.__name__}: {wrong}" for each in (nothing, everything, state_replaced) for wrong in compare(kind, each)
-    ]
-
-
 OFTEN_ON = [(kind, 3 if place % 3 == 0 else 1) for place, kind in enumerate(OFTEN)]
 
 
 @pytest.mark.parametrize(("kind", "num_ranks"), nightly_but(OFTEN_ON, product(KINDS, [1, 3])))
+@on_ranks(lambda num_ranks: num_ranks)
 def test_weights_and_state_are_those_of_a_step_over_each_parameter_to_the_bit(kind: str, num_ranks: int) -> None:
-    assert run_ranks(num_ranks, all_steps, kind) == [[]] * num_ranks
+    for each in (nothing, everything, state_replaced):
+        assert compare(kind, each) == [], each.__name__
 
 
-# ---------------------------------------------------------------------- what a step goes through
-
-
-def sizes_of_steps() -> dict[str, list[int]]:
-    """Return the sizes of what steps of several optimizers, models and gradients go through."""
+@on_ranks(1)
+def test_a_step_goes_through_few_tensors_only_where_that_is_exact() -> None:
+    num_parameters = len(list(Net().parameters()))
     found: dict[str, list[int]] = {}
 
     def record(name: str, make: Callable[[Net], Optimizer], policy: MixedPrecisionPolicy | None = None) -> None:
@@ -200,15 +191,9 @@ def sizes_of_steps() -> dict[str, list[int]]:
     record("wrapped", lambda model: fully_shard_optimizer(adamw(model)))
     record("fused", lambda model: OPTIM.AdamW(model.parameters(), fused=True))
     record("gap", with_a_gap)
-    record("unknown", lambda model: not_flat(OPTIM.AdamW)(model.parameters(), foreach=True))  # type: ignore[call-arg]  # as AdamW
+    record("unknown", lambda model: not_flat(OPTIM.AdamW)(model.parameters(), foreach=True))
     record("default", lambda model: OPTIM.SGD(model.parameters(), lr=0.1, momentum=0.9))
     record("narrow", adamw, MixedPrecisionPolicy(main_params_dtype=torch.bfloat16, main_grads_dtype=torch.bfloat16))
-    return found
-
-
-def test_a_step_goes_through_few_tensors_only_where_that_is_exact() -> None:
-    num_parameters = len(list(Net().parameters()))
-    (found,) = run_ranks(1, sizes_of_steps)
     counts = {name: len(sizes) for name, sizes in found.items()}
     assert counts["foreach"] == counts["wrapped"] == counts["default"] == 3
     # One that another optimizer steps divides a unit in two, and is no part of either.
@@ -217,9 +202,6 @@ def test_a_step_goes_through_few_tensors_only_where_that_is_exact() -> None:
     # Vectors of fused steps end with each parameter: those of 3, 48 and 1 elements do not fill theirs.
     assert 3 < counts["fused"] < num_parameters
     assert counts["unknown"] == counts["narrow"] == num_parameters
-
-
-# ---------------------------------------------------------------------- what users have beside a step
 
 
 def watched(factor: float) -> tuple[Net, list[float]]:
@@ -243,7 +225,6 @@ def watched(factor: float) -> tuple[Net, list[float]]:
     for step in range(3):
         backward(model, step)
         for parameter in model.parameters():
-            assert parameter.grad is not None
             parameter.grad.mul_(factor)
         optimizer.step()
         optimizer.zero_grad()
@@ -270,14 +251,14 @@ def with_closures(make: Make) -> Net:
 
     for step in range(4):
         backward(model, step)
-        assert (optimizer.step(loss) if step % 2 else optimizer.step()) == (1.5 if step % 2 else None)  # type: ignore[func-returns-value]  # the closure's
+        assert (optimizer.step(loss) if step % 2 else optimizer.step()) == (1.5 if step % 2 else None)
     return model
 
 
 def with_a_scaler(make: Make) -> Net:
     model = sharded()
     optimizer = make(model.parameters(), lr=0.01, fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)  # type: ignore[attr-defined]  # torch's stub
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
     for step in range(5):
         torch.manual_seed(step)
         loss = model(torch.randn(4, 5) * (torch.inf if step == 2 else 1)).square().mean()
@@ -322,7 +303,7 @@ def with_copies(make: Make) -> Net:
     copied.step()
     optimizer.step()
     for parameter, mine in zip(theirs, model.parameters(), strict=True):
-        assert torch.equal(parameter.full_tensor(), mine.full_tensor())  # type: ignore[operator]  # a DTensor
+        assert torch.equal(parameter.full_tensor(), mine.full_tensor())
     return model
 
 
@@ -337,10 +318,9 @@ def test_closures_scalers_groups_and_copies_give_the_bits_of_steps_over_each_par
 
 @on_ranks(1)
 def test_a_parameter_that_is_trained_later_counts_its_own_steps_and_changes_no_others() -> None:
-    """Train a parameter from the second step on."""
     model = sharded()
     optimizer = OPTIM.AdamW(model.parameters(), foreach=True)
-    late: Any = model.blocks[0]["one"].weight  # type: ignore[index]  # a ModuleDict
+    late: Any = model.blocks[0]["one"].weight
     found = []
     for step in range(4):
         backward(model, step)
@@ -397,9 +377,6 @@ def test_optimizers_are_looked_at_wherever_something_is_sharded() -> None:
         assert "is the bf16 half of an FP32 weight" in refusal
 
 
-# ---------------------------------------------------------------------- why that is so
-
-
 def stepped(kind: str, sizes: list[int], is_whole: bool, dtype: torch.dtype) -> torch.Tensor:
     """Step plain tensors of some sizes, or one that has all of their elements."""
     cls, options = KINDS[kind]
@@ -407,7 +384,7 @@ def stepped(kind: str, sizes: list[int], is_whole: bool, dtype: torch.dtype) -> 
     values = torch.randn(sum(sizes), generator=generator, dtype=dtype)
     parts = [sum(sizes)] if is_whole else sizes
     parameters = [part.clone().requires_grad_() for part in values.split(parts)]
-    optimizer = cls(parameters, lr=0.01, **options)  # type: ignore[call-arg]  # as each wants
+    optimizer = cls(parameters, lr=0.01, **options)
     for _ in range(6):
         gradients = torch.randn(sum(sizes), generator=generator, dtype=dtype)
         for parameter, gradient in zip(parameters, gradients.split(parts), strict=True):

@@ -22,7 +22,6 @@ pytestmark = [
 
 
 def train(*arguments: str) -> list[float]:
-    """Run the script's training in this rank's process group."""
     from fsdp2_tutorial.train import parse, run
 
     return run(parse(arguments))
@@ -39,7 +38,6 @@ def steps(engine: str, number: int, folder: Path, *options: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def initial(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of initial weights, the same for all runs."""
     folder = tmp_path_factory.mktemp("initial")
     assert steps("ours", 0, folder) == []
     return folder

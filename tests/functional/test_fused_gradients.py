@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.runtime.pytree import iterate_tensors
 from tests.functional.linear_uses import USES, counted_products, dropping_a_layer, shard_as
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import Stack, squared, three_blocks
 from tests.harness.oracle import Case, Comparison, compare, shard_layers
 
@@ -34,16 +34,10 @@ def test_gradients_and_the_number_of_products_are_right_with(name: str) -> None:
     assert results[-1][1] == NUM_STEPS * USES[name].products
 
 
+@on_ranks(3)
 def test_a_layer_left_out_everywhere_at_times_gets_the_gradients_of_a_whole_model() -> None:
-    results = run_ranks(3, train_dropping)
-    assert all(result.is_exact for result in results), results
-
-
-def train_dropping() -> Comparison:
-    return compare(Case(three_blocks, dropping_a_layer))
-
-
-# ---------------------------------------------------------------- strategies, dtypes, and the switch
+    result = compare(Case(three_blocks, dropping_a_layer))
+    assert result.is_exact, result
 
 
 def gradients_of(strategy: str, policy: MixedPrecisionPolicy) -> tuple[list[torch.Tensor], int]:
@@ -54,7 +48,7 @@ def gradients_of(strategy: str, policy: MixedPrecisionPolicy) -> tuple[list[torc
     with counted_products() as products:
         for step in range(2):
             squared(model, dist.get_rank(), step).float().backward()
-    return [parameter.grad.full_tensor() for parameter in model.parameters()], len(products)  # type: ignore[union-attr]
+    return [parameter.grad.full_tensor() for parameter in model.parameters()], len(products)
 
 
 @dataclass(frozen=True)
@@ -107,8 +101,6 @@ def test_fusion_changes_no_gradient_and_is_used_where_the_packed_buffer_has_the_
         assert worst <= 4
         assert products == (12 if setting.is_fused else 0)
 
-
-# ---------------------------------------------------------------- bytes moved
 
 NUM_RANKS = 64
 SIZES = (192, 768)

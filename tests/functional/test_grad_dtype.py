@@ -1,6 +1,6 @@
 """The dtypes in which gradients travel and rest when nobody gives a reduce_dtype: those that parameters ask for."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,8 +26,6 @@ EXACT, ROUNDED = (1 + 2.0**-10) / 2, 0.5
 
 
 class Weights(nn.Module):
-    """Two weights, all ones, whose gradients are the input."""
-
     def __init__(self, dtype: torch.dtype = FP32) -> None:
         super().__init__()
         self.one = nn.Parameter(torch.ones(5, dtype=dtype))
@@ -102,8 +100,10 @@ CASES: dict[str, tuple[torch.dtype, MixedPrecisionPolicy, dict[str, torch.dtype 
 }
 
 
-def all_cases(when: str, strategy: str) -> dict[str, Found]:
-    """Return what each case gives when ``grad_dtype`` is set before ``fully_shard`` or after it."""
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_ranks(2)
+def test_gradients_travel_and_rest_in_the_dtype_that_parameters_ask_for(when: str, strategy: str) -> None:
     found = {}
     for name, (own, policy, asked, _) in CASES.items():
         if when == "after" and len(asked) == 1:
@@ -116,15 +116,8 @@ def all_cases(when: str, strategy: str) -> dict[str, Found]:
         if when == "after":
             ask(model, asked)
         found[name] = gradients(model)
-    return found
-
-
-@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_gradients_travel_and_rest_in_the_dtype_that_parameters_ask_for(when: str, strategy: str) -> None:
-    for found in run_ranks(2, all_cases, when, strategy):
-        assert len(found) >= 6
-        assert found == {name: CASES[name][-1] for name in found}
+    assert len(found) >= 6
+    assert found == {name: CASES[name][-1] for name in found}
 
 
 class Cube(torch.autograd.Function):
@@ -136,7 +129,7 @@ class Cube(torch.autograd.Function):
         return (weight * x.to(weight.dtype)).sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (x,) = ctx.saved_tensors
         return gradient.float() * x.float(), None
 
@@ -147,15 +140,13 @@ class WideGradients(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = Cube.apply(self.weight, x)
-        return found
+        return Cube.apply(self.weight, x)
 
 
 def of_a_wide_function(reduce: torch.dtype | None) -> list[float]:
     model = fully_shard(WideGradients(), mp_policy=MixedPrecisionPolicy(BF16, reduce, cast_forward_inputs=False))
     model(torch.full((4,), 1 + 2.0**-12)).backward()
-    values: list[float] = whole(model.weight.grad, model.weight).tolist()
-    return values
+    return whole(model.weight.grad, model.weight).tolist()
 
 
 def test_gradients_that_a_function_gives_in_fp32_are_not_rounded_to_the_compute_dtype() -> None:
@@ -227,12 +218,7 @@ def test_a_dtype_that_cannot_be_followed_is_refused_with_the_parameter() -> None
     assert "grad_dtype of parameter 'two' was set to torch.bfloat16 after" in late
 
 
-# ---------------------------------------------------------------- param_dtype_override_fn
-
-
 class Scaled(nn.Module):
-    """A product by a matrix, and a scale."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(3, 4, bias=False)
@@ -241,8 +227,7 @@ class Scaled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += [x.dtype, self.up.weight.dtype, self.scale.dtype]
-        found: torch.Tensor = self.up(x) * self.scale
-        return found
+        return self.up(x) * self.scale
 
 
 @on_ranks(2)
@@ -289,18 +274,11 @@ def test_an_override_of_a_third_dtype_leaves_the_module_as_it_was() -> None:
     assert type(model) is Weights
 
 
-# ---------------------------------------------------------------- it is said
-
-
-def notes(policies: Iterable[MixedPrecisionPolicy]) -> list[list[str]]:
-    pages = [str(explain(fully_shard(Weights(), mp_policy=policy))).splitlines() for policy in policies]
-    return [[line for line in page if "reduced in" in line] for page in pages]
-
-
+@on_ranks(1)
 def test_explain_says_which_gradients_travel_in_more_than_weights_compute_in() -> None:
-    ((silent, asked, same),) = run_ranks(
-        1, notes, [MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(BF16, BF16), MixedPrecisionPolicy()]
-    )
+    policies = [MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(BF16, BF16), MixedPrecisionPolicy()]
+    pages = [str(explain(fully_shard(Weights(), mp_policy=policy))).splitlines() for policy in policies]
+    (silent, asked, same) = [[line for line in page if "reduced in" in line] for page in pages]
     assert (asked, same) == ([], [])
     (line,) = silent
     assert "gradients of bfloat16 weights are reduced in float32, which is the default (reduce_dtype=None)" in line

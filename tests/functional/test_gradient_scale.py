@@ -38,14 +38,10 @@ POLICIES = {
     "bf16 sums": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, main_params_dtype=torch.float32),
 }
 LAYOUTS: dict[str, tuple[str, tuple[int, ...]]] = {
-    "zero 3": ("optim_grads_params", (3,)),
-    "zero 2": ("optim_grads", (2,)),
-    "zero 1": ("optim", (2,)),
-    "replicas": ("no_shard", (2,)),
-    "one rank": ("optim_grads_params", (1,)),
-    "hsdp": ("hsdp", (2, 2)),
+    "zero 3": ("optim_grads_params", (3,)), "zero 2": ("optim_grads", (2,)), "zero 1": ("optim", (2,)),
+    "replicas": ("no_shard", (2,)), "one rank": ("optim_grads_params", (1,)), "hsdp": ("hsdp", (2, 2)),
     "hfsdp": ("hfsdp", (2, 2)),
-}
+}  # fmt: skip
 QUICK = [("zero 3", "fp32"), ("zero 1", "bf16, fp32 sums"), ("one rank", "fp32"), ("hfsdp", "bf16 sums")]
 
 
@@ -54,11 +50,16 @@ def token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = model(x)
-    return output.square().mean()
+    return model(x).square().mean()
 
 
-def measured(layout: str, policy: str) -> tuple[GradientScale, bool]:
+@pytest.mark.parametrize(
+    ("layout", "policy"), nightly_but(QUICK, [(layout, policy) for layout in LAYOUTS for policy in POLICIES])
+)
+@on_ranks(lambda layout: math.prod(LAYOUTS[layout][1]))
+def test_every_parameter_has_the_factor_of_a_mean_over_ranks(layout: str, policy: str) -> None:
+    num_ranks = math.prod(LAYOUTS[layout][1])
+    limit = 2e-6 if policy != "bf16 sums" else 4e-3
     strategy, shape = LAYOUTS[layout]
     model = shard_model(make_model(), make_mesh(shape), strategy, POLICIES[policy])
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
@@ -66,38 +67,27 @@ def measured(layout: str, policy: str) -> tuple[GradientScale, bool]:
     token_loss(model, tokens).backward()
     optimizer.step()
     before = whole_state(model)
-    gradients = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
+    gradients = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters() if p.grad is not None}
     report = check_gradient_scale(model, token_loss, draw_tokens(dist.get_rank(), 1))
-    kept = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
+    kept = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
     after = whole_state(model)
     is_same = gradients.keys() == kept.keys() and all(torch.equal(kept[name], gradients[name]) for name in kept)
-    return report, is_same and all(torch.equal(after[name], before[name]) for name in before)
-
-
-@pytest.mark.parametrize(
-    ("layout", "policy"), nightly_but(QUICK, [(layout, policy) for layout in LAYOUTS for policy in POLICIES])
-)
-def test_every_parameter_has_the_factor_of_a_mean_over_ranks(layout: str, policy: str) -> None:
-    num_ranks = math.prod(LAYOUTS[layout][1])
-    limit = 2e-6 if policy != "bf16 sums" else 4e-3
-    for report, is_same in run_ranks(num_ranks, measured, layout, policy):
-        assert is_same
-        assert len(report.parameters) == 16
-        for each in report.parameters:
-            assert each.factor == pytest.approx(1 / num_ranks, rel=limit)
-            assert each.accumulated == pytest.approx(2, rel=limit)
-            assert each.residual <= 2 * limit
-        assert report.norm is not None
-        assert report.norm.found == pytest.approx(report.norm.expected, rel=1e-5)
-        assert report.is_mean
+    is_same = is_same and all(torch.equal(after[name], before[name]) for name in before)
+    assert is_same
+    assert len(report.parameters) == 16
+    for each in report.parameters:
+        assert each.factor == pytest.approx(1 / num_ranks, rel=limit)
+        assert each.accumulated == pytest.approx(2, rel=limit)
+        assert each.residual <= 2 * limit
+    assert report.norm.found == pytest.approx(report.norm.expected, rel=1e-5)
+    assert report.is_mean
 
 
 def norm_of(model: nn.Module) -> float:
     """Return the norm over all ranks, none of which holds an element that another holds."""
     total = torch.zeros((), dtype=torch.float64)
     for parameter in model.parameters():
-        assert parameter.grad is not None
-        total += parameter.grad.to_local().double().square().sum()  # type: ignore[attr-defined]  # a DTensor
+        total += parameter.grad.to_local().double().square().sum()
     dist.all_reduce(total)
     return float(total.sqrt())
 
@@ -117,16 +107,14 @@ def test_experts_on_fewer_ranks_have_the_factor_of_all_ranks(num_experts: int, s
     assert all(each.factor == pytest.approx(0.25, rel=1e-6) for each in report.parameters)
 
 
-def local_norm() -> str:
+@on_ranks(4)
+def test_ranks_that_clip_by_different_norms_are_found() -> None:
     model, _ = shard_experts(2)
     with pytest.raises(GradientScaleError) as error:
         check_gradient_scale(model, squares, rows(dist.get_rank()))
-    return str(error.value)
-
-
-def test_ranks_that_clip_by_different_norms_are_found() -> None:
-    found = run_ranks(4, local_norm)
-    assert all("on the ranks, which clip differently" in text and "parameter " not in text for text in found)
+    text = str(error.value)
+    assert "on the ranks, which clip differently" in text
+    assert "parameter " not in text
 
 
 def of_tensor_parallel(strategy: str) -> GradientScale:
@@ -159,7 +147,6 @@ class Noisy(nn.Module):
         self.never = nn.Linear(2, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (rows, 5) for (rows, 7)."""
         hidden = nn.functional.dropout(self.norm(self.linear(x)), 0.5)
         return self.rare(hidden) if dist.get_rank() else hidden
 
@@ -189,8 +176,7 @@ def test_random_numbers_statistics_hooks_and_unused_weights_are_left_as_they_wer
 
 
 def sum_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = model(x)
-    return output.square().sum()
+    return model(x).square().sum()
 
 
 def stack() -> Stack:
@@ -206,7 +192,7 @@ def test_sums_are_expected_where_one_says_so_and_named_where_not() -> None:
     divisor = 1.0
     model = stack()
     for module in (*model.layers, model):
-        module.set_gradient_divide_factor(divisor)  # type: ignore[operator]  # an FsdpModule
+        module.set_gradient_divide_factor(divisor)
     x = rows(dist.get_rank())
     report = check_gradient_scale(model, sum_loss, {"x": [x, "text"]}["x"][0], expected=1 / divisor)
     with pytest.raises(GradientScaleError) as error:
@@ -225,7 +211,7 @@ def test_only_parameters_that_are_wrong_are_named() -> None:
     def hook(gradient: torch.Tensor) -> None:
         gradient[: len(gradient) // 2] *= 1.5
 
-    model.layers[1].set_all_reduce_hook(hook)  # type: ignore[operator]  # an FsdpModule
+    model.layers[1].set_all_reduce_hook(hook)
     with pytest.raises(GradientScaleError) as error:
         check_gradient_scale(model, squares, rows(dist.get_rank()), duplicate=False)
     text = str(error.value)
@@ -251,10 +237,10 @@ def refused(which: str) -> str:
         return str(error.value)
     # The sum is still there, and goes on.
     squares(model, x).backward()
-    gradient = model.layers[0].up.weight.grad.full_tensor()  # type: ignore[union-attr,operator]
+    gradient = model.layers[0].up.weight.grad.full_tensor()
     model.zero_grad()
     squares(model, x).backward()
-    assert torch.allclose(gradient, 2 * model.layers[0].up.weight.grad.full_tensor(), atol=1e-6)  # type: ignore[union-attr,operator]
+    assert torch.allclose(gradient, 2 * model.layers[0].up.weight.grad.full_tensor(), atol=1e-6)
     return str(error.value)
 
 
@@ -282,7 +268,7 @@ def test_gradients_of_the_right_length_that_point_elsewhere_are_found() -> None:
         other -= (other @ gradient) / (gradient @ gradient) * gradient
         gradient += 0.1 * other
 
-    model.set_all_reduce_hook(hook)  # type: ignore[operator]  # an FsdpModule
+    model.set_all_reduce_hook(hook)
     with pytest.raises(GradientScaleError) as error:
         check_gradient_scale(model, squares, rows(dist.get_rank()))
     assert isinstance(error.value.report, GradientScale)
@@ -292,8 +278,6 @@ def test_gradients_of_the_right_length_that_point_elsewhere_are_found() -> None:
 
 
 class Broken(torch.autograd.Function):
-    """Passes its input on, and raises in backward."""
-
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
         return value.clone()
@@ -309,12 +293,11 @@ def test_a_loss_that_raises_leaves_gradients_as_they_were(is_in_backward: bool) 
     model = stack()
     x = rows(dist.get_rank())
     squares(model, x).backward()
-    before = model.layers[0].up.weight.grad.full_tensor()  # type: ignore[union-attr,operator]
+    before = model.layers[0].up.weight.grad.full_tensor()
 
     def broken(inner: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         if is_in_backward:
-            assert isinstance(inner, Stack)
-            hidden = inner.layers[1].register_forward_pre_hook(lambda _, args: Broken.apply(args[0]))  # type: ignore[no-untyped-call]
+            hidden = inner.layers[1].register_forward_pre_hook(lambda _, args: Broken.apply(args[0]))
             try:
                 return squares(inner, batch)
             finally:
@@ -324,7 +307,7 @@ def test_a_loss_that_raises_leaves_gradients_as_they_were(is_in_backward: bool) 
 
     with pytest.raises(ArithmeticError, match="of the user"):
         check_gradient_scale(model, broken, x)
-    after = model.layers[0].up.weight.grad.full_tensor()  # type: ignore[union-attr,operator]
+    after = model.layers[0].up.weight.grad.full_tensor()
     difference = (after - before).abs().max().item()
     text = str(check_gradient_scale(model, squares, x))
     assert difference == 0
@@ -371,7 +354,6 @@ def test_gradients_that_the_loop_reduces_itself_count_in_the_norm() -> None:
 
     report = check_gradient_scale(model, squares, rows(dist.get_rank()), finish=finish)
     assert len(report.parameters) == 6
-    assert report.norm is not None
     assert report.norm.highest == report.norm.lowest == pytest.approx(report.norm.expected)
 
 

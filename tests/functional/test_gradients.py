@@ -8,17 +8,13 @@ import torch
 from torch import nn
 
 from megatron_fsdp import fully_shard
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.models import WIDTH, Block, Stack, inputs
-from tests.harness.oracle import Case, Comparison, compare
+from tests.harness.oracle import Case, compare
 
 
 def squared(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(rank, step))
-    return output.square().mean()
-
-
-# ---------------------------------------------------------------- frozen and tied parameters
+    return model(inputs(rank, step)).square().mean()
 
 
 class Adapted(nn.Module):
@@ -33,8 +29,7 @@ class Adapted(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.base(x))
-        result: torch.Tensor = x + hidden + self.second(self.first(hidden))
-        return result
+        return x + hidden + self.second(self.first(hidden))
 
 
 def adapted() -> nn.Module:
@@ -62,8 +57,7 @@ class TiedPair(nn.Module):
         self.again.weight = self.up.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + self.down(torch.tanh(self.up(x)) * self.again(x))
-        return result
+        return x + self.down(torch.tanh(self.up(x)) * self.again(x))
 
 
 def tied_within_a_unit() -> nn.Module:
@@ -84,12 +78,10 @@ class Language(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        result: torch.Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
 def shard_blocks_and_root(model: nn.Module) -> None:
-    assert isinstance(model, Language)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -102,12 +94,7 @@ def next_token_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-# ---------------------------------------------------------------- parameters that are not always used
-
-
 class Optional(nn.Module):
-    """Two branches; the data decide whether the second is used."""
-
     def __init__(self) -> None:
         super().__init__()
         self.always = nn.Linear(WIDTH, WIDTH)
@@ -144,8 +131,6 @@ def used_nowhere(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 class Droppable(Block):
-    """LayerDrop: the block may return its very input."""
-
     dropped = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -166,7 +151,6 @@ def drop_at_random(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def drop_one_on_rank_zero(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    assert isinstance(model, Stack)
     for index, module in enumerate(model.layers):
         if isinstance(module, Droppable):
             module.dropped = rank == 0 and index == 3
@@ -180,9 +164,6 @@ def drop_all_on_rank_zero(model: nn.Module, rank: int, step: int) -> torch.Tenso
     return squared(model, rank, step)
 
 
-# ---------------------------------------------------------------- ways to shard, optimizers
-
-
 class Normalised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -193,12 +174,10 @@ class Normalised(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        result: torch.Tensor = self.head(self.norm(x))
-        return result
+        return self.head(self.norm(x))
 
 
 def shard_with_list_unit(model: nn.Module) -> None:
-    assert isinstance(model, Normalised)
     for block in model.blocks:
         fully_shard(block)
     fully_shard([model.norm, model.head])
@@ -206,10 +185,7 @@ def shard_with_list_unit(model: nn.Module) -> None:
 
 
 def shard_nested(model: nn.Module) -> None:
-    """Units inside units: each block owns what its inner units do not."""
-    assert isinstance(model, Stack)
     for block in model.layers:
-        assert isinstance(block, Block)
         fully_shard(block.up)
         fully_shard(block)
     fully_shard(model)
@@ -220,13 +196,11 @@ def shard_root_only(model: nn.Module) -> None:
 
 
 def shard_without_root(model: nn.Module) -> None:
-    assert isinstance(model, Stack)
     for layer in model.layers:
         fully_shard(layer)
 
 
 def shard_keeping_weights(model: nn.Module) -> None:
-    assert isinstance(model, Stack)
     for layer in model.layers:
         fully_shard(layer, reshard_after_forward=False)
     fully_shard(model)
@@ -268,11 +242,8 @@ CASES = {
 }
 
 
-def compare_case(name: str) -> Comparison:
-    return compare(CASES[name])
-
-
 @pytest.mark.parametrize("name", CASES)
+@on_ranks(2, timeout=20)
 def test_gradients_and_weights_equal_those_of_a_whole_model_with(name: str) -> None:
-    results = run_ranks(2, compare_case, name, timeout=20)
-    assert all(result.is_exact for result in results), results
+    result = compare(CASES[name])
+    assert result.is_exact, result

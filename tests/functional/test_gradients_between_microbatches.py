@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp import FSDPModule, Placements, StateError, fully_shard
+from megatron_fsdp import Placements, StateError, fully_shard
 from megatron_fsdp.megatron import fully_shard_model
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 NUM_MICROBATCHES = 3
 HSDP, HFSDP, ZERO2 = Placements.hsdp(0, 1), Placements.hfsdp(0, 1), Placements.optim_grads(0)
@@ -45,28 +45,7 @@ def said_not_to_be_last(model: Any, microbatch: int) -> AbstractContextManager[N
     if not hasattr(model, "no_sync"):
         model.set_is_last_backward(is_last)
         return nullcontext()
-    context: AbstractContextManager[None] = nullcontext() if is_last else model.no_sync()
-    return context
-
-
-def read_after_each(make: Any, arguments: tuple[Any, ...], factor: float) -> list[float]:
-    """Return how far the gradients are from a plain model's after each microbatch; both are scaled after the first."""
-    plain = make_model()
-    model = make(copy.deepcopy(plain), *arguments)
-    assert isinstance(model, FSDPModule)
-    apart = []
-    for microbatch in range(NUM_MICROBATCHES):
-        with said_not_to_be_last(model, microbatch):
-            model(batch(microbatch, dist.get_rank())).square().sum().backward()
-        for rank in range(dist.get_world_size()):
-            (plain(batch(microbatch, rank)).square().sum() / dist.get_world_size()).backward()
-        pairs = [(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
-        assert all(wanted is not None and wanted.count_nonzero() for _, wanted in pairs)
-        apart.append(max((found.full_tensor() - wanted).abs().max().item() for found, wanted in pairs))
-        if microbatch == 0:
-            for gradient in (gradient for pair in pairs for gradient in pair):
-                gradient.mul_(factor)
-    return apart
+    return nullcontext() if is_last else model.no_sync()
 
 
 @pytest.mark.parametrize(
@@ -85,24 +64,33 @@ def read_after_each(make: Any, arguments: tuple[Any, ...], factor: float) -> lis
          "megatron-hfsdp"],
 )  # fmt: skip
 @pytest.mark.parametrize("factor", [1.0, 0.5])
+@on_ranks(lambda arguments: arguments[0][-1])
 def test_the_gradient_so_far_is_that_of_a_plain_model_and_may_be_scaled(
     make: Any, arguments: tuple[Any, ...], factor: float
 ) -> None:
-    for apart in run_ranks(arguments[0][-1], read_after_each, make, arguments, factor):
-        assert max(apart) < 1e-5
+    plain = make_model()
+    model = make(copy.deepcopy(plain), *arguments)
+    apart = []
+    for microbatch in range(NUM_MICROBATCHES):
+        with said_not_to_be_last(model, microbatch):
+            model(batch(microbatch, dist.get_rank())).square().sum().backward()
+        for rank in range(dist.get_world_size()):
+            (plain(batch(microbatch, rank)).square().sum() / dist.get_world_size()).backward()
+        pairs = [(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
+        assert all(wanted is not None and wanted.count_nonzero() for _, wanted in pairs)
+        apart.append(max((found.full_tensor() - wanted).abs().max().item() for found, wanted in pairs))
+        if microbatch == 0:
+            for gradient in (gradient for pair in pairs for gradient in pair):
+                gradient.mul_(factor)
+    assert max(apart) < 1e-5
 
 
-def read_of_replicas() -> str:
+@on_ranks(2)
+def test_a_sum_that_replicas_have_parts_of_is_not_shown() -> None:
     model = shard(make_model(), (2, 1), HSDP)
     model.set_is_last_backward(False)
     model(batch(0, dist.get_rank())).sum().backward()
-    try:
+    with pytest.raises(StateError) as refused:
         model[0].weight.grad.norm()
-    except StateError as error:
-        return str(error)
-    return ""
-
-
-def test_a_sum_that_replicas_have_parts_of_is_not_shown() -> None:
-    for text in run_ranks(2, read_of_replicas):
-        assert "'weight' is a sum under way, not reduced over all ranks yet" in text
+    text = str(refused.value)
+    assert "'weight' is a sum under way, not reduced over all ranks yet" in text

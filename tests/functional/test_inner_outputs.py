@@ -1,27 +1,23 @@
 """Hooks on modules inside of a unit: there until backward came by the unit's outputs first, and again with a user's."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import fully_shard
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.models import Block, Stack, inputs, three_blocks
 
 
 def sharded() -> Stack:
     torch.manual_seed(7)
     model = three_blocks()
-    assert isinstance(model, Stack)
     for part in (*model.layers, model):
         fully_shard(part)
     return model
 
 
 def num_hooks(model: Stack) -> list[int]:
-    """Return how many forward hooks the norm of each block has."""
     return [len(block.norm._forward_hooks) for block in model.layers if isinstance(block, Block)]
 
 
@@ -30,7 +26,8 @@ def train(model: Stack, step: int) -> None:
     model.zero_grad()
 
 
-def hooks_of_steps() -> Sequence[Sequence[int]]:
+@on_ranks(2)
+def test_modules_inside_are_hooked_until_backward_came_by_the_outputs_and_again_when_a_user_hooks_one() -> None:
     model = sharded()
     found = [num_hooks(model)]
     for step in range(2):
@@ -43,25 +40,19 @@ def hooks_of_steps() -> Sequence[Sequence[int]]:
     for step in range(3, 5):
         train(model, step)
     found.append(num_hooks(model))
-    return found
-
-
-def test_modules_inside_are_hooked_until_backward_came_by_the_outputs_and_again_when_a_user_hooks_one() -> None:
-    for found in run_ranks(2, hooks_of_steps):
-        assert found == [[1, 1, 1], [0, 0, 0], [1, 2, 1], [0, 0, 0]]
+    assert found == [[1, 1, 1], [0, 0, 0], [1, 2, 1], [0, 0, 0]]
 
 
 def loss_of(model: nn.Module, taken: list[torch.Tensor], step: int) -> torch.Tensor:
     """Return a loss of what a hook takes from the norm of the second block alone."""
-    assert isinstance(model, Stack)
     handle = model.layers[1].norm.register_forward_hook(lambda module, args, output: taken.append(output))
     model(inputs(dist.get_rank(), step))
     handle.remove()
     return taken.pop().square().mean()
 
 
-def taken_after_steps() -> tuple[list[int], list[float]]:
-    """Train by outputs first, then by what a hook takes; return the hooks that stay, and how far gradients are off."""
+@on_ranks(2)
+def test_what_a_hook_takes_later_leads_backward_into_the_unit_and_its_hooks_stay() -> None:
     model = sharded()
     torch.manual_seed(7)
     plain = three_blocks()
@@ -80,10 +71,5 @@ def taken_after_steps() -> tuple[list[int], list[float]]:
             worst.append((found - wanted).abs().max().item())
         model.zero_grad()
         plain.zero_grad()
-    return num_hooks(model), worst
-
-
-def test_what_a_hook_takes_later_leads_backward_into_the_unit_and_its_hooks_stay() -> None:
-    for hooks, worst in run_ranks(2, taken_after_steps):
-        assert hooks[1] == 1
-        assert max(worst) < 1e-6
+    assert num_hooks(model)[1] == 1
+    assert max(worst) < 1e-6

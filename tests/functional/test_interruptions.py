@@ -73,7 +73,6 @@ def interrupted_at(file: str, function: str, number: int = 1) -> Iterator[list[A
 
 
 def distance(model: nn.Module, plain: nn.Module, step: int) -> float:
-    """Return how far outputs are from the plain model's."""
     x = inputs(dist.get_rank(), step)
     # With gradients: an evaluation refreshes weights in any case.
     return (model(x) - plain(x)).abs().max().item()
@@ -90,15 +89,11 @@ def gradient_distance(model: nn.Module, plain: nn.Module, step: int) -> float:
 
 
 def train_plain(plain: nn.Module, step: int) -> None:
-    """Take a step of SGD on the data of all ranks."""
     size = dist.get_world_size()
     for rank in range(size):
         (squared(plain, rank, step) / size).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     plain.zero_grad()
-
-
-# ---------------------------------------------------------------- weights
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
@@ -139,7 +134,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def test_weights_that_an_interrupted_step_has_changed_are_those_of_the_next_forward(
     strategy: str, build: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> None:
-    """Interrupt a step that has changed some weights, in whatever order, before its hooks are called."""
     model, plain = pair(strategy)
     kept_gathered(model)
     optimizer = build(model)
@@ -192,14 +186,10 @@ def test_a_wait_that_was_interrupted_is_made_again_before_weights_are_used() -> 
     assert distance(model, plain, 2) < 1e-6
 
 
-# ---------------------------------------------------------------- gradients
-
-
 @pytest.mark.parametrize("last", LAST)
 @pytest.mark.parametrize("strategy", ZERO)
 @on_ranks(2)
 def test_gradients_are_right_after_there_was_no_memory_for_the_first_ones(strategy: str, last: str) -> None:
-    """Run out of memory where the first backward allocates what gradients of one group are added up in."""
     model, plain = pair(strategy, last)
     wanted = model.layers[1].parameter_groups[0].main_grad.storage
     reallocate, asked = FlatStorage.reallocate, []
@@ -222,14 +212,9 @@ def test_gradients_are_right_after_there_was_no_memory_for_the_first_ones(strate
 
 # The last two are for what is reduced while backward runs, and for weights that come and go.
 INTERRUPTED = (
-    ("gradients.py", "wait"),
-    ("grad_binding.py", "begin_sum"),
-    ("backward.py", "begin"),
-    ("backward.py", "finish"),
-    ("backward.py", "drain"),
-    ("reduction.py", "fold"),
-    ("fsdp_params.py", "allow"),
-)
+    ("gradients.py", "wait"), ("grad_binding.py", "begin_sum"), ("backward.py", "begin"), ("backward.py", "finish"),
+    ("backward.py", "drain"), ("reduction.py", "fold"), ("fsdp_params.py", "allow"),
+)  # fmt: skip
 INTERRUPTS = [
     *(("no_shard", *place) for place in INTERRUPTED[:-2]),
     *(("optim_grads_params", *place) for place in INTERRUPTED),
@@ -254,8 +239,6 @@ def test_gradients_are_right_after_an_interrupt_inside_of_a_backward(strategy: s
     assert kept
     assert max(found) < 1e-6
 
-
-# ---------------------------------------------------------------- anywhere
 
 QUICK = [
     Sweep("optim_grads_params", "memory", 13, is_fresh=True),

@@ -19,6 +19,7 @@ from megatron_fsdp import (
     no_sync,
 )
 from megatron_fsdp.optim.exact_norm import exact_norm
+from megatron_fsdp.runtime.invariant_reduction import BinaryCounter
 from tests.harness import RankError, run_ranks
 from tests.harness.models import make_mesh
 from tests.harness.oracle import units_of, whole
@@ -211,6 +212,25 @@ def test_every_strategy_has_them(run: Run, wire: str) -> None:
         assert_equal(found, wanted)
 
 
+def trained_with_gradients_taken(run: Run) -> dict[str, torch.Tensor]:
+    model = sharded(run)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    taken = []
+    for step in range(run.num_steps):
+        accumulate(model, step)
+        optimizer.step()
+        # Of the unit whose gradients are reduced first.
+        taken.append(dict(model.named_parameters())["layers.1.2.weight"].grad)
+        optimizer.zero_grad()
+    return wholes(model, optimizer)
+
+
+def test_gradients_that_somebody_keeps_change_no_bit() -> None:
+    wanted = trained_plainly("fp32")
+    for found in run_ranks(2, trained_with_gradients_taken, Run((2,))):
+        assert_equal(found, wanted)
+
+
 def trained_without_sync() -> None:
     model = sharded(Run((2,)))
     with no_sync(model):
@@ -260,3 +280,20 @@ def test_what_would_cost_the_order_is_refused_by_name(function: object, words: s
     with pytest.raises(RankError, match=words) as found:
         run_ranks(2, function)
     assert StateError.__name__ in str(found.value)
+
+
+def test_zeros_that_nobody_packed_count_as_positive_ones() -> None:
+    counters = [BinaryCounter(torch.float32) for _ in range(2)]
+    for leaf in (torch.tensor([-0.0]), None, torch.tensor([-0.0])):
+        counters[0].push(leaf)
+        counters[1].push(torch.zeros(1) if leaf is None else leaf)
+    assert [written(counter).signbit().item() for counter in counters] == [False, False]
+    counters[0].clear()
+    counters[0].push(torch.tensor([-0.0]))
+    assert written(counters[0]).signbit().item()
+
+
+def written(counter: BinaryCounter) -> torch.Tensor:
+    total = torch.empty(1)
+    counter.write(total, 0.5)
+    return total

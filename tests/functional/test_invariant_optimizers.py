@@ -13,7 +13,7 @@ from tests.harness import run_ranks
 from tests.harness.models import make_mesh
 from tests.harness.oracle import units_of
 
-NUM_STEPS = 20
+NUM_STEPS, SKIPPED = 20, 7
 
 
 class Model(nn.Module):
@@ -43,13 +43,21 @@ def made(kind: str, model: nn.Module) -> AdamW | Muon:
     if kind == "muon":
         groups = muon_param_groups(model)
         return Muon(groups, lr=0.02, adamw={"lr": 1e-2}, max_norm=0.1, nonfinite="skip")
-    moments = None if kind == "adamw" else "int8"
+    moments = "int8" if "int8" in kind else None
     seed = 5 if kind == "stochastic int8" else None
-    return AdamW(model.parameters(), lr=1e-2, max_norm=0.1, nonfinite="skip", moments=moments, rounding_seed=seed)
+    return AdamW(
+        model.parameters(),
+        lr=1e-2,
+        capturable=kind == "capturable",
+        max_norm=0.1,
+        nonfinite="skip",
+        moments=moments,
+        rounding_seed=seed,
+    )
 
 
 def trained(run: Run) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the norms of all steps, weights and moments."""
+    """Return the norms of all steps, of which one is skipped, weights and moments."""
     torch.manual_seed(7)
     model = Model()
     axes = (0, 1) if len(run.mesh) == 2 else (0,)
@@ -62,9 +70,13 @@ def trained(run: Run) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     norms = []
     for step in range(NUM_STEPS):
         accumulate(model, step)
+        if step == SKIPPED:
+            gradient = next(model.parameters()).grad
+            assert gradient is not None
+            gradient.mul_(torch.inf)
         optimizer.step()
         assert optimizer.grad_norm is not None
-        norms.append(optimizer.grad_norm.clone())
+        norms.append(optimizer.grad_norm.nan_to_num())
         optimizer.zero_grad()
     return torch.stack(norms), wholes(model, optimizer)
 
@@ -73,7 +85,7 @@ SHARDED = [((2,), "optim_grads_params"), ((3,), "optim_grads_params"), ((4,), "o
            ((3,), "no_shard"), ((4,), "optim"), ((2, 2), "hsdp"), ((2, 2), "hfsdp")]  # fmt: skip
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "int8", "stochastic int8", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "int8", "stochastic int8", "muon", "capturable"])
 def test_norms_weights_and_moments_are_those_of_one_rank_to_the_last_bit(optimizer: str) -> None:
     norms, wanted = run_ranks(1, trained, Run(optimizer))[0]
     assert (norms > 0.1).any()

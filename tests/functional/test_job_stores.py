@@ -27,7 +27,6 @@ def train(model: nn.Module) -> None:
 
 @on_ranks(2)
 def test_a_rank_may_come_late_to_a_rendezvous_in_a_file(tmp_path: Path) -> None:
-    """Let the second rank come when the first one has looked for it in vain."""
     path = os.fspath(tmp_path / "store")
     rank = dist.get_rank()
     dist.destroy_process_group()
@@ -46,7 +45,6 @@ def test_a_rank_may_come_late_to_a_rendezvous_in_a_file(tmp_path: Path) -> None:
             store.wait(["the first has looked"])
         fully_shard(model)
     train(model)
-    assert model.weight.grad is not None
     assert float(model.weight.grad.full_tensor().sum()) == TIMES * 30.0
 
 

@@ -26,7 +26,6 @@ class Uses(Headed):
     how = "plain"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., WIDTH) for (..., WIDTH)."""
         if self.how == "layers twice":
             for layer in self.layers:
                 x = layer(x)
@@ -36,12 +35,8 @@ class Uses(Headed):
             x = first(x)
             for layer in others:
                 x = checkpoint(layer, x, use_reentrant=self.how == "reentrant")
-            result: torch.Tensor = self.head(x)
-            return result
+            return self.head(x)
         return super().forward(x)
-
-
-# ---------------------------------------------------------------- what is left behind
 
 
 def of_a_forward(model: nn.Module, kept: Kept) -> None:
@@ -81,8 +76,6 @@ def of_hidden_states(model: Any, kept: Kept) -> None:
 
 
 LEFT = (of_a_forward, of_a_part, of_two_forwards, of_a_forward_that_raised, of_a_backward, of_hidden_states)
-
-# ---------------------------------------------------------------- what comes then
 
 
 def one_backward(model: nn.Module, rank: int) -> None:
@@ -188,18 +181,14 @@ def test_gradients_and_orders_are_those_of_ranks_that_keep_nothing(
 
 
 class Skipping(Block):
-    """Uses none of its parameters where told."""
-
     skips = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., WIDTH) for (..., WIDTH)."""
         return x * 1.5 if self.skips else super().forward(x)
 
 
 @on_ranks(2)
 def test_a_unit_that_one_rank_does_not_use_in_the_earlier_of_two_passes_is_reduced_after_both() -> None:
-    """Go back through two passes at once, of which rank 0 skips a unit in the earlier one."""
 
     def train(model: Any, rank: int) -> None:
         losses = []

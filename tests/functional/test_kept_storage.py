@@ -66,7 +66,6 @@ def test_training_is_the_same_and_so_are_the_addresses(name: str) -> None:
 @pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")
 @on_ranks(2)
 def test_a_unit_that_keeps_its_memory_takes_no_turns_in_slots() -> None:
-    """One layer keeps its memory, and the others take turns in slots."""
     model, usual = sharded(None, False), sharded(None, False)
     model.set_slot_pool("largest")
     model.layers[1].set_keep_unsharded_storage(True, recurse=False)
@@ -111,7 +110,6 @@ def test_what_lies_there_after_reshard_is_not_read() -> None:
 
 @on_ranks(2)
 def test_other_buffers_under_the_same_parameters_stay_too() -> None:
-    """``model.to(dtype)`` makes other buffers, which stay as well."""
     model = sharded(None, True).to(torch.bfloat16)
     seen = set()
     model.layers[0].register_forward_hook(lambda module, args, out: seen.add(module.up.weight.data_ptr()))

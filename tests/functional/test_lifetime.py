@@ -3,6 +3,7 @@
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -11,22 +12,16 @@ from torch import nn
 
 from dbuffer import memory_meter
 from megatron_fsdp import FsdpModule, fully_shard_optimizer
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.models import Block, Stack, inputs, squared
-from tests.harness.oracle import Case, Comparison, compare, shard_each
+from tests.harness.oracle import Case, compare, shard_each
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(dist.get_rank(), step).requires_grad_())
-    return output.float().square().mean()
-
-
-# ---------------------------------------------------------------- deletion
+    return model(inputs(dist.get_rank(), step).requires_grad_()).float().square().mean()
 
 
 class Failing(Block):
-    """Raises in forward or backward while ``mode`` says so."""
-
     mode = ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -34,7 +29,7 @@ class Failing(Block):
             raise RuntimeError("out of memory, say")
         x = super().forward(x)
         if self.mode == "backward":
-            x = _RaiseInBackward.apply(x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            x = _RaiseInBackward.apply(x)
         return x
 
 
@@ -54,7 +49,6 @@ def failing_stack() -> Stack:
 
 @contextlib.contextmanager
 def failing(model: nn.Module, mode: str) -> Iterator[None]:
-    """Make forward raise, or have it make a graph whose backward does."""
     failing = [module for module in model.modules() if isinstance(module, Failing)]
     for module in failing:
         module.mode = mode
@@ -64,7 +58,6 @@ def failing(model: nn.Module, mode: str) -> Iterator[None]:
 
 
 def run_to_failure(model: nn.Module, mode: str, step: int = 0) -> None:
-    """Run a step that ends in an exception in forward or backward."""
     with failing(model, mode), pytest.raises(RuntimeError, match="out of memory, say"):
         loss_of(model, step).backward()
 
@@ -75,126 +68,59 @@ def train_a_step(model: nn.Module, step: int = 0) -> None:
     optimizer.step()
 
 
-def do_nothing(model: nn.Module) -> None:
-    """Only live."""
-
-
-def run_forward(model: nn.Module) -> None:
-    """Make a graph and drop it."""
-    loss_of(model, 0)
-
-
-def evaluate(model: nn.Module) -> None:
-    """Run forward without gradients."""
-    with torch.no_grad():
-        loss_of(model, 0)
-
-
-def fail_once_in_forward(model: nn.Module) -> None:
-    """Run a forward that raises."""
-    run_to_failure(model, "forward")
-
-
-def fail_once_in_backward(model: nn.Module) -> None:
-    """Run a backward that raises."""
-    run_to_failure(model, "backward")
-
-
 def gather_a_unit(model: nn.Module) -> None:
-    """Leave a unit gathered."""
-    unit = next(module for module in model.modules() if isinstance(module, FsdpModule) and module.parameter_groups)
-    unit.unshard()
+    next(module for module in model.modules() if isinstance(module, FsdpModule) and module.parameter_groups).unshard()
 
 
-LIVES: dict[str, Callable[[nn.Module], None]] = {
-    "nothing": do_nothing,
-    "a forward": run_forward,
-    "a forward without gradients": evaluate,
+# What a model goes through before it is deleted; what is returned lives on.
+LIVES: dict[str, Callable[[nn.Module], object]] = {
+    "nothing": lambda model: None,
+    "a forward": lambda model: loss_of(model, 0).item(),
+    "a forward without gradients": lambda model: torch.no_grad()(loss_of)(model, 0).item(),
     "a training step": train_a_step,
-    "an exception in forward": fail_once_in_forward,
-    "an exception in backward": fail_once_in_backward,
+    "an exception in forward": lambda model: run_to_failure(model, "forward"),
+    "an exception in backward": lambda model: run_to_failure(model, "backward"),
     "an unshard": gather_a_unit,
+    "a backward whose loss is kept": lambda model: ((loss := loss_of(model, 0)).backward(), loss),
 }
 
 
-def bytes_left_after(life: str) -> int:
-    """Make, use and delete a model without the garbage collector; return what the engine still holds."""
-    gc.collect()
-    gc.disable()
-    try:
-        before = memory_meter().current_bytes
-        model = failing_stack()
-        shard_each(model)
-        held = memory_meter().current_bytes - before
-        assert held > 0
-        LIVES[life](model)
-        del model
-        return memory_meter().current_bytes - before
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("life", LIVES)
+@on_ranks(2)
 def test_deleting_a_model_frees_its_buffers_without_the_garbage_collector_after(life: str) -> None:
-    assert run_ranks(2, bytes_left_after, life) == [0, 0]
-
-
-def bytes_left_with_loss_alive() -> int:
     gc.collect()
     gc.disable()
     try:
         before = memory_meter().current_bytes
         model = failing_stack()
         shard_each(model)
-        loss = loss_of(model, 0)
-        loss.backward()
+        assert memory_meter().current_bytes > before
+        kept = LIVES[life](model)
         del model
-        left = memory_meter().current_bytes - before
-        assert float(loss.detach()) > 0
-        return left
+        assert memory_meter().current_bytes == before
+        del kept
     finally:
         gc.enable()
 
 
-def test_deleting_a_model_frees_its_buffers_even_while_its_last_loss_is_referenced() -> None:
-    assert run_ranks(2, bytes_left_with_loss_alive) == [0, 0]
-
-
-# ---------------------------------------------------------------- after an exception
-
-
-def fail_before_each_step(mode: str, model: nn.Module, step: int) -> None:
+def fail_before_each_step(model: nn.Module, step: int, mode: str, then: Callable[[nn.Module], object]) -> None:
     if isinstance(model, FsdpModule):
         run_to_failure(model, mode, step + 50)
         model.zero_grad()
+    then(model)
 
 
-def fail_in_forward(model: nn.Module, step: int) -> None:
-    fail_before_each_step("forward", model, step)
-
-
-def fail_in_backward(model: nn.Module, step: int) -> None:
-    fail_before_each_step("backward", model, step)
-
-
-def fail_and_save(model: nn.Module, step: int) -> None:
-    """The usual handler: catch, save what there is, go on with the next batch."""
-    fail_before_each_step("forward", model, step)
-    model.state_dict()
-
-
-def fail_and_change_weights(model: nn.Module, step: int) -> None:
-    fail_before_each_step("forward", model, step)
+def shrink(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.9)
 
 
-RECOVERIES = {
-    "an exception in forward": fail_in_forward,
-    "an exception in backward": fail_in_backward,
-    "an exception in forward and a saved state": fail_and_save,
-    "an exception in forward and a change of weights": fail_and_change_weights,
+RECOVERIES: dict[str, tuple[str, Callable[[nn.Module], object]]] = {
+    "an exception in forward": ("forward", lambda model: None),
+    "an exception in backward": ("backward", lambda model: None),
+    "an exception in forward and a saved state": ("forward", lambda model: model.state_dict()),
+    "an exception in forward and a change of weights": ("forward", shrink),
 }
 
 
@@ -211,23 +137,18 @@ def after_a_failure_of_an_earlier_loss(model: nn.Module, rank: int, step: int) -
     return loss
 
 
-def train_after_a_failure_of_an_earlier_loss() -> Comparison:
-    return compare(Case(failing_stack, after_a_failure_of_an_earlier_loss))
-
-
+@on_ranks(2, timeout=20)
 def test_a_forward_that_ran_before_the_exception_is_as_good_as_one_after_it() -> None:
-    results = run_ranks(2, train_after_a_failure_of_an_earlier_loss, timeout=20)
-    assert all(result.is_exact for result in results), results
-
-
-def train_through(recovery: str) -> Comparison:
-    return compare(Case(failing_stack, squared, prepare=RECOVERIES[recovery]))
+    result = compare(Case(failing_stack, after_a_failure_of_an_earlier_loss))
+    assert result.is_exact, result
 
 
 @pytest.mark.parametrize("recovery", RECOVERIES)
+@on_ranks(2, timeout=20)
 def test_the_next_step_is_right_after(recovery: str) -> None:
-    results = run_ranks(2, train_through, recovery, timeout=20)
-    assert all(result.is_exact for result in results), results
+    mode, then = RECOVERIES[recovery]
+    result = compare(Case(failing_stack, squared, prepare=partial(fail_before_each_step, mode=mode, then=then)))
+    assert result.is_exact, result
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])

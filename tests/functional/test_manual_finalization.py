@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import ConfigError, GradientReductionHandle, Placements, StateError, fully_shard
 from megatron_fsdp.observability.flight_recorder import record_transcript
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.models import inputs, three_blocks
 from tests.harness.oracle import whole
 
@@ -45,8 +45,7 @@ def plain_gradients(steps: range) -> list[torch.Tensor]:
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(rank, step))
-    return output.square().mean()
+    return model(inputs(rank, step)).square().mean()
 
 
 def run(model: Any, step: int) -> None:
@@ -79,7 +78,6 @@ def without_sync(model: Any, finalize: Callable[[Any], None]) -> None:
 
 
 def not_last(model: Any, finalize: Callable[[Any], None]) -> None:
-    """``set_is_last_backward`` has nothing to say here."""
     model.set_is_last_backward(False)
     all_backwards(model, finalize)
 
@@ -95,7 +93,9 @@ def later(model: Any) -> None:
     handle.wait()
 
 
-def differences(strategy: str) -> list[float]:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(lambda strategy: 4 if strategy == "hsdp" else 2)
+def test_gradients_are_a_plain_models_once_they_are_finalized(strategy: str) -> None:
     wanted = plain_gradients(range(NUM_MICROBATCHES))
     found = []
     for schedule in (each_backward, all_backwards, without_sync, not_last):
@@ -107,14 +107,8 @@ def differences(strategy: str) -> list[float]:
             model.zero_grad()
             schedule(model, finalize)
             found.append(worst(model, wanted))
-    return found
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_are_a_plain_models_once_they_are_finalized(strategy: str) -> None:
-    for found in run_ranks(4 if strategy == "hsdp" else 2, differences, strategy):
-        assert len(found) == 16
-        assert max(found) < 2e-6
+    assert len(found) == 16
+    assert max(found) < 2e-6
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
@@ -146,7 +140,6 @@ def test_nothing_reads_or_steps_with_gradients_that_are_not_finalized(strategy: 
 
 @on_ranks(2)
 def test_an_iteration_can_be_dropped_before_it_is_finalized() -> None:
-    """Drop one iteration by ``zero_grad`` or ``reset_iter_state``."""
     wanted, found = plain_gradients(range(1, 2)), []
     model = sharded("optim_grads_params")
     for how in ("zero_grad", "zero_grad", "reset_iter_state"):

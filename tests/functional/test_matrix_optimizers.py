@@ -1,4 +1,4 @@
-"""Optimizers of torch.optim besides AdamW, some of which look at whole matrices: sharded runs equal whole ones."""
+"""Optimizers of torch.optim, some of which look at whole matrices: sharded runs equal whole ones."""
 
 import functools
 import itertools
@@ -28,6 +28,7 @@ MATRIX: Optimizers = {
 ELEMENT_WISE: Optimizers = {
     f"{name}, foreach={foreach}": (name, {**options, "foreach": foreach})
     for name, options in {
+        "AdamW": {"lr": 0.01},
         "Adagrad": {"lr": 0.05, "lr_decay": 0.1},
         "Adadelta": {"lr": 1.0},
         "Adamax": {"lr": 0.01},
@@ -43,6 +44,7 @@ ELEMENT_WISE: Optimizers = {
 FUSED: Optimizers = {
     "Adagrad, fused": ("Adagrad", {"lr": 0.05, "fused": True}),
     "SGD, fused": ("SGD", {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "AdamW, fused": ("AdamW", {"lr": 0.01, "fused": True}),
     "Adam, fused, amsgrad": ("Adam", {"lr": 0.01, "amsgrad": True, "fused": True}),
 }
 MUON: Optimizers = {
@@ -58,8 +60,7 @@ def make_optimizer(name: str, model: Model) -> torch.optim.Optimizer:
     kind, options = {**ALL, **MUON}[name]
     is_for_matrices = name in MATRIX or name in MUON
     parameters = [p for p in model.parameters() if p.requires_grad and (not is_for_matrices or p.ndim == 2)]
-    optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(parameters, **options)
-    return optimizer
+    return getattr(torch.optim, kind)(parameters, **options)
 
 
 def run(name: str, model: Model, ranks: list[int]) -> dict[str, torch.Tensor]:
@@ -92,9 +93,6 @@ def test_weights_equal_the_whole_models_with(layout: str, name: str) -> None:
         assert differing(weights[name], wanted, 1e-5) == []
 
 
-# ---------------------------------------------------------------------- Muon computes in bf16
-
-
 def step_on_given_gradients(name: str, model: Model) -> dict[str, torch.Tensor]:
     """Step on gradients drawn from a seed: those of a backward may differ in the last bit and round to another bf16."""
     optimizer = make_optimizer(name, model)
@@ -110,20 +108,14 @@ def step_on_given_gradients(name: str, model: Model) -> dict[str, torch.Tensor]:
     return whole_state(model)
 
 
-def step_sharded(strategy: str, mesh_shape: tuple[int, ...], name: str) -> dict[str, torch.Tensor]:
-    return step_on_given_gradients(name, shard_model(make_model(), make_mesh(mesh_shape), strategy))
-
-
 @pytest.mark.parametrize("name", MUON)
 @pytest.mark.parametrize("layout", nightly_but(["hybrid"], LAYOUTS))
+@on_ranks(lambda layout: torch.Size(LAYOUTS[layout][1]).numel())
 def test_orthogonal_updates_equal_the_whole_models_with(layout: str, name: str) -> None:
     strategy, mesh_shape = LAYOUTS[layout]
     wanted = step_on_given_gradients(name, make_model())
-    for weights in run_ranks(torch.Size(mesh_shape).numel(), step_sharded, strategy, mesh_shape, name):
-        assert differing(weights, wanted, 1e-5) == []
-
-
-# ---------------------------------------------------------------------- LBFGS evaluates the model itself
+    weights = step_on_given_gradients(name, shard_model(make_model(), make_mesh(mesh_shape), strategy))
+    assert differing(weights, wanted, 1e-5) == []
 
 
 def search(model: Model, ranks: list[int]) -> dict[str, torch.Tensor]:
@@ -147,17 +139,11 @@ def search(model: Model, ranks: list[int]) -> dict[str, torch.Tensor]:
     return whole_state(model)
 
 
-def search_sharded() -> dict[str, torch.Tensor]:
-    return search(shard_model(make_model(), make_mesh((3,))), [dist.get_rank()])
-
-
+@on_ranks(3)
 def test_a_line_search_over_all_parameters_as_one_vector_equals_the_whole_models() -> None:
     wanted = search(make_model(), [0, 1, 2])
-    for weights in run_ranks(3, search_sharded):
-        assert differing(weights, wanted, 1e-4) == []
-
-
-# ---------------------------------------------------------------------- state
+    weights = search(shard_model(make_model(), make_mesh((3,))), [dist.get_rank()])
+    assert differing(weights, wanted, 1e-4) == []
 
 
 @pytest.mark.parametrize("name", ["Muon", "SGD, foreach=False", "RMSprop, foreach=True", "Adadelta, foreach=False"])

@@ -33,44 +33,33 @@ WIDTH, HIDDEN = 5, 6
 
 
 class Linear(nn.Linear):
-    """A linear layer with Megatron's empty extra state."""
-
     def get_extra_state(self) -> None:
         """Return nothing, to be like TransformerEngine's layers by name."""
 
     def set_extra_state(self, state: Any) -> None:
-        """Take nothing."""
         assert state is None
 
 
 class Mlp(nn.Module):
-    """A gated MLP under Megatron's names."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear_fc1, self.linear_fc2 = Linear(WIDTH, 2 * HIDDEN), Linear(HIDDEN, WIDTH)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         gate, up = self.linear_fc1(inputs).chunk(2, dim=-1)
-        output: torch.Tensor = self.linear_fc2(functional.silu(gate) * up)
-        return output
+        return self.linear_fc2(functional.silu(gate) * up)
 
 
 class Layer(nn.Module):
-    """A residual layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = inputs + self.mlp(self.norm(inputs))
-        return output
+        return inputs + self.mlp(self.norm(inputs))
 
 
 class Decoder(nn.Module):
-    """Two layers and a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(2))
@@ -87,7 +76,7 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     others = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     # As in Megatron: parameters of which this rank holds nothing are left out, with groups that are empty then.
     groups = [{"params": matrices, "wd_mult": 1.0}, {"params": others, "wd_mult": 0.0, "weight_decay": 0.0}]
-    held = [{**group, "params": [p for p in group["params"] if is_held(p)]} for group in groups]  # type: ignore[attr-defined]
+    held = [{**group, "params": [p for p in group["params"] if is_held(p)]} for group in groups]
     return [group for group in held if group["params"]]
 
 
@@ -114,7 +103,6 @@ def train(model: Any, optimizer: Any, steps: range, ranks: list[int]) -> None:
 
 
 def weights_of(model: nn.Module) -> State:
-    """Return all weights and buffers whole; every rank calls it."""
     state = {name: value.detach() for name, value in model.state_dict().items() if value is not None}
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in state.items()
@@ -122,15 +110,11 @@ def weights_of(model: nn.Module) -> State:
 
 
 def moments_of(model: nn.Module, optimizer: Any) -> State:
-    """Return what this rank holds of all moments, and the steps."""
     return {
         f"{name}.{key}": getattr(value, "_local_tensor", value).clone()
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
-
-
-# ---------------------------------------------------------------------- through Megatron's own functions
 
 
 def save_as_megatron(model: Any, optimizer: Any, path: str, is_gated: bool) -> None:
@@ -222,9 +206,6 @@ def test_optimizer_state_that_nothing_was_read_into_is_an_error() -> None:
     assert "nothing was read into the optimizer's state of module.module.layers." in message
 
 
-# ---------------------------------------------------------------------- what NVIDIA's package wrote
-
-
 def split(values: Mapping[str, Any], is_gated: bool) -> dict[str, Any]:
     """Cut gated weights and their moments into halves, as ``handle_swiglu_in_state_dict`` does."""
     found: dict[str, Any] = {}
@@ -308,8 +289,6 @@ def test_training_goes_on_from_nvidias_checkpoint(layout: str, tmp_path: Path) -
 
 
 class Wider(Decoder):
-    """Another model of as many parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers[0].norm = nn.LayerNorm(WIDTH, bias=False)

@@ -4,7 +4,6 @@ import copy
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from dbuffer import guard_released_storage, memory_meter
+from dbuffer import StorageError, guard_released_storage, memory_meter
 from megatron_fsdp import (
     FsdpModule,
     MixedPrecisionPolicy,
@@ -42,11 +41,7 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(dist.get_rank(), step).requires_grad_())
-    return output.float().square().mean()
-
-
-# ---------------------------------------------------------------- peaks
+    return model(inputs(dist.get_rank(), step).requires_grad_()).float().square().mean()
 
 
 @dataclass(frozen=True)
@@ -100,43 +95,18 @@ def measure(name: str) -> list[StepMemory]:
     return steps[1:]
 
 
-Measured: TypeAlias = Callable[[str], list[StepMemory]]
-
-
-@pytest.fixture(scope="module")
-def measured() -> Measured:
-    known: dict[str, list[StepMemory]] = {}
-
-    def get(name: str) -> list[StepMemory]:
-        if name not in known:
-            known[name] = run_ranks(2, measure, name)[1]
-        return known[name]
-
-    return get
-
-
 @pytest.mark.parametrize("name", SETTINGS)
-def test_forward_holds_at_most_two_gathered_units_with(measured: Measured, name: str) -> None:
-    assert 1.0 <= max(step.forward for step in measured(name)) <= 2.0
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_backward_holds_at_most_two_gathered_units_and_one_packed_gradient_with(measured: Measured, name: str) -> None:
-    packed = 2.0 if name == "bf16, reduced in fp32" else 1.0
-    assert 2.0 <= max(step.backward for step in measured(name)) <= 2.0 + packed
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_held_between_steps_does_not_grow_with(measured: Measured, name: str) -> None:
-    assert len({step.rest_bytes for step in measured(name)}) == 1
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_step_allocates_each_gathered_buffer_twice_but_the_last_and_each_packed_buffer_once_with(
-    measured: Measured, name: str
+def test_a_step_holds_two_gathered_units_and_a_packed_gradient_at_most_and_allocates_no_more_each_time(
+    name: str,
 ) -> None:
-    wanted = (3 * len(HIDDEN_SIZES) - 1) * SETTINGS[name].microbatches
-    assert [step.num_allocations for step in measured(name)] == [wanted] * 5
+    packed = 2.0 if name == "bf16, reduced in fp32" else 1.0
+    for steps in run_ranks(2, measure, name):
+        assert 1.0 <= max(step.forward for step in steps) <= 2.0
+        assert 2.0 <= max(step.backward for step in steps) <= 2.0 + packed
+        assert len({step.rest_bytes for step in steps}) == 1
+        # Each gathered buffer twice, but the last one's once; each packed buffer once.
+        wanted = (3 * len(HIDDEN_SIZES) - 1) * SETTINGS[name].microbatches
+        assert [step.num_allocations for step in steps] == [wanted] * 5
 
 
 @dataclass(frozen=True)
@@ -213,7 +183,6 @@ def test_gradients_that_are_kept_have_their_values_after_the_next_backward(strat
 
 @on_ranks(2)
 def test_gradients_are_saved_without_the_buffer_and_parameters_load_safely() -> None:
-    """Save a gradient and a parameter that has one."""
     model = sharded_stack()
     loss_of(model, 0).backward()
     parameter = min(model.parameters(), key=torch.Tensor.numel)
@@ -226,7 +195,7 @@ def test_gradients_are_saved_without_the_buffer_and_parameters_load_safely() -> 
         torch.save(tensor, file)
         sizes.append(file.tell())
         file.seek(0)
-        alike.append(torch.equal(torch.load(file, weights_only=True).to_local(), tensor.to_local()))  # type: ignore[attr-defined]
+        alike.append(torch.equal(torch.load(file, weights_only=True).to_local(), tensor.to_local()))
     copied = copy.deepcopy(parameter)
     copied.grad = None
     assert parameter.grad is gradient
@@ -241,68 +210,40 @@ def test_three_ranks_hold_a_third_of_the_weights_each() -> None:
     assert total / 3 <= shard <= 1.1 * total / 3
 
 
-# ---------------------------------------------------------------- released storage
-
-
-def touch_released_weights() -> dict[str, str]:
-    """Return the error for each way to reach weights after their release."""
+@on_ranks(2)
+def test_released_weights_raise_whatever_they_are_reached_through() -> None:
     model = Stack(Block(), Block())
     shard_each(model)
     block = model.layers[0]
-    assert isinstance(block, FsdpModule)
-    assert isinstance(block, Block)
     block.unshard()
     captured = block.up.weight
     part = captured[1:, :2]
     group = block.parameter_groups[0]
     block.reshard()
-    attempts: dict[str, Callable[[], object]] = {
-        "buffer": lambda: group.gathered.local_buffer,
-        "tensor": lambda: group.gathered.get_local_tensor(0),
-        "weight": lambda: captured.sum(),
-        "view": lambda: part + 1,
-        "write": lambda: captured.data.zero_(),
-        "transpose": lambda: captured.t(),
-        "linear": lambda: nn.functional.linear(torch.ones(2, WIDTH), captured),
-    }
-    errors = {}
-    for name, attempt in attempts.items():
-        with guard_released_storage():
-            try:
-                attempt()
-            except Exception as error:
-                errors[name] = f"{type(error).__name__}: {error}"
-    return errors
+    attempts: list[tuple[str, Callable[[], object]]] = [
+        ("gathered weights", lambda: group.gathered.local_buffer),
+        ("gathered weights", lambda: group.gathered.get_local_tensor(0)),
+        ("gathered weights", lambda: part + 1),
+        ("parameter 'up.weight'", lambda: captured.sum()),
+        ("parameter 'up.weight'", lambda: captured.data.zero_()),
+        ("parameter 'up.weight'", lambda: captured.t()),
+        ("parameter 'up.weight'", lambda: nn.functional.linear(torch.ones(2, WIDTH), captured)),
+    ]
+    for what, attempt in attempts:
+        with guard_released_storage(), pytest.raises(StorageError, match=f"^unit 'layers.0': {what}"):
+            attempt()
 
 
-@pytest.fixture(scope="module")
-def touched() -> list[dict[str, str]]:
-    """What each rank raised, by the way to the released weights."""
-    return run_ranks(2, touch_released_weights)
-
-
-@pytest.mark.parametrize("way", ["buffer", "tensor", "weight", "view", "write", "transpose", "linear"])
-def test_weights_raise_after_reshard_when_reached_through_a(way: str, touched: list[dict[str, str]]) -> None:
-    for errors in touched:
-        is_parameter = way in ("weight", "write", "transpose", "linear")
-        what = "parameter 'up.weight'" if is_parameter else "gathered weights"
-        assert errors[way].startswith(f"StorageError: unit 'layers.0': {what}")
-
-
-def use_captured_weight_after_regather() -> bool:
+@on_ranks(2)
+def test_a_weight_kept_from_one_unshard_is_the_same_object_with_the_same_values_after_the_next() -> None:
     model = Stack(Block(), Block())
     shard_each(model)
     block = model.layers[0]
-    assert isinstance(block, FsdpModule)
-    assert isinstance(block, Block)
     block.unshard()
     captured = block.up.weight
     values = captured.detach().clone()
     block.reshard()
     block.unshard()
     with guard_released_storage():
-        return bool((captured == values).all()) and block.up.weight is captured
-
-
-def test_a_weight_kept_from_one_unshard_is_the_same_object_with_the_same_values_after_the_next() -> None:
-    assert run_ranks(2, use_captured_weight_after_regather) == [True, True]
+        assert (captured == values).all()
+    assert block.up.weight is captured

@@ -56,12 +56,10 @@ class Tagged(nn.Module):
     reset_parameters = reset_own
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return (..., 11) logits for integer (...)."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        result: torch.Tensor = self.head(x * self.scale + self.table.to(x.dtype))
-        return result
+        return self.head(x * self.scale + self.table.to(x.dtype))
 
 
 def sharded_on_meta(mesh_shape: tuple[int, ...], strategy: str, policy: MixedPrecisionPolicy | None = None) -> Tagged:
@@ -82,7 +80,6 @@ def materialized(mesh_shape: tuple[int, ...], strategy: str) -> dict[str, torch.
 
 
 def on_one_process() -> dict[str, torch.Tensor]:
-    """Initialise the whole model as constructors do: children first."""
     model = Tagged()
     torch.manual_seed(100)
     for module in [m for m in reversed_depth(model) if hasattr(m, "reset_parameters")]:
@@ -103,22 +100,18 @@ def test_materialized_values_are_those_of_one_process_whatever_the_ranks(mesh_sh
             assert {name for name in found if not torch.equal(found[name], wanted[name])} == set(), strategy
 
 
-def emptied_and_reset() -> dict[str, torch.Tensor]:
-    """Do as FSDP2's tutorial does: to_empty, then reset_parameters of every module."""
+@pytest.mark.parametrize("num_ranks", nightly_but([1, 3], [1, 2, 3]))
+@on_ranks(lambda num_ranks: num_ranks)
+def test_to_empty_and_reset_parameters_give_the_values_of_one_process(num_ranks: int) -> None:
+    wanted = on_one_process()
     model = sharded_on_meta((dist.get_world_size(),), "optim_grads_params")
     assert all(parameter.is_meta for parameter in model.parameters())
     model.to_empty(device="cpu")
     torch.manual_seed(100)
     for module in [m for m in reversed_depth(model) if hasattr(m, "reset_parameters")]:
         module.reset_parameters()
-    return {name: whole(value, value) for name, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("num_ranks", nightly_but([1, 3], [1, 2, 3]))
-def test_to_empty_and_reset_parameters_give_the_values_of_one_process(num_ranks: int) -> None:
-    wanted = on_one_process()
-    for found in run_ranks(num_ranks, emptied_and_reset):
-        assert {name for name in found if not torch.equal(found[name], wanted[name])} == set()
+    found = {name: whole(value, value) for name, value in model.state_dict().items()}
+    assert {name for name in found if not torch.equal(found[name], wanted[name])} == set()
 
 
 def trained(on_meta: bool) -> list[float]:
@@ -163,8 +156,6 @@ def test_materializing_never_holds_more_than_the_shards_and_one_unit() -> None:
 
 
 class Bare(nn.Module):
-    """Has a parameter, and no way to initialise it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(5, 3))
@@ -183,7 +174,7 @@ def test_what_cannot_be_initialised_is_refused_by_name_before_anything_is_alloca
         except ValueError as error:
             messages.append(f"{type(error).__name__}: {error}")
     assert all(parameter.is_meta for parameter in bare.parameters())
-    materialize(bare, lambda module: nn.init.constant_(module.weight, 2.0))  # type: ignore[arg-type]
+    materialize(bare, lambda module: nn.init.constant_(module.weight, 2.0))
     assert torch.equal(whole(bare.weight, bare.weight), torch.full((5, 3), 2.0))
     nothing, too_early, plain = messages
     assert nothing.startswith("ConfigError: module '' (FSDPBare) holds ['weight']")
@@ -193,16 +184,12 @@ def test_what_cannot_be_initialised_is_refused_by_name_before_anything_is_alloca
     assert plain.startswith("StateError: Linear holds no sharded module")
 
 
-# ---------------------------------------------------------------- loading into meta
-
-
 # PyTorch's own loader asks for the default device by a name that PyTorch itself deprecates.
 @pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning")
 @pytest.mark.filterwarnings("ignore:`_get_pg_default_device`:UserWarning")
 @pytest.mark.parametrize("way", ["plain tensors, assign", "canonical DTensors, assign", "broadcast from rank 0", "DCP"])
 @on_ranks(3)
 def test_a_model_on_the_meta_device_takes_values_from(way: str, tmp_path: Path) -> None:
-    """Load a whole model's values into a model on the meta device."""
     path = str(tmp_path)
     torch.manual_seed(5)
     source = Tagged()
@@ -235,7 +222,9 @@ def test_a_model_on_the_meta_device_takes_values_from(way: str, tmp_path: Path) 
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] + ["output"] * (not is_close) == []
 
 
-def excluded_on_meta() -> tuple[bool, dict[str, torch.Tensor]]:
+@on_ranks(2)
+def test_replicated_parameters_stay_so_through_meta_initialisation() -> None:
+    wanted = on_one_process()
     with torch.device("meta"):
         model = Tagged()
     fsdp_no_shard(model.scale)
@@ -246,12 +235,7 @@ def excluded_on_meta() -> tuple[bool, dict[str, torch.Tensor]]:
     torch.manual_seed(100)
     materialize(model)
     faces = [model.scale, *model.blocks[1].parameters()]
-    kept = all(face.to_local().shape == face.shape for face in faces)  # type: ignore[operator]  # DTensors
-    return kept, {name: whole(value, value) for name, value in model.state_dict().items()}
-
-
-def test_replicated_parameters_stay_so_through_meta_initialisation() -> None:
-    wanted = on_one_process()
-    for kept, found in run_ranks(2, excluded_on_meta):
-        assert kept
-        assert {name for name in found if not torch.equal(found[name], wanted[name])} == set()
+    kept = all(face.to_local().shape == face.shape for face in faces)
+    found = {name: whole(value, value) for name, value in model.state_dict().items()}
+    assert kept
+    assert {name for name in found if not torch.equal(found[name], wanted[name])} == set()

@@ -33,42 +33,36 @@ class Branches(nn.Module):
         self.second = Branched()
         self.head = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor, used: Sequence[int]) -> torch.Tensor:
-        """Return (..., WIDTH) for (..., WIDTH)."""
+    def forward(self, x: torch.Tensor, used: Sequence[int], second: Sequence[int] | None = None) -> torch.Tensor:
         x = self.entry(x)
         for number in used:
             x = x + torch.tanh(self.first[number](x))
-        result: torch.Tensor = self.head(self.second(x, used))
-        return result
+        return self.head(self.second(x, used if second is None else second))
 
 
 class Branched(nn.Module):
-    """Linear branches."""
-
     def __init__(self) -> None:
         super().__init__()
         self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BRANCHES))
 
     def forward(self, x: torch.Tensor, used: Sequence[int]) -> torch.Tensor:
-        """Return (..., WIDTH) for (..., WIDTH)."""
         x = x * 2
         for number in used:
             x = x + torch.tanh(self.branches[number](x))
         return x
 
 
-def make(strategy: str) -> tuple[nn.Module, FsdpModule]:
-    """Return a plain model and the same one in two units."""
+def make(strategy: str, num_meshes: int = 1) -> tuple[nn.Module, FsdpModule]:
     torch.manual_seed(0)
     oracle = Branches()
     model = copy.deepcopy(oracle)
     num_ranks = dist.get_world_size()
     is_wide = strategy in ("hsdp", "hfsdp")
     shape, names = ((num_ranks // 2, 2), ("outer", "inner")) if is_wide else ((num_ranks,), ("all",))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    placements = getattr(Placements, strategy)(*range(mesh.ndim))
-    fully_shard(model.second, mesh, placements)
-    sharded = fully_shard(model, mesh, placements)
+    meshes = [init_device_mesh("cpu", shape, mesh_dim_names=names) for _ in range(num_meshes)]
+    placements = getattr(Placements, strategy)(*range(len(shape)))
+    fully_shard(model.second, meshes[0], placements)
+    sharded = fully_shard(model, meshes[-1], placements)
     assert isinstance(sharded, FsdpModule)
     return oracle, sharded
 
@@ -178,8 +172,19 @@ def test_ranks_ask_only_where_all_of_them_miss_something() -> None:
     ]
 
 
-def after_an_interruption() -> list[str]:
-    """Return names without gradients, after a backward that raised on a rank that had said that it misses some."""
+@on_ranks(4)
+def test_ranks_that_miss_gradients_of_different_units_first_ask_over_one_mesh() -> None:
+    # Two meshes of the same ranks have communicators of their own.
+    _, model = make("hsdp", num_meshes=2)
+    is_even = dist.get_rank() % 2 == 0
+    model(data(dist.get_rank(), 0), ALL if is_even else (0,), (0,) if is_even else ALL).square().mean().backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+@on_ranks(2, timeout=60)
+def test_what_was_said_in_a_backward_that_raised_misleads_nobody() -> None:
+    unused = [f"{where}.{number}.{name}" for where in ("first", "second.branches") for number in (0, 1)
+              for name in ("weight", "bias")]  # fmt: skip
     _, model = make("optim_grads_params")
     rank = dist.get_rank()
 
@@ -196,13 +201,7 @@ def after_an_interruption() -> list[str]:
     first = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     model.zero_grad()
     model(data(rank, 2), (2,)).square().mean().backward()
-    return first + [name for name, parameter in model.named_parameters() if parameter.grad is None]
-
-
-def test_what_was_said_in_a_backward_that_raised_misleads_nobody() -> None:
-    unused = [f"{where}.{number}.{name}" for where in ("first", "second.branches") for number in (0, 1)
-              for name in ("weight", "bias")]  # fmt: skip
-    assert run_ranks(2, after_an_interruption, timeout=60) == [unused] * 2
+    assert first + [name for name, parameter in model.named_parameters() if parameter.grad is None] == unused
 
 
 @on_ranks(2, timeout=60)

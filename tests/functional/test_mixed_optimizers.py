@@ -34,7 +34,6 @@ class Shampoo(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Precondition and step."""
         for parameter in self.param_groups[0]["params"]:
             gradient, state = parameter.grad, self.state[parameter]
             sizes = gradient.shape
@@ -54,8 +53,6 @@ class Shampoo(torch.optim.Optimizer):
 
 
 class PlainShampoo(Shampoo):
-    """Makes the identity matrices itself."""
-
     is_plain = True
 
 
@@ -67,7 +64,6 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Clip by the total norm and step with trust ratios."""
         parameters = self.param_groups[0]["params"]
         one, total = torch.tensor(1.0), torch.zeros(1)
         for parameter in parameters:
@@ -89,7 +85,6 @@ class Adaptive(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Clip each row by the norm of its weights and step."""
 
         def norm(x: torch.Tensor) -> torch.Tensor:
             return x.norm(2) if x.ndim <= 1 else x.norm(2, dim=tuple(range(1, x.ndim)), keepdim=True)
@@ -109,7 +104,6 @@ class Masked(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Step every other element with momentum."""
         for parameter in self.param_groups[0]["params"]:
             momentum = self.state[parameter].setdefault("momentum", torch.zeros(parameter.shape))
             momentum.mul_(0.9).add_(parameter.grad)
@@ -118,12 +112,9 @@ class Masked(torch.optim.Optimizer):
 
 
 KINDS: dict[str, Kind] = {
-    "Shampoo": Shampoo,
-    "Shampoo of plain matrices": PlainShampoo,
-    "LAMB": Lamb,
-    "adaptive clipping": Adaptive,
+    "Shampoo": Shampoo, "Shampoo of plain matrices": PlainShampoo, "LAMB": Lamb, "adaptive clipping": Adaptive,
     "a plain mask": Masked,
-}
+}  # fmt: skip
 # Those that hold plain tensors of several elements.
 ASSUMING = ("Shampoo of plain matrices", "a plain mask")
 

@@ -1,6 +1,6 @@
 """Muon over sharded weights takes the steps of ``torch.optim.Muon`` over whole matrices, to the bit."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -31,7 +31,7 @@ from tests.functional.muon_model import (
     shard_matrices,
     train_sharded,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import make_mesh
 from tests.harness.oracle import differing, whole_state
 
@@ -50,7 +50,6 @@ Weights = dict[str, torch.Tensor]
 
 
 def train_with_each(mesh_shape: tuple[int, ...], num_steps: int) -> dict[str, Weights]:
-    """Train with every strategy of a mesh."""
     mesh = make_mesh(mesh_shape)
     found = {}
     for name, placements in (ZERO if len(mesh_shape) == 1 else TWO_AXES).items():
@@ -86,14 +85,6 @@ def test_twenty_steps_equal_those_of_whole_matrices_on_every_strategy(mesh_shape
     compare_with_whole(mesh_shape, 20)
 
 
-# ---------------------------------------------------------------------- ways to carry a step out
-
-
-def run(optimizer: Muon, model: nn.Module, steps: range = range(3)) -> Weights:
-    train_sharded(model, optimizer, steps, dist.get_rank())
-    return whole_state(model)
-
-
 def sharded(
     policy: MixedPrecisionPolicy | None = None, placements: Placements = ZERO["optim_grads_params"]
 ) -> Matrices:
@@ -104,52 +95,51 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
     return [group for unit in model.modules() if isinstance(unit, FsdpModule) for group in unit.parameter_groups]
 
 
-def each_way() -> dict[str, Any]:
-    """Train for three steps in ways that are compared with whole runs, and count."""
-    found: dict[str, Any] = {}
-    for name, options in {
-        "momentum alone": {"nesterov": False, "momentum": 0.9},
-        "like AdamW": {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3},
-    }.items():
-        model = sharded()
-        found[name] = run(Muon(param_groups(model), **OPTIONS, **options), model)
-    model = sharded()
-    single = MuonOptions(comm_dtype=torch.float32)
-    offload = CPUOffloadPolicy(pin_memory=False)
-    offloaded = shard_matrices(make_matrices(), make_mesh((4,)), ZERO["optim_grads_params"], offload=offload)
-    assert all(group.spec.is_offloaded for group in groups_of(offloaded))
-    found["offloaded"] = run(Muon(param_groups(offloaded), **OPTIONS), offloaded)
-    found["fp32 on the wire"] = run(Muon(param_groups(model), options=single, **OPTIONS), model)
-    model = sharded()
-    optimizer = Muon(param_groups(model), options=MuonOptions(ns_dtype=torch.float32), **OPTIONS)
-    found["fp32"] = run(optimizer, model)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, split_main_params=True, main_grads_dtype=torch.float32)
-    for name, chosen in {
-        "split": policy,
-        "not split": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-    }.items():
-        model = sharded(chosen)
-        optimizer = Muon(param_groups(model), **OPTIONS)
-        train_sharded(model, optimizer, range(3), dist.get_rank())
-        joined = [group.weights.values().local_buffer.clone() for group in groups_of(model)]
-        found[name] = torch.cat(joined)
-    model = sharded()
-    optimizer = Muon(param_groups(model), **OPTIONS)
-    messages: list[CollectiveCall] = []
-    with counting() as calls, observe_collectives(messages.append):
-        train_sharded(model, optimizer, range(2), dist.get_rank())
-    found["calls"], found["owned"] = calls, optimizer.num_orthogonalized
-    found["messages"] = sum(call.kind == "all_to_all" for call in messages)
-    model = sharded()
-    # Every matrix is larger than such a bucket.
-    optimizer = Muon(param_groups(model), options=MuonOptions(bucket_bytes=1), **OPTIONS)
-    messages.clear()
-    with observe_collectives(messages.append):
-        train_sharded(model, optimizer, range(1), dist.get_rank())
-    found["messages in tiny buckets"] = sum(call.kind == "all_to_all" for call in messages)
-    fresh = fully_shard_optimizer(Muon(param_groups(model), **OPTIONS)).state_dict()["state"]
-    found["fresh"] = sorted({" ".join(sorted(values)) for values in fresh.values()})
-    return found
+OTHERS: dict[str, tuple[dict[str, Any], MuonOptions]] = {
+    "momentum alone": ({"nesterov": False, "momentum": 0.9}, MuonOptions()),
+    "like AdamW": ({"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}, MuonOptions()),
+    "fp32 on the wire": ({}, MuonOptions(comm_dtype=torch.float32)),
+    "offloaded": ({}, MuonOptions()),
+    "Newton-Schulz in fp32": ({}, MuonOptions(ns_dtype=torch.float32)),
+}
+
+
+@pytest.mark.parametrize("way", OTHERS)
+@on_ranks(4)
+def test_options_of_torchs_muon_mean_the_same_to_the_bit(way: str) -> None:
+    own, options = OTHERS[way]
+    offload = CPUOffloadPolicy(pin_memory=False) if way == "offloaded" else None
+    model = shard_matrices(make_matrices(), make_mesh((4,)), ZERO["optim_grads_params"], offload=offload)
+    assert all(group.spec.is_offloaded is (offload is not None) for group in groups_of(model))
+    train_sharded(model, Muon(param_groups(model), options=options, **OPTIONS, **own), range(3), dist.get_rank())
+    whole = Whole({**OPTIONS, **own})
+    iterate = in_fp32 if "Newton" in way else torch.optim._muon._zeropower_via_newtonschulz
+    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", iterate):
+        whole.train(range(3), range(4))
+    assert differing(whole_state(model), whole.weights()) == []
+
+
+def in_fp32(matrix: torch.Tensor, coefficients: Any, num_steps: int, eps: float) -> torch.Tensor:
+    x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(num_steps):
+        gram = x @ x.T
+        factor = torch.addmm(gram, gram, gram, beta=coefficients[1], alpha=coefficients[2])
+        x = torch.addmm(x, factor, x, beta=coefficients[0])
+    return x.T if matrix.size(0) > matrix.size(1) else x
+
+
+@on_ranks(4)
+def test_split_main_weights_take_the_steps_of_fp32_ones() -> None:
+    bf16, fp32, joined = torch.bfloat16, torch.float32, []
+    for policy in (
+        MixedPrecisionPolicy(bf16, fp32),
+        MixedPrecisionPolicy(bf16, fp32, split_main_params=True, main_grads_dtype=fp32),
+    ):
+        model = sharded(policy)
+        train_sharded(model, Muon(param_groups(model), **OPTIONS), range(3), dist.get_rank())
+        joined.append(torch.cat([group.weights.values().local_buffer.clone() for group in groups_of(model)]))
+    assert torch.equal(*joined)
 
 
 @contextmanager
@@ -166,71 +156,32 @@ def counting() -> Iterator[list[int]]:
         yield calls
 
 
-@pytest.fixture(scope="module")
-def ways() -> list[dict[str, Any]]:
-    return run_ranks(4, each_way, timeout=240.0)
+def count(num_steps: int, options: MuonOptions) -> tuple[int, int, int]:
+    """Return how many matrices this rank made orthogonal, what the optimizer counted, and the messages."""
+    model = sharded()
+    optimizer = Muon(param_groups(model), options=options, **OPTIONS)
+    messages: list[CollectiveCall] = []
+    with counting() as calls, observe_collectives(messages.append):
+        train_sharded(model, optimizer, range(num_steps), dist.get_rank())
+    return sum(calls), optimizer.num_orthogonalized, sum(call.kind == "all_to_all" for call in messages)
 
 
-def whole_run(options: Mapping[str, Any] | None = None, num_ranks: int = 4) -> Weights:
-    whole = Whole({**OPTIONS, **(options or {})})
-    whole.train(range(3), range(num_ranks))
-    return whole.weights()
-
-
-@pytest.mark.parametrize(
-    ("way", "options"),
-    [
-        ("momentum alone", {"nesterov": False, "momentum": 0.9}),
-        ("like AdamW", {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}),
-        ("fp32 on the wire", {}),
-        ("offloaded", {}),
-    ],
-)
-def test_options_of_torchs_muon_mean_the_same(ways: list[dict[str, Any]], way: str, options: dict[str, Any]) -> None:
-    wanted = whole_run(options)
-    assert [differing(found[way], wanted) for found in ways] == [[]] * 4
-
-
-def in_fp32(matrix: torch.Tensor, coefficients: Any, num_steps: int, eps: float) -> torch.Tensor:
-    """Do what torch's function does without its rounding to bf16."""
-    x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(num_steps):
-        gram = x @ x.T
-        factor = torch.addmm(gram, gram, gram, beta=coefficients[1], alpha=coefficients[2])
-        x = torch.addmm(x, factor, x, beta=coefficients[0])
-    return x.T if matrix.size(0) > matrix.size(1) else x
-
-
-def whole_run_in_fp32() -> Weights:
-    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", in_fp32):
-        return whole_run()
-
-
-def test_newton_schulz_in_fp32_equals_whole_matrices_to_the_bit(ways: list[dict[str, Any]]) -> None:
-    wanted = whole_run_in_fp32()
-    assert [differing(found["fp32"], wanted) for found in ways] == [[]] * 4
-
-
-def test_split_main_weights_take_the_steps_of_fp32_ones(ways: list[dict[str, Any]]) -> None:
-    for found in ways:
-        assert torch.equal(found["split"], found["not split"])
-
-
-def test_each_matrix_is_one_ranks_work_once_a_step(ways: list[dict[str, Any]]) -> None:
+def test_each_matrix_is_one_ranks_work_once_a_step() -> None:
     num_steps = 2
     num_matrices = sum(1 for name, _ in make_matrices().named_parameters() for _ in cuts_of(name.rpartition(".")[2]))
-    owned = [sum(found["calls"]) for found in ways]
-    assert owned == [found["owned"] for found in ways]
-    assert sum(owned) == num_steps * num_matrices
-    for found in ways:
-        # There and back once a step: none while gradients accumulate.
-        assert found["messages"] == 2 * num_steps
-        # At most as many buckets as the busiest rank has matrices that travel.
-        assert 2 < found["messages in tiny buckets"] <= 2 * (num_matrices / 4 + 2)
-    assert max(owned) <= num_steps * (num_matrices / 4 + 2)
+    ranks = run_ranks(4, count, num_steps, MuonOptions())
+    assert all(owned == counted for owned, counted, _ in ranks)
+    assert sum(owned for owned, *_ in ranks) == num_steps * num_matrices
+    assert max(owned for owned, *_ in ranks) <= num_steps * (num_matrices / 4 + 2)
+    # There and back once a step: none while gradients accumulate.
+    assert {messages for *_, messages in ranks} == {2 * num_steps}
+    # Every matrix is larger than such a bucket: at most as many as the busiest rank has matrices that travel.
+    for *_, messages in run_ranks(4, count, 1, MuonOptions(bucket_bytes=1)):
+        assert 2 < messages <= 2 * (num_matrices / 4 + 2)
 
 
-def test_the_state_dict_of_a_new_optimizer_shows_where_a_checkpoint_is_read_into(ways: list[dict[str, Any]]) -> None:
-    for found in ways:
-        assert found["fresh"] == ["exp_avg exp_avg_sq step", "momentum_buffer"]
+@on_ranks(2)
+def test_the_state_dict_of_a_new_optimizer_shows_where_a_checkpoint_is_read_into() -> None:
+    model = sharded()
+    fresh = fully_shard_optimizer(Muon(param_groups(model), **OPTIONS)).state_dict()["state"]
+    assert {" ".join(sorted(values)) for values in fresh.values()} == {"exp_avg exp_avg_sq step", "momentum_buffer"}

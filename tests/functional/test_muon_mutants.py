@@ -36,12 +36,10 @@ NUM_STEPS = 2
 
 
 def sgd_instead() -> AbstractContextManager[Any]:
-    """DeepSpeed's default stage stepped with the momentum as it was."""
     return mock.patch.object(Iteration, "__call__", lambda self, matrices, works=(): matrices)
 
 
 def scale_by_local_shape() -> AbstractContextManager[Any]:
-    """A factor of the rows that one rank holds."""
 
     def local(rows: int, columns: int, mode: str | None) -> float:
         return scale_factor(-(-rows // dist.get_world_size()), columns, mode)
@@ -51,7 +49,6 @@ def scale_by_local_shape() -> AbstractContextManager[Any]:
 
 @contextmanager
 def twice_on_replicas() -> Iterator[None]:
-    """The update of the second replica's weights applied once more."""
     original = MatrixGroup.apply
 
     def apply(self: MatrixGroup, *arguments: Any) -> None:
@@ -63,17 +60,14 @@ def twice_on_replicas() -> Iterator[None]:
 
 
 def replicas_left_out() -> AbstractContextManager[Any]:
-    """Updates that owners in other replicas made never arrive."""
     return mock.patch.object(Exchange, "_share_with_replicas", return_value=None)
 
 
 def pieces_left_out() -> AbstractContextManager[Any]:
-    """Updates that owners made never come back to other shards."""
     return mock.patch.object(Exchange, "_take_back", return_value=None)
 
 
 def decay_forgotten() -> AbstractContextManager[Any]:
-    """Matrices without weight decay."""
     original = muon.StepRows
 
     def rows(groups: Any, factors: Any) -> Any:
@@ -123,7 +117,6 @@ def step_each_microbatch(mesh_shape: tuple[int, ...]) -> dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module", params=[(2,), (2, 2)], ids=str)
 def compared(request: pytest.FixtureRequest) -> dict[str, list[str]]:
-    """What differs from the whole run, by fault, on any rank."""
     num_ranks = torch.Size(request.param).numel()
     whole = Whole(OPTIONS)
     whole.train(range(NUM_STEPS), range(num_ranks))
@@ -142,7 +135,6 @@ def test_every_fault_and_nothing_else_is_found(compared: dict[str, list[str]]) -
 
 @on_ranks(1)
 def test_a_step_without_gradients_counts_nowhere() -> None:
-    """Count a step of AdamW's parameters beside the matrices in a step without gradients."""
 
     def counted(self: Muon) -> Any:
         binding = original(self)

@@ -103,93 +103,70 @@ def test_a_run_resumes_on_another_number_of_ranks_to_the_bit(
         assert differing(found, wanted) == []
 
 
-# ---------------------------------------------------------------------- everything that two ranks can show
+def trained(num_steps: int = 0) -> tuple[Matrices, Muon]:
+    model, optimizer = sharded((dist.get_world_size(),), Placements.optim_grads_params(0))
+    train_sharded(model, optimizer, range(num_steps), dist.get_rank())
+    return model, optimizer
 
 
-def two_ranks() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for scenario in (state_dicts, clipping, nonfinite, absent, schedule, reports, tiny_gpt):
-        found[scenario.__name__] = scenario()
-    return found
-
-
-def state_dicts() -> dict[str, Any]:
-    """Load an optimizer's state dict into another one, and torch's own state into this one."""
-    model, optimizer = sharded((2,), Placements.optim_grads_params(0))
-    train_sharded(model, optimizer, range(2), dist.get_rank())
+@on_ranks(2)
+def test_a_state_dict_has_torchs_keys_and_resumes_to_the_bit() -> None:
+    model, optimizer = trained(2)
     document = copy.deepcopy(optimizer.state_dict())
     weights = copy.deepcopy(model.state_dict())
     train_sharded(model, optimizer, range(2, 4), dist.get_rank())
-    other, fresh = sharded((2,), Placements.optim_grads_params(0))
+    other, fresh = trained()
     other.load_state_dict(weights)
     fresh.load_state_dict(document)
     train_sharded(other, fresh, range(2, 4), dist.get_rank())
-    keys = [sorted(values) for values in document["state"].values()]
-    return {
-        "resumed": differing(whole_state(other), whole_state(model)),
-        "keys": sorted({" ".join(each) for each in keys}),
-        "groups": [group["use_muon"] for group in fresh.param_groups],
-        "shares memory": any(
-            value is mine
-            for values, mine_values in zip(fresh.state.values(), optimizer.state.values(), strict=True)
-            for value, mine in zip(values.values(), mine_values.values(), strict=True)
-        ),
-    }
+    assert differing(whole_state(other), whole_state(model)) == []
+    assert {" ".join(sorted(values)) for values in document["state"].values()} == {
+        "exp_avg exp_avg_sq step", "momentum_buffer"
+    }  # fmt: skip
+    assert [group["use_muon"] for group in fresh.param_groups] == [True] * 7 + [False]
+    for values, mine in zip(fresh.state.values(), optimizer.state.values(), strict=True):
+        assert all(value is not own for value, own in zip(values.values(), mine.values(), strict=True))
 
 
-def clipping() -> dict[str, Any]:
-    """Clip inside the step, and gradients beforehand, to the same norm."""
-    results = []
-    for is_inside in (True, False):
-        model, optimizer = sharded((2,), Placements.optim_grads_params(0))
+@on_ranks(2)
+def test_the_norm_is_that_of_all_gradients_on_all_ranks() -> None:
+    norms = []
+    for max_norm in (1.0, math.inf):
+        model, optimizer = trained()
         model(3 + dist.get_rank()).backward()
-        if not is_inside:
-            # The norm of both is a power of two away from the limit, so that the factor is exact.
-            optimizer.step(max_norm=math.inf)
-            norm = optimizer.grad_norm
-            assert norm is not None
-            results.append(norm.item())
-            continue
-        optimizer.step(max_norm=1.0)
-        assert optimizer.grad_norm is not None
-        results.append(optimizer.grad_norm.item())
+        optimizer.step(max_norm=max_norm)
+        norms.append(optimizer.grad_norm.item())
         squares = sum(p.grad.full_tensor().square().sum().item() for p in model.parameters() if p.grad is not None)
-        results.append(math.sqrt(squares))
-    return {"norms": results}
+    assert norms[0] == norms[1] == pytest.approx(math.sqrt(squares), rel=1e-6)
 
 
-def nonfinite() -> dict[str, Any]:
-    """Step on a NaN in the rows that one rank has of a matrix: nothing changes anywhere, or it is raised by name."""
-    model, optimizer = sharded((2,), Placements.optim_grads_params(0))
-    train_sharded(model, optimizer, range(1), dist.get_rank())
+@on_ranks(2)
+def test_a_nan_on_one_rank_stops_the_step_on_all_before_any_matrix() -> None:
+    model, optimizer = trained(1)
     optimizer.nonfinite = "skip"
-    before = copy.deepcopy((whole_state(model), optimizer.state_dict()["state"]))
+    weights, state = copy.deepcopy((whole_state(model), optimizer.state_dict()["state"]))
     model(1).backward()
-    gradient = model.layers[0].tall.grad
-    assert isinstance(gradient, DTensor)
-    if gradient.to_local().numel():
-        gradient.to_local()[-1, 0] = math.nan
+    gradient = model.layers[0].tall.grad.to_local()
+    if gradient.numel():
+        gradient[-1, 0] = math.nan
     optimizer.step()
-    changed = differing(whole_state(model), before[0])
-    momentum = [
-        key
-        for index, values in optimizer.state_dict()["state"].items()
-        for key, value in values.items()
-        if not torch.equal(_local(value), _local(before[1][index][key]))
-    ]
+    assert differing(whole_state(model), weights) == []
+    for index, values in optimizer.state_dict()["state"].items():
+        for key, value in values.items():
+            assert torch.equal(_local(value), _local(state[index][key])), (index, key)
+    assert optimizer.num_skipped == 1
     optimizer.nonfinite = "raise"
     with pytest.raises(NonfiniteGradientError, match="tall"):
         optimizer.step()
-    return {"changed": changed, "momentum": momentum, "skipped": optimizer.num_skipped}
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def absent() -> dict[str, Any]:
-    """Drop some gradients, then all of them."""
-    model, optimizer = sharded((2,), Placements.optim_grads_params(0))
+@on_ranks(2)
+def test_parameters_without_gradient_are_left_alone_and_an_empty_step_is_none() -> None:
+    model, optimizer = trained()
     model(dist.get_rank()).backward()
     layer = model.layers[0]
     layer.experts.grad = layer.bias.grad = None
@@ -197,49 +174,46 @@ def absent() -> dict[str, Any]:
     optimizer.step()
     optimizer.zero_grad()
     after = whole_state(model)
-    states = [optimizer.state.get(parameter) for parameter in (layer.experts, layer.bias)]
-    steps = [float(values["step"]) for values in optimizer.state.values() if "step" in values]
+    assert set(before) - set(differing(before, after)) == {"layers.0.bias", "layers.0.experts"}
+    assert layer.experts not in optimizer.state
+    assert layer.bias not in optimizer.state
     optimizer.step()
-    return {
-        "unchanged": sorted(set(before) - set(differing(before, after))),
-        "states": states,
-        "steps": steps,
-        "after an empty step": differing(whole_state(model), after),
-        "counters after": [float(v["step"]) for v in optimizer.state.values() if "step" in v] == steps,
-    }
+    assert differing(whole_state(model), after) == []
+    assert {float(values["step"]) for values in optimizer.state.values() if "step" in values} == {1.0}
 
 
-def schedule() -> dict[str, Any]:
-    """Give matrices of one group another rate, and change all rates by a scheduler."""
-    model, optimizer = sharded((2,), Placements.optim_grads_params(0))
+@on_ranks(2)
+def test_each_group_has_a_rate_of_its_own_that_schedules_change() -> None:
+    model, optimizer = trained()
     optimizer.param_groups[0]["lr"] = 0.0
     optimizer.param_groups[0]["weight_decay"] = 0.0
     before = whole_state(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     train_sharded(model, optimizer, range(1), dist.get_rank())
     scheduler.step()
-    after = whole_state(model)
-    return {
-        "unchanged": sorted(set(before) - set(differing(before, after))),
-        "rates": [group["lr"] for group in optimizer.param_groups],
-    }
+    assert set(before) - set(differing(before, whole_state(model))) == {"layers.0.qkv", "layers.1.qkv"}
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0] + [0.01] * 6 + [0.005]
 
 
-def reports() -> dict[str, Any]:
-    model, optimizer = sharded((2,), Placements.optim_grads_params(0))
+@on_ranks(2)
+def test_the_report_counts_what_ranks_share_and_what_is_no_matrix_is_refused() -> None:
+    model, optimizer = trained()
     (report,) = explain(optimizer)
+    plain = report.to_dict()
+    assert (plain["num_ranks"], plain["num_matrices"]) == (2, 2 * 16)
+    assert plain["redundant_flops"] == pytest.approx(2 * plain["mean_flops"])
+    assert plain["max_flops"] <= 1.05 * plain["bound_flops"]
+    assert "32 matrices" in str(report)
     with pytest.raises(ConfigError, match=r"bias.*use_muon=False"):
         Muon([{"params": [model.layers[0].bias]}])
     with pytest.raises(ConfigError, match=r"experts.*batch_dims"):
         Muon([model.layers[0].experts])
     with pytest.raises(ConfigError, match="SGD"):
         explain(torch.optim.SGD(model.parameters(), lr=0.1))
-    return {"plain": report.to_dict(), "page": str(report)}
 
 
-def tiny_gpt() -> list[str]:
-    """Train the usual test model with groups made by rule, through ``fully_shard_optimizer``, and compare."""
-
+@on_ranks(2)
+def test_groups_by_rule_train_the_model_that_one_process_trains() -> None:
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         return muon_param_groups(model, views={"*experts": MatrixView(batch_dims=1)}, adamw=("head.weight",))
 
@@ -248,63 +222,7 @@ def tiny_gpt() -> list[str]:
     whole = make_model()
     train(whole, Muon(groups(whole), **OPTIONS), range(3), range(2))
     # Gradients of one process round otherwise, and bf16 products make that some 2**-9 of an update.
-    return differing(whole_state(model), whole_state(whole), 3e-3)
-
-
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_ranks(2, two_ranks)
-
-
-def test_a_state_dict_has_torchs_keys_and_resumes_to_the_bit(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        shown = rank["state_dicts"]
-        assert shown["resumed"] == []
-        assert shown["keys"] == ["exp_avg exp_avg_sq step", "momentum_buffer"]
-        assert shown["groups"] == [True] * 7 + [False]
-        assert not shown["shares memory"]
-
-
-def test_the_norm_is_that_of_all_gradients_on_all_ranks(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        clipped, by_hand, measured = rank["clipping"]["norms"]
-        assert clipped == measured == pytest.approx(by_hand, rel=1e-6)
-
-
-def test_a_nan_on_one_rank_stops_the_step_on_all_before_any_matrix(found: list[dict[str, Any]]) -> None:
-    assert [rank["nonfinite"] for rank in found] == [{"changed": [], "momentum": [], "skipped": 1}] * 2
-
-
-def test_parameters_without_gradient_are_left_alone_and_an_empty_step_is_none(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        shown = rank["absent"]
-        assert shown["unchanged"] == ["layers.0.bias", "layers.0.experts"]
-        assert shown["states"] == [None, None]
-        assert set(shown["steps"]) == {1.0}
-        assert shown["after an empty step"] == []
-        assert shown["counters after"]
-
-
-def test_each_group_has_a_rate_of_its_own_that_schedules_change(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        assert rank["schedule"]["unchanged"] == ["layers.0.qkv", "layers.1.qkv"]
-        assert rank["schedule"]["rates"] == [0.0] + [0.01] * 6 + [0.005]
-
-
-def test_the_report_counts_what_ranks_share(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        plain = rank["reports"]["plain"]
-        assert (plain["num_ranks"], plain["num_matrices"]) == (2, 2 * 16)
-        assert plain["redundant_flops"] == pytest.approx(2 * plain["mean_flops"])
-        assert plain["max_flops"] <= 1.05 * plain["bound_flops"]
-        assert "32 matrices" in rank["reports"]["page"]
-
-
-def test_groups_by_rule_train_the_model_that_one_process_trains(found: list[dict[str, Any]]) -> None:
-    assert [rank["tiny_gpt"] for rank in found] == [[], []]
-
-
-# ---------------------------------------------------------------------- one process
+    assert differing(whole_state(model), whole_state(whole), 3e-3) == []
 
 
 def test_plain_parameters_are_stepped_as_torch_steps_them() -> None:
@@ -325,20 +243,15 @@ def test_plain_parameters_are_stepped_as_torch_steps_them() -> None:
     assert torch.equal(copied.state[weights[0]]["momentum_buffer"], oracle.state[theirs[0]]["momentum_buffer"])
 
 
-def test_a_state_of_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
-    del tmp_path
-    assert run_ranks(1, load_foreign_state) == [True]
-
-
-def load_foreign_state() -> bool:
-    model, optimizer = sharded((1,), Placements.optim_grads_params(0))
-    train_sharded(model, optimizer, range(1), 0)
+@on_ranks(1)
+def test_a_state_of_another_optimizer_is_refused_by_name() -> None:
+    _, optimizer = trained(1)
     document = optimizer.state_dict()
     document["state"][0] = {"exp_avg": torch.zeros(2)}
-    _, fresh = sharded((1,), Placements.optim_grads_params(0))
+    model, fresh = trained()
     with pytest.raises(ConfigError, match="momentum_buffer"):
         fresh.load_state_dict(document)
-    return True
+    del model
 
 
 @pytest.mark.parametrize(

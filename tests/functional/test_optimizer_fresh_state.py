@@ -112,7 +112,7 @@ def test_an_optimizer_whose_new_state_is_not_zeros_says_that_nothing_was_read(tm
     path = str(tmp_path / "step")
     texts: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: texts.append(record.getMessage())
     model, optimizer = build("NAdam")
     step(model, optimizer, range(1))
     dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)

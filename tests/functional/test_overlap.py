@@ -1,5 +1,6 @@
 """What hides the collectives of a step, on streams of CUDA's meaning: compute between their issue and the wait."""
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.null_group import null_world
+from dbuffer.events import listen
 from dbuffer.storage import KNOWN
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.certify.certificate import watching
+from megatron_fsdp import AdamW, MixedPrecisionPolicy, Placements, fully_shard
+from megatron_fsdp.certify.certificate import Certificate, watching
 from megatron_fsdp.certify.clocks import VirtualStreams
 from megatron_fsdp.certify.hiding import Hidden
 from megatron_fsdp.runtime.lanes import drive_with
@@ -42,17 +44,34 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))  # type: ignore[no-any-return]
 
 
+STRATEGIES = {
+    "no_shard": Placements.no_shard(0),
+    "optim": Placements.optim(0),
+    "optim_grads": Placements.optim_grads(0),
+    "optim_grads_params": Placements.optim_grads_params(0),
+    "hsdp": Placements.hsdp(0, 1),
+    "hfsdp": Placements.hfsdp(0, 1),
+}
+
+
 BACKWARD_FLOPS = 2 * 2 * TOKENS * 16 * WIDTH * WIDTH
 """Of the matrix products of one block: two for each weight."""
 
 
-def reductions(policy: MixedPrecisionPolicy, num_buffers: int | None = None) -> list[Hidden]:
-    """Return what hides the reduction of each block but the first, whose gradients come last."""
+def sharded(policy: MixedPrecisionPolicy, strategy: str) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 4) if strategy in ("hsdp", "hfsdp") else (8,))
+    model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy, placements=STRATEGIES[strategy])
+    return model
+
+
+def steps_of(
+    policy: MixedPrecisionPolicy, num_buffers: int | None = None, strategy: str = "optim_grads_params"
+) -> Certificate:
+    """Return what is found in a step."""
     with null_world(8), watching("overlap") as check:
-        mesh = init_device_mesh("cpu", (8,))
-        model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
-        for part in (*model, model):
-            fully_shard(part, mesh=mesh, mp_policy=policy)
+        model = sharded(policy, strategy)
         if num_buffers is not None:
             model.set_reduce_scatter_max_input_buffers(num_buffers)  # type: ignore[operator]
         for step in range(2):
@@ -65,7 +84,12 @@ def reductions(policy: MixedPrecisionPolicy, num_buffers: int | None = None) -> 
         torch.zeros(1).add_(1)
         found = check.certificate()
     assert found.is_clean()
-    hidden = [one for one in found.hidden if "reduce_scatter" in one.kinds]
+    return found
+
+
+def reductions(policy: MixedPrecisionPolicy, num_buffers: int | None = None) -> list[Hidden]:
+    """Return what hides the reduction of each block but the first, whose gradients come last."""
+    hidden = [one for one in steps_of(policy, num_buffers).hidden if "reduce_scatter" in one.kinds]
     assert [one.unit for one in hidden] == [str(number) for number in reversed(range(NUM_BLOCKS))]
     return hidden[:-1]
 
@@ -129,3 +153,81 @@ def test_backward_peaks_no_higher_than_fsdp2(dtypes: tuple[torch.dtype, torch.dt
     print(ours, theirs, ours / theirs)
     # What is left is padding, which is less where units are larger.
     assert 0.8 * theirs < ours <= 1.005 * theirs
+
+
+# ---------------------------------------------------------------- no collective on the compute stream
+
+
+def places_of_collectives(strategy: str, gather_dtype: Any = None) -> set[tuple[str, str]]:
+    """Return the kind of each collective of a step, and the stream on which it is issued."""
+    policy = MixedPrecisionPolicy(BF16, BF16, main_params_dtype=FP32, gather_dtype=gather_dtype)
+    found: set[tuple[str, str]] = set()
+    streams = VirtualStreams()
+
+    def hear(action: str, subject: Any) -> None:
+        if action == "collective":
+            found.add((subject.kind, streams.current().name))
+
+    with null_world(8), drive_with(streams):
+        model = sharded(policy, strategy)
+        optimizer = AdamW(model.parameters())
+        for step in range(2):
+            with listen(hear) if step else contextlib.nullcontext():
+                model(torch.ones(2, WIDTH, dtype=BF16)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return found
+
+
+GATHERS, REDUCTIONS = ("all_gather", "gather lane"), ("reduce_scatter", "reduce lane")
+WANTED = {
+    "no_shard": {("all_reduce", "last lane")},
+    "optim": {GATHERS, ("reduce_scatter", "last lane")},
+    "optim_grads": {GATHERS, REDUCTIONS},
+    "optim_grads_params": {GATHERS, REDUCTIONS},
+    "hsdp": {GATHERS, REDUCTIONS, ("all_reduce", "last lane")},
+    "hfsdp": {GATHERS, REDUCTIONS, ("reduce_scatter", "last lane")},
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_collective_of_a_step_is_issued_on_compute(strategy: str) -> None:
+    assert places_of_collectives(strategy) == WANTED[strategy]
+
+
+def test_magnitudes_of_quantized_weights_travel_on_the_gather_lane() -> None:
+    found = places_of_collectives("optim_grads_params", "fp8")
+    assert found == {GATHERS, REDUCTIONS, ("all_reduce", "gather lane")}
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "hsdp", "hfsdp"])
+def test_what_is_reduced_once_a_step_is_hidden_behind_the_backward_of_the_blocks_before(strategy: str) -> None:
+    hidden = steps_of(MixedPrecisionPolicy(), strategy=strategy).hidden
+    last = [one for one in hidden if one.lane == "last"]
+    assert sorted(one.unit for one in last) == ["0", "1", "2", "3", "4"]
+    assert {one.unit: one.flops / BACKWARD_FLOPS for one in last} == pytest.approx(
+        {"4": 3.9, "3": 2.9, "2": 1.9, "1": 0.9, "0": 0.0}, abs=0.3
+    )
+
+
+# ---------------------------------------------------------------- streams that are used no more
+
+
+def num_waits(*, evaluates: bool) -> int:
+    """Return how often streams wait for each other in a step, after an evaluation on streams of its own or not."""
+    streams = VirtualStreams()
+    with null_world(8), drive_with(streams):
+        model = sharded(MixedPrecisionPolicy(), "optim_grads_params")
+        for step in range(4):
+            if evaluates and step == 1:
+                for name in "ab":
+                    with streams.use(streams.stream(name)), torch.no_grad():
+                        model(torch.ones(2, WIDTH))
+            before = len(streams.waits)
+            model(torch.ones(2, WIDTH)).sum().backward()
+            model.zero_grad()
+    return len(streams.waits) - before
+
+
+def test_lanes_wait_no_more_for_streams_that_were_not_used_in_the_last_pass() -> None:
+    assert num_waits(evaluates=True) == num_waits(evaluates=False) > 20

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from dbuffer.collectives import observe_collectives
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.functional.strategy_table import STRATEGIES
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.oracle import whole
 
 WIDTH, NUM_CHUNKS, NUM_STEPS = 7, 3, 2
@@ -28,7 +28,6 @@ class Headed(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 5)
 
     def forward(self, x: torch.Tensor, *parts: str) -> torch.Tensor:
-        """Return (batch, 7), or (batch, 5) where the head is among the parts."""
         for layer in self.layers:
             x = torch.tanh(layer(x))
         for part in parts:
@@ -50,8 +49,7 @@ def recomputed(model: Any, x: torch.Tensor) -> None:
     hidden = model(x, "norm")
 
     def loss_of(chunk: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = model.head(chunk).square().sum()
-        return found
+        return model.head(chunk).square().sum()
 
     losses = [checkpoint(loss_of, chunk, use_reentrant=bool(i % 2)) for i, chunk in enumerate(chunks(hidden))]
     torch.stack(losses).sum().backward()
@@ -168,8 +166,9 @@ def plain_gradients(case: Callable[[Any, torch.Tensor], None]) -> list[list[torc
     return found
 
 
-def differences(strategy: str) -> dict[tuple[str, object], float]:
-    """Return by case and resharding how far gradients are off; infinity where one is there and the other is not."""
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+@on_ranks(2)
+def test_gradients_are_a_plain_models_whichever_modules_of_a_unit_a_forward_runs(strategy: str) -> None:
     worst = {}
     for name, case in CASES.items():
         wanted = plain_gradients(case)
@@ -187,18 +186,13 @@ def differences(strategy: str) -> dict[tuple[str, object], float]:
                 optimizer.step()
                 optimizer.zero_grad()
             worst[name, reshards] = off
-    return worst
+    assert len(worst) == 3 * len(CASES) == 39
+    assert {key: off for key, off in worst.items() if off > 1e-5} == {}
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
-def test_gradients_are_a_plain_models_whichever_modules_of_a_unit_a_forward_runs(strategy: str) -> None:
-    for worst in run_ranks(2, differences, strategy):
-        assert len(worst) == 3 * len(CASES) == 39
-        assert {key: off for key, off in worst.items() if off > 1e-5} == {}
-
-
-def dtypes_of_calls() -> list[torch.dtype]:
-    """Return what the head gets and gives, called by itself, and what the model gives without it."""
+@on_ranks(2)
+def test_each_module_of_a_unit_casts_its_inputs_and_outputs_when_it_is_called_by_itself() -> None:
+    wanted = [torch.float64] + [torch.bfloat16, torch.float64] * NUM_CHUNKS
     policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
     model = sharded("optim_grads_params", mp_policy=policy)
     seen: list[torch.dtype] = []
@@ -207,12 +201,7 @@ def dtypes_of_calls() -> list[torch.dtype]:
     seen.append(hidden.dtype)
     for chunk in chunks(hidden):
         seen.append(model.head(chunk).dtype)
-    return seen
-
-
-def test_each_module_of_a_unit_casts_its_inputs_and_outputs_when_it_is_called_by_itself() -> None:
-    wanted = [torch.float64] + [torch.bfloat16, torch.float64] * NUM_CHUNKS
-    assert run_ranks(2, dtypes_of_calls) == [wanted] * 2
+    assert seen == wanted
 
 
 @on_ranks(2)

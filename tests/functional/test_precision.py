@@ -1,7 +1,7 @@
 """Which dtype each copy of weights and gradients has while a model trains, and what that does to its numbers."""
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from dbuffer import observe_collectives
-from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, microbatch
-from tests.harness import on_ranks, run_ranks
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, microbatch
+from tests.harness import on_ranks
 from tests.harness.models import WIDTH, Block, Stack, inputs
 from tests.harness.oracle import whole
 
@@ -20,8 +20,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Probe(nn.Module):
-    """A linear layer that notes the dtypes it sees."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH, dtype=dtype)
@@ -36,37 +34,42 @@ class Probe(nn.Module):
 
 
 @dataclass(frozen=True)
-class Dtypes:
-    """What one step shows.
+class Wanted:
+    """How a probe is made, and what a step of it has to show; bytes are of an element of a trained weight."""
 
-    Attributes:
-        seen: in forward. output, index: of what the module returned.
-        parameter, gradient: of the sharded weight as the trainer sees them.
-        stepped: gradient and state dtype inside ``optimizer.step``.
-        element_bytes: of each kind of collective, for the trainable weights.
-    """
-
-    seen: dict[str, torch.dtype]
-    output: torch.dtype
-    index: torch.dtype
-    parameter: torch.dtype
-    gradient: torch.dtype
-    frozen: torch.dtype
-    stepped: tuple[torch.dtype, ...]
-    element_bytes: dict[str, set[float]] = field(default_factory=dict)
+    own: torch.dtype
+    policy: Any
+    weight: torch.dtype
+    inputs: torch.dtype
+    gathered_bytes: float
+    reduced_bytes: float
+    gradient: torch.dtype = FP32
+    output: torch.dtype | None = None
 
 
-def dtypes_of_a_step(own: torch.dtype, policy: Any) -> Dtypes:
-    model = Probe(own)
-    fully_shard(model, mp_policy=policy)
-    assert isinstance(model, FsdpModule)
+POLICIES = {
+    "none": Wanted(FP32, None, FP32, FP32, 4.0, 4.0),
+    "compute": Wanted(FP32, MixedPrecisionPolicy(BF16), BF16, BF16, 2.0, 4.0, output=BF16),
+    "all six": Wanted(
+        BF16, MixedPrecisionPolicy(BF16, FP32, FP32, False, FP32, FP32), BF16, FP32, 2.0, 4.0, output=FP32
+    ),
+    "narrow gradients": Wanted(FP32, MixedPrecisionPolicy(BF16, main_grads_dtype=BF16), BF16, BF16, 2.0, 2.0, BF16),
+    "main weights": Wanted(BF16, MixedPrecisionPolicy(main_params_dtype=FP32), BF16, FP32, 2.0, 2.0),
+    "torch": Wanted(FP32, TorchPolicy(BF16, FP32, FP32), BF16, BF16, 2.0, 4.0, output=FP32),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@on_ranks(2)
+def test_weights_inputs_outputs_gradients_and_what_travels_have_the_dtypes_that_a_policy_says(name: str) -> None:
+    wanted = POLICIES[name]
+    model = Probe(wanted.own)
+    fully_shard(model, mp_policy=wanted.policy)
     optimizer = fully_shard_optimizer(torch.optim.SGD([model.linear.weight, model.linear.bias], lr=0.1, momentum=0.9))
     group = next(group for group in model.parameter_groups if group.requires_grad)
-    sizes: dict[str, set[float]] = {}
-
     # Integers and frozen weights travel with them, as the bytes that they are.
-    others = [each for each in model.parameter_groups if each is not group]
-    rest = {"all_gather": sum(each.gathered.nbytes for each in others)}
+    rest = {"all_gather": sum(each.gathered.nbytes for each in model.parameter_groups if each is not group)}
+    sizes: dict[str, set[float]] = {}
 
     def note(call: Any) -> None:
         sizes.setdefault(call.kind, set()).add((call.num_bytes - rest.get(call.kind, 0)) / group.plan.numel)
@@ -77,125 +80,27 @@ def dtypes_of_a_step(own: torch.dtype, policy: Any) -> Dtypes:
     with observe_collectives(note):
         output["output"].float().square().mean().backward()
     gradient = model.linear.weight.grad
-    assert gradient is not None
     optimizer.step()
-    state = optimizer.state[model.linear.weight]["momentum_buffer"]
-    return Dtypes(
-        model.seen,
-        output["output"].dtype,
-        output["index"].dtype,
-        model.linear.weight.dtype,
-        gradient.dtype,
-        model.frozen.dtype,
-        (state.dtype,),
-        sizes,
-    )
+    seen = model.seen
+    assert seen["weight"] is seen["frozen"] is wanted.weight
+    assert seen["input"] is seen["keyword"] is wanted.inputs
+    assert seen["index"] is seen["table"] is output["index"].dtype is torch.int64
+    assert wanted.output in (None, output["output"].dtype)
+    # The trainer sees FP32 main weights and state; what is frozen gets no wider copy.
+    assert model.linear.weight.dtype is optimizer.state[model.linear.weight]["momentum_buffer"].dtype is FP32
+    assert model.frozen.dtype is wanted.own
+    assert gradient.dtype is wanted.gradient
+    assert sizes == {"all_gather": {wanted.gathered_bytes}, "reduce_scatter": {wanted.reduced_bytes}}
 
 
-POLICIES: dict[str, tuple[torch.dtype, Any]] = {
-    "none": (FP32, None),
-    "compute": (FP32, MixedPrecisionPolicy(BF16)),
-    "all six": (BF16, MixedPrecisionPolicy(BF16, FP32, FP32, False, FP32, FP32)),
-    "narrow gradients": (FP32, MixedPrecisionPolicy(BF16, main_grads_dtype=BF16)),
-    "main weights": (BF16, MixedPrecisionPolicy(main_params_dtype=FP32)),
-    "torch": (FP32, TorchPolicy(BF16, FP32, FP32)),
-}
+def loss_of(model: nn.Module, rank: int) -> torch.Tensor:
+    return model(inputs(rank, 0).to(BF16)).float().square().sum()
 
 
-def all_dtypes() -> dict[str, Dtypes]:
-    return {name: dtypes_of_a_step(*arguments) for name, arguments in POLICIES.items()}
-
-
-@pytest.fixture(scope="module")
-def shown() -> dict[str, Dtypes]:
-    """What each policy shows on rank 1."""
-    return run_ranks(2, all_dtypes)[1]
-
-
-WANTED_WEIGHTS = {
-    "none": FP32,
-    "compute": BF16,
-    "all six": BF16,
-    "narrow gradients": BF16,
-    "main weights": BF16,
-    "torch": BF16,
-}
-
-
-@pytest.mark.parametrize(("name", "wanted"), WANTED_WEIGHTS.items())
-def test_forward_sees_weights_in_the_compute_dtype(shown: dict[str, Dtypes], name: str, wanted: torch.dtype) -> None:
-    assert shown[name].seen["weight"] is shown[name].seen["frozen"] is wanted
-
-
-@pytest.mark.parametrize("name", ["compute", "torch", "narrow gradients"])
-def test_floating_point_inputs_are_cast_to_the_compute_dtype(shown: dict[str, Dtypes], name: str) -> None:
-    assert shown[name].seen["input"] is shown[name].seen["keyword"] is BF16
-
-
-@pytest.mark.parametrize("name", ["none", "all six", "main weights"])
-def test_inputs_stay_as_they_are_without_a_compute_dtype_or_when_told_so(shown: dict[str, Dtypes], name: str) -> None:
-    assert shown[name].seen["input"] is shown[name].seen["keyword"] is FP32
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_integers_are_never_cast(shown: dict[str, Dtypes], name: str) -> None:
-    assert shown[name].seen["index"] is shown[name].seen["table"] is shown[name].index is torch.int64
-
-
-@pytest.mark.parametrize(("name", "wanted"), [("compute", BF16), ("all six", FP32), ("torch", FP32)])
-def test_outputs_are_cast_when_an_output_dtype_is_given(
-    shown: dict[str, Dtypes], name: str, wanted: torch.dtype
-) -> None:
-    assert shown[name].output is wanted
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_the_trainer_sees_fp32_main_weights(shown: dict[str, Dtypes], name: str) -> None:
-    assert shown[name].parameter is FP32
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_frozen_weights_get_no_wider_copy(shown: dict[str, Dtypes], name: str) -> None:
-    assert shown[name].frozen is POLICIES[name][0]
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_gradients_rest_in_their_own_dtype(shown: dict[str, Dtypes], name: str) -> None:
-    assert shown[name].gradient is (BF16 if name == "narrow gradients" else FP32)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_optimizer_state_has_the_dtype_of_the_main_weights(shown: dict[str, Dtypes], name: str) -> None:
-    assert shown[name].stepped == (FP32,)
-
-
-@pytest.mark.parametrize(("name", "wanted"), [("none", 4.0), ("compute", 2.0), ("all six", 2.0), ("main weights", 2.0)])
-def test_weights_are_gathered_in_the_compute_dtype(shown: dict[str, Dtypes], name: str, wanted: float) -> None:
-    assert shown[name].element_bytes["all_gather"] == {wanted}
-
-
-WANTED_REDUCTIONS = {
-    "none": 4.0,
-    "compute": 4.0,
-    "all six": 4.0,
-    "narrow gradients": 2.0,
-    "main weights": 2.0,
-    "torch": 4.0,
-}
-
-
-@pytest.mark.parametrize(("name", "wanted"), WANTED_REDUCTIONS.items())
-def test_gradients_are_reduced_in_the_reduce_dtype_or_that_of_the_gradients(
-    shown: dict[str, Dtypes], name: str, wanted: float
-) -> None:
-    assert shown[name].element_bytes["reduce_scatter"] == {wanted}
-
-
-# ---------------------------------------------------------------- numbers
-
-
-def gradients_in(policy: MixedPrecisionPolicy, own: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each full gradient beside the FP32 mean of what plain copies compute in bf16, one for each rank."""
+@pytest.mark.parametrize("own", [FP32, BF16], ids=["from fp32", "from bf16"])
+@on_ranks(2)
+def test_bf16_gradients_reduced_in_fp32_are_exactly_the_fp32_mean_of_every_ranks_own(own: torch.dtype) -> None:
+    policy = MixedPrecisionPolicy(BF16, FP32, main_params_dtype=FP32)
     torch.manual_seed(3)
     plain = Stack(Block(), Block(hidden=5)).to(BF16)
     model = copy.deepcopy(plain).to(own)
@@ -208,27 +113,13 @@ def gradients_in(policy: MixedPrecisionPolicy, own: torch.dtype) -> list[tuple[t
         plain.zero_grad()
         loss_of(plain, rank).backward()
         for total, parameter in zip(totals, plain.parameters(), strict=True):
-            assert parameter.grad is not None
             total += parameter.grad.float() / dist.get_world_size()
-    return [(whole(p.grad, p), total) for p, total in zip(model.parameters(), totals, strict=True)]
-
-
-def loss_of(model: nn.Module, rank: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(rank, 0).to(BF16))
-    return output.float().square().sum()
-
-
-@pytest.mark.parametrize("own", [FP32, BF16], ids=["from fp32", "from bf16"])
-def test_bf16_gradients_reduced_in_fp32_are_exactly_the_fp32_mean_of_every_ranks_own(own: torch.dtype) -> None:
-    policy = MixedPrecisionPolicy(BF16, FP32, main_params_dtype=FP32)
-    for pairs in run_ranks(2, gradients_in, policy, own):
-        assert all(torch.equal(found, wanted) for found, wanted in pairs)
-        assert all(bool(wanted.any()) for _, wanted in pairs)
+    pairs = [(whole(p.grad, p), total) for p, total in zip(model.parameters(), totals, strict=True)]
+    assert all(torch.equal(found, wanted) for found, wanted in pairs)
+    assert all(bool(wanted.any()) for _, wanted in pairs)
 
 
 class Weight(nn.Module):
-    """One weight, all ones; its gradient is the input."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(5, dtype=dtype))
@@ -237,73 +128,54 @@ class Weight(nn.Module):
         return self.weight * x
 
 
-def reduced_gradient(values: tuple[float, ...], policy: MixedPrecisionPolicy) -> list[float]:
-    """Return the final gradient when rank r's gradient is ``values[r]``."""
+@pytest.mark.parametrize(
+    ("values", "policy", "wanted"),
+    [
+        # A small gradient of one rank survives a reduction in FP32, and is rounded away by one in bf16.
+        ((1.0, 2.0**-10), MixedPrecisionPolicy(BF16, FP32), (1.0 + 2.0**-10) / 2),
+        ((1.0, 2.0**-10), MixedPrecisionPolicy(BF16, BF16), 0.5),
+        # A sum beyond the range of FP16 does not overflow on the way to its mean.
+        ((2e4, 2.5e4, 3e4, 2.5e4), MixedPrecisionPolicy(FP16, FP16, main_grads_dtype=FP32), 2.5e4),
+    ],
+)
+@on_ranks(lambda values: len(values))
+def test_gradients_are_reduced_in_the_dtype_asked_for(
+    values: tuple[float, ...], policy: MixedPrecisionPolicy, wanted: float
+) -> None:
     model = Weight(FP32)
     fully_shard(model, mp_policy=policy)
     model(torch.full((5,), values[dist.get_rank()])).sum().backward()
-    return [float(value) for value in whole(model.weight.grad, model.weight)]
+    tolerance = 0.0 if policy.reduce_dtype is not FP16 else 2**-10
+    assert whole(model.weight.grad, model.weight).tolist() == pytest.approx([wanted] * 5, rel=tolerance)
 
 
-def test_a_small_gradient_of_one_rank_survives_a_reduction_in_fp32() -> None:
-    values = (1.0, 2.0**-10)
-    (found, _) = run_ranks(2, reduced_gradient, values, MixedPrecisionPolicy(BF16, FP32))
-    assert found == [(1.0 + 2.0**-10) / 2] * 5
-
-
-def test_a_small_gradient_of_one_rank_is_rounded_away_by_a_reduction_in_bf16() -> None:
-    values = (1.0, 2.0**-10)
-    (found, _) = run_ranks(2, reduced_gradient, values, MixedPrecisionPolicy(BF16, BF16))
-    assert found == [0.5] * 5
-
-
-def test_a_sum_beyond_the_range_of_fp16_does_not_overflow_on_the_way_to_its_mean() -> None:
-    values = (20_000.0, 25_000.0, 30_000.0, 25_000.0)
-    for found in run_ranks(4, reduced_gradient, values, MixedPrecisionPolicy(FP16, FP16, main_grads_dtype=FP32)):
-        assert found == pytest.approx([25_000.0] * 5, rel=2**-10)
-
-
-def accumulated_gradient(policy: MixedPrecisionPolicy) -> list[float]:
-    """Return the gradient of one large and 64 small microbatches."""
+@pytest.mark.parametrize(("dtype", "wanted"), [(FP32, 1.125), (None, 1.0)])
+@on_ranks(2)
+def test_small_microbatches_add_up_in_fp32_main_gradients_alone(dtype: torch.dtype | None, wanted: float) -> None:
     model = Weight(BF16)
-    fully_shard(model, mp_policy=policy)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(main_grads_dtype=dtype))
     values = [1.0] + [2.0**-9] * 64
     for index, value in enumerate(values):
         with microbatch(model, index == len(values) - 1):
             model(torch.full((5,), value, dtype=BF16)).sum().backward()
-    return [float(value) for value in whole(model.weight.grad, model.weight)]
+    assert whole(model.weight.grad, model.weight).tolist() == [wanted] * 5
 
 
-def test_small_microbatches_add_up_in_fp32_main_gradients() -> None:
-    policy = MixedPrecisionPolicy(main_grads_dtype=FP32)
-    assert run_ranks(2, accumulated_gradient, policy) == [[1.125] * 5] * 2
-
-
-def test_small_microbatches_vanish_in_bf16_main_gradients() -> None:
-    assert run_ranks(2, accumulated_gradient, MixedPrecisionPolicy()) == [[1.0] * 5] * 2
-
-
-def weights_after_small_steps(policy: MixedPrecisionPolicy) -> list[float]:
-    """Take 64 steps that are each too small for a bf16 weight."""
+# 1 - 2**-9 lies halfway between two bf16 numbers and rounds to the even one, which is 1.
+@pytest.mark.parametrize(("dtype", "wanted"), [(FP32, 0.875), (None, 1.0)])
+@on_ranks(2)
+def test_small_steps_reach_bf16_weights_through_fp32_main_weights_alone(
+    dtype: torch.dtype | None, wanted: float
+) -> None:
     model = Weight(BF16)
-    fully_shard(model, mp_policy=policy)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(main_params_dtype=dtype))
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=2.0**-9))
     for _ in range(64):
         model(torch.ones(5, dtype=BF16)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        return [float(value) for value in model(torch.ones(5, dtype=BF16))]
-
-
-def test_small_steps_reach_bf16_weights_through_fp32_main_weights() -> None:
-    policy = MixedPrecisionPolicy(main_params_dtype=FP32)
-    assert run_ranks(2, weights_after_small_steps, policy) == [[0.875] * 5] * 2
-
-
-def test_small_steps_are_lost_without_main_weights() -> None:
-    # 1 - 2**-9 lies halfway between two bf16 numbers and rounds to the even one, which is 1.
-    assert run_ranks(2, weights_after_small_steps, MixedPrecisionPolicy()) == [[1.0] * 5] * 2
+        assert model(torch.ones(5, dtype=BF16)).tolist() == [wanted] * 5
 
 
 @on_ranks(2)
@@ -315,11 +187,9 @@ def test_units_of_one_model_may_compute_in_different_dtypes() -> None:
     seen: list[torch.dtype] = []
 
     def note(module: nn.Module, args: object) -> None:
-        assert isinstance(module, nn.Linear)
         seen.append(module.weight.dtype)
 
     for layer in model.layers:
-        assert isinstance(layer, Block)
         layer.up.register_forward_pre_hook(note)
     model(inputs(dist.get_rank(), 0)).square().mean().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -57,7 +57,6 @@ def trained(value: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return all that a checkpoint holds of both, in one order."""
     state = [optimizer.state[parameter][key] for parameter in model.parameters() for key in ("exp_avg", "exp_avg_sq")]
     return [*(parameter.detach() for parameter in model.parameters()), *state]
 
@@ -120,7 +119,6 @@ class Use:
         return value
 
     def names(self, value: int) -> set[str]:
-        """Return what is in the folder when a value was saved in peace."""
         if self.keep_last is None:
             return {"step"}
         steps = [self.step] if self.step else [*self.before, value][-self.keep_last :]
@@ -150,7 +148,6 @@ class Explorer:
         self._loaded: dict[int, int | None] = {}
 
     def begin(self) -> Tree:
-        """Return the folder before the save in question."""
         restore(self.root, {})
         with one_life(0):
             for value in self.use.before:
@@ -160,13 +157,11 @@ class Explorer:
         return self.seen()
 
     def seen(self) -> Tree:
-        """Return the folder as it is."""
         recording = Recording(self.root)
         recording.look()
         return recording.killed[0]
 
     def saved(self, tree: Tree, value: int) -> Recording:
-        """Save a value over what a crash left, as another process."""
         restore(self.root, tree)
         with one_life(value), record(self.root) as recording:
             self.use.save(self.root, value)

@@ -40,8 +40,6 @@ SHARDING = re.compile(r"(fully_shard|fully_shard_model\w*|replicate)\(")
 
 
 class Block(nn.Module):
-    """A block of ``Model``."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(16)
@@ -52,8 +50,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """What the examples call ``model``."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
@@ -65,8 +61,7 @@ class Model(nn.Module):
         return x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.head(self.encode(x))
-        return output
+        return self.head(self.encode(x))
 
 
 def example_of(module: str, name: str) -> str:
@@ -78,7 +73,6 @@ def example_of(module: str, name: str) -> str:
 
 
 def scene(code: str) -> dict[str, Any]:
-    """Return what the names in an example stand for."""
     model: Any = Model()
     if not SHARDING.search(code):
         for block in model.blocks:
@@ -103,7 +97,6 @@ def scene(code: str) -> dict[str, Any]:
 
 
 def run_example(module: str, name: str, folder: str) -> None:
-    """Run it on this rank; one of an error may end in that error."""
     os.chdir(folder)
     code, value = example_of(module, name), getattr(importlib.import_module(module), name)
     is_error = isinstance(value, type) and issubclass(value, Exception)

@@ -14,8 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp import FsdpModule, fully_shard
 from megatron_fsdp import MixedPrecisionPolicy as Policy
-from megatron_fsdp.integrations.megatron.accepted import ACCEPTED
-from megatron_fsdp.integrations.megatron.fully_shard_model import fully_shard_model, fully_shard_model_and_optimizer
+from megatron_fsdp.integrations.megatron.fully_shard_model import (
+    ACCEPTED,
+    fully_shard_model,
+    fully_shard_model_and_optimizer,
+)
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
@@ -34,9 +37,6 @@ def compare_with(**options: Any) -> Comparison:
         assert fully_shard_model(model, [Block], **options) is model
 
     return compare(replace(BASE, shard=shard))
-
-
-# ---------------------------------------------------------------- strategies and meshes
 
 
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3, "no_shard", "optim", "optim_grads", "optim_grads_params"])
@@ -87,9 +87,6 @@ def test_dp_shard_dim_alone_names_the_axis_of_a_larger_mesh() -> None:
     assert (len(axes), axes[0].size) == (1, 2)
 
 
-# ---------------------------------------------------------------- units
-
-
 def unit_names(entries: Any) -> list[str]:
     model = fully_shard_model(nn.Sequential(Stack(Block(), Block()), nn.Linear(7, 7)), entries)
     return [name for name, module in model.named_modules() if isinstance(module, FsdpModule)]
@@ -124,7 +121,6 @@ def test_without_unit_modules_the_model_is_one_unit_and_the_log_says_what_that_c
 @on_ranks(2)
 def test_what_was_sharded_before_stays_as_it_is() -> None:
     model = three_blocks()
-    assert isinstance(model, Stack)
     fully_shard(model.layers[0], grad_divisor=3)
     fully_shard_model(model, [Block])
     (group,) = units_of(model)[1].parameter_groups
@@ -134,14 +130,10 @@ def test_what_was_sharded_before_stays_as_it_is() -> None:
     )
 
 
-# ---------------------------------------------------------------- what does nothing, what is refused
-
-
 def logged(action: Any) -> list[str]:
-    """Return the lines that ``action`` logs."""
     lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("megatron_fsdp.integrations.megatron.fully_shard_model")
     logger.addHandler(handler)
     try:
@@ -176,16 +168,6 @@ def test_every_argument_without_effect_is_answered_with_the_reason_on_one_rank()
     assert all(asked == [] for _, asked, _ in second)
 
 
-def message_of(options: dict[str, Any]) -> str:
-    if "device_mesh" in options:
-        options["device_mesh"] = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("outer", "dp", "cp"))
-    try:
-        fully_shard_model(three_blocks(), **{"fsdp_unit_modules": [Block], **options})
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 REFUSED = {
     "unknown": ({"overlap_grads": True}, "no argument 'overlap_grads'; the nearest is 'overlap_grad_reduce'"),
     "misspelt": ({"dp_shard": "dp"}, "the nearest is 'dp_shard_dim'"),
@@ -205,14 +187,16 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@on_ranks(1)
 def test_what_has_no_meaning_is_refused_with_the_cure(name: str) -> None:
     options, wanted = REFUSED[name]
-    (message,) = run_ranks(1, message_of, options)
+    if "device_mesh" in options:
+        options["device_mesh"] = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("outer", "dp", "cp"))
+    with pytest.raises(ValueError) as refused:
+        fully_shard_model(three_blocks(), **{"fsdp_unit_modules": [Block], **options})
+    message = f"{type(refused.value).__name__}: {refused.value}"
     assert message.startswith("ConfigError: ")
     assert wanted in message
-
-
-# ---------------------------------------------------------------- arguments that act
 
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), None])
@@ -233,8 +217,6 @@ def test_meta_parameters_are_initialised_on_request(wanted: bool) -> None:
 
 @dataclass(frozen=True)
 class MegatronPolicy:
-    """Megatron-FSDP's fields."""
-
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
@@ -288,12 +270,11 @@ class Expert(Block):
     def __init__(self) -> None:
         super().__init__()
         for parameter in self.parameters():
-            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.allreduce = False
 
 
 @on_ranks(4)
 def test_experts_are_sharded_over_their_own_mesh_and_divided_by_all_ranks() -> None:
-    """Two expert-parallel pairs of ranks; each has an expert of its own, and all share the dense block."""
     torch.manual_seed(0)
     model = Stack(Block(), Stack(Expert()))
     torch.manual_seed(dist.get_rank() // 2)
@@ -312,9 +293,6 @@ def test_experts_are_sharded_over_their_own_mesh_and_divided_by_all_ranks() -> N
     sizes = [unit.parameter_groups[0].main_weight.axes[0].size for unit in units_of(model) if unit.parameter_groups]
     assert sizes == [4, 2]
     assert worst < 1e-6
-
-
-# ---------------------------------------------------------------- the optimizer as well
 
 
 @on_ranks(2)
@@ -339,17 +317,12 @@ def test_an_optimizer_built_before_sharding_trains_the_sharded_parameters() -> N
     assert result.is_exact
 
 
-def late_optimizer() -> str:
+@on_ranks(1)
+def test_an_optimizer_with_state_is_refused() -> None:
     model = three_blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     squared(model, 0, 0).backward()
     optimizer.step()
-    try:
+    with pytest.raises(ValueError) as refused:
         fully_shard_model_and_optimizer(model, optimizer)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_an_optimizer_with_state_is_refused() -> None:
-    assert "has stepped already" in run_ranks(1, late_optimizer)[0]
+    assert "has stepped already" in str(refused.value)

@@ -21,7 +21,6 @@ SHRINK_S = 30.0
 
 
 def seeds() -> range:
-    """Return which seeds to run."""
     words = os.environ.get("RANDOM_USE", f"0 {NUM_USUAL}").split()
     first, count = (int(time.time()), words[0]) if len(words) == 1 else words
     return range(int(first), int(first) + int(count))

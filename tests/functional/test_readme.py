@@ -12,7 +12,6 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def trainer() -> str:
-    """Return the README's Python example."""
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     return str(code)
 
@@ -22,8 +21,8 @@ def run_trainer() -> tuple[float, float, int]:
     names: dict[str, object] = {}
     exec(compile(trainer(), str(README), "exec"), names)  # what is under test is the text itself
     model, norm, loss = names["model"], names["norm"], names["loss"]
-    whole = sum(parameter.to_local().shape == parameter.shape for parameter in model.parameters())  # type: ignore[attr-defined]
-    return norm.item(), loss.item(), whole  # type: ignore[attr-defined]
+    whole = sum(parameter.to_local().shape == parameter.shape for parameter in model.parameters())
+    return norm.item(), loss.item(), whole
 
 
 def test_the_readmes_trainer_learns_and_clips_by_one_norm_on_all_ranks() -> None:

@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import fully_shard
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Headed, inputs
-from tests.harness.oracle import Case, Comparison, compare
+from tests.harness.oracle import Case, compare
 
 KINDS = {"reentrant": True, "non-reentrant": False}
 
@@ -46,46 +46,34 @@ class _Region:
 
 
 class CheckpointInside(Block):
-    """The unit checkpoints a part of itself."""
-
     use_reentrant = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + checkpoint(self._branch, x, use_reentrant=self.use_reentrant)
-        return result
+        return x + checkpoint(self._branch, x, use_reentrant=self.use_reentrant)
 
     def _branch(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.down(torch.tanh(self.up(self.norm(x))))
-        return result
+        return self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class CheckpointInsideReentrantly(CheckpointInside):
-    """The same, reentrantly."""
-
     use_reentrant = True
 
 
 class Whole(nn.Module):
-    """A region around the whole model, root included."""
-
     def __init__(self, use_reentrant: bool, inner: nn.Module) -> None:
         super().__init__()
         self.use_reentrant = use_reentrant
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
-        return result
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
 
 
 class Sometimes(Block):
-    """Leaves its middle out for some ranks' data."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if float(x.detach().flatten()[0]) > 0:
             return super().forward(x)
-        result: torch.Tensor = x + self.norm(x)
-        return result
+        return x + self.norm(x)
 
 
 def unequal_blocks(count: int) -> list[Block]:
@@ -117,7 +105,6 @@ def frozen_parts(use_reentrant: bool) -> nn.Module:
     model = Checkpointed(1, use_reentrant, *unequal_blocks(4))
     model.blocks[2].requires_grad_(False)
     for block in model.blocks:
-        assert isinstance(block, Block)
         block.up.requires_grad_(False)
     return model
 
@@ -151,12 +138,7 @@ def shard_blocks(model: nn.Module) -> None:
 
 def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     # Reentrant checkpointing computes no gradient at all unless an input asks for one.
-    output: torch.Tensor = model(inputs(rank, step).requires_grad_())
-    return output.square().mean()
-
-
-def train(builder: str, kind: str) -> Comparison:
-    return compare(Case(lambda: BUILDERS[builder](KINDS[kind]), loss, shard=shard_blocks))
+    return model(inputs(rank, step).requires_grad_()).square().mean()
 
 
 # Each builder with one kind by turns.
@@ -164,9 +146,10 @@ QUICK = [(builder, list(KINDS)[place % len(KINDS)]) for place, builder in enumer
 
 
 @pytest.mark.parametrize(("builder", "kind"), nightly_but(QUICK, product(BUILDERS, KINDS)))
+@on_ranks(2, timeout=20)
 def test_gradients_equal_those_of_a_whole_model_with(builder: str, kind: str) -> None:
-    results = run_ranks(2, train, builder, kind, timeout=20)
-    assert all(result.is_exact for result in results), results
+    result = compare(Case(lambda: BUILDERS[builder](KINDS[kind]), loss, shard=shard_blocks))
+    assert result.is_exact, result
 
 
 def count_collectives(kind: str, builder: str) -> list[dict[str, int]]:

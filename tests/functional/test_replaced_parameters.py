@@ -31,16 +31,12 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 class Tied(nn.Module):
-    """Two layers of one unit, whose weights may be one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., WIDTH) for (..., WIDTH)."""
-        result: torch.Tensor = self.second(torch.tanh(self.first(x)))
-        return result
+        return self.second(torch.tanh(self.first(x)))
 
 
 class Recurrent(nn.Module):
@@ -51,22 +47,15 @@ class Recurrent(nn.Module):
         self.rnn = nn.GRU(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., WIDTH) for (..., WIDTH)."""
-        result: torch.Tensor = self.rnn(x)[0]
-        return result
+        return self.rnn(x)[0]
 
 
 class Checkpointed(Block):
-    """Computes its activations again in backward."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., WIDTH) for (..., WIDTH)."""
-        result: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
-        return result
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def pair(*layers: nn.Module, **options: Any) -> tuple[Stack, Stack]:
-    """Return a sharded model and the same one whole."""
     oracle = Stack(*(layers or (Block(), Block(hidden=5))))
     model = copy.deepcopy(oracle)
     shard_layers(model, **options)
@@ -81,8 +70,6 @@ def gap(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.detach() - other.detach()).abs().max())
 
 
-# ---------------------------------------------------------------- functional_call
-
 # What the sharded model is given instead of its weights, from halves of the whole ones.
 Given = Callable[[nn.Module, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 REPLACEMENTS: dict[str, Given] = {
@@ -93,8 +80,12 @@ REPLACEMENTS: dict[str, Given] = {
 }
 
 
-def call_functionally(strategy: str, reshard_after_forward: bool | None) -> dict[str, tuple[float, float, float]]:
-    """Return by replacement: how far outputs are from the oracle's, how far its weights moved, the later error."""
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_functional_call_computes_with_the_tensors_it_is_given(
+    strategy: str, reshard_after_forward: bool | None
+) -> None:
     found = {}
     x = inputs(dist.get_rank(), 0)
     for name, given in REPLACEMENTS.items():
@@ -125,23 +116,13 @@ def call_functionally(strategy: str, reshard_after_forward: bool | None) -> dict
             if other.grad is not None
         )
         found[name] = (worst, effect, after)
-    return found
-
-
-@pytest.mark.parametrize("reshard_after_forward", [None, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_functional_call_computes_with_the_tensors_it_is_given(
-    strategy: str, reshard_after_forward: bool | None
-) -> None:
-    for found in run_ranks(2, call_functionally, strategy, reshard_after_forward):
-        for name, (worst, effect, after) in found.items():
-            assert worst < 2e-6 < 0.01 < effect, name
-            assert after < 2e-6, name
+    for name, (worst, effect, after) in found.items():
+        assert worst < 2e-6 < 0.01 < effect, name
+        assert after < 2e-6, name
 
 
 @on_ranks(3)
 def test_functional_call_with_a_fixed_weight_trains_the_others() -> None:
-    """Give one weight of two to a forward with gradients."""
     torch.manual_seed(0)
     model, oracle = pair()
     fixed = torch.full((13, WIDTH), 0.1)
@@ -179,12 +160,8 @@ def test_functional_call_computes_in_the_policy_s_dtype() -> None:
     assert run_ranks(2, call_functionally_in_bf16) == [0.0, 0.0]
 
 
-# ---------------------------------------------------------------- registered by assignment
-
-
 @on_ranks(2)
 def test_weights_that_need_no_gradient_may_be_assigned() -> None:
-    """Assign weights that are not trained, and tie two, in evaluation."""
     torch.manual_seed(0)
     model, oracle = pair(Tied(), Tied())
     x = inputs(dist.get_rank(), 0)
@@ -209,7 +186,6 @@ def test_weights_that_need_no_gradient_may_be_assigned() -> None:
 
 @on_ranks(2)
 def test_tied_parameters_may_be_tied_again() -> None:
-    """Assign the parameter that is there already, as Hugging Face's ``tie_weights`` does after a load."""
     torch.manual_seed(0)
     oracle = Tied()
     oracle.second.weight = oracle.first.weight
@@ -235,7 +211,6 @@ ADOPTERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @on_ranks(2)
 def test_a_sharded_parameter_assigned_before_the_first_forward_is_trained(strategy: str, make: str) -> None:
-    """Assign sharded parameters before the first forward, then train."""
     torch.manual_seed(0)
     model, oracle = pair(placements=getattr(Placements, strategy)(0))
     old, value = model.layers[0].up.weight, model.layers[0].up.weight.full_tensor()
@@ -277,14 +252,11 @@ class Scaled(nn.Module):
         self.norm = nn.Parameter(torch.empty(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., 3) for (..., 3)."""
-        result: torch.Tensor = self.second(self.first(x)) * self.norm
-        return result
+        return self.second(self.first(x)) * self.norm
 
 
 @on_ranks(2)
 def test_a_parameter_on_the_meta_device_may_be_assigned_before_the_first_forward() -> None:
-    """Do as PyTorch's own test of a replaced parameter."""
     with torch.device("meta"):
         model = Scaled()
     for layer in (model.first, model.second):
@@ -305,12 +277,8 @@ def test_a_parameter_on_the_meta_device_may_be_assigned_before_the_first_forward
     assert of_gradient < 2e-6
 
 
-# ---------------------------------------------------------------- added
-
-
 @on_ranks(2)
 def test_modules_that_are_added_train_when_they_are_sharded_and_stay_when_they_are_frozen() -> None:
-    """Add to a sharded model what may be added: ignored, frozen and sharded parameters."""
     torch.manual_seed(0)
     oracle = Stack(Block(), nn.Sequential(Block(hidden=5), nn.Linear(WIDTH, WIDTH)))
     model = copy.deepcopy(oracle)
@@ -338,20 +306,14 @@ def test_modules_that_are_added_train_when_they_are_sharded_and_stay_when_they_a
     ) < 5e-6
 
 
-# ---------------------------------------------------------------- saved
-
-
-def save_with_a_fixed_weight(folder: str) -> str:
-    """Return what a save says of a weight that is computed with and that no unit holds."""
+@on_ranks(2)
+def test_a_save_refuses_a_weight_that_is_not_the_unit_s(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
     model, _ = pair(Tied())
     model.layers[0].first.weight = nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=False)
     model(inputs(dist.get_rank(), 0))
     with pytest.raises(CheckpointError) as refused:
         save_checkpoint(model, None, folder)
-    return str(refused.value)
-
-
-def test_a_save_refuses_a_weight_that_is_not_the_unit_s(tmp_path: Path) -> None:
-    for message in run_ranks(2, save_with_a_fixed_weight, str(tmp_path / "saved")):
-        assert "parameter 'first.weight' was replaced" in message
+    message = str(refused.value)
+    assert "parameter 'first.weight' was replaced" in message
     assert not list(tmp_path.iterdir())

@@ -31,35 +31,16 @@ from megatron_fsdp import (
 from tests.functional.strategy_table import STRATEGIES
 from tests.harness import run_ranks
 from tests.harness.grids import covering, nightly_but
-from tests.harness.models import draw_tokens, loss_of, make_mesh
-
-VOCABULARY = 23
-WIDTH = 7
+from tests.harness.models import VOCABULARY, WIDTH, Block, draw_tokens, loss_of, make_mesh
 
 Call = tuple[str, str, str, int, int]
 
 
-class Block(nn.Module):
-    """A residual block whose widths share no factor with the number of ranks."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, hidden)
-        self.down = nn.Linear(hidden, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return result
-
-
 class Model(nn.Module):
-    """Embedding, blocks of different sizes, norm and head."""
-
     def __init__(self, hidden: tuple[int, ...] = (13, 31, 5, 29)) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(width) for width in hidden)
+        self.blocks = nn.ModuleList(Block(hidden=width) for width in hidden)
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
@@ -67,8 +48,7 @@ class Model(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        result: torch.Tensor = self.head(self.norm(x))
-        return result
+        return self.head(self.norm(x))
 
 
 Shard = Callable[..., object]
@@ -121,7 +101,6 @@ def nested_units(shard: Shard) -> nn.Module:
     shard([model.embedding, model.head])
     shard(model, reshard_after_forward=True)
     kept = model.blocks[2]
-    assert isinstance(kept, FsdpModule)
     kept.set_reshard_after_forward(False)
     return model
 
@@ -167,13 +146,11 @@ def frozen_after_sharding(shard: Shard) -> nn.Module:
 def two_packed_buffers(shard: Shard) -> nn.Module:
     """Gradients of one unit are packed while those of another are still being reduced."""
     model = every_part_a_unit(shard)
-    assert isinstance(model, FsdpModule)
     model.set_reduce_scatter_max_input_buffers(2)
     return model
 
 
 def no_common_root(shard: Shard) -> nn.Module:
-    """Units that nothing joins: each has a schedule of its own."""
     model = Model()
     for block in model.blocks:
         shard(block)
@@ -183,7 +160,6 @@ def no_common_root(shard: Shard) -> nn.Module:
 
 
 def explicit_prefetch(shard: Shard) -> nn.Module:
-    """Two units gathered ahead in both directions."""
     model = every_part_a_unit(shard)
     blocks = [block for block in model.get_submodule("blocks").children() if isinstance(block, FsdpModule)]
     for position, block in enumerate(blocks):
@@ -193,16 +169,13 @@ def explicit_prefetch(shard: Shard) -> nn.Module:
 
 
 def weights_kept_after_backward(shard: Shard) -> nn.Module:
-    """Later microbatches find weights gathered."""
     model = every_part_a_unit(shard)
-    assert isinstance(model, FsdpModule)
     model.set_reshard_after_backward(False)
     return model
 
 
 def memory_kept_after_reshard(shard: Shard) -> nn.Module:
     model = every_part_a_unit(shard)
-    assert isinstance(model, FsdpModule)
     model.set_keep_unsharded_storage(True)
     return model
 
@@ -234,8 +207,6 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One run to predict."""
-
     model: str = "every_part_a_unit"
     mesh: tuple[int, ...] = (2,)
     strategy: str = "optim_grads_params"
@@ -278,7 +249,6 @@ class Step:
 
 
 def run_all(chosen: list[Setting]) -> list[Step]:
-    """Run settings of one mesh shape one after the other."""
     mesh = make_mesh(chosen[0].mesh)
     return [run(setting, mesh) for setting in chosen]
 
@@ -336,14 +306,6 @@ def steps_on(mesh: tuple[int, ...], is_quick: bool) -> dict[Setting, list[Step]]
     return {setting: [rank[position] for rank in ranks] for position, setting in enumerate(chosen)}
 
 
-@pytest.fixture(params=nightly_but(QUICK, settings(list)), ids=str)
-def steps(request: pytest.FixtureRequest) -> list[Step]:
-    """What every rank saw of one setting."""
-    setting = request.param
-    assert isinstance(setting, Setting)
-    return steps_on(setting.mesh, setting in QUICK)[setting]
-
-
 def predicted_calls(report: Report) -> Counter[Call]:
     calls: Counter[Call] = Counter()
     for each in (each for unit in report.units for group in unit.groups for each in group.collectives):
@@ -351,27 +313,17 @@ def predicted_calls(report: Report) -> Counter[Call]:
     return calls
 
 
-def test_bytes_at_rest_are_predicted_to_the_byte(steps: list[Step]) -> None:
-    for seen in steps:
-        assert seen.persistent_bytes > 0
-        assert seen.report.persistent_bytes == seen.persistent_bytes
-
-
-def test_every_collective_of_a_step_is_predicted_with_its_bytes(steps: list[Step]) -> None:
-    for seen in steps:
-        assert predicted_calls(seen.report) == seen.calls
-        assert sum(total.count for total in seen.report.collectives) == seen.calls.total()
+@pytest.mark.parametrize("setting", nightly_but(QUICK, settings(list)), ids=str)
+def test_memory_and_collectives_are_predicted_to_the_byte_and_peaks_from_above_within_a_percent(
+    setting: Setting,
+) -> None:
+    for seen in steps_on(setting.mesh, setting in QUICK)[setting]:
+        report = seen.report
+        assert report.persistent_bytes == seen.persistent_bytes > 0
+        assert report.optimizer_bytes == seen.optimizer_bytes
+        assert predicted_calls(report) == seen.calls
+        assert sum(total.count for total in report.collectives) == seen.calls.total()
         num_bytes = sum(call[-1] * count for call, count in seen.calls.items())
-        assert sum(total.num_bytes for total in seen.report.collectives) == num_bytes
-
-
-def test_transient_peaks_are_predicted_from_above_within_a_percent(steps: list[Step]) -> None:
-    for seen in steps:
-        forward, backward = seen.report.forward_peak.num_bytes, seen.report.backward_peak.num_bytes
-        assert seen.forward_peak <= forward <= 1.01 * seen.forward_peak
-        assert seen.backward_peak <= backward <= 1.01 * seen.backward_peak
-
-
-def test_adamw_state_is_predicted_to_the_byte(steps: list[Step]) -> None:
-    for seen in steps:
-        assert seen.report.optimizer_bytes == seen.optimizer_bytes
+        assert sum(total.num_bytes for total in report.collectives) == num_bytes
+        assert seen.forward_peak <= report.forward_peak.num_bytes <= 1.01 * seen.forward_peak
+        assert seen.backward_peak <= report.backward_peak.num_bytes <= 1.01 * seen.backward_peak

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import fully_shard
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.models import WIDTH, inputs, three_blocks
 from tests.harness.oracle import whole
 
@@ -21,39 +21,30 @@ def packed(tensor: torch.Tensor) -> bytes:
 
 
 def unpacked(content: bytes) -> torch.Tensor:
-    tensor: torch.Tensor = torch.load(io.BytesIO(content))
-    return tensor
+    return torch.load(io.BytesIO(content))
 
 
 class Passing(nn.Module):
-    """Also returns what it was given, as it is."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (..., WIDTH) twice for (..., WIDTH)."""
         return self.linear(x.sin()), x
 
 
 class Net(nn.Module):
-    """Uses a leaf that a unit has returned."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.blocks = Passing(), three_blocks()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., width of the blocks) for (..., WIDTH)."""
         y, same = self.first(x)
-        result: torch.Tensor = self.blocks(y * same.cos())
-        return result
+        return self.blocks(y * same.cos())
 
 
 @on_ranks(2)
 def test_gradients_equal_the_whole_models_when_saved_tensors_are_pickled() -> None:
-    """Train two steps."""
     torch.manual_seed(0)
     model, plain = Net(), Net()
     plain.load_state_dict(model.state_dict())
@@ -80,18 +71,12 @@ def test_gradients_equal_the_whole_models_when_saved_tensors_are_pickled() -> No
     assert worst < 1e-6
 
 
-# ---------------------------------------------------------------- set_unshard_in_backward(False)
-
-
 class Own(nn.Module):
-    """Multiplies with its weight by itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.randn(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., WIDTH) for (..., WIDTH)."""
         return x * self.scale
 
 
@@ -102,7 +87,9 @@ PARTS = {
 }
 
 
-def refusal(name: str) -> str:
+@pytest.mark.parametrize("name", PARTS)
+@on_ranks(2)
+def test_a_backward_that_reads_weights_which_are_not_to_be_gathered_names_unit_and_parameter(name: str) -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), PARTS[name](), nn.Linear(WIDTH, 3), nn.Tanh())
     for part in (*model[:3], model):
@@ -112,15 +99,8 @@ def refusal(name: str) -> str:
     model(inputs(dist.get_rank(), 0)).square().mean().backward()
     model.zero_grad()
     model[1].set_unshard_in_backward(False)
-    try:
+    with pytest.raises(ValueError) as refused:
         model(inputs(dist.get_rank(), 0)).square().mean().backward()
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing raised"
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_a_backward_that_reads_weights_which_are_not_to_be_gathered_names_unit_and_parameter(name: str) -> None:
-    for found in run_ranks(2, refusal, name):
-        assert found.startswith(f"StateError: unit '1': its backward reads parameter {name}")
-        assert "set_unshard_in_backward(False)" in found
+    found = f"{type(refused.value).__name__}: {refused.value}"
+    assert found.startswith(f"StateError: unit '1': its backward reads parameter {name}")
+    assert "set_unshard_in_backward(False)" in found

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, explain, fully_shard, fully_shard_optimizer
+from megatron_fsdp import MixedPrecisionPolicy, explain, fully_shard, fully_shard_optimizer
 
 # A small model cut into 16,384 shards is padding for the most part.
 pytestmark = pytest.mark.filterwarnings("ignore::dbuffer.errors.PaddingWarning")
@@ -39,13 +39,11 @@ class Block(nn.Module):
         self.down = nn.Linear(24, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
-        return result
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 @contextmanager
 def rank_zero_of(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
-    """Make this process rank 0 of a mesh, of which no other rank exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(shape))
     try:
         yield init_device_mesh("cpu", shape)
@@ -54,7 +52,6 @@ def rank_zero_of(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
 
 
 def build(mesh: DeviceMesh) -> nn.Module:
-    """Shard a small model unit by unit: ZeRO-3 on one axis, HSDP on two."""
     torch.manual_seed(0)
     blocks = [Block() for _ in range(4)]
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -64,7 +61,6 @@ def build(mesh: DeviceMesh) -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Run one training step."""
     model(torch.ones(2, 8)).float().square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -122,7 +118,6 @@ def footprint(shape: tuple[int, ...]) -> Footprint:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["ZeRO-3", "HSDP"])
 def few_and_many(request: pytest.FixtureRequest) -> tuple[Footprint, Footprint]:
-    """Measurements on 8 and on 16,384 ranks."""
     return footprint(FEW_RANKS[request.param]), footprint(MANY_RANKS[request.param])
 
 
@@ -141,7 +136,6 @@ def test_a_model_takes_as_much_on_16384_ranks_as_on_8(
 def test_rank_0_of_16384_trains_and_keeps_one_shard_of_weights(shape: tuple[int, ...]) -> None:
     with rank_zero_of(shape) as mesh:
         model = build(mesh)
-        assert isinstance(model, FsdpModule)
         group = model.parameter_groups[0]
         assert group.plan.num_shards == shape[-1]
         assert group.model_weight.local_buffer.numel() == group.plan.shard_numel

@@ -36,7 +36,6 @@ def root(mean: torch.Tensor) -> torch.Tensor:
 
 
 def whole_run(num_steps: int, num_ranks: int) -> Weights:
-    """Step whole matrices one by one, in one process."""
     model = make_matrices()
     parameters = dict(model.named_parameters())
     adamw = torch.optim.AdamW(
@@ -101,7 +100,6 @@ def test_steps_equal_whole_matrices_and_each_has_its_factors_once(
 
 
 def resume(folder: str) -> Weights:
-    """Take the fourth step of two ranks on three."""
     model, optimizer = sharded((3,), "optim_grads_params")
     load_checkpoint(model, optimizer, folder)
     rank = dist.get_rank()

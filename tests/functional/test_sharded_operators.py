@@ -12,20 +12,17 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import FlatDTensor
 from megatron_fsdp import AdamW, FSDPModule, MixedPrecisionPolicy, fully_shard
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
 from tests.harness.oracle import differing, shard_model, train, whole_state
 
 State = dict[str, torch.Tensor]
 LAYOUTS = {
-    "one rank": ("optim_grads_params", (1,)),
-    "three ranks": ("optim_grads_params", (3,)),
-    "optimizer state alone": ("optim", (2,)),
-    "replicated": ("no_shard", (2,)),
-    "hsdp": ("hsdp", (2, 2)),
+    "one rank": ("optim_grads_params", (1,)), "three ranks": ("optim_grads_params", (3,)),
+    "optimizer state alone": ("optim", (2,)), "replicated": ("no_shard", (2,)), "hsdp": ("hsdp", (2, 2)),
     "hfsdp": ("hfsdp", (2, 2)),
-}
+}  # fmt: skip
 
 
 def num_ranks(layout: str) -> int:
@@ -35,9 +32,6 @@ def num_ranks(layout: str) -> int:
 def sharded_model(layout: str, policy: MixedPrecisionPolicy | None = None) -> Model:
     strategy, mesh_shape = LAYOUTS[layout]
     return shard_model(make_model(), make_mesh(mesh_shape), strategy, policy)
-
-
-# ---------------------------------------------------------------------- initialisation
 
 
 def reset(model: Model) -> None:
@@ -94,9 +88,6 @@ def test_main_weights_of_bf16_compute_are_reset_in_fp32() -> None:
         assert differing(state, model.state_dict()) == []
 
 
-# ---------------------------------------------------------------------- averages, norms, penalties
-
-
 def average(model: Model, ranks: list[int]) -> State:
     """Train with an average of weights that is made out of place, and return it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -109,15 +100,12 @@ def average(model: Model, ranks: list[int]) -> State:
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in doubled.items()}
 
 
-def average_sharded(layout: str) -> State:
-    return average(sharded_model(layout), [dist.get_rank()])
-
-
 @pytest.mark.parametrize("layout", nightly_but(["three ranks", "hfsdp"], ["three ranks", "hsdp", "hfsdp"]))
+@on_ranks(num_ranks)
 def test_averages_of_weights_that_are_made_out_of_place_are_those_of_the_whole_model(layout: str) -> None:
     wanted = average(make_model(), list(range(num_ranks(layout))))
-    for averages in run_ranks(num_ranks(layout), average_sharded, layout):
-        assert differing(averages, wanted, 1e-5) == []
+    averages = average(sharded_model(layout), [dist.get_rank()])
+    assert differing(averages, wanted, 1e-5) == []
 
 
 def penalty_of(model: Model, anchor: list[torch.Tensor]) -> torch.Tensor:
@@ -155,10 +143,6 @@ def penalise(model: Model, ranks: list[int], how: str) -> State:
     return whole_state(model)
 
 
-def penalise_sharded(layout: str, how: str) -> State:
-    return penalise(sharded_model(layout), [dist.get_rank()], how)
-
-
 HOW = ("in a backward of its own", "in the loss", "before the loss", "on the last microbatch")
 
 
@@ -166,14 +150,14 @@ PENALTIES = [(layout, how) for layout in LAYOUTS if layout != "one rank" for how
 
 
 @pytest.mark.parametrize(("layout", "how"), nightly_but(PENALTIES[::9], PENALTIES))
+@on_ranks(num_ranks)
 def test_penalties_on_weights_change_them_as_in_the_whole_model(layout: str, how: str) -> None:
     wanted = penalise(make_model(), list(range(num_ranks(layout))), how)
-    for weights in run_ranks(num_ranks(layout), penalise_sharded, layout, how):
-        assert differing(weights, wanted, 1e-5) == []
+    weights = penalise(sharded_model(layout), [dist.get_rank()], how)
+    assert differing(weights, wanted, 1e-5) == []
 
 
 def measure(model: Model, ranks: list[int]) -> list[float]:
-    """Return what users log of weights and gradients."""
     for rank in ranks:
         tokens = draw_tokens(rank)
         (loss_of(model(tokens), tokens) / len(ranks)).backward()
@@ -188,34 +172,24 @@ def measure(model: Model, ranks: list[int]) -> list[float]:
     return [value.item() for value in found]
 
 
-def measure_sharded(layout: str) -> list[float]:
-    return measure(sharded_model(layout), [dist.get_rank()])
-
-
 @pytest.mark.parametrize("layout", nightly_but(["three ranks", "hsdp"], ["three ranks", "hsdp", "hfsdp"]))
+@on_ranks(num_ranks)
 def test_what_is_logged_of_weights_and_gradients_is_that_of_the_whole_model(layout: str) -> None:
     wanted = measure(make_model(), list(range(num_ranks(layout))))
-    for found in run_ranks(num_ranks(layout), measure_sharded, layout):
-        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    found = measure(sharded_model(layout), [dist.get_rank()])
+    assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
-def assign_vector(layout: str) -> State:
-    """Write all parameters as pieces of one vector."""
+@pytest.mark.parametrize("layout", ["three ranks", "hfsdp"])
+@on_ranks(num_ranks)
+def test_parameters_that_are_assigned_from_one_vector_are_doubled(layout: str) -> None:
+    wanted = {name: value * 2 if name != "positions" else value for name, value in make_model().state_dict().items()}
     model = sharded_model(layout)
     with torch.no_grad():
         vector = nn.utils.parameters_to_vector(model.parameters())
         nn.utils.vector_to_parameters(vector * 2, model.parameters())
-    return whole_state(model)
-
-
-@pytest.mark.parametrize("layout", ["three ranks", "hfsdp"])
-def test_parameters_that_are_assigned_from_one_vector_are_doubled(layout: str) -> None:
-    wanted = {name: value * 2 if name != "positions" else value for name, value in make_model().state_dict().items()}
-    for state in run_ranks(num_ranks(layout), assign_vector, layout):
-        assert differing(state, wanted) == []
-
-
-# ---------------------------------------------------------------------- gradient scaling
+    state = whole_state(model)
+    assert differing(state, wanted) == []
 
 
 def train_scaled(model: Model, ranks: list[int]) -> State:
@@ -307,7 +281,6 @@ def test_an_overflow_on_one_rank_leaves_out_the_step_of_all(name: str, is_clippe
 
 
 def built_between(policy: bool | None) -> list[str]:
-    """Return what is shown plain between forward and backward."""
     model = make_model()
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=policy)
@@ -323,11 +296,9 @@ def test_after_a_forward_only_the_root_shows_plain_parameters() -> None:
     assert run_ranks(2, built_between, True) == [[], []]
 
 
-# ---------------------------------------------------------------------- files of each rank's own part
-
-
-def resume_from_own_file(layout: str) -> tuple[State, State]:
-    """Save a rank's sharded state dicts with torch.save, load them into a new model, and train both on."""
+@pytest.mark.parametrize("layout", ["three ranks", "hfsdp"])
+@on_ranks(num_ranks)
+def test_a_rank_goes_on_from_its_own_file(layout: str) -> None:
     model = sharded_model(layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, range(2), [dist.get_rank()])
@@ -342,16 +313,9 @@ def resume_from_own_file(layout: str) -> tuple[State, State]:
     other_optimizer.load_state_dict(state)
     train(model, optimizer, range(2, 4), [dist.get_rank()])
     train(other, other_optimizer, range(2, 4), [dist.get_rank()])
-    return whole_state(model), whole_state(other)
+    continued, resumed = whole_state(model), whole_state(other)
+    assert differing(resumed, continued) == []
 
-
-@pytest.mark.parametrize("layout", ["three ranks", "hfsdp"])
-def test_a_rank_goes_on_from_its_own_file(layout: str) -> None:
-    for continued, resumed in run_ranks(num_ranks(layout), resume_from_own_file, layout):
-        assert differing(resumed, continued) == []
-
-
-# ---------------------------------------------------------------------- views of parameters
 
 Change = Callable[[Model], object]
 CHANGES: dict[str, Change] = {

@@ -29,12 +29,7 @@ def shard_all(model: nn.Module, reshard: Reshard = None, *, is_fused: bool = Tru
     fully_shard(model, reshard_after_forward=reshard, mp_policy=policy)
 
 
-# ---------------------------------------------------------------- auxiliary losses kept as attributes
-
-
 class Routed(Block):
-    """Keeps an auxiliary loss, as routers do."""
-
     aux: torch.Tensor | None = None
 
     def __init__(self) -> None:
@@ -42,7 +37,6 @@ class Routed(Block):
         self.router = nn.Linear(WIDTH, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., WIDTH) for (..., WIDTH)."""
         self.aux = self.router(self.norm(x)).softmax(-1).square().sum()
         return super().forward(x)
 
@@ -53,7 +47,6 @@ def routed() -> nn.Module:
 
 def routed_and_frozen() -> nn.Module:
     model = routed()
-    assert isinstance(model, Stack)
     for layer in model.layers:
         for name, parameter in layer.named_parameters():
             parameter.requires_grad_("router" not in name and "up" not in name)
@@ -66,8 +59,7 @@ def aux_of(model: nn.Module) -> torch.Tensor:
 
 
 def main_and_aux(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(rank, step))
-    return output.square().mean() + aux_of(model)
+    return model(inputs(rank, step)).square().mean() + aux_of(model)
 
 
 def aux_alone(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -76,8 +68,7 @@ def aux_alone(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def aux_after_main(model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor, ...]:
-    output: torch.Tensor = model(inputs(rank, step))
-    return output.square().mean(), aux_of(model)
+    return model(inputs(rank, step)).square().mean(), aux_of(model)
 
 
 def aux_before_main(model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor, ...]:
@@ -103,12 +94,7 @@ def checkpointed() -> nn.Module:
     return CheckpointedStack(*(Routed() for _ in range(3)))
 
 
-# ---------------------------------------------------------------- activations that hooks of the user take
-
-
 def inner_activations(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """A loss of what is inside of the second of three blocks alone."""
-    assert isinstance(model, Stack)
     block, taken = model.layers[1], []
     handles = [
         module.register_forward_hook(lambda module, args, output: taken.append(output))
@@ -122,8 +108,6 @@ def inner_activations(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 class Mixed(nn.Module):
-    """Modules whose backward reads weights in ways of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.convolution = nn.Conv1d(1, 3, 3)
@@ -151,9 +135,6 @@ def kept_one_by_one(model: nn.Module, rank: int, step: int) -> tuple[torch.Tenso
     return tuple(tensor.square().mean() for tensor in mixed.kept)
 
 
-# ---------------------------------------------------------------- units with weights of their own
-
-
 class Weighted(nn.Module):
     """Uses its own weights in operators, and leaves what lies between them in ``leave(self, value)``."""
 
@@ -164,7 +145,6 @@ class Weighted(nn.Module):
         self.leave = leave
 
     def forward(self, x: torch.Tensor, *given: Any) -> Any:
-        """Return (..., WIDTH), or what ``leave`` returns instead."""
         hidden = x @ self.first
         instead = self.leave(self, hidden.sin() * self.first[0, :5], *given)
         return torch.tanh(hidden @ self.second) if instead is None else instead
@@ -229,8 +209,6 @@ def instead_namespace(module: nn.Module, hidden: torch.Tensor) -> Any:
 
 
 class Ends(nn.Module):
-    """Its layers return objects; so does it."""
-
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
@@ -263,7 +241,6 @@ def ends(leave: Callable[..., Any]) -> nn.Module:
 
 
 def inside_of_a_unit(leave: Callable[..., Any]) -> nn.Module:
-    """The modules with weights of their own are no units themselves."""
     return Stack(Stack(Weighted(leave), Block()), Stack(Block(), Weighted(leave)))
 
 
@@ -314,9 +291,6 @@ def test_a_loss_reaches_weights_by(name: str, ways: tuple[str, ...]) -> None:
             warnings.simplefilter("ignore", UserWarning)
             results[way] = compare(Case(case.build, case.loss, shard=WAYS[way], steps=2, is_guarded=case.is_guarded))
     assert all(result.is_exact for result in results.values()), results
-
-
-# ---------------------------------------------------------------- what cannot be seen
 
 
 _OUTSIDE: list[torch.Tensor] = []

@@ -38,14 +38,11 @@ class Users:
         self.joined: set[int] = set()
         self.most: Counter[int] = Counter()
         for storage in self.storages:
-            assert storage is not None
             storage.release()
 
     def do(self, step: Step) -> None:
-        """Take a step."""
         name, user = step
         storage = self.storages[user]
-        assert storage is not None
         if name == "join":
             self.joined.add(user)
             storage.use_pool(self.pool)
@@ -61,7 +58,6 @@ class Users:
         self.most |= Counter({0: held.total()}) if self.pool.sizing == "largest" else held
 
     def steps(self) -> list[Step]:
-        """Return what can happen next."""
         found = []
         for user, storage in enumerate(self.storages):
             if storage is not None:
@@ -70,13 +66,11 @@ class Users:
         return found
 
     def held(self) -> list[tuple[int, int]]:
-        """Return address and bytes of the slots that storages hold now."""
         present = (storage for storage in self.storages if storage is not None)
         slots = (storage for storage in present if storage.is_allocated and storage._holding.slot is not None)
         return [(storage.tensor.data_ptr(), storage._holding.slot_bytes) for storage in slots]
 
     def key(self) -> object:
-        """Return what makes this state another one."""
         users = [
             storage
             and (
@@ -90,7 +84,6 @@ class Users:
         return tuple(users), tuple(free), self.pool._largest, tuple(sorted(self.most.items()))
 
     def check(self) -> None:
-        """Look at contents, addresses, accounts and the number of slots."""
         own = 0
         for user, storage in enumerate(self.storages):
             if storage is not None and storage.is_allocated:
@@ -106,14 +99,12 @@ class Users:
         assert self.pool.num_slots <= self.most.total(), "a slot was made though one was free"
 
     def end(self) -> None:
-        """Let go of everything; nothing counts as used then."""
         self.storages.clear()
         del self.pool
         assert memory_meter().current_bytes == self.before
 
 
 def explore(sizing: str, numels: tuple[int, ...]) -> int:
-    """Look at every state that can be reached; return their number."""
     gc.collect()
     open_: deque[tuple[Step, ...]] = deque([()])
     seen = set()

@@ -1,7 +1,9 @@
-"""Slots in training: the same numbers from memory that stays, no allocation after a step, bytes as predicted."""
+"""Slots and an arena in training: the bits of the allocator, nothing allocated after a step, bytes as predicted."""
 
 import argparse
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer import Flat, Partial, Replicate, memory_meter
+from dbuffer.arena_pool import ArenaPool
 from dbuffer.slot_pool import can_exchange_memory
 from megatron_fsdp import (
     FsdpConfig,
@@ -29,19 +32,19 @@ from megatron_fsdp import (
 )
 from megatron_fsdp.runtime.memory_slots import SlotChoice
 from tests.harness import on_ranks, run_ranks
+from tests.harness.grids import nightly_but
 from tests.harness.models import Block, CheckpointedStack, ShuffledStack, Stack, inputs
+from tests.harness.oracle import shard_each
 
 HIDDEN_SIZES = (97, 13, 131, 101, 131, 111)
-STEPS = 3
+STEPS = 4
 # What older versions answer is tested in tests/unit/dbuffer/test_slot_pool.py.
 pytestmark = pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")
 
 
 class Repeating(ShuffledStack):
-    """Runs one of its layers twice."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[2](super().forward(x))  # type: ignore[no-any-return]  # modules return Any
+        return self.layers[2](super().forward(x))
 
 
 class Nested(nn.Module):
@@ -54,16 +57,12 @@ class Nested(nn.Module):
         self.after = Block(hidden=5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(self.inner(self.before(x)))  # type: ignore[no-any-return]  # modules return Any
+        return self.after(self.inner(self.before(x)))
 
 
 def outer_replicas() -> dict[str, Any]:
     placements = Placements((0, 1), (Replicate(), Flat()), (Partial("sum"), Flat()), (Replicate(), Flat()))
     return {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")), "placements": placements}
-
-
-def gradients_sharded() -> dict[str, Any]:
-    return {"placements": Placements((0,), (Replicate(),), (Flat(),), (Flat(),))}
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Setting:
     slots: tuple[int, int] | None = (2, 1)
     microbatches: int = 1
     ranks: int = 2
-    is_predicted: bool = True
+    sizings: tuple[str, ...] = ("largest", "by_size", "static")
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
 
 
@@ -84,10 +83,15 @@ SETTINGS = {
     "microbatches": Setting(microbatches=3),
     "bf16 reduced in fp32": Setting(policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "checkpointing": Setting(CheckpointedStack),
-    "another order each time": Setting(Repeating, slots=None, is_predicted=False),
+    "another order each time": Setting(Repeating, slots=None, sizings=("largest", "by_size")),
     "nested units": Setting(lambda *_: Nested(), slots=None),
-    "sharded gradients": Setting(options=gradients_sharded, slots=(0, 1)),
+    "sharded gradients": Setting(
+        options=lambda: {"placements": Placements((0,), (Replicate(),), (Flat(),), (Flat(),))}, slots=(0, 1)
+    ),
     "replicas of shards": Setting(options=outer_replicas, ranks=4),
+    "parts kept after forward": Setting(
+        options=lambda: {"reshard_after_forward": 2}, slots=None, ranks=4, sizings=("static",)
+    ),
 }
 
 
@@ -102,7 +106,6 @@ def build(setting: Setting) -> nn.Module:
 
 
 def slots_of(model: nn.Module) -> tuple[int, int]:
-    assert isinstance(model, FsdpModule)
     counts = {"weights": 0, "gradients": 0}
     for (use, *_), pool in model._fsdp_unit.schedule.pools._pools.items():
         counts[str(use)] += pool.num_slots
@@ -110,14 +113,17 @@ def slots_of(model: nn.Module) -> tuple[int, int]:
 
 
 def bytes_of_slots(model: nn.Module, use: str = "") -> int:
-    assert isinstance(model, FsdpModule)
     pools = model._fsdp_unit.schedule.pools._pools
     return sum(pool.nbytes for key, pool in pools.items() if str(key[0]).startswith(use))
 
 
+def arenas(model: nn.Module) -> list[ArenaPool]:
+    return [pool for pool in model._fsdp_unit.schedule.pools._pools.values() if isinstance(pool, ArenaPool)]
+
+
 @dataclass
 class Run:
-    """What one rank saw of a few steps."""
+    """What one rank saw: the loss of each microbatch, and of each step what was allocated and held at most."""
 
     losses: list[float] = field(default_factory=list)
     allocations: list[int] = field(default_factory=list)
@@ -125,14 +131,16 @@ class Run:
     predicted: int = 0
     slots: tuple[int, int] = (0, 0)
     slot_bytes: tuple[int, int] = (0, 0)
+    misses: int = 0
+    arena: tuple[int, int] = (0, 0)
     left: int = 0
+    report: str = ""
 
 
 def train(name: str, sizing: str | None) -> Run:
-    setting, seen, meter = SETTINGS[name], Run(), memory_meter()
+    setting, run, meter = SETTINGS[name], Run(), memory_meter()
     start = meter.current_bytes
     model = build(setting)
-    assert isinstance(model, FsdpModule)
     model.set_slot_pool(sizing)
     rest = meter.current_bytes
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -142,48 +150,54 @@ def train(name: str, sizing: str | None) -> Run:
             with microbatch(model, is_last=number == setting.microbatches - 1):
                 loss = model(inputs(dist.get_rank(), STEPS * number + step)).float().square().mean()
                 loss.backward()
-                seen.losses.append(loss.item())
-        seen.peaks.append(meter.peak_bytes - rest)
-        seen.allocations.append(meter.num_allocations)
+                run.losses.append(loss.item())
+        run.peaks.append(meter.peak_bytes - rest)
+        run.allocations.append(meter.num_allocations)
         optimizer.step()
         optimizer.zero_grad()
     report = explain(model, setting.microbatches)
-    seen.predicted = max(report.forward_peak.num_bytes, report.backward_peak.num_bytes)
-    seen.slots = slots_of(model)
-    seen.slot_bytes = (bytes_of_slots(model), report.slot_bytes)
-    assert ("of it slots that stay" in str(report)) is (sizing is not None)
+    run.predicted = max(report.forward_peak.num_bytes, report.backward_peak.num_bytes)
+    run.report = str(report)
+    run.slot_bytes = bytes_of_slots(model), report.slot_bytes
+    if sizing == "static":
+        plans = [pool.plan for pool in arenas(model) if pool.plan is not None]
+        run.misses = sum(pool.num_misses for pool in arenas(model))
+        run.arena = sum(plan.num_bytes for plan in plans), sum(plan.lower_bound for plan in plans)
+    else:
+        run.slots = slots_of(model)
     del model, optimizer, loss
-    seen.left = meter.current_bytes - start
-    return seen
+    run.left = meter.current_bytes - start
+    return run
 
 
 def train_each_way(name: str) -> dict[str | None, Run]:
-    return {sizing: train(name, sizing) for sizing in (None, "largest", "by_size")}
+    return {sizing: train(name, sizing) for sizing in (None, *SETTINGS[name].sizings)}
 
 
-# Three ranks of unequal units, recomputation, nested units and replicas show the most; the others run nightly.
-NIGHTLY = ("microbatches", "bf16 reduced in fp32", "another order each time", "sharded gradients")
-PARAMS = [pytest.param(name, marks=pytest.mark.slow) if name in NIGHTLY else name for name in SETTINGS]
+Runs = tuple[Setting, list[dict[str | None, Run]]]
+# Three ranks of unequal units, nested units and parts that are kept show the most; the others run nightly.
+QUICK = ("a chain of unequal units", "nested units", "parts kept after forward")
 
 
-@pytest.fixture(scope="module", params=PARAMS)
-def runs(request: pytest.FixtureRequest) -> tuple[Setting, list[dict[str | None, Run]]]:
+@pytest.fixture(scope="module", params=nightly_but(QUICK, SETTINGS))
+def runs(request: pytest.FixtureRequest) -> Runs:
     setting = SETTINGS[request.param]
     return setting, run_ranks(setting.ranks, train_each_way, request.param)
 
 
-Runs = tuple[Setting, list[dict[str | None, Run]]]
-
-
-def test_slots_change_no_bit_of_training(runs: Runs) -> None:
+def test_slots_change_no_bit_of_training_and_are_freed_with_the_model(runs: Runs) -> None:
     for rank in runs[1]:
-        assert rank["largest"].losses == rank[None].losses == rank["by_size"].losses
+        assert all(run.losses == rank[None].losses for run in rank.values())
+        assert all(run.left == 0 for run in rank.values())
 
 
 def test_nothing_is_allocated_after_the_first_step(runs: Runs) -> None:
     for rank in runs[1]:
-        assert rank[None].allocations[-1] > 0
-        assert rank["by_size"].allocations[-1] == rank["largest"].allocations[-1] == 0
+        assert min(rank[None].allocations) > 0
+        assert all(run.allocations[-1] == 0 for sizing, run in rank.items() if sizing)
+        if "static" in rank:
+            assert not any(rank["static"].allocations[1:])
+            assert rank["static"].misses == 0
 
 
 def test_a_chain_of_units_takes_two_slots_for_weights_and_one_for_gradients(runs: Runs) -> None:
@@ -192,21 +206,20 @@ def test_a_chain_of_units_takes_two_slots_for_weights_and_one_for_gradients(runs
         assert {rank["largest"].slots for rank in ranks} == {setting.slots}
 
 
-def test_peaks_with_slots_are_predicted_from_above_within_a_percent(runs: Runs) -> None:
+def test_bytes_are_predicted_from_above_within_a_percent_and_an_arena_holds_hardly_more_than_it_must(
+    runs: Runs,
+) -> None:
     setting, ranks = runs
     for rank in ranks:
-        for sizing in ("largest", "by_size"):
-            seen = rank[sizing]
-            if setting.is_predicted:
-                assert seen.slot_bytes[0] == seen.slot_bytes[1]
-                assert seen.peaks[-1] <= seen.predicted <= 1.01 * seen.peaks[-1]
-
-
-def test_slots_are_freed_with_the_model(runs: Runs) -> None:
-    assert {seen.left for rank in runs[1] for seen in rank.values()} == {0}
-
-
-# ---------------------------------------------------------------- when and where
+        for sizing, run in rank.items():
+            assert ("of it slots that stay" in run.report) is (sizing is not None)
+            assert ("of it an arena" in run.report) is (sizing == "static")
+            if sizing and "static" in setting.sizings:
+                assert run.peaks[-1] <= run.predicted <= 1.01 * run.peaks[-1]
+                assert sizing == "static" or run.slot_bytes[0] == run.slot_bytes[1]
+        if "static" in rank:
+            num_bytes, lower_bound = rank["static"].arena
+            assert 0 < lower_bound <= num_bytes <= 1.01 * lower_bound
 
 
 def losses_with(prepare: Callable[[nn.Module], None], *, is_meta: bool = False) -> list[float]:
@@ -234,7 +247,6 @@ def losses_with(prepare: Callable[[nn.Module], None], *, is_meta: bool = False) 
 
 
 def with_slots(model: nn.Module) -> None:
-    assert isinstance(model, FsdpModule)
     model.set_slot_pool()
 
 
@@ -261,7 +273,6 @@ def with_memory_of_the_communicator(model: nn.Module) -> None:
 
 
 def without_slots_where_the_communicator_has_no_memory(model: nn.Module) -> None:
-    assert isinstance(model, FsdpModule)
     model.set_allocate_memory_from_process_group_for_comm(True)
     assert model._fsdp_unit.slots.sizing is None
 
@@ -275,7 +286,6 @@ def after_a_forward_that_raised(model: nn.Module) -> None:
 def between_two_forwards(model: nn.Module) -> None:
     with_slots(model)
     model(inputs(dist.get_rank(), 9))
-    assert isinstance(model, FsdpModule)
     model.set_slot_pool(None)
     model(inputs(dist.get_rank(), 9))
     model.set_slot_pool("by_size")
@@ -286,19 +296,15 @@ def after_gradients_kept_here(model: nn.Module) -> None:
     with no_sync(model):
         model(inputs(dist.get_rank(), 9)).square().mean().backward()
     model.zero_grad()
-    assert isinstance(model, FsdpModule)
     model.reset_iter_state()
 
 
 @on_ranks(2)
 def test_slots_may_be_chosen_at_any_time_between_steps() -> None:
     ways = (
-        with_slots,
-        with_memory_of_the_communicator,
-        without_slots_where_the_communicator_has_no_memory,
-        after_a_forward_that_raised,
-        between_two_forwards,
-    )
+        with_slots, with_memory_of_the_communicator, without_slots_where_the_communicator_has_no_memory,
+        after_a_forward_that_raised, between_two_forwards,
+    )  # fmt: skip
     found = {way.__name__: losses_with(way) for way in ways}
     found["meta"] = losses_with(with_slots, is_meta=True)
     found["plain"] = losses_with(lambda model: None)
@@ -308,9 +314,7 @@ def test_slots_may_be_chosen_at_any_time_between_steps() -> None:
 
 @on_ranks(2)
 def test_units_that_keep_their_weights_have_slots_of_their_own_size() -> None:
-    """Train a step with weights kept from forward to backward: every unit needs a slot then, of its own size."""
     model = build(Setting())
-    assert isinstance(model, FsdpModule)
     model.set_reshard_after_forward(False)
     model.set_slot_pool("largest")
     model(inputs(dist.get_rank(), 0)).square().mean().backward()
@@ -319,31 +323,18 @@ def test_units_that_keep_their_weights_have_slots_of_their_own_size() -> None:
     assert in_slots == wanted > 0
 
 
-def megatron_slots() -> list[tuple[SlotChoice, bool]]:
+@on_ranks(2)
+def test_megatrons_buffers_are_slots() -> None:
+    wanted = [SlotChoice("by_size"), SlotChoice("largest"), SlotChoice("by_size")]
     found = []
     for name in ("fsdp_double_buffer", "maxpool_double_buffer", "nccl_ub"):
         model = fully_shard_model(Stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES)), ["Block"], **{name: True})
-        assert isinstance(model, FsdpModule)
         model(inputs(dist.get_rank(), 0)).square().mean().backward()
         found.append((model._fsdp_unit.slots, slots_of(model)[0] == (2 if name == "maxpool_double_buffer" else 5)))
-    return found
+    assert found == [(choice, True) for choice in wanted]
 
 
-def test_megatrons_buffers_are_slots() -> None:
-    wanted = [SlotChoice("by_size"), SlotChoice("largest"), SlotChoice("by_size")]
-    assert run_ranks(2, megatron_slots) == [[(choice, True) for choice in wanted]] * 2
-
-
-def flag_slots(flags: list[str]) -> list[SlotChoice]:
-    found = []
-    for flag in flags:
-        model = build(Setting())
-        FsdpConfig.from_args(add_megatron_fsdp_args(argparse.ArgumentParser()).parse_args([flag])).apply(model)
-        assert isinstance(model, FsdpModule)
-        found.append(model._fsdp_unit.slots)
-    return found
-
-
+@on_ranks(2)
 def test_the_flags_choose_the_slots() -> None:
     wanted = {
         "--fsdp-double-buffer": SlotChoice("by_size"),
@@ -351,7 +342,13 @@ def test_the_flags_choose_the_slots() -> None:
         "--use-nccl-ub": SlotChoice("by_size"),
         "--bf16": SlotChoice(),
     }
-    assert run_ranks(2, flag_slots, list(wanted)) == [list(wanted.values())] * 2
+    flags = list(wanted)
+    found = []
+    for flag in flags:
+        model = build(Setting())
+        FsdpConfig.from_args(add_megatron_fsdp_args(argparse.ArgumentParser()).parse_args([flag])).apply(model)
+        found.append(model._fsdp_unit.slots)
+    assert found == list(wanted.values())
 
 
 @pytest.mark.parametrize(
@@ -366,3 +363,163 @@ def test_user_buffers_are_symmetric_memory_on_gpus_unless_told_otherwise(
         double_buffer=False, max_pool=False, user_buffers=True, is_symmetric=is_symmetric, device_type=device_type
     )
     assert choice == SlotChoice("by_size", source)
+
+
+Use = Callable[[list[nn.Module], int], list[float]]
+
+
+def train_step(model: nn.Module, number: int) -> float:
+    loss = model(inputs(dist.get_rank(), number)).square().mean()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= 0.1 * parameter.grad
+    model.zero_grad()
+    return loss.item()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, number: int) -> float:
+    return model(inputs(dist.get_rank(), number)).square().mean().item()
+
+
+def evaluation_between(models: list[nn.Module], number: int) -> list[float]:
+    return [evaluate(models[0], 7), train_step(models[0], number), evaluate(models[0], 8)]
+
+
+def gradients_summed_up_here(models: list[nn.Module], number: int) -> list[float]:
+    model, losses = models[0], []
+    for part in range(2):
+        with no_sync(model):
+            loss = model(inputs(dist.get_rank(), 3 * number + part)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+    return [*losses, train_step(model, number)]
+
+
+def two_models_in_turn(models: list[nn.Module], number: int) -> list[float]:
+    return [train_step(models[number % 2], number), evaluate(models[1 - number % 2], number)]
+
+
+def two_models_in_one_backward(models: list[nn.Module], number: int) -> list[float]:
+    x = inputs(dist.get_rank(), number)
+    loss = models[1](models[0](x)).square().mean()
+    loss.backward()
+    for model in models:
+        model.zero_grad()
+    return [loss.item()]
+
+
+def exception_in_forward(models: list[nn.Module], number: int) -> list[float]:
+    model = models[0]
+    if number % 2:
+        handle = model.layers[3].register_forward_pre_hook(_interrupt)
+        with pytest.raises(KeyError):
+            model(inputs(dist.get_rank(), number))
+        handle.remove()
+    return [train_step(model, number)]
+
+
+def exception_in_backward(models: list[nn.Module], number: int) -> list[float]:
+    model = models[0]
+    if number % 2:
+        output = model.layers[2](model.layers[1](model.layers[0](inputs(dist.get_rank(), number))))
+        output.register_hook(_interrupt)
+        with pytest.raises(KeyError):
+            (output * 2).sum().backward()
+        model.zero_grad()
+        model.reset_iter_state()
+    return [train_step(model, number)]
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyError
+
+
+def layers_left_out(models: list[nn.Module], number: int) -> list[float]:
+    """Another chain of layers in every step, and the whole one at the end."""
+    model = models[0]
+    layers = list(model.layers)
+    x = inputs(dist.get_rank(), number)
+    for layer in layers[number % 3 :] if number % 2 else layers[::-1]:
+        x = layer(x)
+    loss = x.square().mean()
+    loss.backward()
+    model.zero_grad()
+    return [loss.item(), train_step(model, number)]
+
+
+USES: dict[str, Use] = {
+    use.__name__: use
+    for use in (
+        evaluation_between, gradients_summed_up_here, two_models_in_turn,
+        two_models_in_one_backward, exception_in_forward, exception_in_backward, layers_left_out,
+    )
+}  # fmt: skip
+
+
+QUICK_USES = ("evaluation_between", "two_models_in_one_backward", "exception_in_backward", "layers_left_out")
+
+
+@pytest.mark.parametrize("name", nightly_but(QUICK_USES, USES))
+@on_ranks(2)
+def test_other_uses_give_the_same_numbers_and_allocate_nothing_in_the_end(name: str) -> None:
+    found = []
+    allocations = []
+    for sizing in (None, "static"):
+        models = [build(Setting()), build(Setting())]
+        losses = []
+        for model in models:
+            model.set_slot_pool(sizing)
+        for number in range(6):
+            memory_meter().reset_peak()
+            losses.append(USES[name](models, number))
+            if sizing is not None:
+                allocations.append(memory_meter().num_allocations)
+        found.append(losses)
+    assert found[0] == found[1]
+    assert allocations[-2:] == [0, 0]
+
+
+@contextmanager
+def warnings_of_the_arena() -> Iterator[list[str]]:
+    said: list[str] = []
+    log, listener = logging.getLogger("dbuffer.arena_pool"), logging.Handler(logging.WARNING)
+    listener.emit = lambda record: said.append(record.getMessage())
+    log.addHandler(listener)
+    yield said
+    log.removeHandler(listener)
+
+
+@on_ranks(2)
+def test_an_order_that_changes_gives_the_same_numbers_and_one_warning_at_most() -> None:
+    found = []
+    with warnings_of_the_arena() as said:
+        for sizing in (None, "static"):
+            model = build(Setting(ShuffledStack))
+            model.set_slot_pool(sizing)
+            found.append([train_step(model, number) for number in range(14)])
+    assert found[0] == found[1]
+    assert len(said) <= 1
+
+
+@on_ranks(2)
+def test_what_finds_no_place_has_a_slot_of_its_own_with_one_warning() -> None:
+    found, misses = [], 0
+    with warnings_of_the_arena() as said:
+        for sizing in (None, "static"):
+            torch.manual_seed(5)
+            model = Stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES + HIDDEN_SIZES))
+            shard_each(model)
+            model.set_slot_pool(sizing)
+            losses = []
+            for number, layer in enumerate(model.layers):
+                losses.append(train_step(model, number))
+                layer.set_reshard_after_forward(False)
+            found.append(losses)
+            misses = sum(pool.num_misses for pool in arenas(model))
+    assert found[0] == found[1]
+    assert misses > 0
+    (text,) = said
+    assert "slot of its own" in text

@@ -32,7 +32,7 @@ from tests.functional.split_weights import (
     rounding_ties_away,
     train_on_two_microbatches,
 )
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Model, Stack, draw_tokens, inputs, loss_of, make_mesh, make_model, world_mesh
 from tests.harness.oracle import differing, shard_layers, shard_model
@@ -56,8 +56,16 @@ def run_of(
     return train_on_two_microbatches(model, make_adamw(model), range(num_steps), dist.get_rank()), model
 
 
-def differing_run(strategy: str, mesh: tuple[int, ...], num_steps: int) -> list[str]:
-    """Compare losses, norms and FP32 weights of clipped steps with those of ordinary FP32 main weights."""
+RUNS = nightly_but(
+    ((*layout, 8) for layout in QUICK), ((*layout, steps) for layout in EVERY_LAYOUT for steps in (8, 22))
+)
+
+
+@pytest.mark.parametrize(("strategy", "mesh", "num_steps"), RUNS, ids=str)
+@on_ranks(lambda mesh: torch.Size(mesh).numel())
+def test_losses_and_weights_equal_those_of_fp32_main_weights_to_the_bit(
+    strategy: str, mesh: tuple[int, ...], num_steps: int
+) -> None:
     initial = full_weights(shard_model(make_model(), make_mesh(mesh), strategy))
     seen, model = run_of(SPLIT, strategy, mesh, num_steps)
     with rounding_ties_away():
@@ -66,28 +74,10 @@ def differing_run(strategy: str, mesh: tuple[int, ...], num_steps: int) -> list[
     assert all(p.dtype is FP32 for p in oracle.parameters())
     moved = differing(full_weights(model), initial)
     assert len(moved) == sum(parameter.requires_grad for parameter in model.parameters())
-    return ["losses and norms"] * (seen != wanted) + differing(full_weights(model), full_weights(oracle))
-
-
-RUNS = nightly_but(
-    ((*layout, 8) for layout in QUICK), ((*layout, steps) for layout in EVERY_LAYOUT for steps in (8, 22))
-)
-
-
-@pytest.mark.parametrize(("strategy", "mesh", "num_steps"), RUNS, ids=str)
-def test_losses_and_weights_equal_those_of_fp32_main_weights_to_the_bit(
-    strategy: str, mesh: tuple[int, ...], num_steps: int
-) -> None:
-    num_ranks = torch.Size(mesh).numel()
-    assert run_ranks(num_ranks, differing_run, strategy, mesh, num_steps) == [[]] * num_ranks
-
-
-# ---------------------------------------------------------------------- ties
+    assert ["losses and norms"] * (seen != wanted) + differing(full_weights(model), full_weights(oracle)) == []
 
 
 class Weight(nn.Module):
-    """One weight."""
-
     def __init__(self, bits: list[int]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(FP32))
@@ -99,28 +89,21 @@ class Weight(nn.Module):
 TIES = [0x3F808000, 0x3F818000, 0xBF808000, 0x3F807FFF, 0x3F808001]
 
 
-def halves_of_ties() -> tuple[list[float], list[float]]:
+@on_ranks(1)
+def test_only_a_weight_half_way_between_two_bf16_ones_computes_otherwise_and_goes_away_from_zero() -> None:
+    ulp = 2.0**-7
     split, plain = Weight(TIES), Weight(TIES)
     fully_shard(split, mp_policy=SPLIT)
     fully_shard(plain, mp_policy=PLAIN)
     one = torch.ones(len(TIES))
-    return split(one).float().tolist(), plain(one).float().tolist()
-
-
-def test_only_a_weight_half_way_between_two_bf16_ones_computes_otherwise_and_goes_away_from_zero() -> None:
-    ulp = 2.0**-7
-    ((split, plain),) = run_ranks(1, halves_of_ties)
+    split, plain = split(one).float().tolist(), plain(one).float().tolist()
     assert split == [1 + ulp, 1 + 2 * ulp, -1 - ulp, 1.0, 1 + ulp]
     assert plain == [1.0, 1 + 2 * ulp, -1.0, 1.0, 1 + ulp]
-
-
-# ---------------------------------------------------------------------- initial values
 
 
 @pytest.mark.parametrize("is_offloaded", [False, True], ids=["on the device", "offloaded"])
 @on_ranks(3)
 def test_sharding_keeps_every_bit_of_fp32_parameters(is_offloaded: bool) -> None:
-    """Shard in FP32, in halves, and in halves on the meta device; compare what the optimizer would step."""
     offload = CPUOffloadPolicy(pin_memory=False) if is_offloaded else None
     found = []
     for policy in (PLAIN, SPLIT):
@@ -157,14 +140,14 @@ def test_offloading_changes_no_bit() -> None:
     assert differing(found[0], found[1]) == []
 
 
-# ---------------------------------------------------------------------- bytes
-
-
 Numbers: TypeAlias = dict[str, object]
 
 
-def bytes_taken(strategy: str, mesh: tuple[int, ...]) -> tuple[Numbers, Numbers, float]:
-    """Return what the second of two steps took, what was predicted, and bytes at rest per element over all ranks."""
+@pytest.mark.parametrize(("strategy", "mesh"), LAYOUTS, ids=str)
+@on_ranks(lambda mesh: torch.Size(mesh).numel())
+def test_bytes_are_those_that_explain_predicts_and_12_per_parameter_where_all_is_sharded(
+    strategy: str, mesh: tuple[int, ...]
+) -> None:
     gc.collect()
     meter = memory_meter()
     before = meter.current_bytes
@@ -200,31 +183,20 @@ def bytes_taken(strategy: str, mesh: tuple[int, ...]) -> tuple[Numbers, Numbers,
     flat_moments = sum(8 * group.main_weight.local_buffer.numel() for group in groups)
     found |= {"resting": meter.current_bytes - before - flat_moments, "traffic": sizes}
     wanted: Numbers = {
-        "forward": report.forward_peak.num_bytes,
-        "backward": report.backward_peak.num_bytes,
-        "moments": report.optimizer_bytes,
-        "resting": report.persistent_bytes,
-        "traffic": predicted_sizes,
-    }
+        "forward": report.forward_peak.num_bytes, "backward": report.backward_peak.num_bytes,
+        "moments": report.optimizer_bytes, "resting": report.persistent_bytes, "traffic": predicted_sizes,
+    }  # fmt: skip
     numel = sum(group.plan.numel for group in groups)
-    return found, wanted, (report.persistent_bytes + flat_moments) * torch.Size(mesh).numel() / numel
+    per_element = (report.persistent_bytes + flat_moments) * torch.Size(mesh).numel() / numel
+    assert found == wanted
+    if strategy == "optim_grads_params":
+        assert per_element == 12.0
 
 
-@pytest.mark.parametrize(("strategy", "mesh"), LAYOUTS, ids=str)
-def test_bytes_are_those_that_explain_predicts_and_12_per_parameter_where_all_is_sharded(
-    strategy: str, mesh: tuple[int, ...]
-) -> None:
-    for found, wanted, per_element in run_ranks(torch.Size(mesh).numel(), bytes_taken, strategy, mesh):
-        assert found == wanted
-        if strategy == "optim_grads_params":
-            assert per_element == 12.0
-
-
-# ---------------------------------------------------------------------- what users do to the weights
-
-
-def written(how: str) -> list[str]:
-    """Write to one parameter; return which parameters' FP32 weights changed and which are bf16 numbers now."""
+@pytest.mark.parametrize("how", ["copy_", ".data", "nn.init"])
+@on_ranks(3)
+def test_a_weight_that_is_written_to_has_no_lower_half_and_the_others_keep_theirs(how: str) -> None:
+    ones = {"layers.0.norm.weight", "layers.0.norm.bias"}
     model = one_layer()
     before = full_weights(model)
     weight = model.layers[0].get_parameter("up.weight")
@@ -238,22 +210,15 @@ def written(how: str) -> list[str]:
         nn.init.normal_(weight)
     after = full_weights(model)
     changed = differing(after, before)
-    return [f"changed {name}" for name in changed] + [
+    found = [f"changed {name}" for name in changed] + [
         f"rounded {name}" for name, value in after.items() if torch.equal(value, value.to(BF16).float())
     ]
-
-
-@pytest.mark.parametrize("how", ["copy_", ".data", "nn.init"])
-def test_a_weight_that_is_written_to_has_no_lower_half_and_the_others_keep_theirs(how: str) -> None:
-    ones = {"layers.0.norm.weight", "layers.0.norm.bias"}
-    for found in run_ranks(3, written, how):
-        assert [entry for entry in found if entry.startswith("changed")] == ["changed layers.0.up.weight"]
-        assert {entry.removeprefix("rounded ") for entry in found[1:]} == ones | {"layers.0.up.weight"}
+    assert [entry for entry in found if entry.startswith("changed")] == ["changed layers.0.up.weight"]
+    assert {entry.removeprefix("rounded ") for entry in found[1:]} == ones | {"layers.0.up.weight"}
 
 
 @on_ranks(2)
 def test_a_loaded_bf16_state_dict_is_stepped_as_it_is() -> None:
-    """Load a bf16 state dict into a model in use; its next step is that of FP32 weights with these values."""
     model, optimizers, oracle = one_layer(), [], one_layer(PLAIN)
     torch.manual_seed(11)
     state = {name: torch.randn(value.shape).to(BF16) for name, value in model.state_dict().items()}
@@ -268,7 +233,6 @@ def test_a_loaded_bf16_state_dict_is_stepped_as_it_is() -> None:
 
 @on_ranks(1)
 def test_a_change_that_nothing_shows_is_kept_to_half_a_unit_in_the_last_place() -> None:
-    """Change a weight behind every version counter."""
     model = one_layer()
     group = groups_of(model)[0]
     weight = group.main_weight.get_local_tensor(list(group.parameters).index("up.weight"))
@@ -281,13 +245,9 @@ def test_a_change_that_nothing_shows_is_kept_to_half_a_unit_in_the_last_place() 
     assert float(((value - new.float()).abs() / (new.float().abs() * 2.0**-7)).max()) <= 0.5
 
 
-# ---------------------------------------------------------------------- wider gradients
-
-
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["as it is", "wrapped"])
 @on_ranks(2)
 def test_gradients_may_rest_in_fp32(is_wrapped: bool) -> None:
-    """Accumulate in FP32, which the bf16 parameters must not narrow; compare with FP32 main weights."""
     found = []
     for is_split in (True, False):
         policy = MixedPrecisionPolicy(BF16, FP32, main_grads_dtype=FP32, split_main_params=is_split)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.runtime.module import unit_of
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Model, make_mesh, make_model, world_mesh
 from tests.harness.oracle import differing, shard_model, train, whole_state
@@ -36,22 +36,17 @@ LAYOUTS = pytest.mark.parametrize(
 )
 
 
-# ---------------------------------------------------------------------- model state dicts
-
-
-def full_state_dicts() -> tuple[State, State]:
-    model = shard_model(make_model(), world_mesh())
-    everywhere = get_model_state_dict(model, options=FULL)
-    return dict(everywhere), dict(get_model_state_dict(model, options=FULL_ON_RANK_0))
-
-
+@on_ranks(NUM_RANKS)
 def test_a_full_state_dict_has_the_names_and_tensors_of_the_whole_model() -> None:
     wanted = make_model().state_dict()
-    for rank, (everywhere, on_rank_0) in enumerate(run_ranks(NUM_RANKS, full_state_dicts)):
-        assert differing(everywhere, wanted) == []
-        assert list(everywhere) == list(wanted)
-        assert not any(isinstance(value, DTensor) for value in everywhere.values())
-        assert differing(on_rank_0, wanted if rank == 0 else {}) == []
+    model = shard_model(make_model(), world_mesh())
+    everywhere = get_model_state_dict(model, options=FULL)
+    rank = dist.get_rank()
+    everywhere, on_rank_0 = dict(everywhere), dict(get_model_state_dict(model, options=FULL_ON_RANK_0))
+    assert differing(everywhere, wanted) == []
+    assert list(everywhere) == list(wanted)
+    assert not any(isinstance(value, DTensor) for value in everywhere.values())
+    assert differing(on_rank_0, wanted if rank == 0 else {}) == []
 
 
 # A loader gives a sharded model the values of ``wanted``, the state dict of another whole model.
@@ -149,8 +144,6 @@ def test_a_model_takes_over_values_and_trains_on_from_them_after(
         assert differing(one_step_later, model.state_dict(), 1e-6) == []
 
 
-# ---------------------------------------------------------------------- optimizer state dicts
-
 ADAMW = {"foreach": {"foreach": True}, "one by one": {"foreach": False}, "fused": {"fused": True}}
 
 
@@ -166,8 +159,20 @@ def whole_adamw(num_steps: int, num_ranks: int) -> tuple[Model, torch.optim.Opti
     return model, optimizer
 
 
-def resume_from_full_state(options: Mapping[str, bool]) -> tuple[State, State, State]:
-    """Train, move everything over to a new model and optimizer through rank 0, and train both on."""
+def flat(optimizer_state: Mapping[str, Any]) -> State:
+    return {
+        f"{name}: {key}": value
+        for name, values in optimizer_state.get("state", {}).items()
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+@pytest.mark.parametrize("kind", nightly_but(["foreach"], ADAMW))
+@on_ranks(NUM_RANKS)
+def test_the_full_optimizer_state_equals_the_whole_models_and_resumes_bit_for_bit(kind: str) -> None:
+    wanted = flat(get_optimizer_state_dict(*whole_adamw(2, NUM_RANKS)))
+    options = ADAMW[kind]
     mine = [dist.get_rank()]
     model, optimizer = sharded_adamw(0, options)
     train(model, optimizer, range(2), mine)
@@ -180,46 +185,23 @@ def resume_from_full_state(options: Mapping[str, bool]) -> tuple[State, State, S
     set_optimizer_state_dict(other, other_optimizer, state, options=FROM_RANK_0)
     train(model, optimizer, range(2, 4), mine)
     train(other, other_optimizer, range(2, 4), mine)
-    return moments, whole_state(model), whole_state(other)
+    rank = dist.get_rank()
+    continued, resumed = whole_state(model), whole_state(other)
+    if rank == 0:
+        assert differing(moments, wanted, 1e-6) == []
+    assert differing(resumed, continued) == []
 
 
-def flat(optimizer_state: Mapping[str, Any]) -> State:
-    """Return an optimizer state's tensors as one flat dictionary."""
-    return {
-        f"{name}: {key}": value
-        for name, values in optimizer_state.get("state", {}).items()
-        for key, value in values.items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-@pytest.mark.parametrize("kind", nightly_but(["foreach"], ADAMW))
-def test_the_full_optimizer_state_equals_the_whole_models_and_resumes_bit_for_bit(kind: str) -> None:
-    wanted = flat(get_optimizer_state_dict(*whole_adamw(2, NUM_RANKS)))
-    for rank, (moments, continued, resumed) in enumerate(run_ranks(NUM_RANKS, resume_from_full_state, ADAMW[kind])):
-        if rank == 0:
-            assert differing(moments, wanted, 1e-6) == []
-        assert differing(resumed, continued) == []
-
-
-def resume_whole_state(weights: State, state: dict[str, Any]) -> State:
+@on_ranks(NUM_RANKS)
+def test_a_sharded_run_goes_on_from_a_whole_models_state() -> None:
+    whole, whole_optimizer = whole_adamw(2, NUM_RANKS)
+    state = copy.deepcopy(get_optimizer_state_dict(whole, whole_optimizer))
     model, optimizer = sharded_adamw(5, {})
-    set_model_state_dict(model, weights, options=FULL)
+    set_model_state_dict(model, whole_state(whole), options=FULL)
     set_optimizer_state_dict(model, optimizer, state, options=FULL)
     train(model, optimizer, range(2, 4), [dist.get_rank()])
-    return whole_state(model)
-
-
-def test_a_sharded_run_goes_on_from_a_whole_models_state() -> None:
-    model, optimizer = whole_adamw(2, NUM_RANKS)
-    state = get_optimizer_state_dict(model, optimizer)
-    resumed = run_ranks(NUM_RANKS, resume_whole_state, whole_state(model), state)
-    train(model, optimizer, range(2, 4), range(NUM_RANKS))
-    for found in resumed:
-        assert differing(found, model.state_dict(), 1e-5) == []
-
-
-# ---------------------------------------------------------------------- torch.distributed.checkpoint
+    train(whole, whole_optimizer, range(2, 4), range(NUM_RANKS))
+    assert differing(whole_state(model), whole.state_dict(), 1e-5) == []
 
 
 def save_with_dcp(path: str) -> State:
@@ -265,25 +247,15 @@ def test_what_three_ranks_saved_with_dcp_loads_on(
         assert differing(one_step_later, model.state_dict(), 1e-5) == []
 
 
-# ---------------------------------------------------------------------- torch's cache
-
-
-def specs_of(strategy: str, mesh_shape: tuple[int, ...]) -> list[str]:
-    """Return the parameters that torch takes for a tensor that it cut itself, or the other way round."""
-    model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
-    cut_by_torch = canonical(model, make_model().state_dict())
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter._spec == cut_by_torch[name]._spec or cut_by_torch[name]._spec == parameter._spec
-    ]
-
-
 @pytest.mark.parametrize(
     ("strategy", "mesh_shape"), [("optim_grads_params", (3,)), ("hfsdp", (2, 2))], ids=["three ranks", "two axes"]
 )
+@on_ranks(lambda mesh_shape: torch.Size(mesh_shape).numel())
 def test_torch_finds_nothing_in_its_cache_for_a_tensor_that_it_cut_in_other_places(
     strategy: str, mesh_shape: tuple[int, ...]
 ) -> None:
-    num_ranks = torch.Size(mesh_shape).numel()
-    assert run_ranks(num_ranks, specs_of, strategy, mesh_shape) == [[]] * num_ranks
+    model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
+    cut_by_torch = canonical(model, make_model().state_dict())
+    for name, parameter in model.named_parameters():
+        assert parameter._spec != cut_by_torch[name]._spec, name
+        assert cut_by_torch[name]._spec != parameter._spec, name

@@ -33,8 +33,7 @@ def sharded(strategy: str) -> Stack:
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    loss: torch.Tensor = model(inputs(rank, step)).square().mean()
-    return loss
+    return model(inputs(rank, step)).square().mean()
 
 
 def _refuse_and_go_on(strategy: str, name: str) -> float:
@@ -102,7 +101,6 @@ def test_a_step_of_another_model_is_no_matter(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_a_step_that_leaves_a_unit_s_weights_is_no_matter_for_it(strategy: str) -> None:
-    """Step one unit of a model whose other one has no gradients yet, and then let that one have them."""
     model = sharded(strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     first, second = (loss_of(layer, dist.get_rank(), 0) for layer in model.layers)

@@ -22,7 +22,7 @@ from tests.harness.oracle import differing, shard_model, train, whole_state
 def stock(kind: type[Optimizer], model: Model) -> Optimizer:
     options: dict[str, Any] = {"momentum": 0.9} if issubclass(kind, torch.optim.SGD) else {}
     groups = [{key: value for key, value in group.items() if key != "betas"} for group in two_groups(model)]
-    return fully_shard_optimizer(kind(groups, lr=0.01, foreach=None, **options))  # type: ignore[call-arg]  # torch.optim's
+    return fully_shard_optimizer(kind(groups, lr=0.01, foreach=None, **options))
 
 
 def trained(

@@ -1,7 +1,4 @@
-"""PyTorch's own tools work on sharded parameters as they are: full_tensor, clip_grad_norm_, optimizers."""
-
-from collections.abc import Mapping
-from dataclasses import replace
+"""PyTorch's own tools work on sharded parameters as they are: full_tensor and clip_grad_norm_."""
 
 import pytest
 import torch
@@ -9,28 +6,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import draw_tokens, loss_of, make_mesh, make_model
-from tests.harness.oracle import History, Recipe, differing, disagreements, shard_model, train_replicated, train_sharded
+from tests.harness.oracle import differing, shard_model
 
 State = dict[str, torch.Tensor]
-NUM_RANKS = 3
-
-
-# ---------------------------------------------------------------------- full_tensor
-
-
-def gather_parameters_and_gradients(strategy: str, mesh_shape: tuple[int, ...]) -> tuple[State, State]:
-    model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
-    before = {name: full(parameter) for name, parameter in model.named_parameters()}
-    tokens = draw_tokens(dist.get_rank())
-    loss_of(model(tokens), tokens).backward()
-    return {name: value.detach() for name, value in before.items()}, full_gradients(model)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor as one whole tensor; every rank calls it."""
     assert isinstance(tensor, DTensor)
     return tensor.full_tensor()
 
@@ -49,96 +33,46 @@ def whole_gradients(num_ranks: int) -> State:
 
 
 LAYOUTS = [
-    ("no_shard", (3,)),
-    ("optim", (3,)),
-    ("optim_grads", (3,)),
-    ("optim_grads_params", (1,)),
-    ("optim_grads_params", (3,)),
-    ("optim_grads_params", (4,)),
-    ("hsdp", (2, 2)),
-    ("hfsdp", (2, 2)),
-    ("hfsdp", (1, 3)),
-]
+    ("no_shard", (3,)), ("optim", (3,)), ("optim_grads", (3,)), ("optim_grads_params", (1,)),
+    ("optim_grads_params", (3,)), ("optim_grads_params", (4,)), ("hsdp", (2, 2)), ("hfsdp", (2, 2)), ("hfsdp", (1, 3)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("strategy", "mesh_shape"), nightly_but(LAYOUTS[1::3], LAYOUTS), ids=str)
+@on_ranks(lambda mesh_shape: torch.Size(mesh_shape).numel())
 def test_full_tensor_gives_every_rank_the_whole_parameters_and_gradients(
     strategy: str, mesh_shape: tuple[int, ...]
 ) -> None:
-    num_ranks = torch.Size(mesh_shape).numel()
-    wanted = dict(make_model().named_parameters())
-    for parameters, gradients in run_ranks(num_ranks, gather_parameters_and_gradients, strategy, mesh_shape):
-        assert differing(parameters, wanted) == []
-        assert differing(gradients, whole_gradients(num_ranks), 1e-6) == []
+    model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
+    before = {name: full(parameter).detach() for name, parameter in model.named_parameters()}
+    tokens = draw_tokens(dist.get_rank())
+    loss_of(model(tokens), tokens).backward()
+    assert (
+        differing({name: value.detach() for name, value in before.items()}, dict(make_model().named_parameters())) == []
+    )
+    assert differing(full_gradients(model), whole_gradients(dist.get_world_size()), 1e-6) == []
 
-
-# ---------------------------------------------------------------------- clip_grad_norm_
 
 INF = float("inf")
 NORMS = [(2.0, True), (2.0, False), (1.0, None), (1.0, False), (3.0, True), (INF, True), (INF, False)]
 MAX_NORM = 0.125
 
 
-def clip_with_torch(norm_type: float, foreach: bool | None, mesh_shape: tuple[int, ...]) -> tuple[float, State]:
+CLIPPED = [(*norm, mesh_shape) for norm in NORMS for mesh_shape in ((3,), (2, 2))]
+
+
+@pytest.mark.parametrize(("norm_type", "foreach", "mesh_shape"), nightly_but(CLIPPED[::3], CLIPPED), ids=str)
+@on_ranks(lambda mesh_shape: torch.Size(mesh_shape).numel())
+def test_torch_finds_the_norm_of_the_whole_gradient_and_scales_it(
+    norm_type: float, foreach: bool | None, mesh_shape: tuple[int, ...]
+) -> None:
+    wanted = whole_gradients(dist.get_world_size())
+    wanted_norm = nn.utils.get_total_norm(wanted.values(), norm_type)
+    scaled = {name: value * (MAX_NORM / wanted_norm) for name, value in wanted.items()}
     strategy = "optim_grads_params" if len(mesh_shape) == 1 else "hsdp"
     model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
     tokens = draw_tokens(dist.get_rank())
     loss_of(model(tokens), tokens).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type, foreach=foreach)
-    return full(norm).item(), full_gradients(model)
-
-
-CLIPPED = [(*norm, mesh_shape) for norm in NORMS for mesh_shape in ((3,), (2, 2))]
-
-
-@pytest.mark.parametrize(("norm_type", "foreach", "mesh_shape"), nightly_but(CLIPPED[::3], CLIPPED), ids=str)
-def test_torch_finds_the_norm_of_the_whole_gradient_and_scales_it(
-    norm_type: float, foreach: bool | None, mesh_shape: tuple[int, ...]
-) -> None:
-    num_ranks = torch.Size(mesh_shape).numel()
-    wanted = whole_gradients(num_ranks)
-    wanted_norm = nn.utils.get_total_norm(wanted.values(), norm_type)
-    scaled = {name: value * (MAX_NORM / wanted_norm) for name, value in wanted.items()}
-    for norm, gradients in run_ranks(num_ranks, clip_with_torch, norm_type, foreach, mesh_shape):
-        assert norm == pytest.approx(wanted_norm.item(), rel=1e-6)
-        assert differing(gradients, scaled, 1e-6) == []
-
-
-# ---------------------------------------------------------------------- optimizers
-
-OPTIMIZERS: dict[str, tuple[str, Mapping[str, object]]] = {
-    "AdamW foreach": ("AdamW", {"lr": 0.01, "foreach": True}),
-    "AdamW one by one": ("AdamW", {"lr": 0.01, "foreach": False}),
-    "AdamW fused": ("AdamW", {"lr": 0.01, "fused": True}),
-    "Adam amsgrad": ("Adam", {"lr": 0.01, "amsgrad": True}),
-    "SGD momentum foreach": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
-    "SGD momentum one by one": ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "foreach": False}),
-}
-
-
-def recipe_for(name: str) -> Recipe:
-    optimizer, options = OPTIMIZERS[name]
-    return Recipe(mesh_shape=(NUM_RANKS,), num_steps=3, optimizer=optimizer, options=options)
-
-
-def train_with_each_optimizer() -> dict[str, tuple[History, History]]:
-    """Train with each, without and with ``fully_shard_optimizer``."""
-    return {
-        name: (train_sharded(replace(recipe_for(name), is_adapted=False)), train_sharded(recipe_for(name)))
-        for name in OPTIMIZERS
-    }
-
-
-@pytest.fixture(scope="module")
-def trained_with() -> list[dict[str, tuple[History, History]]]:
-    return run_ranks(NUM_RANKS, train_with_each_optimizer)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_weights_equal_the_replicated_run_with(
-    name: str, trained_with: list[dict[str, tuple[History, History]]]
-) -> None:
-    oracle = train_replicated(recipe_for(name))
-    plain, adapted = zip(*(histories[name] for histories in trained_with), strict=True)
-    assert disagreements(plain, oracle) == []
-    assert disagreements(adapted, oracle) == []
+    assert full(norm).item() == pytest.approx(wanted_norm.item(), rel=1e-6)
+    assert differing(full_gradients(model), scaled, 1e-6) == []

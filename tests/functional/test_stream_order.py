@@ -73,9 +73,6 @@ class Here(torch.autograd.Function):
         return gradients[0], None, None
 
 
-# ---------------------------------------------------------------- a plain step
-
-
 def races_of_steps(policy: MixedPrecisionPolicy | None) -> list[str]:
     with driven() as (_, watching):
         model = Stack(Block(), Block(hidden=1), Block(hidden=17))
@@ -93,9 +90,6 @@ def races_of_steps(policy: MixedPrecisionPolicy | None) -> list[str]:
 @pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
 def test_a_training_step_orders_all_that_lanes_and_compute_share(policy: MixedPrecisionPolicy | None) -> None:
     assert run_ranks(2, races_of_steps, policy) == [[], []]
-
-
-# ---------------------------------------------------------------- offload
 
 
 def races_of_offload(policy: MixedPrecisionPolicy | None) -> list[str]:
@@ -130,9 +124,6 @@ def test_the_host_writes_offloaded_weights_after_the_gathers_that_read_them(
     assert run_ranks(1, races_of_offload, policy) == [[]]
 
 
-# ---------------------------------------------------------------- two streams
-
-
 class Branches(nn.Module):
     """Two branches, one of which runs on another stream, forward and backward; both use a common weight too."""
 
@@ -158,7 +149,6 @@ def races_of_branches(hidden: int, fuses: bool) -> list[str]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         name_buffers(watching, model)
         group = groups_of(model)[0]
-        assert group.gradients is not None
         group.gradients.packed.reallocate_storage()
         watching.name("packed gradients", group.gradients.packed.local_buffer)
         group.gradients.packed.release_storage()
@@ -179,29 +169,23 @@ def test_gradients_of_a_branch_on_another_stream_are_packed_before_they_are_redu
 @on_ranks(1)
 def test_small_gradients_are_copied_on_the_stream_that_made_them_before_another_has_its_turn() -> None:
     # Those of the layer on the side, then those of the other and of the common one.
-    """The streams on which small gradients are copied, and how many each time."""
     copied = []
     with driven() as (double, _):
         model = fully_shard(Branches(double, 5), mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=False))
         buffer = groups_of(model)[0].gradients
-        assert buffer is not None
         pack = buffer._pack
 
         def noted(index: int, gradient: torch.Tensor) -> None:
             copied.append(double.current().name)
             pack(index, gradient)
 
-        buffer._pack = noted  # type: ignore[method-assign]  # for one backward
+        buffer._pack = noted
         model(inputs(0, 0)).square().mean().backward()
     assert [(name, copied.count(name)) for name in dict.fromkeys(copied)] == [("side", 2), ("compute", 4)]
 
 
-# ---------------------------------------------------------------- no wait too many
-
-
 @on_ranks(1)
 def test_compute_waits_for_a_gather_only_where_it_uses_the_weights() -> None:
-    """For each layer but the first, in the midst of its backward, while the one before it is being gathered."""
     seen = []
     with driven() as (double, _):
         model = Stack(Block(), Block(hidden=1), Block(hidden=17), Block())
@@ -220,9 +204,6 @@ def test_compute_waits_for_a_gather_only_where_it_uses_the_weights() -> None:
             layer.get_submodule("norm").register_forward_hook(lambda _, args, output: watch(output))
         model(inputs(0, 0)).square().mean().backward()
     assert seen == [(True, False)] * 3
-
-
-# ---------------------------------------------------------------- captures
 
 
 def captured_backward() -> tuple[list[str], list[bool]]:
@@ -267,8 +248,9 @@ def test_a_graph_that_ends_with_the_backward_has_joined_every_lane() -> None:
     assert found == ([], [True, True])
 
 
-def captured_one_after_another(second: str) -> None:
-    """Capture a training step, then in a second graph one that reduces nothing, or the end of a model."""
+@pytest.mark.parametrize("second", ["no_sync", "deleted"])
+@on_ranks(1)
+def test_a_second_graph_waits_for_nothing_of_the_first(second: str) -> None:
     with driven() as (double, _):
         model = Stack(Block(), Block())
         shard_each(model)
@@ -285,11 +267,6 @@ def captured_one_after_another(second: str) -> None:
             else:
                 fully_shard(nn.Linear(3, 3))
                 gc.collect()
-
-
-@pytest.mark.parametrize("second", ["no_sync", "deleted"])
-def test_a_second_graph_waits_for_nothing_of_the_first(second: str) -> None:
-    run_ranks(1, captured_one_after_another, second)
 
 
 def captured_watch() -> tuple[bool, bool]:
@@ -314,15 +291,11 @@ def test_the_watch_queries_no_event_of_a_capture() -> None:
     assert run_ranks(1, captured_watch) == [(True, False)]
 
 
-# ---------------------------------------------------------------- deletion
-
-
 def deleted() -> tuple[list[bool], list[bool], bool]:
     """Return for each lane whether compute follows it, before and after a model with a gather in flight is deleted."""
     with driven() as (double, _):
         model = Stack(Block(), Block(hidden=1), Block(hidden=17))
         shard_each(model)
-        assert isinstance(model.layers[0], FsdpModule)
         model.layers[0].unshard(async_op=True)
         before = [double.compute.follows(lane) for lane in double.lanes]
         gone = weakref.ref(model)
@@ -336,9 +309,6 @@ def test_memory_of_a_deleted_model_goes_back_after_the_lanes_that_use_it() -> No
     assert not all(before)
     assert all(after)
     assert is_gone
-
-
-# ---------------------------------------------------------------- the double itself
 
 
 def unordered_copy() -> list[str]:

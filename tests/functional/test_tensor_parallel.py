@@ -35,15 +35,10 @@ MESHES = {
     "hsdp of one replica, tp2": ((1, 2, 2), ("outer", "dp", "tp")),
 }
 CASES = [
-    ("dp2 tp2", "optim_grads_params"),
-    ("dp2 tp2", "no_shard"),
-    ("dp2 tp2", "optim"),
-    ("dp2 tp2", "optim_grads"),
-    ("dp1 tp2", "optim_grads_params"),
-    ("dp4 tp1", "optim_grads_params"),
-    ("hsdp, tp1", "hsdp"),
+    ("dp2 tp2", "optim_grads_params"), ("dp2 tp2", "no_shard"), ("dp2 tp2", "optim"), ("dp2 tp2", "optim_grads"),
+    ("dp1 tp2", "optim_grads_params"), ("dp4 tp1", "optim_grads_params"), ("hsdp, tp1", "hsdp"),
     ("hsdp of one replica, tp2", "hfsdp"),
-]
+]  # fmt: skip
 
 
 class Feedforward(nn.Module):
@@ -56,9 +51,7 @@ class Feedforward(nn.Module):
         self.down = nn.Linear(10, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., WIDTH) for (..., WIDTH)."""
-        result: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return result
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 def build() -> nn.Module:
@@ -82,8 +75,7 @@ def sharded(mesh: DeviceMesh, strategy: str, policy: MixedPrecisionPolicy | None
 
 
 def loss(model: nn.Module, data_rank: int, step: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(data_rank, step))
-    return output.square().mean()
+    return model(inputs(data_rank, step)).square().mean()
 
 
 def train(model: nn.Module, data_rank: int, steps: range) -> list[float]:
@@ -146,7 +138,7 @@ def faces() -> dict[str, tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = sharded(mesh, "optim_grads_params")
     found = {}
-    for name, parameter in model[0].named_parameters():  # type: ignore[index]  # a Sequential
+    for name, parameter in model[0].named_parameters():
         assert isinstance(parameter, DTensor)
         axes = parameter.device_mesh.mesh_dim_names or ()
         found[name] = (tuple(parameter.shape), axes, tuple(parameter.to_local().shape))
@@ -204,8 +196,9 @@ def test_a_tensor_parallel_checkpoint_loads_on(num_ranks: int, num_tp: int, ours
         assert {key for key in wanted if not torch.equal(found[key], wanted[key])} == set()
 
 
-def on_the_whole_mesh() -> dict[str, torch.Tensor]:
-    """Every parameter a DTensor over (dp, tp), replicated along dp, as an SPMD program has them."""
+@on_ranks(4)
+def test_dp_mesh_dims_shards_parameters_that_span_the_whole_mesh() -> None:
+    wanted = whole_values(build())
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = build()
     parallelize(model, mesh)
@@ -218,13 +211,8 @@ def on_the_whole_mesh() -> dict[str, torch.Tensor]:
     for block in model.children():
         fully_shard(block, mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     fully_shard(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-    return whole_values(model)
-
-
-def test_dp_mesh_dims_shards_parameters_that_span_the_whole_mesh() -> None:
-    wanted = whole_values(build())
-    for found in run_ranks(4, on_the_whole_mesh):
-        assert {key for key in wanted if not torch.equal(found[key], wanted[key])} == set()
+    found = whole_values(model)
+    assert {key for key in wanted if not torch.equal(found[key], wanted[key])} == set()
 
 
 @on_ranks(4)
@@ -232,7 +220,7 @@ def test_dp_mesh_dims_flattens_several_axes_into_one() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = build()
     fully_shard(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "cp")))
-    (group, *_) = model.parameter_groups  # type: ignore[attr-defined]  # an FsdpModule
+    (group, *_) = model.parameter_groups
     values = whole_values(model)
     wanted = whole_values(build())
     assert (group.main_weight.axes[0].size, all(torch.equal(values[key], wanted[key]) for key in wanted)) == (4, True)

@@ -88,7 +88,6 @@ def test_a_gather_lasts_from_its_issue_to_the_end_of_the_wait_for_it(tmp_path: P
 
 @on_ranks(1)
 def test_a_forward_that_raises_under_a_profiler_leaves_nothing_behind() -> None:
-    """Let a forward raise inside of the engine under a profiler, then train without one."""
     model, optimizer = sharded("optim_grads_params")
     step(model, optimizer, 0)
 
@@ -104,9 +103,6 @@ def test_a_forward_that_raises_under_a_profiler_leaves_nothing_behind() -> None:
         step(model, optimizer, 1)
     step(model, optimizer, 2)
     assert [len(listeners)] == [0]
-
-
-# ---------------------------------------------------------------- traces of a GPU, by hand
 
 
 def event(name: str, category: str, stream: int, start: float, duration: float) -> dict[str, Any]:
@@ -136,9 +132,6 @@ def test_on_a_gpu_what_no_kernel_of_compute_covers_is_exposed(tmp_path: Path) ->
     assert timeline.waited("reduce") == pytest.approx(8e-6)
     assert [round(1e6 * one.start) for one in unit.reduce_waited] == [40, 46]
     assert timeline.exposed_share == pytest.approx(16 / 50)
-
-
-# ---------------------------------------------------------------- the command
 
 
 def test_the_command_prints_the_share_and_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ from tests.harness import run_ranks
 
 @pytest.fixture(scope="module")
 def recorded() -> dict[str, list[str]]:
-    """Every rank's transcript of every scenario."""
     by_rank = run_ranks(NUM_RANKS, record_all)
     return {name: [transcripts[name] for transcripts in by_rank] for name in SCENARIOS}
 
@@ -45,7 +44,6 @@ def test_every_golden_file_belongs_to_a_scenario() -> None:
 
 
 def phases(transcript: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each heading with the lines below it."""
     for part in transcript.split("# ")[1:]:
         heading, *lines = part.splitlines()
         yield heading, lines

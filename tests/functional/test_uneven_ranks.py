@@ -75,7 +75,6 @@ def train_after_uneven_groups(makers: str) -> dict[str, float]:
 
 @pytest.fixture(scope="module", params=["members", "all ranks"])
 def distances(request: pytest.FixtureRequest) -> list[dict[str, float]]:
-    """How far each rank is from a plain model, by strategy."""
     return run_ranks(4, train_after_uneven_groups, request.param)
 
 
@@ -87,7 +86,6 @@ def test_training_is_right_after_groups_of_some_ranks_were_made(distances: list[
 
 @on_ranks(4)
 def test_stages_with_other_numbers_of_units_and_groups_train_right_alone_and_together() -> None:
-    """Two stages of two ranks, with other numbers of units, groups and calls; then a model over all ranks."""
     stage = dist.get_rank() // 2
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))["data"]
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": (None, 1)[stage]}
@@ -105,7 +103,6 @@ def test_stages_with_other_numbers_of_units_and_groups_train_right_alone_and_tog
 
 
 def train_on_a_part() -> str | float:
-    """Shard over two of three ranks; the third one calls it too."""
     mesh = init_device_mesh("cpu", (2,))
     try:
         return distance_to_plain_model(mesh, partial(shard_layers, mesh=mesh))
@@ -121,7 +118,8 @@ def test_a_rank_outside_of_the_mesh_is_told_so_and_the_others_train_right() -> N
     assert "rank 2 is not part of" in str(outside)
 
 
-def train_on_odd_meshes() -> dict[str, float | str]:
+@on_ranks(2)
+def test_a_mesh_without_names_trains_right_and_one_that_counts_backwards_is_refused() -> None:
     found: dict[str, float | str] = {}
     for shape in ((1, 2), (2, 1)):
         mesh = init_device_mesh("cpu", shape)
@@ -131,15 +129,11 @@ def train_on_odd_meshes() -> dict[str, float | str]:
         fully_shard(nn.Linear(3, 3), backwards)
     except MeshError as error:
         found["backwards"] = str(error)
-    return found
-
-
-def test_a_mesh_without_names_trains_right_and_one_that_counts_backwards_is_refused() -> None:
-    for rank, found in enumerate(run_ranks(2, train_on_odd_meshes)):
-        for shape in ("(1, 2)", "(2, 1)"):
-            assert float(found[shape]) < 1e-6
-        assert f"this rank, {rank}, has place {1 - rank}" in str(found["backwards"])
-        assert "ascending order" in str(found["backwards"])
+    rank = dist.get_rank()
+    for shape in ("(1, 2)", "(2, 1)"):
+        assert float(found[shape]) < 1e-6
+    assert f"this rank, {rank}, has place {1 - rank}" in str(found["backwards"])
+    assert "ascending order" in str(found["backwards"])
 
 
 def rank_zero_looks_first(placements: Placements) -> float:

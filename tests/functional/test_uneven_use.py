@@ -10,9 +10,9 @@ from torch import nn
 
 from dbuffer import memory_meter
 from megatron_fsdp import clip_grad_norm_, fully_shard
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.models import Block, inputs
-from tests.harness.oracle import Case, Comparison, compare
+from tests.harness.oracle import Case, compare
 
 
 class Dropped(nn.Module):
@@ -23,10 +23,8 @@ class Dropped(nn.Module):
         self.entry, self.first, self.second = nn.Linear(7, 7), Block(), Block()
 
     def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return (..., 7) for (..., 7)."""
         x = self.entry(x)
-        result: torch.Tensor = self.second(x if rank == 0 else self.first(x))
-        return result
+        return self.second(x if rank == 0 else self.first(x))
 
 
 class TwoHeads(nn.Module):
@@ -37,15 +35,11 @@ class TwoHeads(nn.Module):
         self.first, self.second, self.head, self.extra = Block(), Block(), nn.Linear(7, 7), nn.Linear(7, 7)
 
     def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return (..., 7) for (..., 7)."""
         x = self.second(self.first(x))
-        result: torch.Tensor = self.head(x) + (self.extra(x) if rank else 0)
-        return result
+        return self.head(x) + (self.extra(x) if rank else 0)
 
 
 class Skipping(Block):
-    """A block that may return its input."""
-
     def forward(self, x: torch.Tensor, skips: bool = False) -> torch.Tensor:
         return x if skips else super().forward(x)
 
@@ -58,9 +52,7 @@ class Skipped(Dropped):
         self.first = Skipping()
 
     def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return (..., 7) for (..., 7)."""
-        result: torch.Tensor = self.second(self.first(self.entry(x), rank == 0))
-        return result
+        return self.second(self.first(self.entry(x), rank == 0))
 
 
 def shard_blocks(model: nn.Module) -> None:
@@ -71,18 +63,14 @@ def shard_blocks(model: nn.Module) -> None:
 
 
 def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    output: torch.Tensor = model(inputs(rank, step), rank)
-    return output.square().mean()
-
-
-def train(kind: type[nn.Module]) -> Comparison:
-    return compare(Case(kind, loss, shard=shard_blocks))
+    return model(inputs(rank, step), rank).square().mean()
 
 
 @pytest.mark.parametrize("kind", [TwoHeads, Skipped])
+@on_ranks(3, timeout=30)
 def test_a_unit_around_others_is_reduced_after_them_on_every_rank(kind: type[nn.Module]) -> None:
-    results = run_ranks(3, train, kind, timeout=30)
-    assert all(result.is_exact for result in results), results
+    result = compare(Case(kind, loss, shard=shard_blocks))
+    assert result.is_exact, result
 
 
 @on_ranks(2)

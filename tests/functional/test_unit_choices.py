@@ -25,7 +25,7 @@ from megatron_fsdp import (
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Stack, inputs, squared, three_blocks
-from tests.harness.oracle import Case, Comparison, compare, shard_each, shard_layers, units_of, whole
+from tests.harness.oracle import Case, compare, shard_each, shard_layers, units_of, whole
 
 BASE = Case(three_blocks, squared)
 
@@ -33,9 +33,6 @@ BASE = Case(three_blocks, squared)
 def each(**options: Any) -> Callable[[nn.Module], None]:
     """Return a function that shards every block, and the model, with the same options."""
     return functools.partial(shard_layers, **options)
-
-
-# ---------------------------------------------------------------- reshard to a smaller group
 
 
 def in_groups_of(size: int) -> Case:
@@ -80,7 +77,6 @@ def test_backward_gathers_within_the_smaller_group_what_forward_kept() -> None:
 
 @on_ranks(4)
 def test_a_change_of_weights_voids_the_part_kept_after_forward() -> None:
-    """Evaluate, change weights, evaluate again: the part kept after forward must not be what the second one uses."""
     model = three_blocks()
     each(reshard_after_forward=2)(model)
     model(inputs(0, 0))
@@ -95,12 +91,7 @@ def test_a_change_of_weights_voids_the_part_kept_after_forward() -> None:
     assert float((again - oracle(inputs(0, 0))).detach().abs().max()) < 1e-6
 
 
-# ---------------------------------------------------------------- replicated parameters
-
-
 class Scaled(Stack):
-    """Blocks, and a scale per feature that every rank keeps."""
-
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 7))
@@ -115,11 +106,9 @@ def scaled() -> nn.Module:
 
 
 def keep_small_parts(model: nn.Module) -> None:
-    assert isinstance(model, Scaled)
     fsdp_no_shard(model.scale)
     fsdp_no_shard(model.router)
     for layer in model.layers:
-        assert isinstance(layer, Block)
         fsdp_no_shard(layer.norm)
         fully_shard(layer.norm)  # what is marked never becomes a unit
         fully_shard(layer)
@@ -135,22 +124,19 @@ def test_gradients_are_exact_with_replicated_parameters(num_ranks: int) -> None:
 def replicated_faces() -> tuple[list[str], dict[str, int], bool, float]:
     model = scaled()
     keep_small_parts(model)
-    assert isinstance(model, Scaled)
     gathered = {parameter.shape: 0 for parameter in model.parameters()}
     kinds: Counter[str] = Counter()
     with observe_collectives(lambda call: kinds.update([call.kind])):
         squared(model, dist.get_rank(), 0).backward()
     names = [name for name, value in model.named_parameters() if whole_here(value)]
     first = model.layers[0]
-    assert isinstance(first, Block)
     has_hooks = isinstance(first.norm, FsdpModule) or bool(first.norm._forward_pre_hooks)
     assert gathered
     return names, dict(kinds), has_hooks, float(clip_grad_norm_(model, float("inf")))
 
 
 def whole_here(parameter: torch.Tensor) -> bool:
-    local: torch.Tensor = parameter.to_local()  # type: ignore[attr-defined]  # a DTensor
-    return local.shape == parameter.shape
+    return parameter.to_local().shape == parameter.shape
 
 
 def test_replicated_parameters_are_whole_everywhere_and_reduced_without_a_gather() -> None:
@@ -163,12 +149,8 @@ def test_replicated_parameters_are_whole_everywhere_and_reduced_without_a_gather
         assert norm == results[0][3]
 
 
-# ---------------------------------------------------------------- freezing and unfreezing
-
-
 def freeze_by_turns(model: nn.Module, step: int) -> None:
     """Freeze another parameter of each block at every step, a whole block at the third, and everything else again."""
-    assert isinstance(model, Stack)
     for index, layer in enumerate(model.layers):
         for position, parameter in enumerate(layer.parameters()):
             parameter.requires_grad_(position % 4 != step and (step, index) != (2, 1))
@@ -182,32 +164,26 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 @pytest.mark.parametrize("strategy", nightly_but(["optim", "optim_grads_params"], STRATEGIES))
+@on_ranks(2)
 def test_gradients_are_exact_while_parameters_are_frozen_and_unfrozen_between_steps(strategy: str) -> None:
     case = Case(three_blocks, squared, prepare=freeze_by_turns, optimizer=plain_sgd, steps=5)
-    results = run_ranks(2, compare_under, case, strategy)
-    assert all(result.is_exact for result in results), results
-
-
-def compare_under(case: Case, strategy: str) -> Comparison:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return compare(replace(case, shard=each(mesh=mesh, placements=getattr(Placements, strategy)())))
+    result = compare(replace(case, shard=each(mesh=mesh, placements=getattr(Placements, strategy)())))
+    assert result.is_exact, result
 
 
 def frozen_at_first() -> nn.Module:
     model = three_blocks()
-    assert isinstance(model, Stack)
     model.layers[1].requires_grad_(False)
     return model
 
 
 def unfreeze_later(model: nn.Module, step: int) -> None:
-    assert isinstance(model, Stack)
     model.layers[1].requires_grad_(step >= 2)
 
 
 @on_ranks(2)
 def test_a_block_that_was_frozen_when_sharded_trains_once_unfrozen() -> None:
-    """Unfreeze a block at the third step."""
     torch.manual_seed(0)
     oracle = frozen_at_first()
     torch.manual_seed(0)
@@ -220,7 +196,6 @@ def test_a_block_that_was_frozen_when_sharded_trains_once_unfrozen() -> None:
         squared(model, dist.get_rank(), step).backward()
         for rank in range(dist.get_world_size()):
             (squared(oracle, rank, step) / dist.get_world_size()).backward()
-        assert isinstance(model, Stack)
         had_none &= all((p.grad is None) == (step < 2) for p in model.layers[1].parameters())
         for each_model in (model, oracle):
             optimizer = torch.optim.SGD(each_model.parameters(), lr=0.1)
@@ -232,24 +207,16 @@ def test_a_block_that_was_frozen_when_sharded_trains_once_unfrozen() -> None:
     assert had_none
 
 
-def unfreeze_without_main_weight() -> str:
+@on_ranks(1)
+def test_unfreezing_what_has_no_fp32_main_weight_names_the_parameter_and_the_cure() -> None:
     model = nn.Linear(4, 4).to(torch.bfloat16).requires_grad_(False)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32))
     model.requires_grad_(True)
-    try:
+    with pytest.raises(ValueError) as refused:
         model(torch.ones(1, 4, dtype=torch.bfloat16))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_unfreezing_what_has_no_fp32_main_weight_names_the_parameter_and_the_cure() -> None:
-    (message,) = run_ranks(1, unfreeze_without_main_weight)
+    message = str(refused.value)
     assert "'weight'" in message
     assert "freeze it afterwards" in message
-
-
-# ---------------------------------------------------------------- offload
 
 
 OFFLOADED = {
@@ -258,20 +225,17 @@ OFFLOADED = {
 }
 
 
-def offloaded(mesh_shape: tuple[int, ...], strategy: str) -> Comparison:
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("outer", "inner")[-len(mesh_shape) :])
-    placements = getattr(Placements, strategy)(*range(len(mesh_shape)))
-    options = {"mesh": mesh, "placements": placements, "offload_policy": CPUOffloadPolicy()}
-    return compare(replace(BASE, shard=each(**options)))
-
-
 MESHES = [((2,), "optim_grads_params"), ((2, 2), "hsdp"), ((2, 2), "hfsdp")]
 
 
 @pytest.mark.parametrize(("mesh_shape", "strategy"), nightly_but([MESHES[0], MESHES[2]], MESHES), ids=str)
+@on_ranks(lambda mesh_shape: torch.Size(mesh_shape).numel())
 def test_gradients_are_exact_with_offload_under(mesh_shape: tuple[int, ...], strategy: str) -> None:
-    results = run_ranks(torch.Size(mesh_shape).numel(), offloaded, mesh_shape, strategy)
-    assert all(result.is_exact for result in results), results
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("outer", "inner")[-len(mesh_shape) :])
+    placements = getattr(Placements, strategy)(*range(len(mesh_shape)))
+    options = {"mesh": mesh, "placements": placements, "offload_policy": CPUOffloadPolicy()}
+    result = compare(replace(BASE, shard=each(**options)))
+    assert result.is_exact, result
 
 
 @on_ranks(2)
@@ -284,5 +248,4 @@ def test_offloaded_weights_and_gradients_have_memory_of_their_own() -> None:
     shares &= group.main_weight.local_buffer.data_ptr() < group.gathered.local_buffer.data_ptr() + group.gathered.nbytes
     model.reshard()
     squared(model, dist.get_rank(), 0).backward()
-    assert group.gradients is not None
     assert (shares, group.gradients.reduction.is_offloaded) == (False, True)

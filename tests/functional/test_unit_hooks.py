@@ -27,13 +27,9 @@ from tests.harness.oracle import Case, compare, shard_each, shard_layers, units_
 BASE = Case(three_blocks, squared)
 
 
-# ---------------------------------------------------------------- hooks, communicators, buffers
-
-
 @pytest.mark.parametrize("strategy", nightly_but(["optim_grads_params"], ["optim", "optim_grads_params"]))
 @on_ranks(4)
 def test_a_hook_that_reduces_over_another_axis_makes_hybrid_sharding(strategy: str) -> None:
-    """Shard over the inner axis only and reduce over the outer one in a hook: that is HSDP by hand."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     calls = 0
 
@@ -44,7 +40,6 @@ def test_a_hook_that_reduces_over_another_axis_makes_hybrid_sharding(strategy: s
         gradient.div_(2)
 
     def shard(model: nn.Module) -> None:
-        assert isinstance(model, Stack)
         for layer in model.layers:
             fully_shard(layer, mesh["inner"], getattr(Placements, strategy)())
             layer.set_all_reduce_hook(reduce_outer)
@@ -129,9 +124,6 @@ def test_more_packed_buffers_are_held_only_when_allowed() -> None:
     assert two > one
 
 
-# ---------------------------------------------------------------- several meshes
-
-
 class Experts(nn.Module):
     """Half of the ranks' experts each: this rank's own, applied to what it gets."""
 
@@ -140,7 +132,6 @@ class Experts(nn.Module):
         self.weight = nn.Parameter(torch.randn(2, 7, 7) * 0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., 7) for (..., 7)."""
         return x + torch.tanh(x @ self.weight[0]) @ self.weight[1]
 
 
@@ -150,7 +141,6 @@ def with_experts() -> nn.Module:
 
 def shard_experts_elsewhere(model: nn.Module) -> None:
     """Experts over half of the ranks, the rest over all: the divisor makes up for the other half."""
-    assert isinstance(model, Stack)
     whole_world = init_device_mesh("cpu", (dist.get_world_size(),))
     halves = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("expert", "expert_dp"))
     for layer in model.layers:
@@ -168,7 +158,6 @@ def test_units_on_other_meshes_and_placements_train_together() -> None:
 
 @on_ranks(4)
 def test_expert_gradients_are_divided_by_all_ranks_with_grad_divisor() -> None:
-    """Experts of an expert-parallel axis: averaged over their own data-parallel ranks, divided by all ranks."""
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "expert_dp"))
     torch.manual_seed(dist.get_rank() // 2)
     experts = Experts()
@@ -186,16 +175,9 @@ def test_expert_gradients_are_divided_by_all_ranks_with_grad_divisor() -> None:
     assert size > 1e-4
 
 
-# ---------------------------------------------------------------- other entry points
-
-
 class Encoder(Block):
-    """A block with a second way in."""
-
     def encode(self, x: torch.Tensor, *, scale: float) -> torch.Tensor:
-        """Return the block's output, scaled."""
-        result: torch.Tensor = Block.forward(self, x) * scale
-        return result
+        return Block.forward(self, x) * scale
 
 
 def encoders() -> nn.Module:
@@ -210,7 +192,6 @@ def shard_encoders(model: nn.Module) -> None:
 
 
 def encoded(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    assert isinstance(model, Stack)
     first, second = model.layers
     assert isinstance(first, Encoder)
     assert isinstance(second, Encoder)
@@ -231,15 +212,12 @@ class Looked(nn.Module):
         self.block = Block()
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return (..., 7) for integer (...)."""
-        result: torch.Tensor = self.block(self.embedding(tokens))
-        return result
+        return self.block(self.embedding(tokens))
 
 
 def looked_up(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     tokens = torch.arange(5) * (rank + 2) % 11 + step % 2
-    output: torch.Tensor = model(tokens % 11)
-    return output.square().mean()
+    return model(tokens % 11).square().mean()
 
 
 @on_ranks(2)
@@ -263,7 +241,6 @@ def test_an_embedding_is_not_gathered_for_a_backward_that_does_not_read_it() -> 
 
 @on_ranks(2)
 def test_two_roots_that_share_a_context_hold_one_packed_buffer_at_a_time() -> None:
-    """Two roots, one after the other: with a shared context only one packed buffer lives at a time."""
     first, second = Block(hidden=64), Block(hidden=64)
     oracle = nn.Sequential(Block(hidden=64), Block(hidden=64))
     oracle.load_state_dict({f"{i}.{k}": v for i, m in enumerate((first, second)) for k, v in m.state_dict().items()})
@@ -287,7 +264,6 @@ def test_two_roots_that_share_a_context_hold_one_packed_buffer_at_a_time() -> No
 
 @on_ranks(4)
 def test_the_switches_for_accumulation_may_be_mixed() -> None:
-    """Five microbatches, unsynced in two different ways, partly announced; the gradient must be the sum of all."""
     torch.manual_seed(0)
     model, oracle = three_blocks(), three_blocks()
     oracle.load_state_dict(model.state_dict())

@@ -37,12 +37,10 @@ def step(model: Model, tokens: torch.Tensor) -> float:
 
 
 def stall_in_forward(model: Model) -> None:
-    """Rank 1 does not come to its second block."""
     model.blocks[1].register_forward_pre_hook(lambda *_: time.sleep(STALL_S))
 
 
 def stall_in_backward(model: Model) -> None:
-    """Rank 1 stops in the backward of its second block."""
     model.blocks[0].register_forward_hook(
         lambda _module, _inputs, output: output.register_hook(lambda _: time.sleep(STALL_S)) and None
     )
@@ -54,12 +52,10 @@ def swap_blocks(model: Model) -> None:
 
 
 def skip_block(model: Model) -> None:
-    """Rank 1 leaves its first block out."""
     model.blocks = torch.nn.ModuleList(list(model.blocks)[1:])
 
 
 def unshard_alone(model: Model) -> None:
-    """Rank 1 asks for a block's weights, to look at them."""
 
     def look(root: Any, *_: object) -> None:
         root.blocks[0].unshard()
@@ -69,7 +65,6 @@ def unshard_alone(model: Model) -> None:
 
 
 def raise_in_forward(model: Model) -> None:
-    """Rank 1 raises an error of its own and goes on to something else."""
 
     def fail(*_: object) -> None:
         raise KeyError("token")
@@ -125,7 +120,6 @@ def test_every_rank_raises_an_error_that_says_which_rank_does_what_in_which_unit
 
 @on_ranks(3)
 def test_ranks_that_opened_different_numbers_of_watches_before_understand_each_other() -> None:
-    """Some ranks have opened a watch before, over their part of the job."""
     fault = "skip_block"
     part = DeviceMesh("cpu", [0, 1])
     if dist.get_rank() < 2:
@@ -223,17 +217,15 @@ class Timed(dist.Work):
         return True
 
 
-def wait_on_a_gpu() -> tuple[int, list[datetime.timedelta]]:
+@on_ranks(1)
+def test_a_collective_of_a_gpu_is_looked_at_and_never_given_a_time_after_which_nccl_would_abort() -> None:
     watch = Watch(sharded(shape=(1,)))
     watch._looks = True
     work = Timed()
     with mock.patch.object(dist, "Work", Timed):
         watch.wait(work)
-    return work.looks, work.times
-
-
-def test_a_collective_of_a_gpu_is_looked_at_and_never_given_a_time_after_which_nccl_would_abort() -> None:
-    assert run_ranks(1, wait_on_a_gpu) == [(3, [datetime.timedelta(0)])]
+    assert work.looks == 3
+    assert work.times == [datetime.timedelta(0)]
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:

@@ -14,14 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dbuffer import Element
-from megatron_fsdp import CPUOffloadPolicy, Placements, fully_shard
+from dbuffer import Element, MeshError
+from megatron_fsdp import AgreementError, CPUOffloadPolicy, Placements, fully_shard
 from megatron_fsdp.runtime import rendezvous
 from megatron_fsdp.runtime.memory_slots import reshard_to
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import Block, Stack, squared
-
-# ---------------------------------------------------------------- one rank raises
 
 
 class Mine(Exception):
@@ -92,9 +90,6 @@ def test_the_others_hear_at_once_what_one_rank_raised_and_all_can_go_on(name: st
     assert loss > 0 < other_loss
 
 
-# ---------------------------------------------------------------- ranks that do different things
-
-
 def one_block_more(wraps_root: bool) -> None:
     model = Stack(*(Block() for _ in range(2 + dist.get_rank())))
     for layer in model.layers:
@@ -152,68 +147,34 @@ DIFFERENT: dict[str, tuple[Callable[[], None], str]] = {
 }
 
 
-def error_of(name: str) -> tuple[str, float]:
-    start = time.monotonic()
-    try:
-        DIFFERENT[name][0]()
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - start
-    return "no error", 0.0
-
-
-def errors_of_all() -> dict[str, tuple[str, float]]:
-    return {name: error_of(name) for name in DIFFERENT}
-
-
-@pytest.fixture(scope="module")
-def differences() -> list[dict[str, tuple[str, float]]]:
-    """The errors of two ranks by what they did differently, one case after the other."""
-    return run_ranks(2, errors_of_all)
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_ranks_that_do_different_things_raise_at_once_what_each_of_them_did(
-    differences: list[dict[str, tuple[str, float]]], name: str
-) -> None:
-    for found in differences:
-        text, seconds = found[name]
-        assert re.match(rf"MeshError: .*{DIFFERENT[name][1]}", text), text
-        assert seconds < 20
-
-
-# ---------------------------------------------------------------- a rank that does not come
+@on_ranks(2)
+def test_ranks_that_do_different_things_raise_at_once_what_each_of_them_did() -> None:
+    for act, words in DIFFERENT.values():
+        start = time.monotonic()
+        with pytest.raises(MeshError, match=words):
+            act()
+        assert time.monotonic() - start < 20
 
 
 @contextmanager
 def patient_for(seconds: float) -> Iterator[None]:
-    """Let meetings give up after some seconds."""
     with mock.patch.object(rendezvous, "job_timeout", return_value=datetime.timedelta(seconds=seconds)):
         yield
 
 
-def stay_away() -> str:
-    """Rank 1 comes when rank 0 has given up."""
-    store = dist.distributed_c10d._get_default_store()
-    try:
-        if dist.get_rank() == 1:
-            store.wait(["given up"])
-        with patient_for(3):
-            fully_shard(Block())
-    except ValueError as error:
-        store.set("given up", "")
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
+@on_ranks(2)
 def test_a_rank_that_does_not_come_is_named_and_told_when_it_does() -> None:
-    ends = (
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    if rank == 1:
+        store.wait(["given up"])
+    with patient_for(3), pytest.raises(AgreementError) as refused:
+        fully_shard(Block())
+    store.set("given up", "")
+    end = (
         "rank 0 calls fully_shard on unit 'Block', but rank 1 did not within 3 s.",
         "rank 1 calls fully_shard on unit 'Block', but only after rank 0 had waited for it for 3 s and raised.",
-    )
-    for found, end in zip(run_ranks(2, stay_away), ends, strict=True):
-        assert found.startswith(f"AgreementError: {end} Every rank of the mesh (ranks 0-1) has to; look at rank 1"), (
-            found
-        )
+    )[rank]
+    assert str(refused.value).startswith(f"{end} Every rank of the mesh (ranks 0-1) has to; look at rank 1")
 
 
 def meet_over_records_of_a_run_before() -> list[str]:
@@ -235,9 +196,6 @@ def test_records_of_a_run_before_in_a_kept_store_count_for_nothing() -> None:
     assert not any(name.startswith("token") for name in first)
 
 
-# ---------------------------------------------------------------- all or nothing
-
-
 class Recurrent(nn.Module):
     """Holds every kind of thing that wrapping touches: a linear layer, a recurrent one, a buffer, a tied weight."""
 
@@ -250,9 +208,7 @@ class Recurrent(nn.Module):
         self.tied.weight = self.up.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., 7) for (..., 7)."""
-        result: torch.Tensor = self.tied(self.norm(self.memory(self.up(x))[0]))
-        return result
+        return self.tied(self.norm(self.memory(self.up(x))[0]))
 
 
 def cut_late(parameter: nn.Parameter) -> Element:
@@ -270,32 +226,25 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-def refuse(name: str) -> list[str]:
-    """Try to shard, and return what is not as it was before; then shard for good and train."""
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks(2)
+def test_a_module_that_is_refused_is_left_as_it_was_and_can_be_sharded_afterwards(name: str) -> None:
     torch.manual_seed(3)
     model = Recurrent()
     before = {id(module): (type(module), dict(vars(module))) for module in model.modules()}
     tensors = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
-    try:
+    with pytest.raises((ValueError, TypeError, Mine)):
         fully_shard(model, **REFUSED[name])
-    except (ValueError, TypeError, Mine):
-        pass
-    else:
-        return ["no error"]
-    changed = [
-        f"{type(module).__name__}.{key}"
-        for module in model.modules()
-        for key, value in vars(module).items()
-        if not _is_same(value, before[id(module)][1].get(key))
-    ]
-    changed += [type(module).__name__ for module in model.modules() if type(module) is not before[id(module)][0]]
+    for module in model.modules():
+        kind, attributes = before[id(module)]
+        assert type(module) is kind
+        assert [key for key, value in vars(module).items() if not _is_same(value, attributes.get(key))] == []
     after = model.state_dict(keep_vars=True)
-    changed += [key for key, (tensor, value) in tensors.items() if after[key] is not tensor or not tensor.equal(value)]
+    assert all(after[key] is tensor and tensor.equal(value) for key, (tensor, value) in tensors.items())
     output = model(torch.ones(2, 7))
     fully_shard(model)
     model.norm.reset_running_stats()
-    changed += [] if torch.allclose(model(torch.ones(2, 7)), output) else ["output"]
-    return changed
+    assert torch.allclose(model(torch.ones(2, 7)), output)
 
 
 def _is_same(value: Any, before: Any) -> bool:
@@ -305,8 +254,3 @@ def _is_same(value: Any, before: Any) -> bool:
         others = before.values() if isinstance(before, dict) else before
         return len(value) == len(before) and all(one is other for one, other in zip(entries, others, strict=True))
     return value is before or bool(value == before)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_module_that_is_refused_is_left_as_it_was_and_can_be_sharded_afterwards(name: str) -> None:
-    assert run_ranks(2, refuse, name) == [[], []]

@@ -70,8 +70,7 @@ class WithHead(nn.Module):
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
-        result: torch.Tensor = self.head(self.norm(x))
-        return result
+        return self.head(self.norm(x))
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,6 @@ def evaluate(model: nn.Module, lines: list[str]) -> None:
 
 def change_order(model: nn.Module, lines: list[str]) -> None:
     """Train two steps, then two with the middle blocks exchanged."""
-    assert isinstance(model, Model)
     train(model, lines)
     lines.append("# blocks 1 and 2 change places")
     model.order = [0, 2, 1, 3]
@@ -172,7 +170,6 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def record(name: str) -> str:
-    """Return the transcript of one scenario; call it on every rank."""
     scenario = SCENARIOS[name]
     model = scenario.build()
     with record_transcript() as lines:

@@ -29,7 +29,7 @@ class WireTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> WireTensor:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), strides=inner.stride(), dtype=inner.dtype)  # type: ignore[attr-defined, no-any-return]
+        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), strides=inner.stride(), dtype=inner.dtype)
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner
@@ -72,7 +72,7 @@ class FullFormTensor(WireTensor):
 
     seen: tuple[Any, ...] = ()
 
-    def fsdp_pre_all_gather(  # type: ignore[override]
+    def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         type(self).seen = (tuple(outer_size), tuple(outer_stride), type(module).__name__, mp_policy.param_dtype)
@@ -124,7 +124,7 @@ class NoHookTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> NoHookTensor:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype)  # type: ignore[attr-defined, no-any-return]
+        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype)
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner

@@ -11,21 +11,26 @@ from tests.harness.ranks import run_ranks
 Test = Callable[..., None]
 
 
-def on_ranks(world_size: int, **options: Any) -> Callable[[Test], Test]:
+def on_ranks(world_size: int | Callable[..., int], **options: Any) -> Callable[[Test], Test]:
     """Make a test of a function that every rank of a new process group is to run, from its first line to its last.
 
     What pytest passes it (parameters, ``tmp_path``) travels to the ranks, so it must be picklable. Of an assertion that
     fails, the error shows the local variables. Write it below marks: they belong to the test.
 
     Args:
-        world_size: number of ranks.
+        world_size: number of ranks, or a function of those of the test's parameters that it names.
         options: those of ``run_ranks``.
     """
+
+    def number(arguments: dict[str, object]) -> int:
+        if isinstance(world_size, int):
+            return world_size
+        return world_size(**{name: arguments[name] for name in inspect.signature(world_size).parameters})
 
     def decorate(function: Test) -> Test:
         @functools.wraps(function)
         def test(**arguments: object) -> None:
-            run_ranks(world_size, _Body(function), arguments, **options)
+            run_ranks(number(arguments), _Body(function), arguments, **options)
 
         return test
 

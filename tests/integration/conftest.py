@@ -9,7 +9,7 @@ _NEEDS = {
     "test_peft*": "peft",
     "test_torchtitan*": "torchtitan",
     "test_megatron*": "megatron",
-    "test_script*": "tensorboard",
+    "test_script*": "megatron",
     "test_torchao*": "torchao",
 }
 

@@ -1,17 +1,15 @@
-"""The training script with the packages that it asks for by flag: tokenizers and tensorboard."""
+"""The training script with the packages that it asks for by flag: tokenizers and megatron-core."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from megatron.core.datasets import indexed_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-import preprocess_data
 import pretrain_gpt
-from gpt.indexed import megatron_datasets
-from gpt.tokenizer import build_tokenizer
+from gpt.data import build_tokenizer
 from megatron_fsdp import ConfigError
 
 TEXT = "the quick brown fox jumps over the lazy dog; zwölf Boxkämpfer jagen Eva. "
@@ -20,7 +18,6 @@ TINY = (
     "--num-layers 1 --hidden-size 12 --num-attention-heads 2 --seq-length 9 --micro-batch-size 4 --train-iters 4 "
     "--lr 0.01 --log-interval 1 --eval-iters 1 --num-tokens-to-generate 0 --distributed-backend gloo --save run"
 )
-WITH_TOKENIZER = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
 
 
 @pytest.fixture(autouse=True)
@@ -57,17 +54,16 @@ def train(flags: str) -> list[dict[str, Any]]:
 
 
 def test_a_text_comes_back_from_fewer_tokens_than_bytes(tokenizer_file: Path) -> None:
-    for path in (tokenizer_file, tokenizer_file.parent):
-        tokenizer = build_tokenizer("HuggingFaceTokenizer", path)
-        tokens = tokenizer.encode(TEXT)
-        assert tokenizer.decode(tokens) == TEXT
-        assert len(tokens) < len(TEXT.encode()) / 2
-        assert tokenizer.vocabulary_size == 300
-        assert max(tokens) < 300
+    tokenizer = build_tokenizer(tokenizer_file)
+    tokens = tokenizer.encode(TEXT)
+    assert tokenizer.decode(tokens) == TEXT
+    assert len(tokens) < len(TEXT.encode()) / 2
+    assert tokenizer.vocabulary_size == 300
+    assert max(tokens) < 300
 
 
 def test_special_tokens_are_not_added_to_a_text_and_one_of_them_ends_documents(tokenizer_file: Path) -> None:
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_file)
+    tokenizer = build_tokenizer(tokenizer_file)
     assert tokenizer.end_of_document == 1
     assert not {0, 1} & set(tokenizer.encode(TEXT))
     assert tokenizer.decode([*tokenizer.encode("fox"), 1]) == "fox</s>"
@@ -77,41 +73,20 @@ def test_special_tokens_are_not_added_to_a_text_and_one_of_them_ends_documents(t
 def test_a_file_that_is_no_tokenizer_is_refused_by_name(content: str) -> None:
     Path("other.json").write_text(content)
     with pytest.raises(ConfigError, match=r"other\.json is no tokenizer of the tokenizers package"):
-        build_tokenizer("HuggingFaceTokenizer", Path("other.json"))
+        build_tokenizer(Path("other.json"))
 
 
-def test_preprocessed_documents_are_those_of_the_tokenizer_and_can_be_trained_on(
+def test_indexed_documents_of_the_tokenizer_can_be_trained_on(
     tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = f"--input text.txt --output-prefix data/a --append-eod {WITH_TOKENIZER} {tokenizer_file}"
-    assert preprocess_data.main(flags.split()) == 0
-    dataset = megatron_datasets("indexed_dataset").IndexedDataset("data/a")  # its rows are unmapped with it
-    document = dataset[0].tolist()
-    assert build_tokenizer("HuggingFaceTokenizer", tokenizer_file).decode(document) == DOCUMENT + "</s>"
-    rows = train(
-        f"--data-path data/a --split 80,20,0 {WITH_TOKENIZER} {tokenizer_file} --num-tokens-to-generate 3 --prompt fox"
-    )
+    tokens = [*build_tokenizer(tokenizer_file).encode(DOCUMENT), 1]
+    builder = indexed_dataset.IndexedDatasetBuilder("a.bin", dtype=indexed_dataset.DType.optimal_dtype(300))
+    for _ in range(5):
+        builder.add_document(tokens, [len(tokens)])
+    builder.finalize("a.idx")
+    flags = f"--data-path a --split 80,20,0 --tokenizer-model {tokenizer_file} --num-tokens-to-generate 3 --prompt fox"
+    rows = train(flags)
     assert [row["iteration"] for row in rows if "lm_loss" in row] == [1, 2, 3, 4]
     # An untrained model of 384 tokens, 300 padded to a multiple of 128, is about as good as a guess.
     assert rows[0]["lm_loss"] == pytest.approx(5.95, abs=0.3)
     assert "sample at temperature 0.7:\nfox" in capsys.readouterr().out
-
-
-def test_tensorboard_reads_the_log_s_numbers_under_megatron_s_names() -> None:
-    rows = train("--data-path text.txt --tensorboard-dir events")
-    events = EventAccumulator("events")
-    events.Reload()
-    names = {
-        "lm_loss": "lm loss",
-        "grad_norm": "grad-norm",
-        "learning_rate": "learning-rate",
-        "validation_loss": "lm loss validation",
-    }
-    for key, name in names.items():
-        wanted = [(row["iteration"], row[key]) for row in rows if key in row]
-        found = [(event.step, event.value) for event in events.Scalars(name)]
-        assert [step for step, _ in found] == [step for step, _ in wanted] != []
-        # Event files keep FP32.
-        assert [value for _, value in found] == pytest.approx([value for _, value in wanted], rel=1e-6)
-    seconds = [event.value for event in events.Scalars("iteration-time")]
-    assert seconds == pytest.approx([row["elapsed_ms"] / 1000 for row in rows if "elapsed_ms" in row], rel=1e-6)

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from dbuffer_kernels.switches import SWITCHES
 from tests.docs.blocks import SILENT, blocks_of, pages
 from tests.docs.scenes import SCENES
+from tests.functional.test_gpu_ranks import SETTINGS
 from tests.harness.architecture import FOLDERS
 
 ROOT = Path(__file__).parents[2]
@@ -107,3 +109,24 @@ def test_every_file_of_code_that_a_page_names_is_there(page: Path) -> None:
         if not any(fnmatch.fnmatch(file, name) or fnmatch.fnmatch(file, f"*/{name.lstrip('/')}") for file in FILES)
     }
     assert missing == set()
+
+
+FIRST_GPU_RUN = (ROOT / "docs/first_gpu_run.md").read_text(encoding="utf-8")
+
+
+def test_what_the_first_run_on_a_gpu_asks_pytest_for_has_tests_that_need_one() -> None:
+    asked = re.findall(r"-m pytest (\S+) -m gpu", FIRST_GPU_RUN)
+    assert len(asked) == 2
+    for path in (*asked, "tests/functional/test_gpu_ranks.py"):
+        assert "pytest.mark.gpu" in (ROOT / path).read_text(encoding="utf-8"), path
+
+
+def test_the_words_of_the_first_run_are_those_there_are_and_say_the_same() -> None:
+    words = dict(re.findall(r"^\| `([a-z-]+)` \| ([^|]+?) \|$", FIRST_GPU_RUN, re.MULTILINE))
+    assert words.keys() == SWITCHES.keys()
+    assert all(words[word].startswith(text) for word, text in SWITCHES.items())
+
+
+def test_the_first_run_counts_the_ways_to_train_that_are_tested() -> None:
+    (counted,) = re.findall(r"losses of (\d+) ways", FIRST_GPU_RUN)
+    assert int(counted) == len(SETTINGS)

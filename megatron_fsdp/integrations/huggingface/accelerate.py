@@ -57,7 +57,10 @@ def accelerate_fsdp2() -> Iterator[None]:
         _check_path(self)
         prepared = prepare(self, *args, **options)
         for each in prepared if isinstance(prepared, (list, tuple)) else (prepared,):
-            _serve_generate(each)
+            if isinstance(each, nn.Module) and isinstance(each, FSDPModule) and hasattr(each, "generate"):
+                keep_in_step(each)
+                # It gathers what belongs to the model around its units.
+                register_fsdp_forward_method(each, "generate")
         return prepared
 
     lent = {"fully_shard": fully_shard, "FSDPModule": FSDPModule}
@@ -89,7 +92,8 @@ def _check_path(accelerator: Any) -> None:
             f"accelerate_fsdp2(): this Accelerator is not on its FSDP2 path (found {found}), so prepare would not "
             f"shard with this engine, but wrap the model in another. {cure}"
         )
-    started = _num_started()
+    place = job_place(os.environ)
+    started = dist.get_world_size() if dist.is_initialized() else 1 if place is None else place.size
     if started > 1:
         raise ConfigError(
             f"accelerate_fsdp2(): {started} processes were started together and this Accelerator sees one (found "
@@ -100,17 +104,3 @@ def _check_path(accelerator: Any) -> None:
         f"is sharded. {cure}",
         stacklevel=4,
     )
-
-
-def _num_started() -> int:
-    if dist.is_initialized():
-        return dist.get_world_size()
-    place = job_place(os.environ)
-    return 1 if place is None else place.size
-
-
-def _serve_generate(prepared: Any) -> None:
-    """Let ``generate`` of a sharded model gather what belongs to the model around its units, and keep ranks in step."""
-    if isinstance(prepared, nn.Module) and isinstance(prepared, FSDPModule) and hasattr(prepared, "generate"):
-        keep_in_step(prepared)
-        register_fsdp_forward_method(prepared, "generate")

@@ -39,7 +39,9 @@ def announce(model: nn.Module, mesh: DeviceMesh) -> None:
         # two, because transformers gathers nothing before it saves on one rank, where parameters are DTensors all the
         # same.
         core.config.distributed_config = configuration.DistributedConfig(fsdp_size=max(2, mesh.size()))
-    model.__class__ = _prepared_class(type(model), _is_peft(model))  # type: ignore[arg-type]  # classes are hashable
+    peft = sys.modules.get("peft")
+    has_adapters = peft is not None and isinstance(model, peft.PeftModel)
+    model.__class__ = _prepared_class(type(model), has_adapters)  # type: ignore[arg-type]  # classes are hashable
     if core is not model and hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")
 
@@ -82,7 +84,8 @@ class PreparedPeftModel(PreparedModel):
         given = inspect.signature(save).bind(save_directory, *values, **options)
         arguments = {**given.arguments, **given.arguments.pop("kwargs", {})}
         arguments["state_dict"] = _gathered_adapters(self, arguments)
-        arguments["is_main_process"] = arguments.get("is_main_process", True) and _is_first(self)
+        axes = [axis for unit in units_below(self) for group in unit.groups for axis in group.main_weight.axes]
+        arguments["is_main_process"] = arguments.get("is_main_process", True) and not any(axis.rank for axis in axes)
         save(**arguments)
         barrier()
 
@@ -97,11 +100,6 @@ def _prepared_class(cls: type[nn.Module], has_adapters: bool) -> type[nn.Module]
     return type(cls.__name__, (added, cls), {"__module__": cls.__module__})
 
 
-def _is_peft(model: nn.Module) -> bool:
-    peft = sys.modules.get("peft")
-    return peft is not None and isinstance(model, peft.PeftModel)
-
-
 def _refuse_second_sharding(name: str) -> None:
     state = sys.modules.get("accelerate.state")
     shared: Mapping[str, Any] = state.AcceleratorState._shared_state if state is not None else {}
@@ -112,11 +110,6 @@ def _refuse_second_sharding(name: str) -> None:
             "Either leave out prepare_model and train inside of `with accelerate_fsdp2():`, which shards with this "
             "engine as that config says; or leave out FSDP there: torchrun, or distributed_type MULTI_GPU"
         )
-
-
-def _is_first(model: nn.Module) -> bool:
-    groups = [group for unit in units_below(model) for group in unit.groups]
-    return all(axis.rank == 0 for group in groups for axis in group.main_weight.axes)
 
 
 def _gathered_adapters(model: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,8 +127,8 @@ def _gathered_adapters(model: Any, arguments: Mapping[str, Any]) -> dict[str, An
     # What peft computes of the state dict needs whole tensors; prompts it computes by their module.
     is_choice = all(key in names_of or model.peft_config[adapter].is_prompt_learning for key, adapter in chosen)
     names = {names_of[key] for key, _ in chosen if key in names_of} if is_choice else set(state)
-    return {name: _whole(value) for name, value in state.items() if name in names}
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
+    return {
+        name: value.full_tensor().cpu() if isinstance(value, DTensor) else value
+        for name, value in state.items()
+        if name in names
+    }

@@ -30,7 +30,8 @@ class _Recomputed(nn.Module):
         arguments = {**kwargs, **{name: None for name in _CACHES if name in kwargs}}
         if kwargs.get("use_cache"):
             arguments["use_cache"] = False
-        return checkpoint(functools.partial(run, **arguments), *map(_without_cache, args), use_reentrant=False)
+        values = [None if hasattr(value, "get_seq_length") else value for value in args]
+        return checkpoint(functools.partial(run, **arguments), *values, use_reentrant=False)
 
 
 def recompute_in_backward(layers: Iterable[nn.Module]) -> None:
@@ -55,10 +56,6 @@ def refuse_own_checkpointing(model: nn.Module) -> None:
                 "both would compute activations again. Leave out gradient_checkpointing_enable(), and activation_ or "
                 "gradient_checkpointing in TrainingArguments"
             )
-
-
-def _without_cache(argument: Any) -> Any:
-    return None if hasattr(argument, "get_seq_length") else argument
 
 
 @functools.cache

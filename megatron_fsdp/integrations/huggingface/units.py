@@ -110,10 +110,12 @@ def _ends(model: nn.Module) -> list[PlannedUnit]:
     embedding, head = _call(model, "get_input_embeddings"), _call(model, "get_output_embeddings")
     norm = _final_norm(model) if head is not None else None
     tail = [module for module in (norm, head) if module is not None]
-    holders = _holders(model, getattr(embedding, "weight", None))
+    weight = getattr(embedding, "weight", None)
+    holders = [part for part in model.modules() if any(p is weight for p in part._parameters.values() if p is not None)]
     if head is not None and any(module is head for module in holders):
         # The embedding comes first: its forward is when the shared weight is needed first.
-        firsts = [module for module in holders if module is not head and not _is_inside(module, tail)]
+        inside = {id(below) for module in tail for below in module.modules()}
+        firsts = [module for module in holders if module is not head and id(module) not in inside]
         return [PlannedUnit((*firsts, *tail), keeps_weights=True)]
     units = [PlannedUnit(tuple(holders))] if holders else []
     return [*units, *([PlannedUnit(tuple(tail), keeps_weights=True)] if tail else [])]
@@ -128,25 +130,12 @@ def _call(model: nn.Module, method: str) -> nn.Module | None:
     return module if isinstance(module, nn.Module) else None
 
 
-def _holders(model: nn.Module, weight: object) -> list[nn.Module]:
-    """Return the modules that a weight is registered in, in order."""
-    if weight is None:
-        return []
-    return [
-        module for module in model.modules() if any(parameter is weight for parameter in module._parameters.values())
-    ]
-
-
 def _final_norm(model: nn.Module) -> nn.Module | None:
     """Return the last child of the base model that is a norm: the one before the head, by convention."""
     base = getattr(model, getattr(model, "base_model_prefix", ""), None)
     base = base if isinstance(base, nn.Module) else model
     norms = [child for child in base.children() if "norm" in type(child).__name__.lower()]
     return norms[-1] if norms else None
-
-
-def _is_inside(module: nn.Module, others: Sequence[nn.Module]) -> bool:
-    return any(module is below for other in others for below in other.modules())
 
 
 # ---------------------------------------------------------------- the layers

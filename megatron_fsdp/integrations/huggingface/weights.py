@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from dbuffer.collectives import broadcast
-from dbuffer.mesh import MeshAxis
 from megatron_fsdp.checkpoint.model_state import announce_change
+from megatron_fsdp.checkpoint.parts import pieces_of
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.runtime.materialize import in_full_precision, materialize
 from megatron_fsdp.runtime.unit import units_below
@@ -35,10 +33,13 @@ class FirstRankWeights:
 
         One tensor at a time is whole on the ranks that do not hold them all. On a mesh of GPUs it is whole there.
         """
-        _allocate(model)
-        axes = _axes(model)
-        groups = [group for unit in units_below(model) for group in unit.groups]
+        units = list(units_below(model))
+        groups = [group for unit in units for group in unit.groups]
+        axes = {id(axis.gather_group): axis for group in groups for axis in group.main_weight.axes}.values()
         device = groups[0].spec.device
+        for unit in units:
+            unit.materialize()
+        _move(model, device, lambda tensor: tensor.is_meta)
         with torch.no_grad(), in_full_precision(groups):
             for name, target in _tensors(model):
                 full = torch.empty(target.shape, dtype=target.dtype, device=device)
@@ -46,7 +47,8 @@ class FirstRankWeights:
                     full.copy_(self.tensors[name])
                 for axis in axes:
                     broadcast(full, axis)
-                _write(target, full)
+                for offsets, local in pieces_of(target):
+                    local.copy_(full[tuple(slice(o, o + size) for o, size in zip(offsets, local.shape, strict=True))])
         announce_change(model)
 
 
@@ -66,11 +68,7 @@ def take_weights(model: nn.Module, mesh: DeviceMesh, source: nn.Module | None) -
             f"cpu_ram_efficient_loading: {without[0]!r} and {len(without) - 1} more are on the meta device on the "
             "first rank too, so there is nothing to share; build or load the model there, or give checkpoint="
         )
-    renewed: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[key] = renewed.setdefault(id(parameter), _on_meta(parameter))
+    _move(model, torch.device("meta"), lambda tensor: isinstance(tensor, nn.Parameter))
     return FirstRankWeights(tensors, is_first)
 
 
@@ -134,45 +132,17 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-def _allocate(model: nn.Module) -> None:
-    """Give memory, with any values in it, to what a sharded model has on the meta device."""
-    units = list(units_below(model))
-    device = next((group.spec.device for unit in units for group in unit.groups), torch.device("cpu"))
-    for unit in units:
-        unit.materialize()
-    renewed: dict[int, nn.Parameter] = {}
+def _move(model: nn.Module, device: torch.device, is_meant: Callable[[torch.Tensor], bool]) -> None:
+    """Put tensors on a device, with any values in them; parameters that were one stay one."""
+    moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                module._parameters[key] = renewed.setdefault(id(parameter), _on(parameter, device))
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[key] = torch.empty_like(buffer, device=device)
-
-
-def _axes(model: nn.Module) -> list[MeshAxis]:
-    groups = [group for unit in units_below(model) for group in unit.groups]
-    return list({id(axis.gather_group): axis for group in groups for axis in group.main_weight.axes}.values())
-
-
-def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    return _on(parameter, torch.device("meta"))
-
-
-def _on(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    new = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-    # Marks that other packages, and fsdp_no_shard, leave on parameters.
-    new.__dict__.update(parameter.__dict__)
-    return new
-
-
-def _write(target: torch.Tensor, full: torch.Tensor) -> None:
-    """Copy what this rank holds of a tensor out of the whole."""
-    if not isinstance(target, DTensor):
-        target.copy_(full)
-        return
-    # The interface by which PyTorch's own checkpoints ask any DTensor where its parts lie.
-    for position, chunk in enumerate(target.__create_chunk_list__()):
-        box = tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        local = target.__get_tensor_shard__(MetadataIndex("", chunk.offsets, position))
-        local.copy_(full[box])
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if tensor is None or not is_meant(tensor):
+                    continue
+                new = torch.empty_like(tensor, device=device)
+                if isinstance(tensor, nn.Parameter):
+                    new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                    # Marks that other packages, and fsdp_no_shard, leave on parameters.
+                    vars(new).update(vars(tensor))
+                tensors[key] = moved.setdefault(id(tensor), new)  # type: ignore[assignment]

@@ -29,13 +29,7 @@ from megatron_fsdp.integrations.megatron.random_state import without_states_of_o
 from megatron_fsdp.integrations.megatron.settings import refuse_arguments, refuse_configs, refuse_optimizer
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES
 
-__all__ = [
-    "ShardedDataParallel",
-    "assign_everywhere",
-    "get_megatron_optimizer",
-    "install",
-    "uninstall",
-]
+__all__ = ["ShardedDataParallel", "assign_everywhere", "get_megatron_optimizer", "install", "uninstall"]
 
 if TYPE_CHECKING:
     ShardedDataParallel: Any
@@ -152,16 +146,12 @@ def _megatrons_initialisers(module: nn.Module) -> Iterator[None]:
         if isinstance(child, nn.Embedding) and child.weight.is_meta
     ]
     for child, draw in drawn:
-        vars(child)["reset_parameters"] = functools.partial(_draw, child, draw)
+        vars(child)["reset_parameters"] = lambda child=child, draw=draw: draw(child.weight)
     try:
         yield
     finally:
         for child, _ in drawn:
             del vars(child)["reset_parameters"]
-
-
-def _draw(embedding: nn.Embedding, draw: Callable[[torch.Tensor], object]) -> None:
-    draw(embedding.weight)
 
 
 def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *positional: Any, **options: Any) -> Any:
@@ -201,10 +191,8 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *positional
     # Its own Muon takes whole weights; the groups that it makes for Adam are what is needed of it.
     kind = "adam" if config.optimizer in MUON_NAMES else config.optimizer
     plain = dataclasses.replace(config, optimizer=kind, bf16=False, fp16=False, use_distributed_optimizer=False)
-    original = getattr(
-        megatron_optimizers.get_megatron_optimizer, _ORIGINAL, megatron_optimizers.get_megatron_optimizer
-    )
-    made = original(plain, list(model_chunks), *positional, **options)
+    make = megatron_optimizers.get_megatron_optimizer
+    made = getattr(make, _ORIGINAL, make)(plain, list(model_chunks), *positional, **options)
     cls: Any = type(made)
     sharded: Any = object.__new__(_optimizer_class(cls))
     vars(sharded).update(vars(made))
@@ -297,18 +285,19 @@ def _replacements() -> Iterator[tuple[Any, Any]]:
         ) from error
     for cls in _adapter_classes():
         yield cls, _data_parallel_class(cls)  # type: ignore[arg-type]  # classes are hashable
-    yield megatron_optimizers.get_megatron_optimizer, _optimizer_function(megatron_optimizers.get_megatron_optimizer)
+    make = megatron_optimizers.get_megatron_optimizer
+    yield make, _in_place_of(make, _make_optimizer)
     # A wheel of megatron.core may lack the training scripts' package, or what that imports.
     with contextlib.suppress(ImportError):
-        checkpointing = importlib.import_module("megatron.training.checkpointing")
-        prepare = getattr(checkpointing, "preprocess_fsdp_dtensor_state_dict", None)
+        scripts = importlib.import_module("megatron.training.checkpointing")
+        prepare = getattr(scripts, "preprocess_fsdp_dtensor_state_dict", None)
         if prepare is not None:
-            yield prepare, _preparing_function(prepare)
-            yield checkpointing.load_checkpoint, _loading_function(checkpointing.load_checkpoint, checkpointing)
+            yield prepare, _in_place_of(prepare, _prepare)
+            yield scripts.load_checkpoint, _in_place_of(scripts.load_checkpoint, _load)
     with contextlib.suppress(ImportError):
         measure = getattr(importlib.import_module("megatron.training.utils"), "calc_params_l2_norm", None)
         if measure is not None:
-            yield measure, _measuring_function(measure)
+            yield measure, _in_place_of(measure, _measure)
 
 
 def _adapter_classes() -> list[type[Any]]:
@@ -337,15 +326,16 @@ def _modules_below(package: ModuleType) -> Iterator[ModuleType]:
                 yield from _modules_below(module)
 
 
-def _in_place_of(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate what hands models of other wrappers on to a function of Megatron's, by whose name it goes."""
+def _in_place_of(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what goes by the name of a function of Megatron's, and hands on what ``ours`` does not implement."""
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        functools.update_wrapper(function, original)
-        setattr(function, _ORIGINAL, original)
-        return function
+    @functools.wraps(original)
+    def function(*positional: Any, **options: Any) -> Any:
+        found = ours(original, *positional, **options)
+        return original(*positional, **options) if found is NotImplemented else found
 
-    return decorate
+    setattr(function, _ORIGINAL, original)
+    return function
 
 
 def _ours_among(model: Any) -> list[Any]:
@@ -354,44 +344,30 @@ def _ours_among(model: Any) -> list[Any]:
     return [chunk for chunk in chunks if isinstance(chunk, DataParallelMethods)]
 
 
-def _optimizer_function(original: Callable[..., Any]) -> Callable[..., Any]:
-    @_in_place_of(original)
-    def get_optimizer(config: Any, model_chunks: Sequence[Any], *positional: Any, **options: Any) -> Any:
-        function = get_megatron_optimizer if _ours_among(model_chunks) else original
-        return function(config, model_chunks, *positional, **options)
-
-    return get_optimizer
+def _make_optimizer(_: Any, config: Any, model_chunks: Sequence[Any], *positional: Any, **options: Any) -> Any:
+    if not _ours_among(model_chunks):
+        return NotImplemented
+    return get_megatron_optimizer(config, model_chunks, *positional, **options)
 
 
-def _preparing_function(original: Callable[..., Any]) -> Callable[..., Any]:
-    @_in_place_of(original)
-    def prepare(args: Any, raw_state_dict: dict[str, Any], model: Any) -> Any:
-        # Megatron has taken its wrapper off the model by now, so the weights tell whose they are.
-        if any(isinstance(value, FlatDTensor) for value in raw_state_dict["model"].values()):
-            return lay_out_for_megatron(raw_state_dict, model, is_gated=bool(getattr(args, "swiglu", False)))
-        return original(args, raw_state_dict, model)
-
-    return prepare
+def _prepare(_: Any, args: Any, raw_state_dict: dict[str, Any], model: Any) -> Any:
+    # Megatron has taken its wrapper off the model by now, so the weights tell whose they are.
+    if not any(isinstance(value, FlatDTensor) for value in raw_state_dict["model"].values()):
+        return NotImplemented
+    return lay_out_for_megatron(raw_state_dict, model, is_gated=bool(getattr(args, "swiglu", False)))
 
 
-def _loading_function(original: Callable[..., Any], checkpointing: Any) -> Callable[..., Any]:
-    @_in_place_of(original)
-    def load(ddp_model: Any, *positional: Any, **options: Any) -> Any:
-        if not _ours_among(ddp_model):
-            return original(ddp_model, *positional, **options)
-        with without_states_of_other_ranks(checkpointing.get_args(), checkpointing.get_load_checkpoint_path_by_args):
-            return original(ddp_model, *positional, **options)
-
-    return load
+def _load(original: Any, ddp_model: Any, *positional: Any, **options: Any) -> Any:
+    if not _ours_among(ddp_model):
+        return NotImplemented
+    scripts: Any = sys.modules[original.__module__]
+    with without_states_of_other_ranks(scripts.get_args(), scripts.get_load_checkpoint_path_by_args):
+        return original(ddp_model, *positional, **options)
 
 
-def _measuring_function(original: Callable[..., Any]) -> Callable[..., Any]:
-    @_in_place_of(original)
-    def measure(model: Any, *positional: Any, **options: Any) -> Any:
-        own = [chunk.module for chunk in _ours_among(model)]
-        return weight_norm(own, own[0].model_groups).item() if own else original(model, *positional, **options)
-
-    return measure
+def _measure(_: Any, model: Any, *positional: Any, **options: Any) -> Any:
+    own = [chunk.module for chunk in _ours_among(model)]
+    return weight_norm(own, own[0].model_groups).item() if own else NotImplemented
 
 
 def assign_everywhere(found: Any, wanted: Any) -> list[str]:

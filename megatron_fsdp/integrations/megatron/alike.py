@@ -32,9 +32,8 @@ def make_alike(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh | Non
     found = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.is_meta]
     if expert_mesh is None:
         return _make_alike(found, mesh)
-    experts = [(name, parameter) for name, parameter in found if is_expert(parameter)]
-    dense = [(name, parameter) for name, parameter in found if not is_expert(parameter)]
-    return _make_alike(dense, mesh) + _make_alike(experts, expert_mesh)
+    experts = [pair for pair in found if is_expert(pair[1])]
+    return _make_alike([pair for pair in found if not is_expert(pair[1])], mesh) + _make_alike(experts, expert_mesh)
 
 
 def _make_alike(found: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> list[str]:
@@ -42,7 +41,8 @@ def _make_alike(found: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> 
         return []
     device, axes = buffer_device(mesh), mesh_axes(mesh)
     # Bits, not numbers: NaN compares with itself. The complement of x is largest where x is smallest.
-    bits = torch.stack([_sum(parameter).to(device) for _, parameter in found]).view(torch.int64)
+    sums = [parameter.detach().sum(dtype=torch.float64).to(device) for _, parameter in found]
+    bits = torch.stack(sums).view(torch.int64)
     extremes = torch.stack([bits, ~bits])
     for axis in axes:
         all_reduce(extremes, axis, "max")
@@ -63,7 +63,3 @@ def _make_alike(found: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> 
             differing[0][0],
         )
     return [name for name, _ in differing]
-
-
-def _sum(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.detach().sum(dtype=torch.float64)

@@ -8,8 +8,9 @@ each rank, as Megatron leaves out parameters of which a rank holds nothing. Gate
 from __future__ import annotations
 
 import logging
+import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,18 +24,13 @@ from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.integrations.megatron.names import GATED, WholeNames
 
 __all__ = [
-    "check_was_read",
-    "describe_by_name",
-    "innermost",
-    "lay_out_for_megatron",
-    "load_by_name",
-    "owners_of",
-    "with_wrapper",
-    "without_wrappers",
-]
+    "check_was_read", "describe_by_name", "innermost", "lay_out_for_megatron", "load_by_name", "owners_of",
+    "with_wrapper", "without_wrappers",
+]  # fmt: skip
 
 _log = logging.getLogger(__name__)
 _WRAPPER = "module."
+_WRAPPERS = re.compile(r"^(module\.)*")
 _EXTRA_STATE = "_extra_state"
 # What is to be read into a hyperparameter that the checkpoint may lack.
 _UNKNOWN_STEP = -1
@@ -181,8 +177,11 @@ def load_by_name(chunks: Sequence[nn.Module], optimizer: Optimizer, state_dict: 
         groups.append({**group, **values, "params": list(indices)})
         for index in indices:
             if names[index] in saved_state:
+                found = saved_state[names[index]]
                 step = saved_meta[names[index]].get("step", _UNKNOWN_STEP)
-                state[index] = _with_step(saved_state[names[index]], step)
+                if isinstance(found.get("step"), torch.Tensor) and step != _UNKNOWN_STEP:
+                    found["step"].fill_(step)
+                state[index] = {key: value.source if isinstance(value, Part) else value for key, value in found.items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     _check_state(optimizer, names, state)
 
@@ -203,24 +202,15 @@ def _hyperparameters(names: list[str], saved: Mapping[str, Any]) -> dict[str, An
     return found[0] if found else {}
 
 
-def _with_step(values: Mapping[str, Any], step: Any) -> dict[str, Any]:
-    if isinstance(values.get("step"), torch.Tensor) and step != _UNKNOWN_STEP:
-        values["step"].fill_(step)
-    return {key: value.source if isinstance(value, Part) else value for key, value in values.items()}
-
-
 def _check_state(optimizer: Optimizer, names: Mapping[int, str], loaded: Mapping[int, Any]) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
-        if index in loaded and not optimizer.state.get(parameter) and _holds_something(parameter):
+        holds_something = bool(getattr(parameter, "_local_tensor", parameter).numel())
+        if index in loaded and not optimizer.state.get(parameter) and holds_something:
             raise CheckpointError(
                 f"nothing was read into the optimizer's state of {names[index]}: the checkpoint has it under another "
                 "name. Load it with megatron_fsdp.load_checkpoint, or leave the optimizer out (--no-load-optim)"
             )
-
-
-def _holds_something(parameter: Any) -> bool:
-    return bool(getattr(parameter, "_local_tensor", parameter).numel())
 
 
 def _meta_of(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -239,15 +229,8 @@ def _by_names_here(values: Mapping[str, Any], names: Iterable[str]) -> Mapping[s
     if not here.isdisjoint(values) or not here:
         return values
     # A rank may hold few of the parameters, all below one wrapper of the model's own.
-    bare: Callable[[str], str] = _bare
-    by_bare = {bare(name): name for name in here}
-    return {by_bare.get(bare(name), name): value for name, value in values.items()}
-
-
-def _bare(name: str) -> str:
-    while name.startswith(_WRAPPER):
-        name = name[len(_WRAPPER) :]
-    return name
+    by_bare = {_WRAPPERS.sub("", name): name for name in here}
+    return {by_bare.get(_WRAPPERS.sub("", name), name): value for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True)

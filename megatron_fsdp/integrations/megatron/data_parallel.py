@@ -144,7 +144,8 @@ def shard_for_megatron(
     _check_initialisers(module, config)
     _unfuse(module)
     # Every layer keeps them; they are looked through for tensors otherwise, some hundred fields each time.
-    treat_as_plain(type(config), type(ddp_config), *_kinds_of_groups(module))
+    kept = [value for part in module.modules() for key, value in vars(part).items() if _is_of_groups(key, value)]
+    treat_as_plain(type(config), type(ddp_config), *map(type, kept))
     _separate(groups.tied(module))
     mesh, expert_mesh = groups.dense_mesh(device_type), groups.expert_mesh(device_type)
     make_alike(module, mesh, expert_mesh)
@@ -200,17 +201,15 @@ def _check_initialisers(module: nn.Module, config: Any) -> None:
             )
 
 
-def _kinds_of_groups(module: nn.Module) -> set[type]:
-    kept = [value for part in module.modules() for value in vars(part).values()]
-    collections = [vars(part)["pg_collection"] for part in module.modules() if "pg_collection" in vars(part)]
-    return {type(value) for value in kept if isinstance(value, ProcessGroup)} | set(map(type, collections))
-
-
 def _separate(parameters: Sequence[nn.Parameter]) -> None:
     """Make each a group of its own: then nothing but its own shape decides where it is cut, on both stages."""
     for parameter in parameters:
         # Megatron sums their gradients shard by shard.
         parameter.fsdp_own_group = True  # type: ignore[attr-defined]
+
+
+def _is_of_groups(key: str, value: object) -> bool:
+    return key == "pg_collection" or isinstance(value, ProcessGroup)
 
 
 def _check_cut(parameter: nn.Parameter, groups: ModelGroups) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Container, Iterator, Sequence
-from typing import Any
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from megatron_fsdp.api import fully_shard
 from megatron_fsdp.config.fsdp_config import FsdpConfig
-from megatron_fsdp.errors import ConfigError, FsdpError
-from megatron_fsdp.integrations.megatron.accepted import notices_for
+from megatron_fsdp.errors import ConfigError, FsdpError, nearest
 from megatron_fsdp.integrations.megatron.groups import is_expert
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP, as_megatron
 from megatron_fsdp.optim.sharded_optimizer import fully_shard_optimizer
@@ -29,7 +28,7 @@ from megatron_fsdp.runtime.module import FSDPModule, unit_of
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.unit import units_below
 
-__all__ = ["fully_shard_model", "fully_shard_model_and_optimizer"]
+__all__ = ["ACCEPTED", "Accepted", "fully_shard_model", "fully_shard_model_and_optimizer"]
 
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _ACTED_ON = (
@@ -38,6 +37,36 @@ _ACTED_ON = (
     "sync_model_each_microbatch", "report_nan_in_param_grad", "calculate_per_token_loss", "use_decoupled_grad",
     "fsdp_double_buffer", "maxpool_double_buffer", "nccl_ub", "disable_symmetric_registration",
 )  # fmt: skip
+
+
+class Accepted(NamedTuple):
+    """One argument of Megatron-FSDP's, its default, which needs no notice, and why another value does nothing here."""
+
+    name: str
+    default: bool | None
+    reason: str
+
+
+# Rows stay rows: the formatter would give every field a line of its own.
+# fmt: off
+ACCEPTED = (
+    Accepted("tp_dim", None, "parameters that are tensor-parallel DTensors say themselves over which axes"),
+    Accepted("hybrid_fsdp_group", None, "the groups of outer and inner axis come from device_mesh"),
+    Accepted("hybrid_fsdp_expt_group", None, "the groups of outer and inner axis come from expt_device_mesh"),
+    Accepted("fsdp_group_ag", None, "gathers and reductions have a communicator each in any case"),
+    Accepted("expt_fsdp_group_ag", None, "gathers and reductions have a communicator each in any case"),
+    Accepted("overlap_grad_reduce", True, "reductions always overlap with backward"),
+    Accepted("overlap_param_gather", True, "gathers always overlap with compute"),
+    Accepted("preproc_state_dict_for_dcp_ckpt", True, "state dicts hold DTensors of true shapes and need no "
+             "preparation for torch.distributed.checkpoint"),
+    Accepted("average_in_collective", False, "sums are reduced, and the division is part of the accumulation"),
+    Accepted("disable_bucketing", False, "units are the buckets"),
+    Accepted("keep_fp8_transpose_cache", False, "FP8 weights need Transformer Engine, which is not used"),
+    Accepted("fsdp_db_use_persist_buf_on_alloc_fail", False, "units that fit no buffer always have one of their own"),
+    Accepted("enable_fine_grained_param_gather", False, "a unit is gathered as a whole; make smaller units"),
+    Accepted("cuda_graph_mode", False, "nothing is captured"),
+)
+# fmt: on
 
 
 def fully_shard_model(
@@ -105,7 +134,7 @@ def fully_shard_model(
         raise ConfigError(f"{type(module).__name__} is what fully_shard_model returned; call it once on each model")
     if use_decoupled_grad:
         raise ConfigError("use_decoupled_grad=True: gradients are .grad, of any dtype (main_grads_dtype); leave it out")
-    lines = notices_for(accepted, _ACTED_ON)
+    lines = _notices_for(accepted)
     mesh = _data_parallel_mesh(_mesh_on(device_mesh, device), dp_shard_dim, dp_outer_dim)
     strategy = _strategy_name("zero_dp_strategy", zero_dp_strategy, _STRATEGIES)
     outer = _strategy_name("outer_dp_sharding_strategy", outer_dp_sharding_strategy, _STRATEGIES[:2])
@@ -129,7 +158,11 @@ def fully_shard_model(
     if init_model_with_meta_device:
         materialize(module)
     config.apply(module)
-    _set_reduction(module, is_summed=calculate_per_token_loss, reports_nan=report_nan_in_param_grad)
+    for group in (group for unit in units_below(module) for group in unit.groups):
+        if calculate_per_token_loss:
+            set_divisor(group, 1.0)
+        if report_nan_in_param_grad:
+            set_reduction(group, hook=functools.partial(_report_nan, weakref.ref(group)))
     model = as_megatron(module)
     model.set_model_auto_sync(sync_model_each_microbatch)
     _log(lines)
@@ -165,6 +198,19 @@ def fully_shard_model_and_optimizer(
     for group in optimizer.param_groups:
         group["params"] = [sharded[names[id(old)]] if id(old) in names else old for old in group["params"]]
     return model, fully_shard_optimizer(optimizer)
+
+
+def _notices_for(given: Mapping[str, Any]) -> list[str]:
+    """Return one line, with the reason, for every argument whose value is not the default and does nothing."""
+    by_name = {each.name: each for each in ACCEPTED}
+    for name in given.keys() - by_name.keys():
+        meant = nearest(name, [*by_name, *_ACTED_ON])
+        raise ConfigError(f"fully_shard_model has no argument {name!r}; the nearest is {meant!r}")
+    return [
+        f"fully_shard_model({name}={value!r}) does nothing here: {by_name[name].reason}"
+        for name, value in given.items()
+        if value != by_name[name].default
+    ]
 
 
 # ---------------------------------------------------------------- the mesh
@@ -246,13 +292,11 @@ def _make_units(
     if expert_mesh is not None:
         _check_experts(model, experts)
     for unit in _units_wanted(model, wanted, experts):
-        if expert_mesh is not None and experts and _is_expert(unit):
-            fully_shard(unit, expert_mesh, **options)
-            # Exactly, whatever the sizes: a quotient times the expert mesh's size may be off by a rounding.
-            for group in unit_of(unit).groups:
-                set_divisor(group, float(mesh.size()))
-        else:
-            fully_shard(unit, mesh, **options)
+        is_of_experts = expert_mesh is not None and bool(experts) and _is_expert(unit)
+        fully_shard(unit, expert_mesh if is_of_experts else mesh, **options)
+        # Exactly, whatever the sizes: a quotient times the expert mesh's size may be off by a rounding.
+        for group in unit_of(unit).groups if is_of_experts else ():
+            set_divisor(group, float(mesh.size()))
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh, **options)
 
@@ -328,18 +372,6 @@ def _policy(given: Any) -> MixedPrecisionPolicy:
             main_grads_dtype=main_grads,
         )
     return as_policy(given)
-
-
-# ---------------------------------------------------------------- the rest
-
-
-def _set_reduction(module: nn.Module, *, is_summed: bool, reports_nan: bool) -> None:
-    for unit in units_below(module):
-        for group in unit.groups:
-            if is_summed:
-                set_divisor(group, 1.0)
-            if reports_nan:
-                set_reduction(group, hook=functools.partial(_report_nan, weakref.ref(group)))
 
 
 def _report_nan(reference: weakref.ref[ParameterGroup], gradient: torch.Tensor) -> None:

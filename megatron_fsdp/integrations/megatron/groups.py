@@ -15,15 +15,7 @@ from dbuffer.collectives import all_reduce
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError
 
-__all__ = [
-    "ModelGroups",
-    "hybrid_mesh",
-    "is_cut",
-    "is_expert",
-    "rank_in",
-    "reduce_over",
-    "size_of",
-]
+__all__ = ["ModelGroups", "hybrid_mesh", "is_cut", "is_expert", "rank_in", "reduce_over", "size_of"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,8 @@ class ModelGroups:
                 f"experts are spread over {size_of(self.expert)} ranks, and pg_collection has no expt_dp: set it to "
                 "the group of ranks with the same experts"
             )
-        if self.expert_data is None or _ranks(self.expert_data) == _ranks(self.data):
+        ranks_of = dist.get_process_group_ranks
+        if self.expert_data is None or ranks_of(self.expert_data) == ranks_of(self.data):
             return None
         return _mesh(self.expert_data, self.outer, self.expert_data_inner, device_type)
 
@@ -142,11 +135,6 @@ def hybrid_mesh(whole: ProcessGroup, outer: ProcessGroup, inner: ProcessGroup, d
             f"inside of one, found {found[0]} and {found[1]}; leave Megatron's order of groups as it is"
         )
     return DeviceMesh.from_group([outer, inner], device_type, mesh=ranks, mesh_dim_names=("dp_outer", "dp_shard"))
-
-
-def _ranks(group: ProcessGroup) -> list[int]:
-    ranks: list[int] = dist.get_process_group_ranks(group)
-    return ranks
 
 
 def reduce_over(tensor: torch.Tensor, group: ProcessGroup, op: str) -> None:

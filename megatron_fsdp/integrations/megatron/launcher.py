@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from megatron_fsdp.command_parser import CommandParser
 from megatron_fsdp.config.fsdp_config import FsdpConfig
 from megatron_fsdp.config.parser import FLAGS, Effect, add_megatron_fsdp_args
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.integrations.megatron.adapter import install, uninstall
+from megatron_fsdp.integrations.megatron.adapter import install
 from megatron_fsdp.integrations.megatron.settings import (
     DDP_RULES,
     MODEL_RULES,
@@ -25,17 +26,7 @@ from megatron_fsdp.integrations.megatron.settings import (
 )
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES
 
-__all__ = [
-    "Launch",
-    "check_flags",
-    "install",
-    "main",
-    "notices_under_megatron",
-    "plan_launch",
-    "run",
-    "uninstall",
-    "without_version",
-]
+__all__ = ["Launch", "check_flags", "main", "notices_under_megatron", "plan_launch", "run", "without_version"]
 
 _VARIABLE = "MEGATRON_LM_PATH"
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -102,9 +93,17 @@ def plan_launch(script: str, flags: Sequence[str], megatron_path: str | None = N
         raise ConfigError(f"found no script {script!r} here ({Path.cwd()}) or in the checkout ({checkout})")
     notices: list[str] = []
     if not {"-h", "--help"} & set(flags):
-        _check_connections(os.environ)
+        if os.environ.get(_CONNECTIONS) == "1":
+            raise ConfigError(
+                f"found {_CONNECTIONS}=1, which Megatron refuses with --use-megatron-fsdp: gathers and reductions "
+                f"would wait in one queue with compute. unset {_CONNECTIONS}, or export {_CONNECTIONS}=8 (also with "
+                "tensor, sequence or context parallelism, for which Megatron's DDP needs 1)"
+            )
         notices = notices_under_megatron(check_flags(flags))
-    knows_version = any("megatron_fsdp_version" in text or "megatron-fsdp-version" in text for text in _texts(checkout))
+    # The files that Megatron's flags come from.
+    files = sorted((checkout / "megatron" / "training").rglob("*.py"))
+    texts = (file.read_text(encoding="utf-8", errors="replace") for file in files)
+    knows_version = any(re.search("megatron[-_]fsdp[-_]version", text) for text in texts)
     # This engine serves both versions; a Megatron before version 2 does not know the flag.
     kept = list(flags) if knows_version else without_version(flags)
     return Launch(checkout, file.resolve(), tuple(kept), tuple(notices))
@@ -151,21 +150,6 @@ def _checkout(script: str, megatron_path: str | None) -> Path:
         f"found no Megatron-LM checkout in {source} ({found}): wanted a folder with megatron/core in it; give "
         f"--megatron-path PATH or set {_VARIABLE}"
     )
-
-
-def _check_connections(environment: Mapping[str, str]) -> None:
-    if environment.get(_CONNECTIONS) == "1":
-        raise ConfigError(
-            f"found {_CONNECTIONS}=1, which Megatron refuses with --use-megatron-fsdp: gathers and reductions would "
-            f"wait in one queue with compute. unset {_CONNECTIONS}, or export {_CONNECTIONS}=8 (also with tensor, "
-            "sequence or context parallelism, for which Megatron's DDP needs 1)"
-        )
-
-
-def _texts(checkout: Path) -> list[str]:
-    """Return the files that Megatron's flags come from."""
-    folder = checkout / "megatron" / "training"
-    return [file.read_text(encoding="utf-8", errors="replace") for file in sorted(folder.rglob("*.py"))]
 
 
 def _check_origin(checkout: Path) -> None:

@@ -162,8 +162,7 @@ class MegatronFSDP(FSDPModule, nn.Module):
         A ``torch.optim`` step is noticed without it; an optimizer that is none of PyTorch's may not be.
         """
         for group in self._groups():
-            group.freshness.suspect()
-            group.catch_up()
+            group.freshness.change()
 
     def broadcast_params(self) -> None:
         """Give all replicas the weights of the first one; rows that one rank alone holds stay as they are.
@@ -178,8 +177,7 @@ class MegatronFSDP(FSDPModule, nn.Module):
                 if placement == Replicate():
                     broadcast(staged, axis)
             weights.local_buffer.copy_(staged)
-            group.freshness.suspect()
-            group.catch_up()
+            group.freshness.change()
 
     # ------------------------------------------------------------------ refused
 

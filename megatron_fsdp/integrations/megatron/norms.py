@@ -1,11 +1,10 @@
-"""Norms and zeros of a model that is spread over data, tensor, expert and pipeline ranks: each element once."""
+"""Numbers over all gradients or main weights of a model, each element once: what Megatron logs and clips by."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch.distributed import ProcessGroup
 
 from dbuffer import DBuffer, Flat
 from megatron_fsdp.integrations.megatron.groups import ModelGroups, reduce_over
@@ -29,67 +28,59 @@ def gradient_norm(chunks: Sequence[MegatronFSDP], groups: ModelGroups) -> torch.
     Raises:
         StateError: gradients are not final.
     """
-    return _norm(_counted(chunks, groups, final_gradients), groups, chunks)
+    return _sum(chunks, groups, _final_gradients, _square).sqrt().float()
 
 
 def weight_norm(chunks: Sequence[MegatronFSDP], groups: ModelGroups) -> torch.Tensor:
     """Return the norm of all main weights, as ``gradient_norm`` does that of gradients."""
-    return _norm(_counted(chunks, groups, lambda group: group.main_weight), groups, chunks)
+    return _sum(chunks, groups, lambda group: group.main_weight, _square).sqrt().float()
 
 
 def gradient_zeros(chunks: Sequence[MegatronFSDP], groups: ModelGroups) -> float:
     """Return how many elements of the whole gradient are zero; see ``gradient_norm``."""
-    found = list(_counted(chunks, groups, final_gradients))
-    zeros = torch.zeros((), dtype=torch.float64, device=_device(chunks))
-    for rows in found:
-        zeros += (rows.numel() - torch.count_nonzero(rows)).to(zeros.device)
-    return float(_summed(zeros, groups.scopes()).item())
+    return float(_sum(chunks, groups, _final_gradients, lambda rows: rows.numel() - torch.count_nonzero(rows)))
 
 
 def any_nonfinite(chunks: Sequence[MegatronFSDP], groups: ModelGroups) -> bool:
     """Return whether any gradient of any rank is infinite or not a number; all ranks of the model call it together."""
-    found = torch.zeros((), dtype=torch.float32, device=_device(chunks))
-    for rows in _counted(chunks, groups, final_gradients):
-        found += (~rows.isfinite()).any().to(found)
-    return bool(_summed(found, groups.scopes()).item() > 0)
+    return float(_sum(chunks, groups, _final_gradients, lambda rows: (~rows.isfinite()).any())) > 0
 
 
-def final_gradients(group: ParameterGroup) -> DBuffer | None:
-    """Return the gradients that an optimizer would step with."""
+def _final_gradients(group: ParameterGroup) -> DBuffer | None:
     return None if group.gradients is None else group.gradients.binding.settled()
 
 
-def _counted(chunks: Sequence[MegatronFSDP], groups: ModelGroups, choose: Choice) -> Iterator[torch.Tensor]:
-    for chunk in chunks:
-        for unit in units_below(chunk):
-            unit.settle_replaced_params()
-            for group in unit.groups:
-                buffer = choose(group)
-                if buffer is None or not _is_first_replica(buffer):
-                    continue
-                for index, param in enumerate(group.fsdp_params.sharded_params):
-                    rows = buffer.get_local_tensor(index)
-                    if rows.numel() and groups.counts(param):
-                        yield rows
+def _square(rows: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(rows, dtype=torch.float32)
+    return norm.double().square()
 
 
-def _is_first_replica(buffer: DBuffer) -> bool:
-    placed = zip(buffer.axes, buffer.placements, strict=True)
-    return all(axis.rank == 0 for axis, placement in placed if placement != Flat())
-
-
-def _norm(found: Iterator[torch.Tensor], groups: ModelGroups, chunks: Sequence[MegatronFSDP]) -> torch.Tensor:
-    device = _device(chunks)
-    squares = [torch.linalg.vector_norm(rows, dtype=torch.float32).double().square().to(device) for rows in found]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-    return _summed(total, groups.scopes()).sqrt().float()
-
-
-def _device(chunks: Sequence[MegatronFSDP]) -> torch.device:
-    return next(group.spec.device for chunk in chunks for unit in units_below(chunk) for group in unit.groups)
-
-
-def _summed(total: torch.Tensor, scopes: Sequence[ProcessGroup]) -> torch.Tensor:
-    for scope in scopes:
+def _sum(
+    chunks: Sequence[MegatronFSDP],
+    groups: ModelGroups,
+    choose: Choice,
+    measure: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return the sum of a measure of all rows, each counted once, over all ranks: 0-d FP64."""
+    device = next(group.spec.device for chunk in chunks for unit in units_below(chunk) for group in unit.groups)
+    found = [measure(rows).to(device, torch.float64) for rows in _counted(chunks, groups, choose)]
+    total = torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=device)
+    for scope in groups.scopes():
         reduce_over(total, scope, "sum")
     return total
+
+
+def _counted(chunks: Sequence[MegatronFSDP], groups: ModelGroups, choose: Choice) -> Iterator[torch.Tensor]:
+    for unit in (unit for chunk in chunks for unit in units_below(chunk)):
+        unit.settle_replaced_params()
+        for group in unit.groups:
+            buffer = choose(group)
+            # Of replicas, the first counts.
+            if buffer is None or any(
+                axis.rank for axis, placed in zip(buffer.axes, buffer.placements, strict=True) if placed != Flat()
+            ):
+                continue
+            for index, param in enumerate(group.fsdp_params.sharded_params):
+                rows = buffer.get_local_tensor(index)
+                if rows.numel() and groups.counts(param):
+                    yield rows

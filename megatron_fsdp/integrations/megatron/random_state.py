@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -16,9 +16,6 @@ __all__ = ["without_states_of_other_ranks"]
 
 # As Megatron's get_rng_state names them, and torch.distributed.checkpoint joins the names of what lies in each other.
 _PLACE = re.compile(r"rng_state\.\((\d+), (\d+)\)\.(\d+)\.")
-
-# Pipeline stage, tensor-parallel rank, data-parallel rank.
-Place = tuple[int, int, int]
 
 
 @contextmanager
@@ -49,7 +46,11 @@ def _has_the_jobs(args: Any, path: str) -> bool:
     except FileNotFoundError:
         # Megatron says so itself, or starts without a checkpoint.
         return True
-    found, wanted = _places_in(keys), _places_of(args)
+    matches = (_PLACE.match(key) for key in keys)
+    found = {tuple(map(int, match.groups())) for match in matches if match}
+    replicas = args.data_parallel_size if args.data_parallel_random_init else 1
+    sizes = (args.pipeline_model_parallel_size, args.tensor_model_parallel_size, replicas)
+    wanted = set(product(*map(range, sizes)))
     if found != wanted and dist.get_rank() == 0:
         logging.getLogger(__name__).warning(
             "%s has random states of %s, and this job has %s: generators start from --seed, as with --no-load-rng. "
@@ -62,18 +63,7 @@ def _has_the_jobs(args: Any, path: str) -> bool:
     return found == wanted
 
 
-def _places_in(keys: Iterable[str]) -> set[Place]:
-    matches = (_PLACE.match(key) for key in keys)
-    return {(int(match[1]), int(match[2]), int(match[3])) for match in matches if match}
-
-
-def _places_of(args: Any) -> set[Place]:
-    replicas = args.data_parallel_size if args.data_parallel_random_init else 1
-    stages, tensor = range(args.pipeline_model_parallel_size), range(args.tensor_model_parallel_size)
-    return set(product(stages, tensor, range(replicas)))
-
-
-def _spell(places: set[Place]) -> str:
+def _spell(places: set[tuple[int, ...]]) -> str:
     if not places:
         return "no ranks"
     stages, tensor, replicas = (len({place[axis] for place in places}) for axis in range(3))

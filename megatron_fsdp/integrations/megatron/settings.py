@@ -13,26 +13,17 @@ from megatron_fsdp.optim.megatron_muon import MUON_NAMES
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 
 __all__ = [
-    "DDP_RULES",
-    "MODEL_RULES",
-    "OPTIMIZER_RULES",
-    "combinations_of",
-    "policy_of",
-    "refusals_of",
-    "refuse_arguments",
-    "refuse_configs",
-    "refuse_optimizer",
-    "spell_field",
-    "spell_flag",
-]
+    "DDP_RULES", "MODEL_RULES", "OPTIMIZER_RULES", "combinations_of", "policy_of", "refusals_of", "refuse_arguments",
+    "refuse_configs", "refuse_optimizer", "spell_field", "spell_flag",
+]  # fmt: skip
 
 # Field, what it may be, and why it is nothing else, with what to do.
 _Rules = tuple[tuple[str, Callable[[Any], bool], str], ...]
+# Rows stay rows: the formatter would give every field a line of its own.
+# fmt: off
 MODEL_RULES: _Rules = (
-    *(
-        (field, lambda size: size in (None, 1), "weights are sharded over data-parallel ranks in any case: give 1")
-        for field in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
-    ),
+    *((field, lambda size: size in (None, 1), "weights are sharded over data-parallel ranks in any case: give 1")
+      for field in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")),
     ("fp8", not_, "weights are stored in the dtypes of PyTorch: leave it off"),
     ("fp4", not_, "weights are stored in the dtypes of PyTorch: leave it off"),
     ("overlap_moe_expert_parallel_comm", not_, "it calls Megatron's own engine between layers: leave it off"),
@@ -42,30 +33,16 @@ MODEL_RULES: _Rules = (
 DDP_RULES: _Rules = (
     ("fp8_param_gather", not_, "weights are gathered in the dtype they compute in: leave it off"),
     ("delay_wgrad_compute", not_, "gradients are reduced when backward has them: leave it off"),
-    (
-        "check_for_large_grads",
-        not_,
-        "Megatron looks into buffers of its own DDP, which are not there: leave it off",
-    ),
+    ("check_for_large_grads", not_, "Megatron looks into buffers of its own DDP, which are not there: leave it off"),
 )
 OPTIMIZER_RULES: _Rules = (
     ("optimizer", lambda name: name in ("adam", "sgd", *MUON_NAMES), "wanted 'adam', 'sgd' or 'muon'"),
-    (
-        "optimizer_cpu_offload",
-        not_,
-        "Megatron's optimizer for it takes whole parameters: leave it off, optimizer state is sharded over ranks",
-    ),
-    (
-        "use_precision_aware_optimizer",
-        not_,
-        "it needs TransformerEngine's optimizer over whole buffers: leave it off",
-    ),
-    (
-        "overlap_param_gather_with_optimizer_step",
-        not_,
-        "gathers start when the next forward does: leave it off",
-    ),
+    ("optimizer_cpu_offload", not_, "Megatron's optimizer for it takes whole parameters: leave it off, optimizer state "
+     "is sharded over ranks"),
+    ("use_precision_aware_optimizer", not_, "it needs TransformerEngine's optimizer over whole buffers: leave it off"),
+    ("overlap_param_gather_with_optimizer_step", not_, "gathers start when the next forward does: leave it off"),
 )
+# fmt: on
 # Fields of Megatron's configs whose flag has another name.
 _FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
 

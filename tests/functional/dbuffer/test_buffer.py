@@ -20,7 +20,7 @@ from dbuffer import (
     memory_meter,
     observe_collectives,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 # A row that no rank count divides, a scalar-like vector, one row only, slices of a 3-D tensor, and nothing at all.
 SHAPES = [(5, 3), (1,), (1, 7), (3, 2, 5), (0, 4), (11,)]
@@ -68,16 +68,11 @@ def close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
 
 
 def false_on(num_ranks: int, facts: Callable[[], dict[str, bool]]) -> list[str]:
-    """Return what does not hold on some rank."""
     ranks = run_ranks(num_ranks, facts)
     return [f"{name} on rank {rank}" for rank, found in enumerate(ranks) for name, holds in found.items() if not holds]
 
 
-# ---------------------------------------------------------------- one axis
-
-
 def facts_on_a_line() -> dict[str, bool]:
-    """Return what holds of buffers on one axis, by name."""
     mesh, rank, size = line(), dist.get_rank(), dist.get_world_size()
     wanted = tensors()
     flat = DBuffer.distribute_tensors(wanted, mesh, [Flat()])
@@ -150,9 +145,6 @@ def test_collectives_work_in_place_and_asynchronously() -> None:
     assert false_on(3, in_place) == []
 
 
-# ---------------------------------------------------------------- two axes
-
-
 def facts_on_a_square() -> dict[str, bool]:
     mesh, wanted = square(), tensors()
     both = DBuffer.distribute_tensors(wanted, mesh, [Flat(), Flat()])
@@ -188,9 +180,6 @@ def test_on_two_axes_the_inner_one_is_major_and_collectives_take_the_cheapest_or
     assert false_on(4, facts_on_a_square) == []
 
 
-# ---------------------------------------------------------------- tensors, dtypes, storage
-
-
 def facts_about_tensors() -> dict[str, bool]:
     mesh = line()
     by_element = DBuffer(mesh, [Flat()], [(3, 5)], torch.float32, "cpu", granularity=Element())
@@ -224,7 +213,8 @@ def test_a_buffer_shows_its_tensors_cut_as_asked_for_in_any_dtype() -> None:
     assert false_on(2, facts_about_tensors) == []
 
 
-def release_and_return() -> tuple[bool, bool, list[str]]:
+@on_ranks(2)
+def test_a_released_buffer_refuses_every_use_and_comes_back_under_its_views() -> None:
     mesh = line()
     buffer = DBuffer.distribute_tensors(tensors(), mesh, [Replicate()])
     view = buffer.get_local_tensor(0)
@@ -232,13 +222,9 @@ def release_and_return() -> tuple[bool, bool, list[str]]:
     buffer.release_storage()
     errors = []
     attempts: list[Callable[[], object]] = [
-        lambda: buffer.local_buffer,
-        lambda: buffer.get_local_tensor(0),
-        lambda: buffer.get_dtensor(0),
-        lambda: finer.local_buffer,
-        lambda: buffer.cast(torch.bfloat16),
-        lambda: buffer.zero_(),
-    ]
+        lambda: buffer.local_buffer, lambda: buffer.get_local_tensor(0), lambda: buffer.get_dtensor(0),
+        lambda: finer.local_buffer, lambda: buffer.cast(torch.bfloat16), lambda: buffer.zero_(),
+    ]  # fmt: skip
     for attempt in attempts:
         try:
             attempt()
@@ -248,24 +234,13 @@ def release_and_return() -> tuple[bool, bool, list[str]]:
     buffer.reallocate_storage()
     for index, tensor in enumerate(tensors()):
         buffer.write_tensor(index, tensor)
-    return allocated, torch.equal(view, tensors()[0]), errors
+    assert not allocated
+    assert torch.equal(view, tensors()[0])
+    assert errors == ["StorageError"] * 6
 
 
-def test_a_released_buffer_refuses_every_use_and_comes_back_under_its_views() -> None:
-    for allocated, same, errors in run_ranks(2, release_and_return):
-        assert not allocated
-        assert same
-        assert errors == ["StorageError"] * 6
-
-
-# ---------------------------------------------------------------- padding
-
-
+@on_ranks(3)
 def test_the_plan_pads_these_ugly_shapes_by_less_than_half() -> None:
     data = sum(map(math.prod, SHAPES))
-    for numel in run_ranks(3, plan_numel):
-        assert data <= numel < 1.5 * data
-
-
-def plan_numel() -> int:
-    return DBuffer(line(), [Flat()], SHAPES, torch.float32, "cpu").plan.numel
+    numel = DBuffer(line(), [Flat()], SHAPES, torch.float32, "cpu").plan.numel
+    assert data <= numel < 1.5 * data

@@ -18,8 +18,6 @@ from dbuffer.comm_thread import issue
 
 
 class Mode(TorchDispatchMode):
-    """Changes nothing."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
@@ -39,7 +37,7 @@ def test_calls_are_made_by_one_other_thread_whoever_asks() -> None:
 
 
 def test_under_a_dispatch_mode_or_a_profiler_the_caller_makes_the_call_for_them_to_see() -> None:
-    with Mode():  # type: ignore[no-untyped-call]  # torch leaves the base untyped
+    with Mode():
         assert is_here()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert is_here()

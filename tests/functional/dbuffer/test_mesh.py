@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _world
 
 from dbuffer import MeshError
 from dbuffer.mesh import axis_index, flattened_mesh, is_alive, mesh_axes, new_group
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 
 def describe_axes() -> list[tuple[str, int, int, list[int]]]:
@@ -55,31 +55,26 @@ def test_one_axis_is_made_once_reduces_on_a_communicator_of_its_own_and_is_refus
     assert "rank 2 is not part of" in outside
 
 
-def count_groups_of_equal_meshes() -> int:
-    """Return how many process groups five equal meshes add when all of them reduce."""
+@on_ranks(2)
+def test_equal_meshes_share_one_communicator_for_reductions() -> None:
     before = len(_world.pg_map)
     meshes = [init_device_mesh("cpu", (dist.get_world_size(),)) for _ in range(5)]
     for mesh in meshes:
         assert mesh_axes(mesh)[0].reduce_group is not None
-    return len(_world.pg_map) - before
+    assert len(_world.pg_map) - before == 1
 
 
-def test_equal_meshes_share_one_communicator_for_reductions() -> None:
-    assert run_ranks(2, count_groups_of_equal_meshes) == [1, 1]
-
-
-def flatten() -> tuple[list[int], int, bool]:
+@on_ranks(4)
+def test_a_flattened_mesh_counts_its_outermost_axis_slowest_and_is_made_once() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     flat = flattened_mesh(mesh)
-    return flat.mesh.tolist(), flat.get_local_rank(), flattened_mesh(mesh) is flat
+    rank = dist.get_rank()
+    result = flat.mesh.tolist(), flat.get_local_rank(), flattened_mesh(mesh) is flat
+    assert result == ([0, 1, 2, 3], rank, True)
 
 
-def test_a_flattened_mesh_counts_its_outermost_axis_slowest_and_is_made_once() -> None:
-    for rank, result in enumerate(run_ranks(4, flatten)):
-        assert result == ([0, 1, 2, 3], rank, True)
-
-
-def forget_a_mesh() -> bool:
+@on_ranks(2)
+def test_the_axes_of_a_mesh_that_has_gone_are_forgotten() -> None:
     from dbuffer.mesh import _AXES
 
     before = len(_AXES)
@@ -87,14 +82,11 @@ def forget_a_mesh() -> bool:
     mesh_axes(mesh)
     del mesh
     gc.collect()
-    return len(_AXES) == before
+    assert len(_AXES) == before
 
 
-def test_the_axes_of_a_mesh_that_has_gone_are_forgotten() -> None:
-    assert run_ranks(2, forget_a_mesh) == [True, True]
-
-
-def look_up_axes() -> None:
+@on_ranks(1)
+def test_an_axis_is_found_by_name_or_number_or_refused() -> None:
     named = init_device_mesh("cpu", (1, 1), mesh_dim_names=("outer", "inner"))
     unnamed = init_device_mesh("cpu", (1, 1))
     assert (axis_index(named, "inner"), axis_index(named, 0), axis_index(unnamed, -1)) == (1, 0, 1)
@@ -107,12 +99,8 @@ def look_up_axes() -> None:
             axis_index(mesh, axis)
 
 
-def test_an_axis_is_found_by_name_or_number_or_refused() -> None:
-    run_ranks(1, look_up_axes)
-
-
-def make_the_world_anew() -> dict[str, bool]:
-    """Destroy all process groups and make new ones, with the mesh of before, and with one that cannot go on."""
+@on_ranks(2)
+def test_a_mesh_follows_process_groups_that_were_destroyed_and_made_anew_or_says_so() -> None:
     store = dist.distributed_c10d._get_default_store()
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh, part = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (1, size), mesh_dim_names=("a", "b"))
@@ -130,42 +118,33 @@ def make_the_world_anew() -> dict[str, bool]:
         mesh_axes(lonely)
     except MeshError as error:
         refusal = str(error)
-    return {
+    found = {
         "gathers": is_alive(axis.gather_group),
         "reductions": is_alive(axis.reduce_group) and axis.reduce_group not in old,
         "sum": total.item() == size,
         "flattened": flattened_mesh(init_device_mesh("cpu", (1, size))) is not flat,
         "refused": "process groups were destroyed" in refusal and "Make the mesh anew" in refusal,
     }
+    assert found == dict.fromkeys(("gathers", "reductions", "sum", "flattened", "refused"), True)
 
 
-def test_a_mesh_follows_process_groups_that_were_destroyed_and_made_anew_or_says_so() -> None:
-    for found in run_ranks(2, make_the_world_anew):
-        assert found == dict.fromkeys(("gathers", "reductions", "sum", "flattened", "refused"), True)
-
-
-def timeouts_of_groups() -> dict[str, float]:
-    """Return after how many seconds the groups of a mesh give up; another one has a timeout of its own."""
+@on_ranks(2, timeout=43)
+def test_groups_of_a_mesh_give_up_when_the_job_would_unless_they_were_told_otherwise() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     own = dist.new_group([dist.get_rank()], timeout=datetime.timedelta(seconds=77), use_local_synchronization=True)
     chosen = DeviceMesh.from_group(own, "cpu")
     axes = {"mesh": mesh_axes(mesh)[1], "whole": mesh_axes(mesh)[0], "chosen": mesh_axes(chosen)[0]}
     groups = {name: axis.gather_group for name, axis in axes.items()}
     groups["reduce"] = axes["whole"].reduce_group
-    return {
+    found = {
         name: group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for name, group in groups.items()
     }
+    assert found == {"mesh": 43, "whole": 43, "chosen": 77, "reduce": 43}
 
 
-def test_groups_of_a_mesh_give_up_when_the_job_would_unless_they_were_told_otherwise() -> None:
-    for found in run_ranks(2, timeouts_of_groups, timeout=43):
-        assert found == {"mesh": 43, "whole": 43, "chosen": 77, "reduce": 43}
-
-
-def splits_for_groups() -> list[int]:
-    """Return how many ranks the groups have for which a default group that is bound to a device is split."""
+@on_ranks(3)
+def test_a_group_of_some_ranks_never_splits_the_one_of_all() -> None:
     world = dist.group.WORLD
-    assert world is not None
     world.bound_device_id = torch.device("cuda", 0)
     sizes: list[int] = []
     try:
@@ -177,8 +156,4 @@ def splits_for_groups() -> list[int]:
                 assert group.bound_device_id == world.bound_device_id == torch.device("cuda", 0)
     finally:
         world.bound_device_id = None
-    return sizes
-
-
-def test_a_group_of_some_ranks_never_splits_the_one_of_all() -> None:
-    assert run_ranks(3, splits_for_groups) == [[3], [3], [3]]
+    assert sizes == [3]

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,21 +11,14 @@ import torch.distributed as dist
 
 import pretrain_gpt
 from dbuffer.slot_pool import can_exchange_memory
-from gpt.arguments import flags_without_engine, parse_arguments
+from gpt import parallel
 from gpt.checkpoint import TrainingState
 from megatron_fsdp import FsdpModule
 from tests.harness import run_ranks
-from tests.unit.examples.jobs import TINY, make_job, train_steps
+from tests.unit.examples.jobs import TINY, make_job, train_steps, whole_weights
 
 RUN = f"{TINY} --micro-batch-size 4 --log-interval 1 --eval-iters 0 --num-tokens-to-generate 0 --data-path text"
 SHARDED = "--use-megatron-fsdp"
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "text"
-    path.write_bytes(b"the quick brown fox jumps over the lazy dog; " * 40)
-    return str(path)
 
 
 def rows(flags: str) -> list[dict[str, Any]]:
@@ -40,27 +34,22 @@ def kinds(flags: str) -> tuple[bool, str, int]:
     return isinstance(job.model, FsdpModule), type(job.optimizer).__name__, sum(numbers)
 
 
-def test_use_megatron_fsdp_shards_what_is_replicated_without(text: str) -> None:
-    flags = f"--micro-batch-size 2 --data-path {text}"
+def test_use_megatron_fsdp_shards_what_is_replicated_without(documents: str) -> None:
+    flags = f"--micro-batch-size 2 --data-path {documents}"
     sharded = run_ranks(2, kinds, f"{flags} --use-megatron-fsdp")
     whole = run_ranks(2, kinds, flags)
     assert [is_sharded for is_sharded, _, _ in sharded + whole] == [True, True, False, False]
     assert sum(number for _, _, number in sharded) == whole[0][2] == whole[1][2]
 
 
-def test_torch_fsdp2_shards_too_and_learns_the_same(text: str) -> None:
-    flags = f"--micro-batch-size 2 --global-batch-size 8 --data-path {text}"
+def test_torch_fsdp2_shards_too_and_learns_the_same(documents: str) -> None:
+    flags = f"--micro-batch-size 2 --global-batch-size 8 --data-path {documents}"
     kind, optimizer, number = run_ranks(2, kinds, f"{flags} --use-torch-fsdp2")[0]
     assert (kind, optimizer) == (False, "AdamW")
     assert 0 < number < run_ranks(1, kinds, flags)[0][2]
     ours, _ = run_ranks(2, train_steps, f"{flags} --use-megatron-fsdp", 3)[0]
     theirs, _ = run_ranks(2, train_steps, f"{flags} --use-torch-fsdp2", 3)[0]
     assert theirs == pytest.approx(ours, rel=1e-4)
-
-
-def test_checkpoints_of_torch_fsdp2_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert pretrain_gpt.main([*RUN.split(), "--use-torch-fsdp2", "--save", "run"]) == 2
-    assert "--use-torch-fsdp2 contradicts --save run" in capsys.readouterr().err
 
 
 def pools(flags: str) -> list[str]:
@@ -70,26 +59,17 @@ def pools(flags: str) -> list[str]:
 
 
 @pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")
-def test_slot_pool_decides_where_buffers_lie(text: str) -> None:
-    flags = f"--micro-batch-size 2 --data-path {text} {SHARDED} --data-parallel-sharding-strategy optim_grads_params"
+def test_slot_pool_decides_where_buffers_lie(documents: str) -> None:
+    flags = (
+        f"--micro-batch-size 2 --data-path {documents} {SHARDED} --data-parallel-sharding-strategy optim_grads_params"
+    )
     assert run_ranks(2, pools, flags) == [[]] * 2
     assert run_ranks(2, pools, f"{flags} --slot-pool static") == [["ArenaPool"]] * 2
 
 
-def test_slot_pool_without_the_engine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pretrain_gpt.main([*RUN.split(), "--slot-pool", "static"]) == 2
-    assert "--slot-pool static needs --use-megatron-fsdp" in capsys.readouterr().err
-
-
-def test_optimizer_decides_which_one_steps(text: str) -> None:
-    flags = f"--micro-batch-size 2 --data-path {text} {SHARDED}"
-    names = [run_ranks(1, kinds, f"{flags} --optimizer {name}")[0][1] for name in ("adam", "sgd", "muon")]
-    assert names == ["AdamW", "SGD", "Muon"]
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_clip_grad_limits_the_step_of_a_sharded_model(num_ranks: int, text: str) -> None:
-    flags = f"--micro-batch-size 2 --global-batch-size 4 --data-path {text} {SHARDED} --optimizer sgd --lr 1"
+def test_clip_grad_limits_the_step_of_a_sharded_model(num_ranks: int, documents: str) -> None:
+    flags = f"--micro-batch-size 2 --global-batch-size 4 --data-path {documents} {SHARDED} --optimizer sgd --lr 1"
     flags += " --lr-decay-style constant --weight-decay 0"
     moved = {}
     for limit in ("0", "0.01"):
@@ -134,6 +114,36 @@ def test_without_the_engine_its_flags_are_said_to_do_nothing(capsys: pytest.Capt
     ) in printed
 
 
-def test_defaults_are_not_said_to_do_nothing(text: str) -> None:
-    args = parse_arguments(f"{RUN} --data-path {text}".split(), num_ranks=1)
-    assert flags_without_engine(args) == []
+META = "--init-model-with-meta-device"
+VARIETY = "--num-experts 2 --untie-embeddings-and-output-weights --normalization RMSNorm"
+
+
+def weights(flags: str) -> tuple[set[str], dict[str, torch.Tensor]]:
+    """Return the devices of the weights when the model is about to be sharded, and their values when it is ready."""
+    shard, before = parallel.shard, set[str]()
+
+    def note(model: Any, *rest: Any) -> None:
+        before.update(parameter.device.type for parameter in model.parameters())
+        shard(model, *rest)
+
+    with mock.patch.object(parallel, "shard", note):
+        return before, whole_weights(make_job(flags))
+
+
+@pytest.mark.parametrize("model", ["", VARIETY], ids=["plain", "variety"])
+def test_init_model_with_meta_device_gives_the_weights_of_a_model_that_was_built_whole(
+    model: str, documents: str
+) -> None:
+    flags = f"--micro-batch-size 2 --data-path {documents} {model}"
+    ((_, wanted),) = run_ranks(1, weights, flags)
+    assert run_ranks(1, weights, f"{flags} {SHARDED}")[0][0] == {"cpu"}
+    for devices, found in run_ranks(3, weights, f"{flags} {SHARDED} {META}"):
+        assert devices == {"meta"}
+        assert found.keys() == wanted.keys()
+        assert {name for name in found if not torch.equal(found[name], wanted[name])} == set()
+
+
+@pytest.mark.parametrize("more", ["--bf16", "--num-distributed-optimizer-instances 2", "--optimizer sgd"])
+def test_training_from_the_meta_device_goes_the_same_way(more: str, documents: str) -> None:
+    flags = f"{SHARDED} --micro-batch-size 2 --data-path {documents} {more}"
+    assert repr(run_ranks(2, train_steps, f"{flags} {META}", 2)) == repr(run_ranks(2, train_steps, flags, 2))

@@ -73,7 +73,22 @@ def resumed(flags: str, path: str) -> Trained:
     return steps(job, state, 2)[0], whole_weights(job)
 
 
-@pytest.mark.parametrize("more", ["", "--adam-moments int8"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "--adam-moments int8",
+        "--optimizer muon",
+        *(
+            pytest.param(more, marks=pytest.mark.slow)
+            for more in (
+                "--data-parallel-sharding-strategy no_shard",
+                "--data-parallel-sharding-strategy optim",
+                "--data-parallel-sharding-strategy optim_grads",
+            )
+        ),
+    ],
+)
 def test_a_run_that_stopped_on_4_ranks_goes_on_with_the_same_bits_on_3_2_and_1(
     more: str, documents: str, tmp_path: Path
 ) -> None:

@@ -8,14 +8,11 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt
-from gpt.arguments import parse_arguments
-from gpt.checkpoint import TrainingState
-from gpt.resume import resume
-from megatron_fsdp import ConfigError, GradientScale
-from megatron_fsdp.checkpoint.series import CheckpointSeries
+from gpt.checkpoint import TrainingState, checkpoints_in, resume, what_to_save
+from megatron_fsdp import GradientScale
 from tests.harness import run_ranks
 from tests.harness.grids import nightly_but
-from tests.unit.examples.jobs import TINY, make_job, train_steps, whole_weights
+from tests.unit.examples.jobs import TINY, make_job, steps, train_steps, whole_weights
 
 MODEL = "--use-megatron-fsdp --global-batch-size 8 --num-attention-heads 4 --optimizer sgd --lr 0.5"
 EXPERTS = f"{MODEL} --num-experts 4 --moe-aux-loss-coeff 0.1"
@@ -67,17 +64,9 @@ def test_losses_norms_and_weights_are_those_of_one_process(name: str, documents:
 def run_on(flags: str, folder: str, num_steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Go on from the newest checkpoint in a folder, if there is one, and leave one there."""
     job = make_job(f"{flags} --load {folder} --save {folder}")
-    state: TrainingState = resume(job)
-    numbers: list[float] = []
-    for _ in range(num_steps):
-        result = pretrain_gpt.train_step(job, state)
-        numbers += [result.loss.item(), result.grad_norm.item()]
-        state = state.after_step(job.args.global_batch_size)
-    job.args.train_iters = state.iteration
-    checkpoints = CheckpointSeries(
-        Path(folder), prefix="iter_", pointer="latest_checkpointed_iteration.txt", is_pointer_bare=True
-    )
-    checkpoints.save(job.model, job.optimizer, state.iteration, extra=state.to_extra(job.config, {}))
+    numbers, state = steps(job, resume(job), num_steps)
+    extra = what_to_save(job, state)
+    checkpoints_in(Path(folder)).save(job.model, job.optimizer, state.iteration, extra=extra)
     return numbers, whole_weights(job)
 
 
@@ -124,14 +113,9 @@ def test_muon_makes_a_step_of_every_expert(documents: str) -> None:
 
 def scale_and_step(flags: str) -> tuple[GradientScale, list[float], list[float]]:
     """Return what is measured before the first step, and that step's loss and norm after it and without it."""
-    steps = []
-    for is_measured in (True, False):
-        job = make_job(flags)
-        if is_measured:
-            report = pretrain_gpt.measure_gradient_scale(job, TrainingState())
-        result = pretrain_gpt.train_step(job, TrainingState())
-        steps.append([result.loss.item(), result.grad_norm.item()])
-    return report, steps[0], steps[1]
+    job, other = make_job(flags), make_job(flags)
+    report = pretrain_gpt.measure_gradient_scale(job, TrainingState())
+    return report, steps(job, TrainingState(), 1)[0], steps(other, TrainingState(), 1)[0]
 
 
 @pytest.mark.parametrize("name", nightly_but(["ep 2, per token"], list(CASES)))
@@ -170,24 +154,3 @@ def test_check_gradient_scale_says_what_it_found_or_ends_the_run(
         "parameter 'blocks.1.input_layernorm.weight' (unit 'blocks.1', over dp of 1): the reduced gradient is 0.25 x"
         in said
     )
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 needs --use-megatron-fsdp"),
-        (f"{MODEL} --tensor-model-parallel-size 3", "--tensor-model-parallel-size 3 does not divide 4"),
-        (f"{MODEL} {EXPERT}", "--expert-model-parallel-size 2 does not divide --num-experts None"),
-        (f"{EXPERTS} {EXPERT} --num-experts 3", "--expert-model-parallel-size 2 does not divide --num-experts 3"),
-        (f"{EXPERTS} {TENSOR} --expert-model-parallel-size 4", "--expert-model-parallel-size 4 does not divide 2"),
-        (f"{MODEL} {TENSOR} --swiglu", "--tensor-model-parallel-size 2 contradicts --swiglu"),
-        (f"{EXPERTS} {EXPERT} --optimizer muon", "--expert-model-parallel-size 2 contradicts --optimizer muon"),
-        (f"{MODEL} {TENSOR} --optimizer adam --adam-moments int8", "contradicts --adam-moments int8"),
-        (f"{MODEL} {TENSOR} --num-attention-heads 3", "--tensor-model-parallel-size 2 does not divide the 3 heads"),
-        (f"{MODEL} {TENSOR} --ffn-hidden-size 5", "--tensor-model-parallel-size 2 does not divide the 5 columns"),
-        ("--check-gradient-scale", "--check-gradient-scale needs --use-megatron-fsdp"),
-    ],
-)
-def test_divisions_that_do_not_fit_are_refused_by_name(flags: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        parse_arguments([*TINY.split(), "--micro-batch-size", "2", *flags.split()], num_ranks=4)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from gpt.loss import MeanLoss, TokenLoss, counting_tokens, step_weight, token_loss
-from gpt.model import GptModel
-from gpt.model_config import GptConfig
+from gpt.model import GptConfig, GptModel
 from tests.harness import run_ranks
 from tests.unit.examples.jobs import train_steps
 
@@ -29,21 +28,13 @@ def test_what_follows_the_masked_token_does_not_count() -> None:
 
 def test_the_sum_is_of_the_tokens_that_count() -> None:
     made, text = model(), torch.tensor([[5, 0, 6, 7, 9]])
-    whole, masked = token_loss(made, text), token_loss(made, text, masked_token=0)
+    whole, masked = token_loss(made, text), token_loss(made, text, 0)
     logits = made(text[:, :-1])
     assert isinstance(logits, torch.Tensor)
     each = -logits.log_softmax(-1)[0, range(4), text[0, 1:]]
     torch.testing.assert_close(masked.total, each[0] + each[2] + each[3])
     torch.testing.assert_close(whole.total, each.sum())
     assert (whole.num_tokens.item(), masked.num_tokens.item()) == (4, 3)
-
-
-def test_no_token_at_all_is_a_loss_of_zero_with_gradients_of_zero() -> None:
-    made = model()
-    loss = token_loss(made, torch.zeros(1, 5, dtype=torch.int64), masked_token=0)
-    loss.mean.backward()
-    assert loss.mean.item() == 0
-    assert all(not parameter.grad.any() for parameter in made.parameters() if parameter.grad is not None)
 
 
 def mean_of_unequal(is_per_token: bool) -> tuple[float, float]:
@@ -79,13 +70,6 @@ def test_calculate_per_token_loss_weighs_tokens_alike_where_ranks_have_unequal_c
     for found, own_weights in run_ranks(2, train_steps, f"{flags} --micro-batch-size 2 {sharded}", 2):
         assert found == pytest.approx(wanted, rel=1e-5)
         assert {name for name in weights if not torch.allclose(weights[name], own_weights[name], atol=1e-6)} == set()
-
-
-def test_calculate_per_token_loss_serves_replicated_models_too(documents: str) -> None:
-    flags = f"--calculate-per-token-loss --eod-mask-loss --global-batch-size 8 --data-path {documents}"
-    ((wanted, _),) = run_ranks(1, train_steps, f"{flags} --micro-batch-size 8", 2)
-    for found, _ in run_ranks(2, train_steps, f"{flags} --micro-batch-size 2", 2):
-        assert found == pytest.approx(wanted, rel=1e-5)
 
 
 def test_without_it_microbatches_weigh_alike_whatever_their_counts(documents: str) -> None:

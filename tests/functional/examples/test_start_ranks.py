@@ -1,44 +1,31 @@
-"""Ranks started as ``make train`` does: one message where a rank says why, torchrun's report where none does."""
+"""Ranks and signals: one message where a rank says why, torchrun's report where none does, and ends all alike."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import torch.distributed as dist
+
+from gpt.launch import StopSignal
+from tests.harness import run_ranks
+
 ROOT = Path(__file__).parents[3]
+COMMAND = [sys.executable, str(ROOT / "examples/start_ranks.py"), "--standalone", "--nproc-per-node", "2"]
 SAYS_WHY = """\
 from gpt.launch import Ranks, report_error
 from megatron_fsdp import ConfigError
 raise SystemExit(report_error(ConfigError("found 3"), Ranks.from_environment()))
 """
-
-
-def start(script: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """Run the code on two ranks."""
-    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'examples')!r})\n{code}")
-    command = [sys.executable, str(ROOT / "examples/start_ranks.py"), "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run([*command, str(script)], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
-
-
-def test_an_error_that_every_rank_has_is_one_line(tmp_path: Path) -> None:
-    ended = start(tmp_path / "script.py", SAYS_WHY)
-    assert (ended.returncode, ended.stderr) == (2, "pretrain_gpt.py: error: found 3\n")
-
-
-def test_a_rank_that_dies_without_a_word_is_reported_by_torchrun(tmp_path: Path) -> None:
-    ended = start(tmp_path / "script.py", "raise SystemExit(7)")
-    assert ended.returncode != 0
-    assert "ChildFailedError" in ended.stderr
-    assert "exitcode  : 7" in ended.stderr
-
-
 ENDS_WHEN_ASKED = """\
 import os, time
-from gpt.signals import StopSignal
+from gpt.launch import StopSignal
 rank = os.environ["RANK"]
-with StopSignal(on_interrupt="asked" if rank == "0" else "") as stop:
+with StopSignal() as stop:
     open(f"ready-{rank}", "w").close()
     while not stop.received:
         time.sleep(0.01)
@@ -46,23 +33,68 @@ with StopSignal(on_interrupt="asked" if rank == "0" else "") as stop:
 """
 
 
+def start(folder: Path, code: str) -> "subprocess.Popen[str]":
+    """Start the code on two ranks."""
+    (folder / "script.py").write_text(code)
+    path = os.pathsep.join(str(ROOT / name) for name in ("", "kernels", "examples"))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.Popen([*COMMAND, "script.py"], cwd=folder, env=environment, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+
+
+def test_an_error_that_every_rank_has_is_one_line(tmp_path: Path) -> None:
+    job = start(tmp_path, SAYS_WHY)
+    assert (job.communicate(timeout=300)[1], job.returncode) == ("pretrain_gpt.py: error: found 3\n", 2)
+
+
+def test_a_rank_that_dies_without_a_word_is_reported_by_torchrun(tmp_path: Path) -> None:
+    job = start(tmp_path, "raise SystemExit(7)")
+    said = job.communicate(timeout=300)[1]
+    assert job.returncode != 0
+    assert "ChildFailedError" in said
+    assert "exitcode  : 7" in said
+
+
 def test_ctrl_c_lets_the_ranks_end_and_is_no_error(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'examples')!r})\n{ENDS_WHEN_ASKED}")
-    command = [sys.executable, str(ROOT / "examples/start_ranks.py"), "--standalone", "--nproc-per-node", "2"]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    job = subprocess.Popen(
-        [*command, str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    job = start(tmp_path, ENDS_WHEN_ASKED)
     while job.poll() is None and not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
         time.sleep(0.01)
     # A terminal sends it to torchrun alone: each rank has a session of its own.
     job.send_signal(signal.SIGINT)
     _, said = job.communicate(timeout=120)
     assert [(tmp_path / f"ended-{rank}").read_text() for rank in range(2)] == ["Ctrl-C"] * 2
-    assert (job.returncode, said.split()) == (130, ["asked"])
+    assert (job.returncode, said.count("Ctrl-C: the step under way is finished first")) == (130, 1)
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """A job that a shell has put into the background is told to ignore Ctrl-C, and all that it starts with it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_a_signal_is_noted_and_a_second_one_goes_where_the_first_would_have_gone() -> None:
+    with StopSignal() as stop:
+        assert (stop.is_received_anywhere(), stop.received) == (False, "")
+        signal.raise_signal(signal.SIGTERM)
+        assert (stop.is_received_anywhere(), stop.received) == (True, "SIGTERM")
+        signal.raise_signal(signal.SIGINT)
+        assert stop.received == "Ctrl-C"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def stop_the_last_rank(number: int) -> tuple[bool, bool, str]:
+    with StopSignal() as stop:
+        before = stop.is_received_anywhere()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            signal.raise_signal(number)
+        return before, stop.is_received_anywhere(), stop.received
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+def test_all_ranks_stop_when_one_is_asked_to(number: int, name: str) -> None:
+    assert run_ranks(3, stop_the_last_rank, number) == [(False, True, name)] * 3

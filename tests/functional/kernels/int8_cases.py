@@ -7,7 +7,7 @@ written down here in numpy, element by element.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -26,9 +26,15 @@ from dbuffer_kernels import (
     int8_adamw,
 )
 from dbuffer_kernels import int8_reference as int8_reference_module
+from dbuffer_kernels.dynamic_map import map_tables
+from dbuffer_kernels.int8_adamw import code_below
+from dbuffer_kernels.launch import launch
 from dbuffer_kernels.reference import rounding_keys
 from tests.functional.kernels.on_triton import DEVICE, only_kernels
 from tests.unit.kernels.int8_oracle import decoded, encoded
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 NUMEL = 9001
 # Whole programs of 4096, parts of them, a last partial block, plain moments in between, a gap.
@@ -163,3 +169,39 @@ def test_int8_adamw_keeps_squares_above_zero_and_numbers_beside_overflows(is_ran
         assert np.array_equal(scales[number].cpu().numpy(), found.scales)
     assert torch.equal(codes[1] > 0, exp_avg_sq > 0)
     assert torch.stack(scales).isfinite().all()
+
+
+def below_kernel(
+    ratios: tl.tensor, codes: tl.tensor, MAP: tl.constexpr, IS_LOWER: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Write what ``code_below`` finds for each ratio, called as ``store_coded`` calls it."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ratio = tl.load(ratios + index)
+    if IS_LOWER:
+        tl.store(codes + index, code_below(ratio, tl.where(ratio < 0.0, 0.0, -0.75), MAP))
+    else:
+        tl.store(codes + index, code_below(ratio, -0.5, MAP))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("is_lower", [False, True])
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_computed_code_is_the_one_that_a_search_finds_or_the_one_before(signed: bool, is_lower: bool) -> None:
+    tables = map_tables(torch.device("cpu"))
+    values, middles = tables[0 if signed else 1], tables[2 if signed else 3][:-1]
+    # It never falls where ratios grow, so it is right between two ends where it is right at both: these are all ends.
+    ends = torch.cat([values, middles])
+    above, below = torch.nextafter(ends, torch.tensor(9.0)), torch.nextafter(ends, torch.tensor(-9.0))
+    drawn = (torch.rand(9000) * 2 - 1) * 10 ** (-9 * torch.rand(9000))
+    odd = torch.tensor([0.0, -0.0, 1e-40, 1e-30, -1e-30, 1.0, -1.0, 1e19, -1e19, float("inf"), -float("inf")])
+    ratios = torch.cat([ends, above, below, drawn, odd])
+    ratios = (ratios if signed else ratios[ratios >= 0]).sort().values
+    padded = torch.nn.functional.pad(ratios, (0, -len(ratios) % 4096)).to(DEVICE)
+    codes = torch.zeros(len(padded), dtype=torch.int32, device=DEVICE)
+    launch(below_kernel, len(padded) // 4096, codes.device, padded, codes, MAP=0 if signed else 256, IS_LOWER=is_lower)
+    found = codes[: len(ratios)].cpu()
+    wanted = torch.bucketize(ratios, values[1:], right=True) if is_lower else torch.bucketize(ratios, middles)
+    assert set((wanted - found).tolist()) == {0, 1}
+    assert found.min() >= 0
+    assert found.max() <= 254
+    assert (found.diff() >= 0).all()

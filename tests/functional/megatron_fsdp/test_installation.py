@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder like site-packages, with this project in it."""
     for package in ("megatron_fsdp", "dbuffer"):
         (tmp_path / package).mkdir()
         for file in (ROOT / package).iterdir():

@@ -1,198 +1,142 @@
-"""The command line: defaults, and refusals that name both sides."""
+"""The command line: defaults, refusals that name both sides, and the page that explains it."""
 
+import dataclasses
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gpt.arguments import parse_arguments
-from gpt.flags import build_parser
-from gpt.model_config import GptConfig
+from gpt.arguments import build_parser, flags_without_engine, parse_arguments
+from gpt.model import GptConfig
 from megatron_fsdp import ConfigError
 
-VALID = {
-    "--num-layers": "2",
-    "--hidden-size": "24",
-    "--num-attention-heads": "3",
-    "--seq-length": "16",
-    "--micro-batch-size": "2",
-    "--global-batch-size": "12",
-    "--train-iters": "50",
-    "--lr": "0.01",
-}
+VALID = (
+    "--num-layers 2 --hidden-size 24 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
+    "--global-batch-size 12 --train-iters 50 --lr 0.01"
+)
+ENGINE = "--use-megatron-fsdp"
+TENSOR, EXPERT = "--tensor-model-parallel-size", "--expert-model-parallel-size"
+PAGE = (Path(__file__).parents[3] / "docs" / "training_script.md").read_text()
 
 
-def command_line(*extra: str, without: str | None = None, **changes: str) -> list[str]:
-    """Return a valid command line with flags changed (as keywords, underscores for dashes), added or left out."""
-    flags = {**VALID, **{f"--{name.replace('_', '-')}": value for name, value in changes.items()}}
-    return [word for flag, value in flags.items() if flag != without for word in (flag, value)] + list(extra)
-
-
-def refusal(*extra: str, num_ranks: int = 2, without: str | None = None, **changes: str) -> str:
+def refusal(flags: str, num_ranks: int = 2, valid: str = VALID) -> str:
     """Return the message with which a command line is refused."""
     with pytest.raises(ConfigError) as caught:
-        parse_arguments(command_line(*extra, without=without, **changes), num_ranks=num_ranks)
+        parse_arguments([*valid.split(), *flags.split()], num_ranks=num_ranks)
     return str(caught.value)
 
 
 def test_what_is_not_given_follows_from_what_is() -> None:
-    args = parse_arguments(command_line(without="--global-batch-size"), num_ranks=3)
+    args = parse_arguments(VALID.replace("--global-batch-size 12", "").split(), num_ranks=3)
     derived = (args.ffn_hidden_size, args.max_position_embeddings, args.global_batch_size, args.lr_decay_iters)
     assert derived == (96, 16, 6, 50)
+    assert flags_without_engine(args) == []
+    given = "--ffn-hidden-size 40 --max-position-embeddings 20 --lr-decay-iters 30"
+    args = parse_arguments([*VALID.split(), *given.split()], num_ranks=2)
+    assert (args.ffn_hidden_size, args.max_position_embeddings, args.lr_decay_iters) == (40, 20, 30)
 
 
-def test_what_is_given_is_kept() -> None:
-    args = parse_arguments(
-        command_line(ffn_hidden_size="40", max_position_embeddings="20", lr_decay_iters="30", data_path="a/b"),
-        num_ranks=2,
-    )
-    kept = (args.ffn_hidden_size, args.max_position_embeddings, args.lr_decay_iters, args.data_path)
-    assert kept == (40, 20, 30, Path("a/b"))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("seed", 1234),
-        ("min_lr", 0.0),
-        ("lr_decay_style", "linear"),
-        ("lr_warmup_iters", 0),
-        ("weight_decay", 0.01),
-        ("adam_beta1", 0.9),
-        ("adam_beta2", 0.999),
-        ("adam_eps", 1e-8),
-        ("clip_grad", 1.0),
-        ("init_method_std", 0.02),
-        ("log_interval", 100),
-        ("eval_interval", 1000),
-        ("eval_iters", 100),
-        ("save", None),
-        ("save_interval", None),
-        ("load", None),
-        ("exit_interval", None),
-        ("distributed_timeout_minutes", 10),
-        ("untie_embeddings_and_output_weights", False),
-        ("bf16", False),
-        ("use_megatron_fsdp", False),
-    ],
-)
-def test_the_defaults_are_megatron_s(name: str, value: object) -> None:
-    assert getattr(parse_arguments(command_line(), num_ranks=1), name) == value
+def test_the_defaults_are_megatron_s() -> None:
+    args = vars(parse_arguments(VALID.split(), num_ranks=1))
+    wanted = {"seed": 1234, "min_lr": 0.0, "lr_decay_style": "linear", "lr_warmup_iters": 0, "weight_decay": 0.01}
+    wanted |= {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "clip_grad": 1.0, "init_method_std": 0.02}
+    wanted |= {"log_interval": 100, "eval_interval": 1000, "eval_iters": 100, "distributed_timeout_minutes": 10}
+    wanted |= dict.fromkeys(["save", "save_interval", "load", "exit_interval"])
+    wanted |= dict.fromkeys(["untie_embeddings_and_output_weights", "bf16", "use_megatron_fsdp"], False)
+    assert {name: args[name] for name in wanted} == wanted
 
 
 @pytest.mark.parametrize(
     ("given", "nearest"),
     [
-        (("--num-layer", "3"), "--num-layers"),
-        (("--micro_batch_size=3",), "--micro-batch-size"),
-        (("--use-megatron-fdsp",), "--use-megatron-fsdp"),
-        (("--hidden", "3"), "--hidden-size"),
+        ("--num-layer 3", "--num-layers"),
+        ("--micro_batch_size=3", "--micro-batch-size"),
+        ("--use-megatron-fdsp", "--use-megatron-fsdp"),
+        ("--hidden 3", "--hidden-size"),
     ],
 )
-def test_an_unknown_flag_is_refused_with_the_nearest_valid_one(given: tuple[str, ...], nearest: str) -> None:
-    assert refusal(*given) == f"unknown option {given[0].split('=')[0]}; did you mean {nearest}?"
-
-
-def test_a_misspelt_required_flag_is_called_unknown_rather_than_missing() -> None:
-    assert "did you mean --num-layers?" in refusal("--num-layer", "3", without="--num-layers")
-
-
-def test_a_value_without_a_flag_is_refused() -> None:
-    assert "unexpected argument 'stray'" in refusal("stray")
-
-
-@pytest.mark.parametrize("flag", [flag for flag in VALID if flag != "--global-batch-size"])
-def test_a_required_flag_that_is_missing_is_named(flag: str) -> None:
-    assert refusal(without=flag).startswith(f"required flags are missing: {flag};")
+def test_an_unknown_flag_is_refused_with_the_nearest_valid_one(given: str, nearest: str) -> None:
+    wanted = f"unknown option {re.split('[ =]', given)[0]}; did you mean {nearest}?"
+    assert refusal(given) == wanted
+    assert refusal(given, valid="") == wanted, "rather than that others are missing"
+    for flag in [flag for flag in VALID.split()[::2] if flag != "--global-batch-size"]:
+        missing = refusal("", valid=re.sub(rf"{flag} \S+", "", VALID))
+        assert missing.startswith(f"required flags are missing: {flag};")
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("flags", "message"),
     [
-        ({"num_layers": "0"}, "argument --num-layers: found '0', wanted a whole number >= 1"),
-        ({"num_layers": "2.5"}, "argument --num-layers: found '2.5', wanted a whole number >= 1"),
-        ({"lr": "nan"}, "argument --lr: found 'nan', wanted a number > 0"),
-        ({"clip_grad": "-1"}, "argument --clip-grad: found '-1', wanted a number >= 0"),
-        ({"adam_beta2": "1"}, "argument --adam-beta2: found '1', wanted a number from 0 to below 1"),
-        ({"prompt": ""}, "argument --prompt: found nothing, wanted at least one character"),
+        ("stray", "unexpected argument 'stray'"),
+        ("--num-layers 0", "argument --num-layers: found '0', wanted a whole number >= 1"),
+        ("--num-layers 2.5", "argument --num-layers: found '2.5', wanted a whole number >= 1"),
+        ("--lr nan", "argument --lr: found 'nan', wanted a number > 0"),
+        ("--clip-grad -1", "argument --clip-grad: found '-1', wanted a number >= 0"),
+        ("--adam-beta2 1", "argument --adam-beta2: found '1', wanted a number from 0 to below 1"),
+        ("--prompt=", "argument --prompt: found '', wanted at least one character"),
+        ("--hidden-size 25", "--hidden-size 25 is not divisible by --num-attention-heads 4; "),
+        ("--max-position-embeddings 15", "--seq-length 16 exceeds --max-position-embeddings 15; "),
+        ("--global-batch-size 13", "--global-batch-size 13 is not divisible by --micro-batch-size 2 x 2 data-parallel"),
+        ("--save-interval 5", "--save-interval 5 and --keep-last None need --save"),
+        ("--keep-last 2", "--save-interval None and --keep-last 2 need --save"),
+        ("--min-lr 0.1", "--min-lr 0.1 exceeds --lr 0.01"),
+        ("--lr-warmup-iters 20 --lr-decay-iters 20", "--lr-warmup-iters 20 leaves no decay before --lr-decay-iters 20"),
+        ("--num-query-groups 2", "--num-query-groups 2 needs --group-query-attention"),
+        ("--group-query-attention --num-query-groups 3", "--num-attention-heads 4 is not divisible by --num-query-gro"),
+        ("--position-embedding-type rope --hidden-size 12", "--position-embedding-type rope turns pairs of features"),
+        ("--num-experts 1", "--moe-router-topk 2 exceeds --num-experts 1"),
+        ("--num-experts 3 --moe-router-topk 1", "--moe-router-topk 1 needs --moe-router-pre-softmax"),
+        ("--moe-aux-loss-coeff 0.1", "--moe-aux-loss-coeff 0.1 needs --num-experts"),
+        ("--fp16", "--fp16 needs loss scaling"),
+        ("--skip-nonfinite-steps --no-check-for-nan-in-loss-and-grad", "--skip-nonfinite-steps contradicts --no-check"),
+        ("--profile --profile-step-start 4 --profile-step-end 4", "--profile-step-start 4 is not before --profile-st"),
+        ("--optimizer lion", "--optimizer"),
+        ("--adam-moments int8 --optimizer sgd", "--adam-moments int8 contradicts --optimizer sgd"),
+        ("--adam-moments-seed 3", "--adam-moments-seed 3 needs --adam-moments int8"),
+        ("--slot-pool static", "--weight-gather None and --slot-pool static need --use-megatron-fsdp"),
+        ("--use-torch-fsdp2 --save run", "--use-torch-fsdp2 contradicts --save run and --load None"),
+        (
+            "--use-torch-fsdp2 --num-distributed-optimizer-instances 2",
+            "--use-torch-fsdp2 contradicts --num-distributed",
+        ),
+        (f"{TENSOR} 2", f"{TENSOR} 2 with {EXPERT} 1 needs --use-megatron-fsdp"),
+        (f"{ENGINE} {TENSOR} 3", f"{TENSOR} 3 does not divide 4, the number of ranks"),
+        (f"{ENGINE} {TENSOR} 2 --num-distributed-optimizer-instances 3", "--num-distributed-optimizer-instances 3 doe"),
+        (f"{ENGINE} {EXPERT} 2", f"{EXPERT} 2 does not divide --num-experts None"),
+        (f"{ENGINE} {EXPERT} 2 --num-experts 3", f"{EXPERT} 2 does not divide --num-experts 3"),
+        (f"{ENGINE} {TENSOR} 2 {EXPERT} 4 --num-experts 4", f"{EXPERT} 4 does not divide 2"),
+        (f"{ENGINE} {TENSOR} 2 --swiglu", f"{TENSOR} 2 contradicts --swiglu"),
+        (f"{ENGINE} {EXPERT} 2 --num-experts 4 --optimizer muon", f"{TENSOR} 1 with {EXPERT} 2 contradicts --optimize"),
+        (f"{ENGINE} {TENSOR} 2 --adam-moments int8", f"{TENSOR} 2 with {EXPERT} 1 contradicts --adam-moments int8"),
+        (f"{ENGINE} {TENSOR} 2 --num-attention-heads 3", f"{TENSOR} 2 does not divide the 3 heads of keys and values"),
+        (f"{ENGINE} {TENSOR} 2 --ffn-hidden-size 5", f"{TENSOR} 2 does not divide the 5 columns of --ffn-hidden-size"),
+        (f"{ENGINE} {TENSOR} 2 --log-checksum 2", f"--log-checksum contradicts {TENSOR} 2"),
+        ("--check-gradient-scale", "--check-gradient-scale needs --use-megatron-fsdp"),
+        ("--fake-process-group --load run", "--fake-process-group contradicts --save None and --load run"),
     ],
 )
-def test_a_value_out_of_range_is_refused_with_the_range(changes: dict[str, str], message: str) -> None:
-    assert refusal(**changes) == message
-
-
-@pytest.mark.parametrize(
-    ("changes", "both"),
-    [
-        ({"hidden_size": "25"}, ("--hidden-size 25", "--num-attention-heads 3")),
-        ({"max_position_embeddings": "15"}, ("--seq-length 16", "--max-position-embeddings 15")),
-        ({"global_batch_size": "13"}, ("--global-batch-size 13", "--micro-batch-size 2 x 2 ranks = 4")),
-        ({"save_interval": "5"}, ("--save-interval 5", "--save:")),
-        ({"min_lr": "0.1"}, ("--min-lr 0.1", "--lr 0.01")),
-        ({"lr_warmup_iters": "51"}, ("--lr-warmup-iters 51", "--train-iters 50")),
-        ({"lr_warmup_iters": "20", "lr_decay_iters": "20"}, ("--lr-warmup-iters 20", "--lr-decay-iters 20")),
-        ({"num_query_groups": "3"}, ("--num-query-groups 3", "--group-query-attention")),
-        ({"position_embedding_type": "rope", "hidden_size": "27"}, ("--hidden-size 27", "rope")),
-        ({"num_experts": "1"}, ("--moe-router-topk 2", "--num-experts 1")),
-        ({"num_experts": "3", "moe_router_topk": "1"}, ("--moe-router-topk 1", "--moe-router-pre-softmax")),
-        ({"moe_aux_loss_coeff": "0.1"}, ("--moe-aux-loss-coeff 0.1", "--num-experts")),
-    ],
-    ids=lambda value: next(iter(value)),
-)
-def test_flags_that_contradict_each_other_are_both_named(changes: dict[str, str], both: tuple[str, str]) -> None:
-    message = refusal(**changes)
-    assert all(flag in message for flag in both), message
-
-
-def test_a_global_batch_that_does_not_divide_gets_the_nearest_that_does() -> None:
-    assert refusal(global_batch_size="13", num_ranks=3).endswith("the nearest that fits is 12")
-    assert refusal(global_batch_size="1", num_ranks=3).endswith("the nearest that fits is 6")
-
-
-def test_whether_the_global_batch_divides_depends_on_the_ranks() -> None:
-    assert parse_arguments(command_line(), num_ranks=3).global_batch_size == 12
-    assert "x 4 ranks = 8" in refusal(num_ranks=4)
-
-
-def test_fp16_is_refused_for_want_of_loss_scaling() -> None:
-    assert "--fp16 needs loss scaling" in refusal("--fp16")
-    assert "contradicts --bf16" in refusal("--fp16", "--bf16")
-
-
-def test_recompute_activations_means_selective() -> None:
-    assert parse_arguments(command_line("--recompute-activations"), num_ranks=2).recompute_granularity == "selective"
-    assert "contradicts" in refusal("--recompute-activations", "--recompute-granularity", "full")
-
-
-def test_query_groups_divide_the_heads() -> None:
-    message = refusal("--group-query-attention", num_query_groups="2")
-    assert "--num-attention-heads 3 is not divisible by --num-query-groups 2" in message
+def test_what_is_out_of_range_or_contradicts_another_flag_is_refused_by_name(flags: str, message: str) -> None:
+    found = refusal(flags, num_ranks=4 if ENGINE in flags else 2)
+    assert found.startswith(message), found
 
 
 def test_the_model_s_flags_reach_its_configuration() -> None:
     given = "--swiglu --normalization RMSNorm --position-embedding-type rope --rotary-base 50 --disable-bias-linear"
-    experts = "--num-experts 3 --moe-router-topk 2 --moe-aux-loss-coeff 0.1 --group-query-attention"
-    config = GptConfig.from_args(parse_arguments(command_line(*given.split(), *experts.split()), num_ranks=1))
-    assert config == GptConfig(
-        num_layers=2,
-        hidden_size=24,
-        num_attention_heads=3,
-        ffn_hidden_size=64,
-        max_position_embeddings=16,
-        swiglu=True,
-        normalization="RMSNorm",
-        position_embedding_type="rope",
-        rotary_base=50,
-        disable_bias_linear=True,
-        num_experts=3,
-        moe_aux_loss_coeff=0.1,
-        num_query_groups=1,
-    )
+    experts = "--num-experts 3 --moe-aux-loss-coeff 0.1 --group-query-attention"
+    config = GptConfig.from_args(parse_arguments([*VALID.split(), *given.split(), *experts.split()], num_ranks=1))
+    wanted = GptConfig(2, 24, 4, 64, 16, swiglu=True, normalization="RMSNorm", position_embedding_type="rope")
+    more: dict[str, Any] = {"num_experts": 3, "moe_aux_loss_coeff": 0.1, "num_query_groups": 1}
+    assert config == dataclasses.replace(wanted, rotary_base=50, disable_bias_linear=True, **more)
 
 
-def test_a_gated_mlp_has_megatron_s_width() -> None:
-    args = parse_arguments(command_line("--swiglu", hidden_size="192"), num_ranks=1)
-    assert args.ffn_hidden_size == 512
-
-
-def test_every_flag_explains_itself() -> None:
-    assert [action.option_strings for action in build_parser()._actions if not action.help] == []
+def test_every_flag_on_the_page_exists_and_every_flag_of_the_architecture_is_on_it() -> None:
+    parser = build_parser()
+    valid = {option for action in parser._actions for option in action.option_strings}
+    elsewhere = {"--help", "--nproc-per-node"}
+    assert set(re.findall(r"--[a-z][a-z0-9-]*", PAGE)) - elsewhere <= valid
+    (group,) = (group for group in parser._action_groups if group.title == "architecture")
+    flags = [option for action in group._group_actions for option in action.option_strings]
+    assert len(flags) > 10
+    assert [action.option_strings for action in parser._actions if not action.help] == []
+    assert [flag for flag in flags if f"`{flag}`" not in PAGE] == []

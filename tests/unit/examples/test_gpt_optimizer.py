@@ -1,4 +1,4 @@
-"""The optimizer of the example."""
+"""The optimizer of the example, and its learning rate."""
 
 import argparse
 
@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from gpt.flags import build_parser
-from gpt.model import GptModel
-from gpt.model_config import GptConfig
-from gpt.optimizer import build_optimizer, set_learning_rate
+from gpt.arguments import parse_arguments
+from gpt.model import GptConfig, GptModel
+from gpt.optimizer import build_optimizer, learning_rate
 from megatron_fsdp import Muon
 from megatron_fsdp.muon import MatrixView
 
@@ -17,16 +16,8 @@ from megatron_fsdp.muon import MatrixView
 def make(optimizer: str = "adam") -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model of one linear layer and one norm, and its optimizer."""
     model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5))
-    args = argparse.Namespace(
-        optimizer=optimizer,
-        lr=0.5,
-        weight_decay=0.1,
-        adam_beta1=0.8,
-        adam_beta2=0.7,
-        adam_eps=1e-3,
-        adam_moments="fp32",
-        sgd_momentum=0.6,
-    )
+    given = {"optimizer": optimizer, "lr": 0.5, "weight_decay": 0.1, "adam_moments": "fp32", "sgd_momentum": 0.6}
+    args = argparse.Namespace(**given, adam_beta1=0.8, adam_beta2=0.7, adam_eps=1e-3)
     return model, build_optimizer(model, args)
 
 
@@ -40,29 +31,11 @@ def test_only_matrices_are_decayed() -> None:
     assert values == {"0.weight": pytest.approx(0.95), "0.bias": 1.0, "1.weight": 1.0, "1.bias": 1.0}
 
 
-def test_the_flags_reach_adam() -> None:
-    _, optimizer = make()
-    assert isinstance(optimizer, torch.optim.AdamW)
-    assert [(group["betas"], group["eps"]) for group in optimizer.param_groups] == [((0.8, 0.7), 1e-3)] * 2
-
-
-def test_sgd_gets_its_momentum() -> None:
-    _, optimizer = make("sgd")
-    assert isinstance(optimizer, torch.optim.SGD)
-    assert [group["momentum"] for group in optimizer.param_groups] == [0.6, 0.6]
-
-
-def test_a_new_learning_rate_reaches_every_group() -> None:
-    _, optimizer = make()
-    set_learning_rate(optimizer, 0.25)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
-
-
 def make_muon(flags: str) -> tuple[GptModel, Muon]:
     """Return a model of one block, and Muon with these flags."""
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 4 --seq-length 4 --lr 0.1 --optimizer muon"
-    args = build_parser().parse_args(f"{shape} {flags}".split())
-    args.padded_vocab_size, args.max_position_embeddings, args.ffn_hidden_size = 16, 4, 24
+    sizes = "--ffn-hidden-size 24 --micro-batch-size 1 --train-iters 1"
+    args = parse_arguments(f"{shape} {sizes} {flags}".split(), num_ranks=1)
     model = GptModel(GptConfig.from_args(args))
     optimizer = build_optimizer(model, args)
     assert isinstance(optimizer, Muon)
@@ -85,6 +58,8 @@ def test_muon_takes_the_linear_layers_of_blocks_in_their_parts() -> None:
         "linear_fc1": MatrixView(row_splits=(24,)),
         "linear_fc2": MatrixView(),
     }
+    _, whole = make_muon("--muon-no-split-qkv")
+    assert [MatrixView.of(group["view"]) for group in whole.param_groups if group["use_muon"]] == [MatrixView()]
     muon = optimizer.param_groups[0]
     assert (muon["momentum"], muon["nesterov"], muon["adjust_lr_fn"]) == (0.8, False, "spectral")
     assert (muon["extra_scale_factor"], muon["ns_coefficients"], muon["ns_steps"]) == (0.2, "quintic", 5)
@@ -93,6 +68,20 @@ def test_muon_takes_the_linear_layers_of_blocks_in_their_parts() -> None:
     assert rest["final_layernorm"]["weight_decay"] == 0.0
 
 
-def test_fused_projections_stay_one_matrix_when_asked() -> None:
-    _, optimizer = make_muon("--muon-no-split-qkv")
-    assert [MatrixView.of(group["view"]) for group in optimizer.param_groups if group["use_muon"]] == [MatrixView()]
+def rates(style: str, *iterations: int, warmup: int = 4, decay: int = 24) -> list[float]:
+    """Return rates of a schedule from 1.0 to 0.2."""
+    args = argparse.Namespace(lr=1.0, min_lr=0.2, lr_decay_style=style, lr_warmup_iters=warmup, lr_decay_iters=decay)
+    return [learning_rate(args, iteration) for iteration in iterations]
+
+
+@pytest.mark.parametrize(
+    ("style", "wanted"),
+    [("constant", [1.0, 1.0, 1.0]), ("linear", [0.8, 0.6, 0.2]), ("cosine", [0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.2])],
+)
+def test_a_quarter_and_half_of_the_way_and_past_its_end_the_rate_is_on_the_curve(
+    style: str, wanted: list[float]
+) -> None:
+    assert rates(style, 9, 14, 24) == pytest.approx(wanted)
+    assert rates(style, 1, 2, 3, 4) == [0.25, 0.5, 0.75, 1.0], "of the warm-up"
+    assert rates(style, 1000) == [wanted[2]]
+    assert rates(style, 1, warmup=0, decay=10)[0] < 1.0 or style == "constant"

@@ -8,27 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from gpt.memory import MemoryUse, memory_use
-from gpt.train_log import Interval, IterationRecord, TrainLog
+import compare_runs
+from gpt.train_log import Interval, MemoryUse, TrainLog, memory_use
 from megatron_fsdp import ConfigError
 
 CPU = torch.device("cpu")
+MEMORY = MemoryUse("resident", 441.25, 512.06)
 
 
-def make_record(iteration: int, loss: float = 3.123456) -> IterationRecord:
-    """Return the record of one iteration."""
-    return IterationRecord(
-        iteration=iteration,
-        train_iters=200,
-        consumed_samples=16 * iteration,
-        elapsed_ms=123.44,
-        tokens_per_second=16592.4,
-        learning_rate=3e-4,
-        global_batch_size=16,
-        lm_loss=loss,
-        grad_norm=1.23449,
-        memory=MemoryUse("resident", 441.25, 512.06),
-    )
+def make_row(iteration: int, loss: float = 3.123456) -> dict[str, Any]:
+    """Return the numbers of one iteration."""
+    row = {"iteration": iteration, "consumed_samples": 16 * iteration, "elapsed_ms": 123.44, "learning_rate": 3e-4}
+    return row | {"tokens_per_second": 16592.4, "global_batch_size": 16, "lm_loss": loss, "grad_norm": 1.23449}
 
 
 def run_log(folder: Path, iterations: range, *, is_main: bool = True) -> None:
@@ -36,122 +27,70 @@ def run_log(folder: Path, iterations: range, *, is_main: bool = True) -> None:
     log = TrainLog(folder, is_main=is_main, train_iters=200)
     log.begin(iterations.start - 1)
     for iteration in iterations:
-        log.iteration(make_record(iteration, loss=5.0 / iteration))
-        log.step()
+        log.iteration(make_row(iteration, loss=5.0 / iteration), MEMORY)
     log.draw()
-    log.end()
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of the JSONL file."""
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+def iterations_of(folder: Path) -> list[int]:
+    return [json.loads(line)["iteration"] for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-def test_a_line_has_the_shape_of_megatron_s_log() -> None:
-    assert make_record(10).line() == (
+def test_a_line_has_the_shape_of_megatron_s_log_and_the_file_every_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = TrainLog(tmp_path, is_main=True, train_iters=200)
+    log.begin(0)
+    log.iteration(make_row(10), MEMORY)
+    log.validation(10, 2.0)
+    assert capsys.readouterr().out == (
         " iteration       10/     200 | consumed samples:          160 | elapsed time per iteration (ms): 123.4 |"
         " time left: 0:00:23 | tokens/s: 16592 | learning rate: 3.000000E-04 | global batch size:    16 |"
         " lm loss: 3.123456E+00 |"
-        " grad norm: 1.234 | resident memory now (MiB): 441.2 | peak resident memory (MiB): 512.1"
+        " grad norm: 1.234 | resident memory now (MiB): 441.2 | peak resident memory (MiB): 512.1\n"
+        " validation loss at iteration 10 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 |"
+        " bits per byte: 2.885\n"
     )
-
-
-def test_lines_go_to_standard_output_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_log(tmp_path, range(1, 3))
-    lines = [make_record(iteration, loss=5.0 / iteration).line() for iteration in (1, 2)]
-    assert capsys.readouterr().out.splitlines() == lines
-
-
-def test_ranks_other_than_the_main_one_print_and_write_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run_log(tmp_path / "log", range(1, 3), is_main=False)
-    assert tuple(capfd.readouterr()) == ("", "")
-    assert not (tmp_path / "log").exists()
-
-
-def test_the_jsonl_file_keeps_every_logged_number(tmp_path: Path) -> None:
-    log = TrainLog(tmp_path, is_main=True, train_iters=200)
-    log.begin(0)
-    log.iteration(make_record(10))
-    log.validation(10, 3.5)
-    log.end()
-    assert rows_of(tmp_path) == [
-        {
-            "iteration": 10,
-            "consumed_samples": 160,
-            "elapsed_ms": 123.44,
-            "tokens_per_second": 16592.4,
-            "learning_rate": 3e-4,
-            "global_batch_size": 16,
-            "lm_loss": 3.123456,
-            "grad_norm": 1.23449,
-            "resident_memory_mib": 441.25,
-            "peak_resident_memory_mib": 512.06,
-        },
-        {"iteration": 10, "validation_loss": 3.5},
+    assert [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [
+        make_row(10) | {"resident_memory_mib": 441.25, "peak_resident_memory_mib": 512.06},
+        {"iteration": 10, "validation_loss": 2.0},
     ]
 
 
-def test_a_resumed_run_replaces_the_rows_after_the_iteration_that_it_resumes_from(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_whole_rows_before_it_and_a_new_one_none(tmp_path: Path) -> None:
     run_log(tmp_path, range(1, 8))
-    run_log(tmp_path, range(6, 10))
-    assert [row["iteration"] for row in rows_of(tmp_path)] == list(range(1, 10))
-
-
-def test_a_resumed_run_survives_a_last_line_that_a_crash_cut_off(tmp_path: Path) -> None:
-    run_log(tmp_path, range(1, 4))
     with (tmp_path / "log.jsonl").open("a") as file:
-        file.write('{"iteration": 4, "lm_l')
-    run_log(tmp_path, range(4, 6))
-    assert [row["iteration"] for row in rows_of(tmp_path)] == [1, 2, 3, 4, 5]
-
-
-def test_a_new_run_replaces_an_old_log(tmp_path: Path) -> None:
-    run_log(tmp_path, range(1, 8))
+        file.write('{"iteration": 4, "lm_l')  # cut off by a crash
+    run_log(tmp_path, range(6, 10))
+    assert iterations_of(tmp_path) == list(range(1, 10))
     run_log(tmp_path, range(1, 3))
-    assert [row["iteration"] for row in rows_of(tmp_path)] == [1, 2]
+    assert iterations_of(tmp_path) == [1, 2]
 
 
-def test_the_loss_curve_is_a_png(tmp_path: Path) -> None:
-    run_log(tmp_path, range(1, 4))
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
-
-
-def test_validation_prints_perplexity_and_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    TrainLog(tmp_path, is_main=True, train_iters=1).validation(7, 2.0)
-    assert capsys.readouterr().out == (
-        " validation loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 |"
-        " bits per byte: 2.885\n"
-    )
-
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_other_ranks_write_nothing_and_a_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_log(tmp_path / "log", range(1, 3), is_main=False)
+    assert (tuple(capfd.readouterr()), list(tmp_path.iterdir())) == (("", ""), [])
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"--save: cannot write .*file/run: Not a directory"):
         TrainLog(tmp_path / "file" / "run", is_main=True, train_iters=1)
 
 
-def test_an_interval_averages_the_loss_since_the_last_lap() -> None:
-    interval = Interval(CPU)
-    for loss in (8.0, 4.0):
-        interval.add(torch.tensor(loss))
-    assert interval.lap().loss == 6.0
-    interval.add(torch.tensor(1.0))
-    assert interval.lap().loss == 1.0
-
-
-def test_an_interval_taken_up_again_gives_the_mean_of_both_parts() -> None:
-    losses = [torch.rand(()) for _ in range(7)]
-    whole, first = Interval(CPU), Interval(CPU)
-    for loss in losses:
-        whole.add(loss)
-    for loss in losses[:3]:
-        first.add(loss)
-    second = Interval(CPU, loss_sum=first.loss_sum, loss_count=first.loss_count)
-    for loss in losses[3:]:
-        second.add(loss)
-    assert second.lap().loss == whole.lap().loss
+@pytest.mark.parametrize(
+    ("norms", "iterations"),
+    [
+        ([3.0, 30.0, 31.0, 299.0, 0.1, 3000.0], [6]),
+        ([1.0, float("nan"), float("inf"), 11.0], [3, 4]),
+    ],
+)
+def test_a_norm_is_large_above_ten_times_the_largest_before(
+    norms: list[float], iterations: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = TrainLog(tmp_path, is_main=True, train_iters=9)
+    for iteration, norm in enumerate(norms, 1):
+        log.gradient_norm(iteration, norm)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(": gradient norm")[0] for line in said] == [f"warning: iteration {n}" for n in iterations]
 
 
 def test_an_interval_divides_the_time_by_its_iterations_and_leaves_excluded_time_out(
@@ -165,19 +104,35 @@ def test_an_interval_divides_the_time_by_its_iterations_and_leaves_excluded_time
         interval.add(torch.tensor(1.0))
         with interval.excluded():
             now[0] += 50.0
-    assert interval.lap().seconds == 3.0
+    assert interval.lap()[0] == 3.0
     now[0] += 7.0
     interval.add(torch.tensor(1.0))
-    assert interval.lap().seconds == 7.0
+    assert interval.lap()[0] == 7.0
 
 
 def test_resident_memory_comes_and_goes_and_its_peak_stays() -> None:
-    before = memory_use(CPU)
-    block = bytearray(b"x") * (64 << 20)
+    before, block = memory_use(CPU), bytearray(b"x") * (64 << 20)
     holding = memory_use(CPU)
     del block
     after = memory_use(CPU)
-    assert {before.kind, holding.kind, after.kind} == {"resident"}
     assert before.now + 60 < holding.now <= holding.peak
     assert after.now < holding.now - 60
     assert after.peak > holding.now - 1  # the kernel counts the two at different moments
+
+
+def test_runs_are_drawn_into_one_chart_and_their_last_validations_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, loss in (("one", 2.25), ("two", 1.5)):
+        run_log(tmp_path / name, range(1, 3))
+        TrainLog(tmp_path / name, is_main=True, train_iters=2).validation(2, loss)
+        assert (tmp_path / name / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
+    capsys.readouterr()
+    output, runs = str(tmp_path / "losses.png"), [f"{name}={tmp_path / name}" for name in ("one", "two")]
+    assert compare_runs.main(["--output", output, *runs]) == 0
+    assert Path(output).read_bytes().startswith(b"\x89PNG")
+    said = [f"{name}: validation loss {loss} at iteration 2" for name, loss in (("one", "2.2500"), ("two", "1.5000"))]
+    assert capsys.readouterr().out.splitlines() == said
+    with pytest.raises(SystemExit):
+        compare_runs.main(["--output", output, f"one={tmp_path}"])
+    assert "wanted NAME=FOLDER with a log.jsonl" in capsys.readouterr().err

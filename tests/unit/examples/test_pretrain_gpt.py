@@ -1,168 +1,313 @@
-"""The training loop in one process, on a replicated model: what it logs, when, and how it fails."""
+"""The training script in one process: what it logs, when, how it fails, what it saves, and what it goes on from."""
 
 import dataclasses
 import json
 import math
+import os
+import shlex
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import generate_gpt
 import pretrain_gpt
+from megatron_fsdp import FsdpModule, save_checkpoint
+from megatron_fsdp.__main__ import main as command
+from tests.harness.grids import nightly_but
 
 TINY = (
     "--num-layers 1 --hidden-size 12 --num-attention-heads 2 --seq-length 9 --micro-batch-size 4 --train-iters 6 "
-    "--lr 0.01 --log-interval 1 --eval-iters 2 --num-tokens-to-generate 3 --distributed-backend gloo"
+    "--lr 0.01 --log-interval 1 --eval-iters 0 --num-tokens-to-generate 0 --distributed-backend gloo --data-path text"
 )
-
+ENGINE = "--use-megatron-fsdp"
+MODERN = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention --disable-bias-linear "
+    "--num-experts 2 --moe-aux-loss-coeff 0.1"
+)
 
 pytestmark = pytest.mark.usefixtures("plain_start")
 
 
-def train(flags: str = "") -> list[dict[str, Any]]:
-    """Run the script with the tiny model and more flags, and return the rows of its log."""
-    assert pretrain_gpt.main([*TINY.split(), "--data-path", "text", *flags.split()]) == 0
-    return [json.loads(line) for line in Path("runs/gpt/log.jsonl").read_text().splitlines()]
-
-
-def values(rows: list[dict[str, Any]], key: str) -> list[Any]:
-    """Return one column of the rows that have it."""
+def train(flags: str = "", key: str = "lm_loss") -> list[Any]:
+    """Run the script with the tiny model and more flags, and return one column of its log."""
+    assert pretrain_gpt.main([*TINY.split(), *flags.split()]) == 0
+    folder = Path(flags.partition("--save ")[2].split()[0] if "--save " in flags else "runs/gpt")
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return [row[key] for row in rows if key in row]
 
 
+def refusal(flags: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run the script, which is to end with an error, and return what it says."""
+    assert pretrain_gpt.main([*TINY.split(), *flags.split()]) == 2
+    if dist.is_initialized():
+        dist.destroy_process_group()  # a run that ends with an error leaves its group to the end of the process
+    return capsys.readouterr().err
+
+
+def kept(folder: str = "run") -> list[str]:
+    return sorted(path.name for path in Path(folder).glob("iter_???????"))
+
+
+# ---------------------------------------------------------------------- steps and the log
+
+
 def test_microbatches_change_neither_losses_nor_gradient_norms() -> None:
-    whole, split = train(), train("--micro-batch-size 1 --global-batch-size 4")
     for key in ("lm_loss", "grad_norm", "validation_loss"):
-        assert values(split, key) == pytest.approx(values(whole, key), rel=1e-5), key
-
-
-def test_the_loss_falls_on_a_text_that_repeats() -> None:
-    losses = values(train("--train-iters 60 --lr 0.03"), "lm_loss")
-    assert losses[0] > 5.3
-    assert losses[-1] < 3.0
+        split = train("--eval-iters 2 --micro-batch-size 1 --global-batch-size 4", key)
+        assert split == pytest.approx(train("--eval-iters 2", key), rel=1e-5), key
 
 
 def test_an_interval_logs_the_mean_of_its_losses() -> None:
-    each, mean = values(train(), "lm_loss"), values(train("--log-interval 3"), "lm_loss")
+    each, mean = train(), train("--log-interval 3 --eval-interval 4 --eval-iters 1")
+    assert len(train("--eval-interval 4 --eval-iters 1", "validation_loss")) == 2
     # Beside the multiples, the first and the last iteration get a line.
     assert mean == pytest.approx([each[0], sum(each[1:3]) / 2, sum(each[3:6]) / 3], rel=1e-6)
 
 
-def test_validation_runs_at_its_interval_and_at_the_end() -> None:
-    rows = train("--eval-interval 4")
-    assert [row["iteration"] for row in rows if "validation_loss" in row] == [4, 6]
-
-
 def test_checksums_are_logged_at_their_interval_and_at_the_end_and_add_up() -> None:
-    flags = "--use-megatron-fsdp --log-checksum 4"
-    rows = [row for row in train(f"{flags} --log-checksum-per-unit") if "checksum" in row]
-    assert [row["iteration"] for row in rows] == [4, 6]
-    assert rows[0]["checksum"] != rows[1]["checksum"]
-    for row in rows:
-        assert {"", "blocks.0"} <= row["unit_checksums"].keys()
-        total = sum(int(number, 16) for number in row["unit_checksums"].values())
-        assert f"{total % 2**64:016x}" == row["checksum"]
-    alone = train(flags)
-    assert values(alone, "checksum") == [row["checksum"] for row in rows]
-    assert values(alone, "unit_checksums") == []
-
-
-def test_clipping_limits_the_step_and_leaves_the_logged_norm_alone() -> None:
-    clipped, free = train("--optimizer sgd --clip-grad 1e-6"), train("--optimizer sgd --clip-grad 0")
-    assert values(clipped, "grad_norm")[0] == values(free, "grad_norm")[0] > 0.1
-    assert max(values(clipped, "validation_loss")) > min(values(free, "validation_loss")) + 1e-3
-
-
-def test_the_exit_interval_stops_before_the_end_without_a_sample(capsys: pytest.CaptureFixture[str]) -> None:
-    assert values(train("--exit-interval 4"), "lm_loss")[3:] == values(train(), "lm_loss")[3:4]
-    assert capsys.readouterr().out.count(" sample at temperature") == 1
-
-
-def test_the_prompt_is_continued_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
-    train("--prompt fox --temperature 0")
-    assert " sample at temperature 0.0:\nfox" in capsys.readouterr().out
-
-
-def test_a_cpu_run_says_that_it_computes_in_fp32(capsys: pytest.CaptureFixture[str]) -> None:
-    train()
-    assert "computing in fp32: many CPUs have no bf16 matrix units" in capsys.readouterr().out
-
-
-def test_a_loss_that_is_no_number_ends_the_run_with_the_flags_to_change(capsys: pytest.CaptureFixture[str]) -> None:
-    status = pretrain_gpt.main([*TINY.split(), "--data-path", "text", "--lr", "1e30"])
-    dist.destroy_process_group()
-    assert status == 2
-    assert "pretrain_gpt.py: error: iteration 2: lm loss nan" in capsys.readouterr().err
+    flags = f"{ENGINE} --log-checksum 4"
+    totals, units = train(flags, "checksum"), train(f"{flags} --log-checksum-per-unit", "unit_checksums")
+    assert totals[0] != totals[1]
+    for total, each in zip(totals, units, strict=True):
+        assert {"", "blocks.0"} <= each.keys()
+        assert f"{sum(int(number, 16) for number in each.values()) % 2**64:016x}" == total
+    assert train(flags, "unit_checksums") == []
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, iterations: tuple[int, ...]) -> None:
     """Make the loss NaN in these iterations."""
-    step = pretrain_gpt.train_step
+    step, loss_of = pretrain_gpt.train_step, pretrain_gpt.loss_of
+
+    def bad(job: Any, text: Any) -> Any:
+        loss = loss_of(job, text)
+        return dataclasses.replace(loss, total=loss.total * float("nan"))
 
     def train_step(job: Any, state: Any) -> Any:
-        loss_of = pretrain_gpt.loss_of
-        with monkeypatch.context() as patch:
-            if state.iteration + 1 in iterations:
-                patch.setattr(
-                    pretrain_gpt,
-                    "loss_of",
-                    lambda *args: dataclasses.replace(loss_of(*args), total=loss_of(*args).total * float("nan")),
-                )
+        is_bad = state.iteration + 1 in iterations
+        with mock.patch.object(pretrain_gpt, "loss_of", bad if is_bad else loss_of):
             return step(job, state)
 
     monkeypatch.setattr(pretrain_gpt, "train_step", train_step)
 
 
 def test_steps_with_nan_are_left_out_when_asked_and_do_not_count_in_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    each = values(train(), "lm_loss")
+    each = train()
     spoil(monkeypatch, (4,))
-    losses = values(train("--log-interval 2 --skip-nonfinite-steps"), "lm_loss")
+    losses = train("--log-interval 2 --skip-nonfinite-steps")
     # Lines of iterations 1, 2, 4 and 6: the third step's loss stands alone in the third line.
     assert losses[:3] == pytest.approx(each[:3], rel=1e-6)
     assert math.isfinite(losses[3])
 
 
-def test_a_run_whose_steps_are_all_skipped_ends(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spoil(monkeypatch, (3, 4))
-    flags = "--log-interval 2 --skip-nonfinite-steps"
-    status = pretrain_gpt.main([*TINY.split(), "--data-path", "text", *flags.split()])
-    dist.destroy_process_group()
-    assert status == 2
-    assert "error: iteration 4: lm loss nan" in capsys.readouterr().err
-
-
-def test_nan_in_gradients_names_the_first_parameter(
+def test_nan_in_gradients_ends_the_run_and_names_the_first_parameter_and_the_flags_to_change(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil(monkeypatch, (3,))
-    status = pretrain_gpt.main([*TINY.split(), "--data-path", "text"])
-    dist.destroy_process_group()
-    assert status == 2
-    text = capsys.readouterr().err
+    said = refusal("--save run --save-interval 1", capsys)
     assert (
-        "error: iteration 3: lm loss nan, gradient norm nan: NaN in the gradient of parameter 'embedding.word" in text
+        "error: iteration 3: lm loss nan, gradient norm nan: NaN in the gradient of parameter 'embedding.word" in said
     )
-    assert "--skip-nonfinite-steps" in text
+    assert "--skip-nonfinite-steps" in said
+    assert kept() == ["iter_0000001", "iter_0000002"]
 
 
-def test_skipping_and_not_looking_contradict_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--skip-nonfinite-steps --no-check-for-nan-in-loss-and-grad --data-path text"
-    assert pretrain_gpt.main([*TINY.split(), *flags.split()]) == 2
-    assert "contradicts --no-check-for-nan-in-loss-and-grad" in capsys.readouterr().err
+def test_a_norm_far_above_those_before_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clip, factors = pretrain_gpt.clip_gradients, iter([1, 1, 1, 50, 1, 1])
+    monkeypatch.setattr(pretrain_gpt, "clip_gradients", lambda *args: clip(*args) * next(factors))
+    train("--check-for-large-grads")
+    printed = capsys.readouterr().out
+    assert "warning: iteration 4: gradient norm" in printed
+    assert printed.count("warning: iteration") == 1
 
 
-def test_a_wrong_command_line_is_one_line_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pretrain_gpt.main([*TINY.split(), "--hiden-size", "3"]) == 2
-    assert capsys.readouterr().err == (
+def test_dump_param_to_param_group_map_names_the_group_of_every_parameter(capsys: pytest.CaptureFixture[str]) -> None:
+    train(f"{ENGINE} --dump-param-to-param-group-map maps/groups.json")
+    groups = json.loads(Path("maps/groups.json").read_text())
+    assert groups["blocks.0.mlp.linear_fc1.weight"] == groups["embedding.word_embeddings.weight"] == 0
+    assert groups["blocks.0.mlp.linear_fc1.bias"] == groups["head.final_layernorm.weight"] == 1
+    assert len(groups) == 2 + 12 + 2
+    flag = "--dump-param-to-param-group-map text/groups.json"
+    assert f"{flag}: cannot be written" in refusal(flag, capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_steps"), [(f"{ENGINE} --profile-step-start 2", 4), ("--profile-step-start 6", 1)]
+)
+def test_a_profile_is_a_chrome_trace_and_of_a_sharded_model_a_picture(flags: str, num_steps: int) -> None:
+    train(f"--profile --profile-step-end {6 if ENGINE in flags else 9} {flags} --save run")
+    (trace,) = Path("run").glob("trace_rank0_steps*.json")
+    names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
+    assert sum(name.startswith("Optimizer.step#") for name in names) == num_steps
+    assert len(list(Path("run").glob("timeline_*.png"))) == (ENGINE in flags)
+    train("--profile --profile-step-start 8 --save other")
+    assert not list(Path("other").glob("trace_*"))
+
+
+def test_wrong_flags_and_missing_texts_are_one_line_and_start_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal("--hiden-size 3", capsys) == (
         "pretrain_gpt.py: error: unknown option --hiden-size; did you mean --hidden-size?\n"
     )
+    assert "--data-path: cannot read nowhere" in refusal("--data-path nowhere", capsys)
     assert not Path("runs").exists()
 
 
-def test_a_missing_text_is_said_before_any_folder_is_made(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pretrain_gpt.main([*TINY.split(), "--data-path", "nowhere"]) == 2
-    assert "--data-path: nowhere does not exist" in capsys.readouterr().err
-    assert not Path("runs").exists()
+# ---------------------------------------------------------------------- checkpoints, signals, going on
+
+
+@pytest.mark.parametrize("flags", nightly_but([f"{ENGINE} --async-save"], ["", ENGINE, f"{ENGINE} --async-save"]))
+def test_a_run_in_two_parts_has_the_losses_of_one(flags: str) -> None:
+    wanted = train(f"{flags} --save run --log-interval 2")
+    shutil.rmtree("run")
+    train(f"{flags} --save run --log-interval 2 --exit-interval 3")
+    assert train(f"{flags} --save run --log-interval 2 --load run") == wanted
+    shutil.rmtree("run")
+    train(f"{flags} --save run --log-interval 2 --save-interval 1 --keep-last 2 --exit-interval 3")
+    assert kept() == ["iter_0000002", "iter_0000003"]
+    assert Path("run/latest_checkpointed_iteration.txt").read_text() == "3\n"
+    with mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT="1"):
+        assert train(f"{flags} --save run --log-interval 2") == wanted, "a restart by torchrun is not told to resume"
+
+
+def damage(checkpoint: str) -> None:
+    file = Path(checkpoint, "__0_0.distcp")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = train("--save run --save-interval 2")
+    damage("run/iter_0000006")
+    assert train("--save run --load run") == wanted
+    printed = capsys.readouterr().out
+    assert "passed over a checkpoint: run/iter_0000006 is damaged" in printed
+    assert "resuming from run/iter_0000004: 4 iterations, 16 samples" in printed
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
+    number: int, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = train("--save run")
+    shutil.rmtree("run")
+    step = pretrain_gpt.train_step
+
+    def send_in_third(job: Any, state: Any) -> Any:
+        if state.iteration == 2:
+            signal.raise_signal(number)
+        return step(job, state)
+
+    with mock.patch.object(pretrain_gpt, "train_step", send_in_third):
+        assert train("--save run --async-save") == wanted[:3]
+    assert f"stopped by {name} after 3 iterations" in capsys.readouterr().out
+    assert kept() == ["iter_0000003"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert train("--save run --load run") == wanted
+
+
+def test_a_save_in_the_background_that_fails_ends_the_run_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    full = OSError(28, "No space left on device")
+    with mock.patch("megatron_fsdp.checkpoint.writer.sync_folder", side_effect=full):
+        assert "No space left on device" in refusal(f"{ENGINE} --save run --async-save --save-interval 2", capsys)
+
+
+def test_a_checkpoint_of_another_model_is_refused_or_taken_as_far_as_it_matches(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wanted = train(ENGINE)
+    assert train(f"{ENGINE} --save run --exit-interval 3") == wanted[:3]
+    heads = refusal(f"{ENGINE} --save run --load run --num-attention-heads 3", capsys)
+    assert "run/iter_0000003 holds another model: --num-attention-heads is 3, the checkpoint has 2" in heads
+    other = f"{ENGINE} --save other --load run --num-layers 2 --ffn-hidden-size 40"
+    assert "blocks.1.mlp.linear_fc1.weight: not in the checkpoint" in refusal(other, capsys)
+    train(f"{other} --no-strict-fsdp-dtensor-load")
+    printed = capsys.readouterr().out
+    assert "run/iter_0000003 is of another model: 13 tensors loaded, 15 left as they are" in printed
+    assert "blocks.0.mlp.linear_fc1.weight: (48, 12) in the checkpoint, (40, 12) here" in printed
+    assert " iteration        4/       6" in printed
+    flags = "--load run --no-strict-fsdp-dtensor-load --init-method-std 0.5"
+    assert train(f"{ENGINE} --save run {flags}") == wanted, "of the same model it is loaded whole"
+
+
+def test_a_folder_to_load_from_that_holds_nothing_is_refused_unless_it_is_that_to_save_to(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("here").mkdir()
+    for folder, found in (("elsewhere", "there is no such folder"), ("here", "there is no checkpoint in it")):
+        said = refusal(f"--load {folder} --save run", capsys)
+        assert f"--load {folder}: {found}; wanted the --save folder of an earlier run" in said
+        assert not kept()
+    assert train("--load ./run --save run") == train()
+
+
+# ---------------------------------------------------------------------- afterwards
+
+
+@pytest.mark.parametrize("flags", [ENGINE, f"{ENGINE} {MODERN}"])
+def test_the_three_commands_at_the_end_go_on_from_the_run(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    train(f"{flags} --save run --num-tokens-to-generate 5 --prompt def")
+    lines = capsys.readouterr().out.splitlines()
+    last = lines[next(index for index, line in enumerate(lines) if line.startswith("loss curve")) :]
+    said = {line.strip().partition("  ")[0]: line.strip().partition("  ")[2].strip() for line in last}
+    assert all(Path(said[what]).exists() for what in ("loss curve", "log", "checkpoint"))
+    generate, resume, export = (shlex.split(said[what]) for what in ("generate", "resume", "export"))
+    assert generate_gpt.main([*generate[2:], "--num-tokens-to-generate", "3"]) == 0
+    assert capsys.readouterr().out.startswith("def main(")
+    # The sample at the end of the run comes out again.
+    for folder in ("run", "run/iter_0000006"):
+        assert generate_gpt.main(["--load", folder, "--prompt", "def", "--num-tokens-to-generate", "5"]) == 0
+        sample = capsys.readouterr().out
+        assert f" sample at temperature 0.7:\n{sample}" in "\n".join(lines)
+    assert pretrain_gpt.main(resume[2:]) == 0
+    printed = capsys.readouterr().out
+    assert "resuming from run/iter_0000006" in printed
+    assert printed.count("--load run --train-iters 24") == printed.count("--load") - 1 == 1
+    assert Path("run/iter_0000012").exists()
+    assert command(export[3:]) == 0
+    assert list(Path("run/safetensors").glob("*.safetensors"))
+
+
+def test_what_generate_cannot_load_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    save_checkpoint(torch.nn.Linear(2, 2), None, "other")
+    train("--save run")
+    damage("run/iter_0000006")
+    for folder, said in (
+        ("nowhere", "no whole checkpoint in nowhere"),
+        ("other", "nothing of its model"),
+        ("run", "dam"),
+    ):
+        assert generate_gpt.main(["--load", folder]) == 2
+        assert said in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- one process that stands for many
+
+
+@pytest.mark.parametrize(("flags", "num_shards"), [("", 16), ("--num-distributed-optimizer-instances 4", 4)])
+def test_fake_process_group_shards_for_more_ranks_than_there_are(
+    flags: str, num_shards: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    step, found = pretrain_gpt.train_step, []
+
+    def look(job: Any, state: Any) -> Any:
+        assert isinstance(job.model, FsdpModule)
+        parameters: list[Any] = list(job.model.parameters())
+        found.append(sum(p.to_local().numel() for p in parameters) / sum(p.numel() for p in parameters))
+        return step(job, state)
+
+    with mock.patch.object(pretrain_gpt, "train_step", look):
+        train(f"{ENGINE} --fake-process-group --hidden-size 64 {flags}")
+    assert found == [pytest.approx(1 / num_shards, rel=0.1)] * 6
+    assert "one process stands for 16 ranks (--fake-process-group): losses mean nothing" in capsys.readouterr().out
+    assert not dist.is_initialized()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert "--fake-process-group is for one process" in refusal(f"{ENGINE} --fake-process-group", capsys)

@@ -20,7 +20,7 @@ from megatron_fsdp.command_parser import CommandParser
 )
 def test_help_says_the_default_of_an_option_that_has_one(options: dict[str, object], said: str) -> None:
     parser = CommandParser("tool", "Do it.", "  tool --size 3")
-    parser.add_argument("--size", metavar="N", help="size", **options)  # type: ignore[arg-type]
+    parser.add_argument("--size", metavar="N", help="size", **options)
     *_, line = (line for line in parser.format_help().splitlines() if line.startswith("  --size"))
     assert " ".join(line.split()).removeprefix("--size ").removeprefix("N ") == said
 

@@ -15,16 +15,11 @@ from dbuffer.dtensor.op_table import Kind, operator_of
 # Rows that no rank count divides, one row, one element, 3-D, nothing at all, and more rows than one shard holds.
 SHAPES = [(7, 3), (1,), (1, 7), (3, 2, 5), (0, 4), (11,), (3, 1), (2, 5, 3), (13, 4)]
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[BufferPlacement, ...]]] = {
-    "one rank": ((1,), (Flat(),)),
-    "two ranks": ((2,), (Flat(),)),
-    "three ranks": ((3,), (Flat(),)),
-    "four ranks": ((4,), (Flat(),)),
-    "hsdp": ((2, 2), (Whole(), Flat())),
-    "hfsdp": ((2, 2), (Flat(), Flat())),
-    "replicated": ((2,), (Whole(),)),
-    "inside slices": ((3,), (Flat(),)),
+    "one rank": ((1,), (Flat(),)), "two ranks": ((2,), (Flat(),)), "three ranks": ((3,), (Flat(),)),
+    "four ranks": ((4,), (Flat(),)), "hsdp": ((2, 2), (Whole(), Flat())), "hfsdp": ((2, 2), (Flat(), Flat())),
+    "replicated": ((2,), (Whole(),)), "inside slices": ((3,), (Flat(),)),
     "inside slices, hfsdp": ((2, 2), (Flat(), Flat())),
-}
+}  # fmt: skip
 Function = Callable[[torch.Tensor, torch.Tensor], object]
 
 

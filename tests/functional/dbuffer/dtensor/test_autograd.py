@@ -20,7 +20,7 @@ from tests.functional.dbuffer.dtensor.operator_cases import (
     values,
     whole,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -105,7 +105,6 @@ LOSSES: dict[str, Loss] = {
 
 
 def gradients(loss: Loss, p: torch.Tensor, q: torch.Tensor) -> object:
-    """Return the gradients of two backward passes, added up."""
     p, q = nn.Parameter(p), nn.Parameter(q)
     for _ in range(2):
         loss(p, q).backward()
@@ -119,8 +118,15 @@ def gradients(loss: Loss, p: torch.Tensor, q: torch.Tensor) -> object:
 NUM_PARTS = 6
 
 
-def wrong_gradients(layout: str, part: int) -> list[str]:
-    """Return what is wrong with the losses at every sixth shape, beginning with another one for each loss."""
+LAYOUTS_OF_REGULARIZERS = ["one rank", "three ranks", "hsdp", "hfsdp", "inside slices", "inside slices, hfsdp"]
+
+
+QUICK = [("one rank", 0), ("three ranks", 1), ("inside slices", 2)]
+
+
+@pytest.mark.parametrize(("layout", "part"), nightly_but(QUICK, product(LAYOUTS_OF_REGULARIZERS, range(NUM_PARTS))))
+@on_ranks(lambda layout: num_ranks(layout))
+def test_gradients_are_those_of_whole_tensors(layout: str, part: int) -> None:
     found, mesh = [], make_mesh(layout)
     for number, (name, loss) in enumerate(LOSSES.items()):
         plain = zip(values(1), values(2), strict=True)
@@ -131,15 +137,4 @@ def wrong_gradients(layout: str, part: int) -> list[str]:
             wanted, result = gradients(loss, *operands), gradients(loss, *own)
             if not agree(result, wanted, 1e-2 if name == "bf16" else 1e-5):
                 found.append(f"{name} of {shape}: {result}, wanted {wanted}")
-    return found
-
-
-LAYOUTS_OF_REGULARIZERS = ["one rank", "three ranks", "hsdp", "hfsdp", "inside slices", "inside slices, hfsdp"]
-
-
-QUICK = [("one rank", 0), ("three ranks", 1), ("inside slices", 2)]
-
-
-@pytest.mark.parametrize(("layout", "part"), nightly_but(QUICK, product(LAYOUTS_OF_REGULARIZERS, range(NUM_PARTS))))
-def test_gradients_are_those_of_whole_tensors(layout: str, part: int) -> None:
-    assert run_ranks(num_ranks(layout), wrong_gradients, layout, part) == [[]] * num_ranks(layout)
+    assert found == []

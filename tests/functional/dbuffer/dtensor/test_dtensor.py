@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dbuffer import DBuffer, Element, Flat, LayoutError, Partial, PlacementError
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 SHAPES = [(13, 3), (1,), (1, 7), (3, 2, 5), (11,), (0, 4)]
 
@@ -31,20 +31,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor()
 
 
-def whole_again(transform: Callable[[DTensor], torch.Tensor], wanted: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    return all(
-        torch.equal(whole(transform(face)), wanted(value)) for face, value in zip(faces(), values(), strict=True)
-    )
-
-
-def half_in_place(face: DTensor) -> torch.Tensor:
-    return torch.zeros_like(face).copy_(face).mul_(0.5)
-
-
 TRANSFORMS: dict[str, tuple[Callable[[DTensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
     "nothing": (lambda face: face, lambda value: value),
     "detach": (lambda face: face.detach(), lambda value: value),
-    "copy_ and mul_ in place": (half_in_place, lambda value: value * 0.5),
+    "copy_ and mul_ in place": (lambda face: torch.zeros_like(face).copy_(face).mul_(0.5), lambda value: value * 0.5),
     "zeros_like": (torch.zeros_like, torch.zeros_like),
     "deepcopy": (copy.deepcopy, lambda value: value),
     "cpu": (lambda face: face.cpu(), lambda value: value),
@@ -57,103 +47,57 @@ TRANSFORMS: dict[str, tuple[Callable[[DTensor], torch.Tensor], Callable[[torch.T
 }
 
 
-def transform(name: str) -> bool:
-    return whole_again(*TRANSFORMS[name])
+@on_ranks(3)
+def test_the_full_tensor_is_right_after_every_transformation() -> None:
+    for name, (transform, wanted) in TRANSFORMS.items():
+        for face, value in zip(faces(), values(), strict=True):
+            assert torch.equal(whole(transform(face)), wanted(value)), name
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_the_full_tensor_is_right_after(name: str) -> None:
-    assert run_ranks(3, transform, name, timeout=20) == [True] * 3
-
-
-def facts_about_faces() -> dict[str, object]:
-    """Return what holds of the DTensors, by name."""
+@on_ranks(3)
+def test_a_face_has_its_tensors_shape_values_and_memory() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     wanted = values()
     buffer = DBuffer.distribute_tensors(wanted, mesh, [Flat()])
     local = [buffer.get_dtensor(index) for index in range(len(SHAPES))]
     face, value = local[0], wanted[0]
-    resharded = distribute_tensor(value, mesh, face.placements)
-    norms = [float(whole(torch.linalg.vector_norm(one))) for one in local if one.numel()]
-    facts: dict[str, object] = {
-        "global shape": [tuple(one.shape) for one in local] == SHAPES,
-        "stride": face.stride() == value.stride(),
-        "shares memory": face.to_local().data_ptr() == buffer.get_local_tensor(0).data_ptr(),
-        "norm": all(
-            norm == pytest.approx(float(torch.linalg.vector_norm(one)), rel=1e-6)
-            for norm, one in zip(norms, wanted, strict=False)
-        ),
-        "redistributed": torch.equal(face.redistribute(mesh, [Replicate()]).to_local(), value),
-        "canonical": torch.equal(resharded.full_tensor(), value),
-        "copied from canonical": torch.equal(whole(torch.zeros_like(face).copy_(face)), value),
-        "other dimension": torch.equal(face.redistribute(mesh, [Shard(1)]).full_tensor(), value),
-        "written through": False,
-        "rows": len(face.to_local()),
-    }
+    assert [tuple(one.shape) for one in local] == SHAPES
+    assert face.stride() == value.stride()
+    assert face.to_local().data_ptr() == buffer.get_local_tensor(0).data_ptr()
+    for one, whole_one in zip(local, wanted, strict=True):
+        if one.numel():
+            norm = float(whole(torch.linalg.vector_norm(one)))
+            assert norm == pytest.approx(float(torch.linalg.vector_norm(whole_one)), rel=1e-6)
+    assert torch.equal(face.redistribute(mesh, [Replicate()]).to_local(), value)
+    assert torch.equal(distribute_tensor(value, mesh, face.placements).full_tensor(), value)
+    assert torch.equal(whole(torch.zeros_like(face).copy_(face)), value)
+    assert torch.equal(face.redistribute(mesh, [Shard(1)]).full_tensor(), value)
     with torch.no_grad():
         face.fill_(2.0)
-    facts["written through"] = bool((buffer.get_local_tensor(0) == 2.0).all())
-    return facts
+    assert (buffer.get_local_tensor(0) == 2.0).all()
+    num_rows = torch.tensor(len(face.to_local()))
+    dist.all_reduce(num_rows)
+    assert num_rows == len(value)
 
 
-@pytest.fixture(scope="module")
-def face_facts() -> list[dict[str, object]]:
-    """The facts on three ranks."""
-    return run_ranks(3, facts_about_faces)
-
-
-@pytest.mark.parametrize(
-    "fact",
-    [
-        "global shape",
-        "stride",
-        "shares memory",
-        "norm",
-        "redistributed",
-        "canonical",
-        "copied from canonical",
-        "other dimension",
-        "written through",
-    ],
-)
-def test_a_face_is_right_about(face_facts: list[dict[str, object]], fact: str) -> None:
-    assert [facts[fact] for facts in face_facts] == [True] * 3
-
-
-def test_the_rows_of_all_ranks_are_all_rows(face_facts: list[dict[str, object]]) -> None:
-    assert sum(int(str(facts["rows"])) for facts in face_facts) == SHAPES[0][0]
-
-
-def hybrid_faces() -> tuple[bool, bool, bool]:
-    """Return whether DTensors on two axes are whole again and where they live."""
+@on_ranks(4)
+def test_faces_on_two_axes_are_whole_again_too() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     hybrid = DBuffer.distribute_tensors(values(), mesh, [Replicate(), Flat()])
     both = DBuffer.distribute_tensors(values(), mesh, [Flat(), Flat()])
     indices = range(len(SHAPES))
-    return (
-        all(torch.equal(hybrid.get_dtensor(index).full_tensor(), values()[index]) for index in indices),
-        all(torch.equal(both.get_dtensor(index).full_tensor(), values()[index]) for index in indices),
-        hybrid.get_dtensor(0).device_mesh is mesh and both.get_dtensor(0).device_mesh.ndim == 1,
-    )
+    assert all(torch.equal(hybrid.get_dtensor(index).full_tensor(), values()[index]) for index in indices)
+    assert all(torch.equal(both.get_dtensor(index).full_tensor(), values()[index]) for index in indices)
+    assert hybrid.get_dtensor(0).device_mesh is mesh
+    assert both.get_dtensor(0).device_mesh.ndim == 1
 
 
-def test_faces_on_two_axes_are_whole_again_too() -> None:
-    assert run_ranks(4, hybrid_faces) == [(True, True, True)] * 4
-
-
-def refusals() -> list[str]:
+@on_ranks(2)
+def test_partial_sums_and_rows_that_are_cut_have_no_face() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    messages = []
-    cut = DBuffer(mesh, [Flat()], [(2, 3)], torch.float32, "cpu", granularity=Element())
     partial = DBuffer(mesh, [Partial()], [(2, 3)], torch.float32, "cpu")
-    for buffer, kind in ((partial, PlacementError), (cut, LayoutError)):
-        try:
-            for index in range(len(buffer.plan.shapes)):
-                buffer.get_dtensor(index)
-        except kind as error:
-            messages.append(str(error))
-    return messages
-
-
-def test_partial_sums_have_no_face() -> None:
-    assert "Partial must be reduced first" in run_ranks(2, refusals)[0][0]
+    with pytest.raises(PlacementError, match="Partial must be reduced first"):
+        partial.get_dtensor(0)
+    cut = DBuffer(mesh, [Flat()], [(2, 3)], torch.float32, "cpu", granularity=Element())
+    with pytest.raises(LayoutError):
+        cut.get_dtensor(0)

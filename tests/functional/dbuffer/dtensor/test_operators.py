@@ -27,7 +27,7 @@ from tests.functional.dbuffer.dtensor.operator_cases import (
     values,
     whole,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 
 CHECKED = [
@@ -56,8 +56,9 @@ def test_a_function_of_sharded_bf16_tensors_is_that_of_whole_ones(table: str, to
     assert found == [[]] * 2
 
 
-def lost_rows(layout: str) -> list[str]:
-    """Return the element-wise functions that communicate, or whose result has other rows than their operand."""
+@pytest.mark.parametrize("layout", nightly_but(["hfsdp"], ["three ranks", "hsdp", "hfsdp", "inside slices"]))
+@on_ranks(lambda layout: num_ranks(layout))
+def test_element_wise_functions_keep_the_rows_without_communication(layout: str) -> None:
     found, mesh = [], make_mesh(layout)
     for name, function in ELEMENT_WISE.items():
         if "sharded scale" in name or "sum" in name or name in ("lerp", "broadcast", "column scale"):
@@ -78,15 +79,8 @@ def lost_rows(layout: str) -> list[str]:
                 found.append(f"{name} returns {results}")
             if any(type(placement) is Shard for one in results for placement in one.placements):
                 found.append(f"{name} forgets rows: {results}")
-    return found
+    assert found == []
 
-
-@pytest.mark.parametrize("layout", nightly_but(["hfsdp"], ["three ranks", "hsdp", "hfsdp", "inside slices"]))
-def test_element_wise_functions_keep_the_rows_without_communication(layout: str) -> None:
-    assert run_ranks(num_ranks(layout), lost_rows, layout) == [[]] * num_ranks(layout)
-
-
-# ---------------------------------------------------------------- operands in other rows
 
 Mix = Callable[[torch.Tensor, torch.Tensor], object]
 MIXES: dict[str, Mix] = {
@@ -113,8 +107,15 @@ MIXES: dict[str, Mix] = {
 }
 
 
-def wrong_mixes(layout: str, part: int) -> list[str]:
-    """Return what is wrong with the mixes at every third shape, beginning with another one for each mix and kind."""
+ROWS = nightly_but(
+    [("three ranks", 0), ("hfsdp", 1), ("inside slices", 2)],
+    product(("three ranks", "hsdp", "hfsdp", "inside slices"), range(3)),
+)
+
+
+@pytest.mark.parametrize(("layout", "part"), ROWS)
+@on_ranks(lambda layout: num_ranks(layout), timeout=120)
+def test_operands_in_other_rows_are_brought_into_these(layout: str, part: int) -> None:
     found, mesh = [], make_mesh(layout)
     for number, (kind, (name, function)) in enumerate(product(OTHER_ROWS, MIXES.items())):
         faces = sharded(layout, values(1), mesh)
@@ -125,21 +126,8 @@ def wrong_mixes(layout: str, part: int) -> list[str]:
                     result = whole(function(face, in_other_rows(y, face, kind)))
                 if not agree(result, wanted, 1e-5):
                     found.append(f"{name} with one {kind} of {shape}: {result}, wanted {wanted}")
-    return found
+    assert found == []
 
-
-ROWS = nightly_but(
-    [("three ranks", 0), ("hfsdp", 1), ("inside slices", 2)],
-    product(("three ranks", "hsdp", "hfsdp", "inside slices"), range(3)),
-)
-
-
-@pytest.mark.parametrize(("layout", "part"), ROWS)
-def test_operands_in_other_rows_are_brought_into_these(layout: str, part: int) -> None:
-    assert run_ranks(num_ranks(layout), wrong_mixes, layout, part, timeout=120) == [[]] * num_ranks(layout)
-
-
-# ---------------------------------------------------------------- what is refused
 
 REFUSED: dict[str, Callable[[FlatDTensor], object]] = {
     "a plain operand": lambda face: face + torch.ones(13, 4),
@@ -156,38 +144,19 @@ REFUSED: dict[str, Callable[[FlatDTensor], object]] = {
         [face], [face], [in_other_rows(torch.ones(13, 4), face, "cut by torch")], [face.clone()], [],
         [torch.tensor(1.0)], lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
     ),
-    "another mesh": lambda face: face.redistribute(make_mesh("replicated"), [Replicate()]),
 }  # fmt: skip
 
 
-def refusals() -> dict[str, str]:
-    mesh, messages = make_mesh("two ranks"), {}
+@on_ranks(2)
+def test_what_cannot_be_right_is_refused_and_changes_nothing() -> None:
+    mesh = make_mesh("two ranks")
     for name, function in REFUSED.items():
         face = sharded("two ranks", values(1), mesh)[-1]
-        try:
-            with torch.no_grad():
-                function(face)
-        except PlacementError as error:
-            messages[name] = str(error)
+        with torch.no_grad(), pytest.raises(PlacementError) as refused:
+            function(face)
         assert torch.equal(face.full_tensor(), values(1)[-1]), name
-    return messages
-
-
-@pytest.fixture(scope="module")
-def refused() -> list[dict[str, str]]:
-    return run_ranks(2, refusals)
-
-
-@pytest.mark.parametrize("name", [name for name in REFUSED if name != "another mesh"])
-def test_what_cannot_be_right_is_refused_and_changes_nothing(name: str, refused: list[dict[str, str]]) -> None:
-    assert all(name in messages for messages in refused)
-
-
-def test_the_refusal_of_a_plain_operand_says_how_to_make_it_a_replica(refused: list[dict[str, str]]) -> None:
-    assert "[Replicate()] * p.device_mesh.ndim" in refused[0]["a plain operand"]
-
-
-# ---------------------------------------------------------------- copies, pickles, other placements
+        if name == "a plain operand":
+            assert "[Replicate()] * p.device_mesh.ndim" in str(refused.value)
 
 
 def kept(copied: object, face: FlatDTensor) -> bool:
@@ -230,31 +199,29 @@ ORIGINALS: dict[str, Callable[[FlatDTensor], FlatDTensor]] = {
 }
 
 
-def bad_copies() -> list[str]:
+@on_ranks(3)
+def test_copies_and_pickles_are_whole_again_and_independent() -> None:
     mesh, found = make_mesh("three ranks"), []
     with torch.no_grad():
         for name, duplicate in COPIES.items():
             face = sharded("three ranks", values(1), mesh)[-1]
             if not kept(duplicate(face), ORIGINALS.get(name, lambda same: same)(face)):
                 found.append(name)
-    return found
+    assert found == []
 
 
-def test_copies_and_pickles_are_whole_again_and_independent() -> None:
-    assert run_ranks(3, bad_copies) == [[]] * 3
-
-
-def facts_about_parameters() -> dict[str, bool]:
+@on_ranks(3)
+def test_parameters_are_what_they_should_be() -> None:
     mesh = make_mesh("three ranks")
     face = sharded("three ranks", values(1), mesh)[-1]
     parameter = nn.Parameter(face)
     parameter.grad = torch.ones_like(face)
-    parameter.name_of_ours = "kept"  # type: ignore[attr-defined]  # as users hang things onto parameters
+    parameter.name_of_ours = "kept"
     twin = copy.deepcopy(parameter)
     address = face.to_local().untyped_storage().data_ptr()
     parameter.data = parameter.detach() * 2
     shards = face.redistribute(placements=[Shard(0)])
-    return {
+    facts = {
         "a parameter": isinstance(parameter, nn.Parameter) and isinstance(parameter, DTensor),
         "its own kind": type(parameter) is FlatDTensor and type(parameter.detach()) is FlatDTensor,
         "shares memory": parameter.to_local().untyped_storage().data_ptr() == address,
@@ -268,18 +235,11 @@ def facts_about_parameters() -> dict[str, bool]:
         "iterable": len(list(face)) == len(face) == 13,
         "printable": "RaggedShard" in repr(face) and "RaggedShard" in f"{face}",
     }
+    assert [name for name, is_true in facts.items() if not is_true] == []
 
 
-def test_parameters_are_what_they_should_be() -> None:
-    for facts in run_ranks(3, facts_about_parameters):
-        assert [name for name, is_true in facts.items() if not is_true] == []
-
-
-# ---------------------------------------------------------------- scalers, inference, scalars of autograd
-
-
-def unscaled() -> tuple[bool, float, float]:
-    """Return whether gradients are unscaled, and what the scaler found before and after one rank has an infinity."""
+@on_ranks(3)
+def test_a_gradient_scaler_tells_every_rank_of_one_ranks_infinity() -> None:
     mesh = make_mesh("three ranks")
     faces = sharded("three ranks", values(1), mesh)
     found = torch.zeros(1)
@@ -289,14 +249,13 @@ def unscaled() -> tuple[bool, float, float]:
     if dist.get_rank() == 1:
         faces[-1].to_local()[0] = float("inf")
     torch._amp_foreach_non_finite_check_and_unscale_(faces, found, torch.tensor(0.5))
-    return right, before, found.item()
+    assert right
+    assert before == 0.0
+    assert found.item() == 1.0
 
 
-def test_a_gradient_scaler_tells_every_rank_of_one_ranks_infinity() -> None:
-    assert run_ranks(3, unscaled) == [(True, 0.0, 1.0)] * 3
-
-
-def in_inference_mode() -> bool:
+@on_ranks(3)
+def test_writing_through_views_works_in_inference_mode() -> None:
     mesh = make_mesh("three ranks")
     face = sharded("three ranks", values(1), mesh)[-1]
     plain = values(1)[-1]
@@ -306,28 +265,21 @@ def in_inference_mode() -> bool:
         face.add_(1.0)
     plain[3].fill_(2.0)
     plain.mul_(3.0).add_(1.0)
-    return torch.equal(face.full_tensor(), plain)
+    assert torch.equal(face.full_tensor(), plain)
 
 
-def test_writing_through_views_works_in_inference_mode() -> None:
-    assert run_ranks(3, in_inference_mode) == [True] * 3
-
-
-def gradient_of_a_plain_scale() -> tuple[float, float]:
+@on_ranks(3)
+def test_a_plain_scale_gets_the_gradient_of_all_rows() -> None:
     mesh = make_mesh("three ranks")
     face = nn.Parameter(sharded("three ranks", values(1), mesh)[-1])
     scale = torch.tensor(2.0, requires_grad=True)
     (face * scale).sum().backward()
-    assert scale.grad is not None
-    return scale.grad.item(), values(1)[-1].sum().item()
+    found, wanted = scale.grad.item(), values(1)[-1].sum().item()
+    assert found == pytest.approx(wanted, rel=1e-5)
 
 
-def test_a_plain_scale_gets_the_gradient_of_all_rows() -> None:
-    for found, wanted in run_ranks(3, gradient_of_a_plain_scale):
-        assert found == pytest.approx(wanted, rel=1e-5)
-
-
-def recorded_refusals() -> list[str]:
+@on_ranks(2)
+def test_what_autograd_cannot_get_right_is_refused_and_changes_nothing() -> None:
     mesh = make_mesh("two ranks")
     messages = []
     functions: list[Callable[[torch.Tensor], object]] = [
@@ -350,11 +302,6 @@ def recorded_refusals() -> list[str]:
         except (RuntimeError, PlacementError) as error:
             messages.append(str(error))
         assert torch.equal(face.full_tensor(), values(1)[-1])
-    return messages
-
-
-def test_what_autograd_cannot_get_right_is_refused_and_changes_nothing() -> None:
-    messages = run_ranks(2, recorded_refusals)[0]
     assert [index for index, message in enumerate(messages) if not message] == []
     assert "torch.no_grad()" in messages[0]
 
@@ -363,8 +310,8 @@ def test_every_layout_has_its_number_of_ranks() -> None:
     assert {layout: num_ranks(layout) for layout in LAYOUTS}["hfsdp"] == 4
 
 
-def views_of_rows() -> list[str]:
-    """Return the views that have no rows of their own on each rank although they could."""
+@on_ranks(3)
+def test_slices_of_rows_and_of_columns_are_views_without_communication() -> None:
     mesh = make_mesh("three ranks")
     face = sharded("three ranks", values(1), mesh)[-1]
     slices = {"rows": face[2:9], "columns": face[:, 1:3], "unsqueezed": face.unsqueeze(1), "both": face[3:, ::2]}
@@ -372,14 +319,13 @@ def views_of_rows() -> list[str]:
     with observe_collectives(calls.append), torch.no_grad():
         for view in slices.values():
             view.mul_(2.0)
-    return [name for name, view in slices.items() if not any(type(p) is RaggedShard for p in view.placements)] + calls
+    assert [
+        name for name, view in slices.items() if not any(type(p) is RaggedShard for p in view.placements)
+    ] + calls == []
 
 
-def test_slices_of_rows_and_of_columns_are_views_without_communication() -> None:
-    assert run_ranks(3, views_of_rows) == [[]] * 3
-
-
-def gathers_of_random_functions() -> list[str]:
+@on_ranks(3)
+def test_random_functions_draw_without_gathering() -> None:
     mesh = make_mesh("three ranks")
     calls: list[CollectiveCall] = []
     face = sharded("three ranks", values(1), mesh)[-1]
@@ -388,20 +334,12 @@ def gathers_of_random_functions() -> list[str]:
         nn.init.trunc_normal_(face)
         torch.rand_like(face)
         face.exponential_()
-    return [call.kind for call in calls if call.kind != "all_reduce"]
+    assert [call.kind for call in calls if call.kind != "all_reduce"] == []
 
 
-def test_random_functions_draw_without_gathering() -> None:
-    assert run_ranks(3, gathers_of_random_functions) == [[]] * 3
-
-
-def buffer_of_sharded() -> bool:
-    """Whether a buffer made from sharded tensors' whole values is the same again."""
+@on_ranks(2)
+def test_a_buffer_takes_sharded_tensors_that_were_made_whole() -> None:
     mesh = make_mesh("two ranks")
     faces = sharded("two ranks", values(1), mesh)
     again = DBuffer.distribute_tensors([face.full_tensor() for face in faces], mesh, list(LAYOUTS["two ranks"][1]))
-    return all(torch.equal(again.get_dtensor(index), face) for index, face in enumerate(faces))
-
-
-def test_a_buffer_takes_sharded_tensors_that_were_made_whole() -> None:
-    assert run_ranks(2, buffer_of_sharded) == [True] * 2
+    assert all(torch.equal(again.get_dtensor(index), face) for index, face in enumerate(faces))

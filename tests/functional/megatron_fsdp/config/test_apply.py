@@ -12,7 +12,7 @@ from megatron_fsdp import FsdpConfig, add_megatron_fsdp_args, fully_shard
 from megatron_fsdp.config.apply import prefetch_elements
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.observability.flight_recorder import record_transcript
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 # Each of five layers has 7 * 7 + 7 elements; the root owns a projection of 7 * 3 + 3.
 LAYER = 56
@@ -27,8 +27,7 @@ class Stack(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x).tanh()
-        result: torch.Tensor = self.last(x)
-        return result
+        return self.last(x)
 
 
 def config(line: str) -> FsdpConfig:
@@ -90,8 +89,8 @@ def test_the_size_changes_no_gradient(size: int) -> None:
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-def lists() -> dict[int, tuple[list[int], list[int]]]:
-    """Return how many units each of the first layers gathers ahead, for some sizes."""
+@on_ranks(1)
+def test_units_are_taken_until_they_hold_the_number_and_there_is_always_one() -> None:
     found = {}
     for size in (1, LAYER, LAYER + 1, 3 * LAYER, 10**9):
         model, mesh = Stack(), init_device_mesh("cpu", (1,))
@@ -104,11 +103,6 @@ def lists() -> dict[int, tuple[list[int], list[int]]]:
             [len(unit.forward_prefetch) for unit in units],
             [len(unit.backward_prefetch) for unit in units],
         )
-    return found
-
-
-def test_units_are_taken_until_they_hold_the_number_and_there_is_always_one() -> None:
-    (found,) = run_ranks(1, lists)
     assert found == {
         1: ([1, 1, 1, 1, 0], [0, 1, 1, 1, 1]),
         LAYER: ([1, 1, 1, 1, 0], [0, 1, 1, 1, 1]),

@@ -133,30 +133,21 @@ def test_an_ignored_parameter_may_be_anything() -> None:
     assert "inner.scale" not in owned_names(model, ignored=(model.inner.scale,))
 
 
-# ---------------------------------------------------------------- groups
-
-
 def parameter(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> OwnedParameter:
     return OwnedParameter("weight", nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=requires_grad))
 
 
 def test_parameters_are_grouped_by_dtype_and_whether_they_train() -> None:
     owned = [
-        parameter((1,)),
-        parameter((2,), torch.bfloat16),
-        parameter((3,), requires_grad=False),
-        parameter((4,)),
+        parameter((1,)), parameter((2,), torch.bfloat16), parameter((3,), requires_grad=False), parameter((4,)),
         parameter((5,), torch.int64, requires_grad=False),
-    ]
+    ]  # fmt: skip
     shapes = [[one.shape for one in group] for group in group_parameters(owned)]
     assert shapes == [[(1,), (4,)], [(2,)], [(3,)], [(5,)]]
 
 
 def test_nothing_makes_no_group() -> None:
     assert group_parameters([]) == []
-
-
-# ---------------------------------------------------------------- granularity
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fsdp import ConfigError
-from megatron_fsdp.checkpoint.name_map import NameMap
+from megatron_fsdp.checkpoint.safetensors_model import NameMap
 
 MAP = NameMap(
     {"blocks.*.query.*": "model.layers.*.self_attn.q_proj.*", "embedding.weight": "model.embed_tokens.weight"}

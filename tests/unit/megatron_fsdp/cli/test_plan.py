@@ -23,16 +23,12 @@ Run = Callable[..., str]
 
 
 class Block(nn.Module):
-    """A block of ``make_model``."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(64, 128)
 
 
 class LongRows(nn.Module):
-    """Two blocks of four rows each."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(1 << 22, 4, bias=False) for _ in range(2)])
@@ -43,7 +39,6 @@ def few_long_rows() -> nn.Module:
 
 
 def make_model() -> nn.Module:
-    """Build the model of the tests of --factory."""
     model = nn.Module()
     model.blocks = nn.ModuleList(Block() for _ in range(4))
     model.head = nn.Linear(64, 10)
@@ -80,7 +75,7 @@ def test_the_page_folds_equal_layers_and_names_what_decided_each_choice(run: Run
 def test_the_bars_of_the_chart_follow_each_other_up_to_the_total(run: Run) -> None:
     lines = run(*EIGHT_RANKS).split("\n\n")[3].splitlines()
     assert lines[0].split() == ["memory", "one", "rank", "all", "ranks"]
-    bars = [line[re.search(r" +#*$", line).start() :] for line in lines[1:]]  # type: ignore[union-attr]
+    bars = [line[re.search(r" +#*$", line).start() :] for line in lines[1:]]
     assert len(bars[-1].strip()) == 40
     ends = [len(bar.rstrip()) for bar in bars[:-1]]
     assert ends == sorted(ends)

@@ -40,9 +40,6 @@ def process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-# ---------------------------------------------------------------------- surroundings
-
-
 def test_megatron_s_default_checkpoint_format_counts_as_not_given() -> None:
     found = config("--use-megatron-fsdp --ckpt-format torch_dist").explain()
     assert "checkpoints are fsdp_dtensor: --use-megatron-fsdp (--ckpt-format torch_dist counts as not given)" in found
@@ -69,9 +66,6 @@ def test_one_gpu_queue_is_refused_on_a_mesh_of_gpus(monkeypatch: pytest.MonkeyPa
     assert FsdpConfig().fully_shard_kwargs(mesh(4))
     with pytest.raises(ConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 contradicts --use-megatron-fsdp"):
         FsdpConfig().fully_shard_kwargs(mesh(4, device_type="cuda"))
-
-
-# ---------------------------------------------------------------------- where values come from
 
 
 def test_there_is_a_field_with_its_default_for_every_flag_and_one_for_hugging_face_s_settings() -> None:
@@ -158,9 +152,6 @@ def test_a_config_survives_copies_and_pickling() -> None:
     original = FsdpConfig(bf16=True)
     assert copy.deepcopy(original) == pickle.loads(pickle.dumps(original)) == original
     assert dataclasses.replace(original, bf16=False) == FsdpConfig()
-
-
-# ---------------------------------------------------------------------- what fully_shard gets
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
@@ -271,7 +262,6 @@ def test_fully_shard_takes_the_arguments_and_computes_in_their_dtypes(strategy: 
     output.sum().backward()
     (parameter, _) = model.parameters()
     assert (output.dtype, parameter.dtype) == (BF16, F32)
-    assert parameter.grad is not None
     assert parameter.grad.full_tensor().equal(torch.full((3, 5), 2.0))
 
 

@@ -29,9 +29,6 @@ def settings(source: Any) -> HfSettings:
     return found
 
 
-# ---------------------------------------------------------------------- what is read
-
-
 def test_no_keys_give_transformers_defaults() -> None:
     config = FsdpConfig.from_hf({})
     assert config.hugging_face == HfSettings()
@@ -78,9 +75,6 @@ def test_ignored_modules_may_be_an_expression_names_or_modules() -> None:
     assert settings({"ignored_modules": ["head", module]}).ignored_modules == ("head", module)
 
 
-# ---------------------------------------------------------------------- versions and strategies
-
-
 @pytest.mark.parametrize(
     ("strategy", "flag", "reshards", "is_hybrid"),
     [
@@ -95,7 +89,6 @@ def test_a_strategy_of_version_1_has_its_meaning(strategy: str, flag: str, resha
     for key in ("reshard_after_forward", "sharding_strategy"):
         config = FsdpConfig.from_hf({"version": 1, key: strategy.lower()})
         assert config.data_parallel_sharding_strategy == flag
-        assert config.hugging_face is not None
         assert config.hugging_face.reshard_after_forward is reshards
         assert config.hugging_face.is_hybrid is is_hybrid
 
@@ -116,9 +109,6 @@ def test_the_strategy_reaches_the_placements_and_offload_reaches_fully_shard() -
     kwargs = FsdpConfig.from_hf({"cpu_offload": True}).fully_shard_kwargs(MESH)
     assert kwargs["offload_policy"] == CPUOffloadPolicy()
     assert "offload_policy" not in FsdpConfig.from_hf({}).fully_shard_kwargs(MESH)
-
-
-# ---------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(
@@ -211,8 +201,6 @@ def test_keys_that_contradict_each_other_are_refused_by_name(given: dict[str, An
         FsdpConfig.from_hf(given)
 
 
-# ---------------------------------------------------------------------- files
-
 ACCELERATE = """
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
@@ -229,7 +217,6 @@ fsdp_config:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Return the content of the file above: as much of YAML as it uses."""
     content: dict[str, Any] = {}
     for line in text.strip().splitlines():
         name, _, value = line.partition(":")
@@ -257,7 +244,6 @@ def test_accelerate_s_yaml_file_is_read(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setitem(sys.modules, "yaml", SimpleNamespace(safe_load=parse, YAMLError=ValueError))
     config = FsdpConfig.from_hf(path)
     assert config.mixed_precision_policy().param_dtype is torch.bfloat16
-    assert config.hugging_face is not None
     assert config.hugging_face.transformer_layer_cls_to_wrap == ("LlamaDecoderLayer",)
     assert not config.hugging_face.reshard_after_forward
     assert config == FsdpConfig.from_hf(parse(ACCELERATE))
@@ -304,9 +290,6 @@ def test_a_damaged_file_is_refused_by_name(text: str, message: str, tmp_path: Pa
         FsdpConfig.from_hf(tmp_path / "missing.json")
 
 
-# ---------------------------------------------------------------------- what the user is told
-
-
 @pytest.mark.parametrize("name", ["forward_prefetch", "backward_prefetch", "use_orig_params", "limit_all_gathers"])
 def test_a_silent_key_is_noticed(name: str) -> None:
     value = "BACKWARD_POST" if name == "backward_prefetch" else False
@@ -330,9 +313,6 @@ def test_every_key_that_acts_is_explained() -> None:
         assert any(line.startswith(f"{key.name} ") for line in lines) is not key.is_silent
     assert "cpu_offload True: the same" in lines
     assert any(line.startswith("reshard_after_forward True (default): ") for line in lines)
-
-
-# ---------------------------------------------------------------------- documentation
 
 
 def test_the_documented_table_is_the_one_that_is_made_from_the_keys() -> None:

@@ -121,7 +121,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def another_value(flag: Flag) -> object:
-    """Return a legal value that is not the flag's default."""
     if flag.kind is bool:
         return not flag.default
     if flag.choices:
@@ -217,9 +216,6 @@ def test_no_text_of_a_flag_or_rule_breaks_its_row() -> None:
 
 def test_only_acting_flags_have_an_effect() -> None:
     assert {flag.effect for flag in FLAGS if not flag.is_silent} == {Effect.ACTS}
-
-
-# ---------------------------------------------------------------------- contradictions
 
 
 def refusal(line: str) -> str:

@@ -15,7 +15,6 @@ from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 
 
 def works(shapes: list[tuple[int, int]], shard_numel: int) -> list[MatrixWork]:
-    """Lay matrices out one after the other."""
     found, offset = [], 0
     for rows, columns in shapes:
         block = MatrixBlock(columns, ((0, rows),), 0, columns)

@@ -12,8 +12,6 @@ from megatron_fsdp.muon import MatrixView, muon_param_groups
 
 
 class Attention(nn.Module):
-    """A fused projection and an output projection."""
-
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(8, 24)
@@ -21,8 +19,6 @@ class Attention(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A model with the names and methods of Hugging Face's."""
-
     def __init__(self, *, ties: bool = False) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(10, 8)
@@ -67,9 +63,9 @@ def test_views_make_groups_of_their_own() -> None:
 
 def test_names_go_before_attributes_and_these_before_modules() -> None:
     model = LanguageModel()
-    model.layers[0].out.weight.use_muon = False  # type: ignore[union-attr, assignment]
-    model.layers[1].out.weight.is_embedding_or_output_parameter = True  # type: ignore[union-attr, assignment]
-    model.decoder.weight.use_muon = True  # type: ignore[assignment]
+    model.layers[0].out.weight.use_muon = False
+    model.layers[1].out.weight.is_embedding_or_output_parameter = True
+    model.decoder.weight.use_muon = True
     groups = muon_param_groups(model, adamw=("layers.1.qkv.weight",))
     assert names_of(model, groups)[0] == ["layers.0.qkv.weight", "decoder.weight"]
     by_rule = muon_param_groups(model, rule=lambda name, p: p.ndim == 2 and name.endswith("qkv.weight"))

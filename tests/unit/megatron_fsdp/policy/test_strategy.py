@@ -37,11 +37,11 @@ def test_axes_may_be_named() -> None:
 
 
 def test_a_single_placement_stands_for_one_axis() -> None:
-    assert Placements("dp", F, F, F) == Placements.optim_grads_params("dp")  # type: ignore[arg-type]
+    assert Placements("dp", F, F, F) == Placements.optim_grads_params("dp")
 
 
 def test_lists_are_taken_for_tuples() -> None:
-    assert Placements(["dp"], [F], [F], [F]) == Placements.optim_grads_params("dp")  # type: ignore[arg-type]
+    assert Placements(["dp"], [F], [F], [F]) == Placements.optim_grads_params("dp")
 
 
 def test_equal_strategies_are_equal_and_hash_alike() -> None:

@@ -50,4 +50,4 @@ def test_policies_fuse_unless_told_otherwise_and_so_do_those_of_pytorch() -> Non
 @pytest.mark.parametrize("value", [1, "yes", torch.float32])
 def test_a_switch_that_is_no_bool_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"fuse_weight_gradients=.*give True, False or 'wide'"):
-        MixedPrecisionPolicy(fuse_weight_gradients=value)  # type: ignore[arg-type]
+        MixedPrecisionPolicy(fuse_weight_gradients=value)

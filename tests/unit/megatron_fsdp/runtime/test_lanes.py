@@ -12,8 +12,6 @@ CPU = torch.device("cpu")
 
 
 class Work:
-    """Stands for a collective in flight."""
-
     def __init__(self, log: list[str]) -> None:
         self._log = log
 
@@ -25,7 +23,7 @@ def submit(log: list[str], *, then: bool = True) -> Ticket:
     def operation(works: list[dist.Work] | None) -> None:
         assert works is not None
         log.append("issued")
-        works.append(Work(log))  # type: ignore[arg-type]
+        works.append(Work(log))
 
     return CpuLane("gather").submit(operation, (lambda: log.append("followed")) if then else None)
 

@@ -32,8 +32,6 @@ def eight_ranks() -> Iterator[None]:
 
 
 class Block(nn.Module):
-    """The linear layers and norms of a Llama block."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
@@ -45,7 +43,7 @@ class Block(nn.Module):
         h = self.norms[0](x)
         x = x + self.o(self.q(h) * self.k(h) + self.v(h))
         h = self.norms[1](x)
-        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))  # type: ignore[no-any-return]
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 
 
 def stepper(kind: str, num_blocks: int, *, shards: bool, optimizes: bool = False) -> Callable[[], None]:

@@ -16,7 +16,7 @@ from megatron_fsdp import FsdpConfig, clip_grad_norm_, export_safetensors
 from megatron_fsdp.errors import CheckpointError, ConfigError
 from megatron_fsdp.huggingface import prepare_model
 from megatron_fsdp.runtime.unit import units_below
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.unit.megatron_fsdp.integrations.huggingface.hf_model import loss_of, make_language_model
 
 State = dict[str, torch.Tensor]
@@ -72,16 +72,10 @@ def test_a_prepared_model_trains_as_the_whole_one(config: dict[str, Any], is_tie
         assert movement > 1e-2
 
 
-# ---------------------------------------------------------------------- settings
-
-
-def inspect_offload() -> bool:
-    model = prepare_model(make_language_model(), {"cpu_offload": True})
-    return all(group.spec.is_offloaded for unit in units_below(model) for group in unit.groups)
-
-
+@on_ranks(1)
 def test_cpu_offload_reaches_every_unit() -> None:
-    assert run_ranks(1, inspect_offload) == [True]
+    model = prepare_model(make_language_model(), {"cpu_offload": True})
+    assert all(group.spec.is_offloaded for unit in units_below(model) for group in unit.groups)
 
 
 def count_computations(config: Any) -> tuple[int, list[int], int]:
@@ -113,29 +107,25 @@ def test_checkpointed_layers_compute_their_forward_again_and_train_alike() -> No
 
 
 class Cache:
-    """Looks like transformers' cache of keys and values."""
-
     def get_seq_length(self) -> int:
         return 0
 
 
-def pass_cache() -> tuple[list[bool], list[bool]]:
+@on_ranks(1)
+def test_checkpointed_layers_get_a_cache_only_where_nothing_is_computed_again() -> None:
     model = prepare_model(make_language_model(), {"activation_checkpointing": True})
     tokens = torch.zeros(1, 5, dtype=torch.int64)
     model(tokens, Cache()).sum().backward()
     trained = [cache is not None for cache in model.model.layers[0].caches]
     with torch.no_grad():
         model(tokens, Cache())
-    return trained, [cache is not None for cache in model.model.layers[0].caches[-2:]]
-
-
-def test_checkpointed_layers_get_a_cache_only_where_nothing_is_computed_again() -> None:
-    ((trained, evaluated),) = run_ranks(1, pass_cache)
+    evaluated = [cache is not None for cache in model.model.layers[0].caches[-2:]]
     assert trained == [False] * 4
     assert evaluated == [True, True]
 
 
-def refuse_both_kinds_of_checkpointing() -> None:
+@on_ranks(1)
+def test_both_kinds_of_checkpointing_are_refused_whichever_comes_first() -> None:
     model = make_language_model()
     model.model.layers[1].gradient_checkpointing = True
     with pytest.raises(ConfigError, match="activation_checkpointing contradicts gradient checkpointing, which Layer"):
@@ -146,11 +136,8 @@ def refuse_both_kinds_of_checkpointing() -> None:
         loss_of(model, 0)
 
 
-def test_both_kinds_of_checkpointing_are_refused_whichever_comes_first() -> None:
-    run_ranks(1, refuse_both_kinds_of_checkpointing)
-
-
-def compute_in_bf16() -> tuple[set[torch.dtype], set[torch.dtype]]:
+@on_ranks(2)
+def test_accelerate_s_mixed_precision_computes_in_bf16_from_fp32_main_weights() -> None:
     seen: set[torch.dtype] = set()
     model = make_language_model()
     layer = model.model.layers[0]
@@ -158,14 +145,8 @@ def compute_in_bf16() -> tuple[set[torch.dtype], set[torch.dtype]]:
     prepare_model(model, FsdpConfig.from_hf({"mixed_precision": "bf16", "fsdp_config": {}}))
     loss_of(model, 0).backward()
     clip_grad_norm_(model, 1.0)
-    return seen, {parameter.dtype for parameter in model.parameters()}
-
-
-def test_accelerate_s_mixed_precision_computes_in_bf16_from_fp32_main_weights() -> None:
-    assert run_ranks(2, compute_in_bf16)[1] == ({torch.bfloat16}, {torch.float32})
-
-
-# ---------------------------------------------------------------------- hybrid sharding
+    assert seen == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 def shard_inside_hosts(local_size: str | None) -> list[tuple[int, ...]]:
@@ -181,19 +162,13 @@ def test_a_hybrid_strategy_shards_inside_each_host() -> None:
     assert set(shapes) == {(2, 2)}
 
 
-def refuse_hybrid() -> None:
+@on_ranks(2)
+def test_a_hybrid_strategy_without_hosts_is_refused() -> None:
     with pytest.raises(ConfigError, match="shards inside each host, found 2 ranks and LOCAL_WORLD_SIZE unset"):
         shard_inside_hosts(None)
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(ConfigError, match=r"HYBRID_SHARD needs a mesh of two axes \(outer, inner\), found 1"):
         prepare_model(make_language_model(), {"sharding_strategy": "HYBRID_SHARD"}, mesh)
-
-
-def test_a_hybrid_strategy_without_hosts_is_refused() -> None:
-    run_ranks(2, refuse_hybrid)
-
-
-# ---------------------------------------------------------------------- weights of the first rank
 
 
 def share_out(key: str, is_tied: bool, others_on_meta: bool) -> tuple[State, int]:
@@ -240,19 +215,13 @@ def test_the_first_rank_of_a_mesh_of_two_axes_is_the_source_also_of_ignored_para
     assert [worst(found, wanted) for found in run_ranks(4, share_out_on_a_grid)] == [0, 0, 0, 0]
 
 
-def refuse_nothing_to_share() -> None:
+@on_ranks(2)
+def test_a_first_rank_without_weights_is_refused() -> None:
     with torch.device("meta"):
         model = make_language_model()
     if dist.get_rank() == 0:
         with pytest.raises(ConfigError, match=r"'model.embed.weight' and \d+ more are on the meta device on the first"):
             prepare_model(model, {"cpu_ram_efficient_loading": True})
-
-
-def test_a_first_rank_without_weights_is_refused() -> None:
-    run_ranks(2, refuse_nothing_to_share)
-
-
-# ---------------------------------------------------------------------- checkpoints
 
 
 def export(folder: Path) -> None:
@@ -262,7 +231,7 @@ def export(folder: Path) -> None:
 def import_into(folder: Path, on_meta: bool) -> State:
     with torch.device("meta" if on_meta else "cpu"):
         model = make_language_model(seed=1)
-    model._init_weights = fill_scale  # type: ignore[assignment]
+    model._init_weights = fill_scale
     return whole_state(prepare_model(model, checkpoint=folder))
 
 

@@ -25,7 +25,7 @@ from megatron_fsdp.integrations.megatron.groups import ModelGroups, hybrid_mesh
 from megatron_fsdp.integrations.megatron.optimizer import adopt_optimizer
 from megatron_fsdp.integrations.megatron.settings import refuse_arguments, refuse_configs, refuse_optimizer
 from megatron_fsdp.runtime.module import unit_of
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 
 def model_config(**changes: Any) -> SimpleNamespace:
@@ -98,8 +98,9 @@ def test_arguments_of_newer_adapters_are_refused_only_where_they_ask_for_somethi
         refuse_arguments({"full_param_layout": 3, "is_expert": False})
 
 
-def mesh_of(instances: int) -> tuple[list[list[int]], str]:
-    """Return Megatron's grid of four ranks as a mesh, and what is said of groups that make none."""
+@on_ranks(4)
+def test_megatrons_groups_become_a_mesh_of_instances_and_others_are_refused() -> None:
+    instances = 2
     ranks = torch.arange(4).view(instances, -1)
     rows = [dist.new_group(row) for row in ranks.tolist()]
     columns = [dist.new_group(column) for column in ranks.t().tolist()]
@@ -109,14 +110,10 @@ def mesh_of(instances: int) -> tuple[list[list[int]], str]:
     assert mesh.mesh_dim_names == ("dp_outer", "dp_shard")
     with pytest.raises(ConfigError) as caught:
         hybrid_mesh(dist.group.WORLD, rows[row], columns[column], "cpu")
-    return mesh.mesh.tolist(), str(caught.value)
-
-
-def test_megatrons_groups_become_a_mesh_of_instances_and_others_are_refused() -> None:
-    for mesh, message in run_ranks(4, mesh_of, 2):
-        assert mesh == [[0, 1], [2, 3]]
-        assert message.startswith("hybrid sharding over ranks [[0, 1], [2, 3]] needs the groups [")
-        assert "leave Megatron's order of groups as it is" in message
+    mesh, message = mesh.mesh.tolist(), str(caught.value)
+    assert mesh == [[0, 1], [2, 3]]
+    assert message.startswith("hybrid sharding over ranks [[0, 1], [2, 3]] needs the groups [")
+    assert "leave Megatron's order of groups as it is" in message
 
 
 @pytest.mark.parametrize(
@@ -147,8 +144,12 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(groups, {"lr": 0.1, "bias_correction": True})
 
 
-def adopt(changes: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
-    """Return the class and the hyperparameters of the optimizer that takes a fused one's place."""
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [({}, "AdamW"), ({"decoupled_weight_decay": False}, "Adam"), ({"optimizer": "sgd"}, "SGD")],
+)
+@on_ranks(1)
+def test_optimizers_of_fused_kernels_give_way_to_pytorchs_with_the_same_groups(changes: Any, wanted: str) -> None:
     model = fully_shard_model(nn.Linear(2, 2), [nn.Linear])
     groups = [{"params": [model.weight], "wd_mult": 1.0}, {"params": [model.bias], "wd_mult": 0.0, "lr": 0.3}]
     made = SimpleNamespace(optimizer=FusedAdam(groups), config=optimizer_config(**changes))
@@ -157,15 +158,7 @@ def adopt(changes: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     fields = [
         {name: group[name] for name in ("lr", "wd_mult", "weight_decay")} for group in made.optimizer.param_groups
     ]
-    return type(made.optimizer).__name__, fields
-
-
-@pytest.mark.parametrize(
-    ("changes", "wanted"),
-    [({}, "AdamW"), ({"decoupled_weight_decay": False}, "Adam"), ({"optimizer": "sgd"}, "SGD")],
-)
-def test_optimizers_of_fused_kernels_give_way_to_pytorchs_with_the_same_groups(changes: Any, wanted: str) -> None:
-    ((name, fields),) = run_ranks(1, adopt, changes)
+    name = type(made.optimizer).__name__
     assert name == wanted
     assert fields == [
         {"lr": 0.1, "wd_mult": 1.0, "weight_decay": 0.01},
@@ -180,19 +173,18 @@ class Attention(nn.Module):
         super().__init__()
         self.config = SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=3, hidden_size=12)
         self.embedding = nn.Embedding(5, 12)
-        self.embedding.weight.is_embedding_or_output_parameter = True  # type: ignore[assignment]
+        self.embedding.weight.is_embedding_or_output_parameter = True
         self.linear_qkv = nn.Linear(12, 24)
         self.linear_proj = nn.Linear(12, 12, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.embedding(tokens)
         hidden = self.linear_qkv(hidden)[..., :12]
-        projected: torch.Tensor = self.linear_proj(hidden)
-        return projected
+        return self.linear_proj(hidden)
 
 
-def adopt_muon() -> tuple[list[dict[str, Any]], bool]:
-    """Return the groups that Megatron's become, and whether a step moves all weights."""
+@on_ranks(2)
+def test_muon_takes_the_matrices_of_megatrons_groups_and_adamw_the_rest() -> None:
     model = fully_shard_model(Attention(), [nn.Linear])
     named = dict(model.named_parameters())
     decayed = [parameter for parameter in named.values() if parameter.ndim > 1]
@@ -209,27 +201,26 @@ def adopt_muon() -> tuple[list[dict[str, Any]], bool]:
     made.optimizer.step()
     moved = all(not torch.equal(before[name], named[name].full_tensor()) for name in before)
     names = {id(parameter): name for name, parameter in named.items()}
-    return [
-        {
-            "names": [names[id(parameter)] for parameter in group["params"]],
-            "rows": group.get("view", {}).get("row_splits"),
-            **{key: group.get(key) for key in ("wd_mult", "momentum", "nesterov", "ns_steps", "betas")},
-        }
-        for group in made.optimizer.param_groups
-    ], moved
-
-
-def test_muon_takes_the_matrices_of_megatrons_groups_and_adamw_the_rest() -> None:
-    for groups, moved in run_ranks(2, adopt_muon):
-        muon = {"wd_mult": 1.0, "momentum": 0.9, "nesterov": True, "ns_steps": 4, "betas": None}
-        adamw = {"rows": None, "momentum": None, "nesterov": None, "ns_steps": None, "betas": (0.8, 0.9)}
-        assert groups == [
-            {"names": ["embedding.weight"], "wd_mult": 1.0, **adamw},
-            {"names": ["linear_qkv.weight"], "rows": (6, 3, 3), **muon},
-            {"names": ["linear_proj.weight"], "rows": (), **muon},
-            {"names": ["linear_qkv.bias"], "wd_mult": 0.0, **adamw},
-        ]
-        assert moved
+    groups, moved = (
+        [
+            {
+                "names": [names[id(parameter)] for parameter in group["params"]],
+                "rows": group.get("view", {}).get("row_splits"),
+                **{key: group.get(key) for key in ("wd_mult", "momentum", "nesterov", "ns_steps", "betas")},
+            }
+            for group in made.optimizer.param_groups
+        ],
+        moved,
+    )
+    muon = {"wd_mult": 1.0, "momentum": 0.9, "nesterov": True, "ns_steps": 4, "betas": None}
+    adamw = {"rows": None, "momentum": None, "nesterov": None, "ns_steps": None, "betas": (0.8, 0.9)}
+    assert groups == [
+        {"names": ["embedding.weight"], "wd_mult": 1.0, **adamw},
+        {"names": ["linear_qkv.weight"], "rows": (6, 3, 3), **muon},
+        {"names": ["linear_proj.weight"], "rows": (), **muon},
+        {"names": ["linear_qkv.bias"], "wd_mult": 0.0, **adamw},
+    ]
+    assert moved
 
 
 def test_the_adapter_imports_no_megatron_by_itself() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.integrations.megatron import launcher as megatron
 from megatron_fsdp.integrations.megatron.launcher import main, plan_launch
 
 GOOD = ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"]
@@ -15,7 +14,6 @@ GOOD = ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"]
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that looks like a checkout; the environment names none."""
     monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
     folder = tmp_path / "Megatron LM"
     for package in ("core", "training"):
@@ -117,7 +115,8 @@ def test_help_names_the_checkout_the_script_and_an_example(capsys: pytest.Captur
         assert wanted in text
 
 
-def test_custom_scripts_find_install_here_and_in_the_adapter() -> None:
+def test_custom_scripts_find_install_beside_the_launcher_and_in_the_adapter() -> None:
+    from megatron_fsdp import megatron as public
     from megatron_fsdp.integrations.megatron import adapter as mcore_adapter
 
-    assert (megatron.install, megatron.uninstall) == (mcore_adapter.install, mcore_adapter.uninstall)
+    assert (public.install, public.uninstall) == (mcore_adapter.install, mcore_adapter.uninstall)

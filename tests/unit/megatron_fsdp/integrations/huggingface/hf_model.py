@@ -23,8 +23,7 @@ class Layer(nn.Module):
         self.num_computed += 1
         self.caches += [cache, past_key_values]
         inner = functional.dropout(torch.tanh(self.up(hidden)), 0.3, self.training)
-        output: torch.Tensor = hidden + self.down(inner)
-        return output
+        return hidden + self.down(inner)
 
 
 class FinalNorm(nn.LayerNorm):
@@ -46,8 +45,7 @@ class Base(nn.Module):
         hidden = self.embed(tokens) * self.scale + self.position(torch.arange(tokens.shape[1]))
         for layer in self.layers:
             hidden = layer(hidden, cache, past_key_values=cache)
-        output: torch.Tensor = self.norm(hidden)
-        return output
+        return self.norm(hidden)
 
 
 class LanguageModel(nn.Module):
@@ -70,8 +68,7 @@ class LanguageModel(nn.Module):
         return self.head
 
     def forward(self, tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.model(tokens, cache))
-        return logits
+        return self.head(self.model(tokens, cache))
 
 
 def make_language_model(seed: int = 0, **options: Any) -> LanguageModel:

@@ -36,9 +36,6 @@ def names(model: nn.Module, units: list[PlannedUnit]) -> list[tuple[str, ...]]:
     return [tuple(known[id(module)] for module in unit.modules) for unit in units]
 
 
-# ---------------------------------------------------------------------- which modules
-
-
 def test_the_embedding_is_alone_and_the_norm_is_with_the_head() -> None:
     model = LanguageModel()
     units = plan(model)
@@ -103,12 +100,9 @@ def test_no_wrap_makes_one_unit(process_group: None) -> None:
 
 def test_a_model_without_a_head_leaves_its_norm_to_the_root() -> None:
     model = LanguageModel()
-    model.get_output_embeddings = lambda: None  # type: ignore[method-assign, assignment]
+    model.get_output_embeddings = lambda: None
     assert names(model, plan(model))[0] == ("model.embed",)
     assert ("model.norm",) not in names(model, plan(model))
-
-
-# ---------------------------------------------------------------------- what they do
 
 
 @pytest.mark.parametrize("reshards", [True, False])
@@ -119,9 +113,6 @@ def test_units_are_released_after_forward_unless_told_not_to(reshards: bool, pro
     assert found["model.embed"] is reshards
     assert found["model.norm"] is False
     assert found["LanguageModel"] is None
-
-
-# ---------------------------------------------------------------------- ignored modules
 
 
 @pytest.mark.parametrize("ignored", [r"model\.layers\.\d+\.up", ["model.layers.0.up", "model.layers.1.up"]])

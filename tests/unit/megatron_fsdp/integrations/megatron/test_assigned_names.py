@@ -47,6 +47,6 @@ def test_the_way_back_reaches_names_that_were_bound_in_between(scene: Scene) -> 
 
 
 def test_what_is_not_a_module_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "no_module_at_all", object())  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "forbidden", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "no_module_at_all", object())
+    monkeypatch.setitem(sys.modules, "forbidden", None)
     assert assign_everywhere(object(), None) == []

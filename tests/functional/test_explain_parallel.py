@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 import pretrain_gpt
 from dbuffer import memory_meter, observe_collectives
-from gpt.loss import next_token_loss
+from gpt.loss import token_loss
 from megatron_fsdp import explain, microbatch
 from tests.functional.examples.test_gpt_parallel import EXPERT, EXPERTS, HYBRID, MODEL, TENSOR
 from tests.functional.test_report import Step, _key, predicted_calls
@@ -39,7 +39,7 @@ def second_step(flags: str) -> Step:
         meter.reset_peak()
         with microbatch(job.model, True):
             with observe_collectives(lambda call: seen.calls.update([_key("forward", call)])):
-                loss = next_token_loss(job.model, text, has_experts=job.config.num_experts is not None)
+                loss = token_loss(job.model, text).mean
             seen.forward_peak = meter.peak_bytes - before - seen.persistent_bytes
             meter.reset_peak()
             with observe_collectives(lambda call: seen.calls.update([_key("backward", call)])):
