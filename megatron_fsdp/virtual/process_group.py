@@ -81,7 +81,7 @@ _METHODS = {
     "reduce_scatter": (1, "reduce_scatter_single _reduce_scatter_base reduce_scatter reduce_scatter_tensor_coalesced"),
     "all_reduce": (0, "allreduce allreduce_coalesced"),
     "broadcast": (0, "broadcast"),
-    "all_to_all": (1, "alltoall_base all_to_all_single"),
+    "all_to_all": (1, "alltoall alltoall_base all_to_all_single"),
     "scatter": (1, "scatter"),
     "barrier": (9, "barrier"),
 }
