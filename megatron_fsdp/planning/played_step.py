@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -232,7 +233,7 @@ def _shard(facts: ModelFacts, units: Mapping[int, StandIn], policy: MixedPrecisi
         # A root keeps its weights, and what lingers does so by default.
         kept = None if position == 0 or facts.units[position].lingers else facts.units[position].reshards_after_forward
         unit, mesh = units[position], meshes[axes]
-        sharded = fully_shard(unit, mesh=mesh, placements=placements, mp_policy=policy, reshard_after_forward=kept)
+        sharded: Any = fully_shard(unit, mesh=mesh, placements=placements, mp_policy=policy, reshard_after_forward=kept)
         if policy.reduction == "invariant":
             # It divides by a number that the caller says.
             sharded.set_gradient_divide_factor(1.0)
