@@ -260,6 +260,7 @@ def module_facts(model: nn.Module, blocks: Sequence[nn.Module], sharding: Shardi
                 lingers=not is_root,
                 modules=(type(module).__name__,),
                 reason=reshard_reason(groups, None, is_root=is_root),
+                is_root=is_root,
                 ties=_ties(model, parameters.values()),
             )
         )

@@ -91,6 +91,7 @@ def _unit_facts(unit: Unit, positions: Mapping[int, int], schedule: int) -> Unit
         backward_prefetch=ahead(unit.backward_prefetch),
         modules=tuple(type(module).__name__.removeprefix("FSDP") for module in modules),
         reason=reshard_reason(groups, asked, is_root=is_root),
+        is_root=is_root,
     )
 
 

@@ -422,6 +422,7 @@ class UnitFacts:
         name: path of its (first) module below the model; the class name where that is the model itself.
         modules: class names. reason: why it keeps or releases its weights after forward, in words.
         ties: for every parameter that is registered in several places, their full names.
+        is_root: no unit is around it.
         schedule: units of one root share a number; prefetching and draining happen within it.
         lingers: weights that forward is done with are released when the next unit runs, so the last unit of a forward
             keeps them for its backward; False: at once, if ``reshards_after_forward``.
@@ -444,6 +445,7 @@ class UnitFacts:
     modules: tuple[str, ...] = ()
     reason: str = ""
     ties: tuple[tuple[str, ...], ...] = ()
+    is_root: bool = False
 
     @property
     def whole_bytes(self) -> int:

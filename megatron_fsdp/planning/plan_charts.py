@@ -158,7 +158,7 @@ def _ticks(total: float) -> list[float]:
     if total <= 0:
         return []
     step = 10 ** math.floor(math.log10(total))
-    step = next(size for size in (step / 10, step / 5, step / 2, step) if total / size <= 9)
+    step = next((size for size in (step / 10, step / 5, step / 2) if total / size <= 9), step)
     return [number * step for number in range(int(total / step) + 1)]
 
 

@@ -147,6 +147,7 @@ def _unit_report(
     return UnitReport(
         name=unit.name,
         modules=unit.modules,
+        is_root=unit.is_root,
         note="" if unit.groups else "no parameters of its own: it only orders the units below it",
         reshards_after_forward=unit.reshards_after_forward,
         reason=_KEPT if is_kept else unit.reason,

@@ -127,7 +127,8 @@ class UnitReport:
     """One unit.
 
     Attributes:
-        modules: class names of its modules. note: says so when it has no parameters of its own, else empty.
+        modules: class names of its modules. is_root: no unit is around it.
+        note: says so when it has no parameters of its own, else empty.
         reshards_after_forward: whether units like it give gathered weights back after forward. reason: what becomes of
             them, and why; the last unit that forward uses keeps them though.
         ties: for every parameter that is registered in several places, all of its names.
@@ -144,6 +145,7 @@ class UnitReport:
     num_frozen_groups: int
     groups: tuple[GroupReport, ...]
     replicated: tuple[str, ...] = ()
+    is_root: bool = False
 
     @property
     def persistent_bytes(self) -> int:
@@ -369,7 +371,7 @@ def notes(report: Report) -> tuple[Listing, Listing]:
     frozen = [unit.name for unit in report.units if unit.num_frozen_groups]
     if frozen:
         lines.append(f"frozen groups, without gradients: {_shortened(frozen)}")
-    lines += _reduction_lines(report)
+    lines += [*_reduction_lines(report), *_root_lines(report)]
     for words in dict.fromkeys(group.wire for unit in report.units for group in unit.groups if group.wire):
         lines.append(f"{words}: {_shortened([unit.name for unit in report.units if _has_wire(unit, words)])}")
     replicated = [f"{unit.name}: {name}" for unit in report.units for name in unit.replicated]
@@ -408,6 +410,23 @@ def _reduction_lines(report: Report) -> list[str]:
         f"{_shortened(list(dict.fromkeys(names)))}"
         for (compute, wire), names in wide.items()
     ]
+
+
+def _root_lines(report: Report) -> list[str]:
+    """Say what it costs that a root owns layers of its own, as large as those of other units or larger."""
+    packed = {unit.name: unit.transient_bytes("packed gradients") for unit in report.units}
+    lines = []
+    for unit in (unit for unit in report.units if unit.is_root):
+        others = [num_bytes for name, num_bytes in packed.items() if name != unit.name]
+        is_several = sum(group.num_parameters for group in unit.groups if group.requires_grad) > 1
+        if is_several and 0 < max(others, default=0) <= packed[unit.name]:
+            lines.append(
+                f"{unit.name}, the root, owns parameters itself: where forward uses some of them first and some last, "
+                f"as an embedding and a head, {format_bytes(packed[unit.name])} of packed gradients stay from the "
+                "head's to the end of backward, and nothing hides their reduction; give such layers units: "
+                "fully_shard(model.embedding), fully_shard(model.head)"
+            )
+    return lines
 
 
 def _shortened(names: Sequence[str]) -> str:

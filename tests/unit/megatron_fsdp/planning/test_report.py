@@ -288,3 +288,17 @@ def test_a_parameter_frozen_after_sharding_is_seen_before_the_next_forward(mesh:
     after = explain(model)
     assert after.persistent_bytes == before.persistent_bytes
     assert after.optimizer_bytes < before.optimizer_bytes
+
+
+def test_a_root_that_owns_as_much_as_a_block_is_named_with_the_price(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Embedding(64, 3), nn.Linear(3, 3), nn.Linear(3, 64))
+    fully_shard(model[1], mesh)
+    report = explain(fully_shard(model, mesh))
+    root = next(unit for unit in report.units if unit.is_root)
+    held = format_bytes(root.transient_bytes("packed gradients"))
+    assert f"{root.name}, the root, owns parameters itself" in str(report)
+    assert f"{held} of packed gradients stay from the head's to the end of backward" in " ".join(str(report).split())
+    units = Model(2)
+    for part in (units.embedding, *units.blocks, units.head, units):
+        fully_shard(part, mesh)
+    assert "the root, owns parameters itself" not in str(explain(units))
