@@ -144,6 +144,19 @@ TABLES: Mapping[str, Sequence[Claim]] = {
         *_bytes("bytes at rest per parameter, all ranks", "bytes at rest per parameter", "bf16, bf16 gradients"),
         *_bytes("bytes at rest per parameter, all ranks", "bytes at rest per parameter", "bf16, split main weights"),
     ],
+    "invariance": [
+        Claim(
+            f"{what} over the default's, {mesh} ranks, {wire} on the wire",
+            "invariance",
+            f"{what} over default's",
+            case,
+            most,
+        )
+        for mesh, most in (("2", 1.15), ("4", 1.15), ("2x2", None))
+        for wire in ("fp32", "bf16")
+        for case in ({"mesh": mesh, "wire": wire},)
+        for what in ("wall time", "processor time")
+    ],
     "watch": [
         *(
             Claim(

@@ -19,7 +19,14 @@ from megatron_fsdp.build.grouping import gathers_main_weights
 from megatron_fsdp.build.packed_layout import amax_numel, num_grids, wire_bytes
 from megatron_fsdp.policy.precision import GroupDtypes
 from megatron_fsdp.policy.strategy import Placements
-from megatron_fsdp.runtime.invariant_exchange import Cut, ExchangePlan, cut_order, num_counters, piece_of
+from megatron_fsdp.runtime.invariant_exchange import (
+    Cut,
+    ExchangePlan,
+    cut_order,
+    gather_turns,
+    num_counters,
+    piece_of,
+)
 
 __all__ = [
     "AxisFacts",
@@ -364,12 +371,14 @@ class GroupFacts:
     def _invariant_gather(self) -> Redistribution:
         """Return how what the optimizer holds whole is put together from what each rank added up."""
         transfers, numel = [], self.local_numel(self.placements.optimizer)
+        itemsize, scratch = self.dtypes.main_grad.itemsize, self.scratch_bytes
         for axis in self._exchanges()[0]:
             if self.placements.optimizer[self.axes.index(axis)] != Flat():
-                part = piece_of(numel, axis.size, axis.rank)
-                numel = part.stop - part.start
-                num_bytes = axis.size * numel * self.dtypes.main_grad.itemsize
-                transfers.append(Transfer("all_to_all", axis.name, axis.size, num_bytes))
+                part = range(numel)[piece_of(numel, axis.size, axis.rank)]
+                for turn in gather_turns(numel, axis.size, scratch, itemsize):
+                    num_bytes = axis.size * len(part[turn]) * itemsize
+                    transfers.append(Transfer("all_to_all", axis.name, axis.size, num_bytes))
+                numel = len(part)
         return Redistribution(tuple(reversed(transfers)))
 
     def refresh(self) -> Redistribution:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dbuffer import Flat
 from dbuffer.placements import BufferPlacement
 
-__all__ = ["Cut", "ExchangePlan", "Hop", "cut_order", "num_counters", "piece_of"]
+__all__ = ["Cut", "ExchangePlan", "Hop", "cut_order", "gather_turns", "num_counters", "piece_of"]
 
 _ALIGNMENT = 16
 
@@ -21,6 +21,12 @@ def piece_of(numel: int, size: int, rank: int) -> slice:
 
 def _length(part: slice) -> int:
     return int(part.stop - part.start)
+
+
+def gather_turns(numel: int, size: int, scratch_bytes: int, itemsize: int) -> list[slice]:
+    """Return the parts of each rank's piece of so many elements that are gathered by way of scratch, one at a time."""
+    step = max(scratch_bytes // itemsize // size, 1)
+    return [slice(start, start + step) for start in range(0, -(-numel // size), step)]
 
 
 def num_counters(num_leaves: int) -> int:
@@ -62,10 +68,16 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class ExchangePlan:
-    """All exchanges of a packed buffer, and the elements of scratch that they receive in, less than it has."""
+    """All exchanges of a packed buffer.
+
+    Attributes:
+        scratch_numel: elements of scratch that they receive in on the rank that needs the most.
+        num_ranks: of the longest axis.
+    """
 
     hops: tuple[Hop, ...]
     scratch_numel: int
+    num_ranks: int
 
     @classmethod
     def of(cls, numel: int, cuts: Sequence[Cut]) -> ExchangePlan:
@@ -87,8 +99,16 @@ class ExchangePlan:
                     scratch += needed
             sent = {rank: piece for rank, piece in enumerate(pieces[0]) if position == 0 and rank != cut.rank}
             rows = [_length(each[cut.rank]) for _ in range(cut.size) for each in pieces]
-        return cls(tuple(hops), scratch)
+        if any(cut.rank for cut in cuts):
+            # The first rank's pieces are the longest.
+            scratch = cls.of(numel, [Cut(cut.size, 0) for cut in cuts]).scratch_numel
+        return cls(tuple(hops), scratch, max((cut.size for cut in cuts), default=0))
 
     def scratch_bytes(self, itemsize: int) -> int:
-        """Return the bytes of scratch, as they are laid out one group after the other."""
-        return -(-self.scratch_numel * itemsize // _ALIGNMENT) * _ALIGNMENT
+        """Return the bytes of scratch, the same on all ranks, as they are laid out one group after the other.
+
+        At least enough for an element of any dtype from each rank.
+        """
+        if not self.scratch_numel:
+            return 0
+        return max(-(-self.scratch_numel * itemsize // _ALIGNMENT), self.num_ranks) * _ALIGNMENT

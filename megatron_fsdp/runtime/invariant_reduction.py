@@ -31,7 +31,7 @@ from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.grad_binding import GradBinding
 from megatron_fsdp.runtime.grad_state import GradState
 from megatron_fsdp.runtime.gradients import GradientBuffer
-from megatron_fsdp.runtime.invariant_exchange import Cut, ExchangePlan, cut_order, piece_of
+from megatron_fsdp.runtime.invariant_exchange import Cut, ExchangePlan, cut_order, gather_turns, piece_of
 from megatron_fsdp.runtime.parameter_group import group_of_parameter
 from megatron_fsdp.runtime.reduction import Reduction, Stages
 
@@ -187,15 +187,25 @@ class _Scratch:
 
     def take(self, unit: Unit, reduction: _InvariantReduction) -> torch.Tensor:
         """Return the bytes that a group of a unit receives in; whoever had its turn before is waited for."""
-        before = self._unit() if self._unit is not None else None
-        if before is not unit:
-            for each in before.groups if before is not None else ():
-                if each.gradients is not None:
-                    each.gradients.wait()
+        if self._unit is None or self._unit() is not unit:
+            self._wait()
             self._begin(unit, reduction)
         start, self._stop = self._stop, self._stop + reduction.scratch_bytes
         assert self._storage is not None
         return self._storage.tensor[start : self._stop]
+
+    def lend(self, num_bytes: int) -> torch.Tensor:
+        """Return the first bytes of it, which somebody has received in before, until the next turn."""
+        self._wait()
+        self.end_turn()
+        assert self._storage is not None
+        return self._storage.tensor[:num_bytes]
+
+    def _wait(self) -> None:
+        unit = self._unit() if self._unit is not None else None
+        for each in unit.groups if unit is not None else ():
+            if each.gradients is not None:
+                each.gradients.wait()
 
     def _begin(self, unit: Unit, reduction: _InvariantReduction) -> None:
         needs = [each.gradients for each in unit.groups if isinstance(each.gradients, InvariantGradients)]
@@ -292,6 +302,7 @@ class _InvariantReduction(Reduction):
         self._plan = ExchangePlan.of(packed.plan.numel, [Cut(axis.size, axis.rank) for axis in self._cut])
         self.scratch_bytes = self._plan.scratch_bytes(packed.dtype.itemsize)
         self._scratch: _Scratch | None = None
+        # What it receives in, from its turn on until that is folded.
         self._receives: torch.Tensor | None = None
         grid = torch.arange(self._num_ranks).view([axes[index].size for index in reversed(order)])
         places = [len(order) - 1 - order.index(index) for index in sorted(order)]
@@ -310,9 +321,9 @@ class _InvariantReduction(Reduction):
 
     def release(self) -> None:
         """Let others receive where this one has, which is folded; all groups of a unit are, when one is."""
-        if self._scratch is not None:
+        if self._scratch is not None and self._receives is not None:
             self._scratch.end_turn()
-            self._scratch = self._receives = None
+            self._receives = None
 
     def stages(self, scale: float, *, overwrite: bool) -> Stages:
         """Return the exchange of the packed buffer, and the additions."""
@@ -357,18 +368,29 @@ class _InvariantReduction(Reduction):
         return []
 
     def _write(self, target: torch.Tensor) -> None:
-        # Not in ``main_grad``: c10d holds what it sends a moment longer, as somebody who has taken gradients does.
-        whole = torch.empty_like(target) if self._whole else target
-        mine, gathers = whole, []
+        wholes = [target]
         for axis in self._whole:
-            pieces = [mine[piece_of(mine.numel(), axis.size, rank)] for rank in range(axis.size)]
-            gathers.append((axis, pieces))
-            mine = pieces[axis.rank]
-        self.counter.write(mine, self._scale)
-        for axis, pieces in reversed(gathers):
-            exchange(pieces, [pieces[axis.rank]] * axis.size, axis)
-        if whole is not target:
-            target.copy_(whole)
+            wholes.append(wholes[-1][piece_of(wholes[-1].numel(), axis.size, axis.rank)])
+        self.counter.write(wholes.pop(), self._scale)
+        for axis, whole in zip(reversed(self._whole), reversed(wholes), strict=True):
+            self._gather(whole, axis)
+
+    def _gather(self, whole: torch.Tensor, axis: MeshAxis) -> None:
+        """Receive the other ranks' pieces by way of scratch, in as many turns as it takes.
+
+        Not in ``main_grad``: c10d holds what it sends a moment longer, as somebody who has taken gradients does.
+        """
+        assert self._scratch is not None
+        size, lent = axis.size, self._scratch.lend(self.scratch_bytes).view(whole.dtype)
+        pieces = [whole[piece_of(whole.numel(), size, rank)] for rank in range(size)]
+        for turn in gather_turns(whole.numel(), size, self.scratch_bytes, whole.itemsize):
+            parts = [piece[turn] for piece in pieces]
+            rooms = [room[: part.numel()] for room, part in zip(lent.tensor_split(size), parts, strict=True)]
+            rooms[axis.rank].copy_(parts[axis.rank])
+            exchange(rooms, [rooms[axis.rank]] * size, axis)
+            for rank, (part, room) in enumerate(zip(parts, rooms, strict=True)):
+                if rank != axis.rank:
+                    part.copy_(room)
 
     def check_kept(self, before: GradState, binding: GradBinding) -> None:
         """Refuse to go on with a sum that somebody changed a part of; one that was set to zero begins anew.

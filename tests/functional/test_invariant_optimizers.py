@@ -1,15 +1,27 @@
-"""``MixedPrecisionPolicy(reduction="invariant")`` under the optimizers over flat memory, which clip in their step."""
+"""``reduction="invariant"`` on all numbers of ranks, strategies, wires and optimizers, against one rank, to the bit."""
 
+import functools
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import AdamW, MixedPrecisionPolicy, Muon, Placements, fully_shard
+from megatron_fsdp import (
+    AdamW,
+    MixedPrecisionPolicy,
+    Muon,
+    Placements,
+    checksum,
+    clip_grad_norm_,
+    fully_shard,
+    microbatch,
+)
 from megatron_fsdp.optim.param_groups import muon_param_groups
-from tests.functional.test_invariance import NUM_MICROBATCHES, accumulate, assert_equal, wholes
+from tests.functional.test_invariance import NUM_MICROBATCHES, WIRES, assert_equal, loss_of, wholes
 from tests.harness import run_ranks
+from tests.harness.grids import covering, nightly_but
 from tests.harness.models import make_mesh
 from tests.harness.oracle import units_of
 
@@ -32,64 +44,124 @@ class Model(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Which optimizer trains on which mesh, by which strategy."""
+    """Which optimizer trains on which mesh, by which strategy, with what on the wire."""
 
     optimizer: str
+    wire: str
     mesh: tuple[int, ...] = (1,)
     strategy: str = "optim_grads_params"
 
 
-def made(kind: str, model: nn.Module) -> AdamW | Muon:
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a run leaves: by step norms, losses of all microbatches in order, checksums; weights and moments at the end.
+
+    One step is skipped, and its norm is that of gradients that are not finite.
+    """
+
+    norms: torch.Tensor
+    losses: list[list[float]]
+    checksums: list[int]
+    values: dict[str, torch.Tensor]
+
+
+def made(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind == "torch's AdamW":
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     if kind == "muon":
         groups = muon_param_groups(model)
         return Muon(groups, lr=0.02, adamw={"lr": 1e-2}, max_norm=0.1, nonfinite="skip")
-    moments = "int8" if "int8" in kind else None
-    seed = 5 if kind == "stochastic int8" else None
     return AdamW(
         model.parameters(),
         lr=1e-2,
         capturable=kind == "capturable",
         max_norm=0.1,
         nonfinite="skip",
-        moments=moments,
-        rounding_seed=seed,
+        moments="int8" if "int8" in kind else None,
+        rounding_seed=5 if kind == "stochastic int8" else None,
     )
 
 
-def trained(run: Run) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the norms of all steps, of which one is skipped, weights and moments."""
+def made_model(run: Run) -> nn.Module:
     torch.manual_seed(7)
     model = Model()
-    axes = (0, 1) if len(run.mesh) == 2 else (0,)
-    policy = MixedPrecisionPolicy(reduction="invariant", moments="int8" if "int8" in run.optimizer else None)
+    axes = tuple(range(len(run.mesh)))
+    policy = MixedPrecisionPolicy(
+        reduce_dtype=WIRES[run.wire], reduction="invariant", moments="int8" if "int8" in run.optimizer else None
+    )
     for part in (model.wide, model):
         fully_shard(part, make_mesh(run.mesh), getattr(Placements, run.strategy)(*axes), mp_policy=policy)
     for unit in units_of(model):
         unit.set_gradient_divide_factor(NUM_MICROBATCHES)
+    return model
+
+
+def losses_of(model: nn.Module, step: int) -> list[float]:
+    """Run this rank's microbatches; return the losses of all ranks' by number."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    losses = torch.zeros(NUM_MICROBATCHES)
+    for number in range(rank, NUM_MICROBATCHES, size):
+        with microbatch(model, is_last=number + size >= NUM_MICROBATCHES):
+            loss = loss_of(model, step, number)
+            loss.backward()
+        losses[number] = loss.detach()
+    # Each has one rank's value and zeros.
+    dist.all_reduce(losses)
+    found: list[float] = losses.tolist()
+    return found
+
+
+def norm_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.Tensor:
+    """Clip, step unless the norm is not finite, and return it."""
+    if isinstance(optimizer, AdamW | Muon):
+        optimizer.step()
+        assert optimizer.grad_norm is not None
+        return optimizer.grad_norm.clone()
+    norm = clip_grad_norm_(model, 0.1)
+    if norm.isfinite():
+        optimizer.step()
+    return norm
+
+
+def trained(run: Run) -> Trained:
+    model = made_model(run)
     optimizer = made(run.optimizer, model)
-    norms = []
+    norms, losses, checksums = [], [], []
     for step in range(NUM_STEPS):
-        accumulate(model, step)
+        losses.append(losses_of(model, step))
         if step == SKIPPED:
             gradient = next(model.parameters()).grad
             assert gradient is not None
             gradient.mul_(torch.inf)
-        optimizer.step()
-        assert optimizer.grad_norm is not None
-        norms.append(optimizer.grad_norm.nan_to_num())
+        norms.append(norm_of(optimizer, model).nan_to_num())
         optimizer.zero_grad()
-    return torch.stack(norms), wholes(model, optimizer)
+        checksums.append(checksum(model, optimizer))
+    return Trained(torch.stack(norms), losses, checksums, wholes(model, optimizer))
 
 
-SHARDED = [((2,), "optim_grads_params"), ((3,), "optim_grads_params"), ((4,), "optim_grads_params"),
-           ((3,), "no_shard"), ((4,), "optim"), ((2, 2), "hsdp"), ((2, 2), "hfsdp")]  # fmt: skip
+@functools.cache
+def trained_alone(optimizer: str, wire: str) -> Trained:
+    return run_ranks(1, trained, Run(optimizer, wire))[0]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "int8", "stochastic int8", "muon", "capturable"])
-def test_norms_weights_and_moments_are_those_of_one_rank_to_the_last_bit(optimizer: str) -> None:
-    norms, wanted = run_ranks(1, trained, Run(optimizer))[0]
-    assert (norms > 0.1).any()
-    for mesh, strategy in SHARDED:
-        for found, values in run_ranks(torch.Size(mesh).numel(), trained, Run(optimizer, mesh, strategy)):
-            assert torch.equal(found, norms), (mesh, strategy)
-            assert_equal(values, wanted)
+OPTIMIZERS = ["torch's AdamW", "adamw", "capturable", "int8", "stochastic int8", "muon"]
+FLAT, NESTED = ("no_shard", "optim", "optim_grads", "optim_grads_params"), ("hsdp", "hfsdp")
+SHARDED = [
+    *(((size,), strategy) for size in (1, 2, 3, 4) for strategy in FLAT),
+    *((mesh, strategy) for mesh in ((2, 2), (1, 4)) for strategy in NESTED),
+]
+GRID = [(optimizer, wire, *sharded) for optimizer in OPTIMIZERS for wire in WIRES for sharded in SHARDED]
+
+
+@pytest.mark.parametrize(("optimizer", "wire", "mesh", "strategy"), nightly_but(covering(GRID), GRID))
+def test_losses_norms_checksums_weights_and_moments_are_those_of_one_rank_to_the_last_bit(
+    optimizer: str, wire: str, mesh: tuple[int, ...], strategy: str
+) -> None:
+    wanted = trained_alone(optimizer, wire)
+    assert (wanted.norms > 0.1).any()
+    assert len(set(wanted.checksums)) == NUM_STEPS - 1
+    for found in run_ranks(torch.Size(mesh).numel(), trained, Run(optimizer, wire, mesh, strategy)):
+        assert found.losses == wanted.losses
+        assert torch.equal(found.norms, wanted.norms)
+        assert found.checksums == wanted.checksums
+        assert_equal(found.values, wanted.values)

@@ -73,27 +73,28 @@ def resumed(flags: str, path: str) -> Trained:
     return steps(job, state, 2)[0], whole_weights(job)
 
 
+HSDP = "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy no_shard"
+
+
 @pytest.mark.parametrize(
-    "more",
+    ("more", "on_4"),
     [
-        "",
-        "--adam-moments int8",
-        "--optimizer muon",
+        ("", ""),
+        ("--adam-moments int8", ""),
+        ("--optimizer muon", ""),
+        ("", HSDP),
+        pytest.param("", HSDP.replace("no_shard", "optim"), marks=pytest.mark.slow),
         *(
-            pytest.param(more, marks=pytest.mark.slow)
-            for more in (
-                "--data-parallel-sharding-strategy no_shard",
-                "--data-parallel-sharding-strategy optim",
-                "--data-parallel-sharding-strategy optim_grads",
-            )
+            pytest.param(f"--data-parallel-sharding-strategy {strategy}", "", marks=pytest.mark.slow)
+            for strategy in ("no_shard", "optim", "optim_grads")
         ),
     ],
 )
 def test_a_run_that_stopped_on_4_ranks_goes_on_with_the_same_bits_on_3_2_and_1(
-    more: str, documents: str, tmp_path: Path
+    more: str, on_4: str, documents: str, tmp_path: Path
 ) -> None:
     flags, path = f"{FLAGS} {more} --data-path {documents}", str(tmp_path / "checkpoint")
-    numbers, wanted = run_ranks(4, saved, flags, path)[0]
+    numbers, wanted = run_ranks(4, saved, f"{flags} {on_4}", path)[0]
     for size in (3, 2, 1):
         for found, weights in run_ranks(size, resumed, flags, path):
             assert (found, differing(weights, wanted)) == (numbers, []), size
