@@ -10,12 +10,14 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from megatron_fsdp.formatting import format_bytes
 from megatron_fsdp.optim.matrix_views import MatrixBlock
 from megatron_fsdp.optim.newton_schulz import newton_schulz_flops
 
-__all__ = ["MatrixWork", "Ownership", "holders_of", "plan_ownership"]
+__all__ = ["MatrixWork", "Ownership", "OwnershipReport", "holders_of", "ownership_report", "plan_ownership"]
 
 # When exchanging matrices between ranks is over, and how much of it may be tried.
 _GOOD_ENOUGH = 1.015
@@ -69,24 +71,14 @@ class Ownership:
         return self.num_shards * self.num_replicas
 
     @property
-    def total_flops(self) -> int:
-        """Operations of all ranks."""
-        return sum(self.load_flops)
-
-    @property
     def mean_flops(self) -> float:
         """Operations of a rank on average."""
-        return self.total_flops / self.num_ranks
-
-    @property
-    def largest_flops(self) -> int:
-        """Operations of the largest matrix."""
-        return max((work.flops for work in self.works), default=0)
+        return sum(self.load_flops) / self.num_ranks
 
     @property
     def max_flops(self) -> int:
         """Operations of the rank that has most."""
-        return max(self.load_flops, default=0)
+        return max(self.load_flops)
 
     @property
     def bound_flops(self) -> float:
@@ -233,3 +225,105 @@ def _received(works: Sequence[MatrixWork], owners: Sequence[int], num_shards: in
                 # It neither sends to itself what it holds, nor gets the update of that from anybody.
                 received[owner] -= 2 * overlap
     return [numel + on_shard[rank % num_shards] for rank, numel in enumerate(received)]
+
+
+# ---------------------------------------------------------------- the page of it
+
+
+@dataclass(frozen=True, slots=True)
+class OwnershipReport:
+    """What one step of Muon takes from ranks that share matrices. ``str()`` gives a page, ``to_dict`` plain data.
+
+    Attributes:
+        num_ranks, num_replicas: who shares, and in how many replicas they hold the shards.
+        num_matrices, num_elements: all of them.
+        mean_flops, max_flops: Newton-Schulz operations of a rank. redundant_flops: if every rank did all of them.
+        largest_flops: of the largest matrix. bound_flops: see ``Ownership``.
+        mean_received_bytes, max_received_bytes: of matrices and updates, of a rank in a step.
+        gathered_bytes: what a rank would receive if every rank gathered every matrix.
+        least_owned, most_owned: matrices of a rank. gap: see ``Ownership``.
+
+    Example:
+        for report in explain_ownership(Muon(muon_param_groups(model), lr=0.02)):
+            print(report)  # who owns which matrix, and the bytes on the wire
+    """
+
+    num_ranks: int
+    num_replicas: int
+    num_matrices: int
+    num_elements: int
+    mean_flops: float
+    max_flops: int
+    redundant_flops: int
+    largest_flops: int
+    bound_flops: float
+    mean_received_bytes: float
+    max_received_bytes: int
+    gathered_bytes: int
+    least_owned: int
+    most_owned: int
+    gap: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as numbers, ready for ``json.dumps``."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return the page."""
+        mean = self.mean_flops or 1.0
+        received = self.mean_received_bytes
+        most_received = f"{self.max_received_bytes / received:.3f} of the mean" if received else ""
+        least, most = self.least_owned, self.most_owned
+        owned = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        ranks = f"{self.num_ranks:,} ranks"
+        if self.num_replicas > 1:
+            ranks += f" ({self.num_replicas:,} replicas)"
+        rows = [
+            ("muon", f"{self.num_matrices:,} matrices", f"{owned} on each of {ranks}"),
+            ("owner load, mean", _operations(self.mean_flops), "Newton-Schulz operations of a rank in a step"),
+            ("owner load, most", _operations(self.max_flops), f"{self.max_flops / mean:.3f} of the mean"),
+            ("bound", _operations(self.bound_flops), f"no ownership does better; {self.gap:.1%} above it"),
+            ("largest matrix", _operations(self.largest_flops), "one rank has it whole"),
+            ("every rank all", _operations(self.redundant_flops), "what gathering everywhere would compute"),
+            ("received, mean", format_bytes(round(self.mean_received_bytes)), "of matrices and updates by a rank"),
+            ("received, most", format_bytes(self.max_received_bytes), most_received),
+            ("every rank all", format_bytes(self.gathered_bytes), "what gathering everywhere would receive"),
+        ]
+        return [f"{label:<18}{amount:>14}  {note}".rstrip() for label, amount, note in rows]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def ownership_report(ownership: Ownership, itemsize: int = 2) -> OwnershipReport:
+    """Return the report of an ownership.
+
+    Args:
+        itemsize: bytes of an element on the wire.
+    """
+    owned = [ownership.owners.count(rank) for rank in range(ownership.num_ranks)]
+    held = ownership.matrix_numel // ownership.num_shards
+    return OwnershipReport(
+        num_ranks=ownership.num_ranks,
+        num_replicas=ownership.num_replicas,
+        num_matrices=len(ownership.works),
+        num_elements=ownership.matrix_numel,
+        mean_flops=ownership.mean_flops,
+        max_flops=ownership.max_flops,
+        redundant_flops=sum(ownership.load_flops),
+        largest_flops=max((work.flops for work in ownership.works), default=0),
+        bound_flops=ownership.bound_flops,
+        mean_received_bytes=ownership.mean_received * itemsize,
+        max_received_bytes=max(ownership.received_numel) * itemsize,
+        gathered_bytes=(ownership.matrix_numel - held) * itemsize,
+        least_owned=min(owned),
+        most_owned=max(owned),
+        gap=ownership.gap,
+    )
+
+
+def _operations(count: float) -> str:
+    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G")):
+        if count >= size:
+            return f"{count / size:,.4g} {unit}flop"
+    return f"{count / 1e6:,.4g} Mflop"
