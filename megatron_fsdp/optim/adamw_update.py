@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from dbuffer_kernels import (
 )
 from dbuffer_kernels.reference import rounding_keys
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, FlatGradient, GroupMoments, state_values
+from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, FlatGradient, GroupMoments, local_of, state_values
 from megatron_fsdp.optim.int8_moments import CODED_KEYS, coded_state, is_coded, random_position
 
 __all__ = [
@@ -178,7 +178,8 @@ class PlainParameter:
                 f"AdamW: {self}, has a gradient of layout {gradient.layout}; wanted real numbers and dense gradients. "
                 "Use torch.optim.SparseAdam for sparse gradients, and torch.view_as_real for complex parameters."
             )
-        return _local(gradient).reshape(-1)
+        flat: torch.Tensor = local_of(gradient).detach().reshape(-1)
+        return flat
 
     def __str__(self) -> str:
         return f"a parameter of shape {tuple(self.parameter.shape)}, {self.parameter.dtype}"
@@ -201,7 +202,7 @@ def plain_update(
         values.update(zip(KEYS, (torch.zeros((), device=device), *moments), strict=True))
     step, *shown = state_values(values, what)
     step.add_(1)
-    local = [_local(tensor) for tensor in (parameter, *shown)]
+    local = [local_of(tensor).detach() for tensor in (parameter, *shown)]
     flat = [tensor.reshape(-1) for tensor in local]
     stored = tuple((a, b) for a, b in zip(local, flat, strict=True) if a.data_ptr() != b.data_ptr())
     own = rows.of_steps([plain.group], step.view(1)) if plain.is_capturable else None
@@ -245,15 +246,3 @@ def int8_plain_update(plain: PlainParameter, gradient: torch.Tensor, state: Stat
 def _all_of(numel: int, row: int) -> Segments:
     # Kept, as its table is copied to the device in the first step: a later one may be captured.
     return Segments([Segment(0, numel, row)], numel)
-
-
-def _sum_on(device: torch.device, parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of 0-d tensors, of which one per device is copied: a copy from the GPU makes the host wait."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for part in parts:
-        by_device.setdefault(part.device, []).append(part)
-    return torch.stack([torch.stack(same).sum().to(device) for same in by_device.values()]).sum()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

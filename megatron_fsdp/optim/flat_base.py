@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
 
+from dbuffer.collectives import all_reduce
+from dbuffer.mesh import MeshAxis
+from dbuffer_kernels import sum_of_squares
 from megatron_fsdp.optim.adamw_state import ABSENT, FlatGradient, GroupState, adopt_together
 from megatron_fsdp.optim.adamw_update import PlainParameter
-from megatron_fsdp.optim.global_norm import global_norm
-from megatron_fsdp.optim.grad_norm import clip_factor
+from megatron_fsdp.optim.exact_norm import exact_norm
+from megatron_fsdp.optim.grad_norm import by_axes, clip_factor
 from megatron_fsdp.optim.loaded_state import hide_state, lay_out_loaded_state, parameters_of, reveal_state
 from megatron_fsdp.optim.nonfinite import Reading, check_policy, may_step
 from megatron_fsdp.runtime.freshness import refreshes_itself
@@ -54,10 +57,26 @@ class Gradients:
         ]
         self.plain = [(each, rows) for each in binding.plain if (rows := each.gradient()) is not None]
 
-    def flat(self) -> Iterator[tuple[GroupState | PlainParameter, torch.Tensor]]:
-        """Yield all of them."""
-        yield from ((group, found.flat) for group, found in self.groups)
-        yield from self.plain
+    def norm(self) -> torch.Tensor:
+        """Return the norm of all of them over all ranks: 0-d fp32, on the device of the first.
+
+        Every rank calls it with gradients of the same groups. One pass over each gradient, and one all-reduce of a
+        scalar for each set of axes over which gradients are spread; those of plain parameters count as they are on this
+        rank. With ``MixedPrecisionPolicy(reduction="invariant")`` it is the exact norm.
+        """
+        pairs: list[tuple[Iterable[MeshAxis], tuple[torch.device, torch.Tensor]]] = []
+        pairs += [(group.axes, (group.device, found.flat)) for group, found in self.groups]
+        pairs += [((), (rows.device, rows)) for _, rows in self.plain]
+        spread = by_axes(pairs)
+        if any(group.is_invariant for group, _ in self.groups):
+            device = self.groups[0][0].device
+            return exact_norm([(axes, [rows for _, rows in same]) for axes, same in spread], 2.0, device)
+        totals: list[torch.Tensor] = []
+        for axes, same in spread:
+            totals.append(_sum_on(same[0][0], [sum_of_squares(rows)[0] for _, rows in same]))
+            for axis in axes:
+                all_reduce(totals[-1], axis, "sum")
+        return _sum_on(totals[0].device, totals).sqrt().float() if totals else torch.zeros(())
 
     def readings(self) -> list[Reading]:
         """Return the gradient of every parameter of the optimizer, by name."""
@@ -157,7 +176,7 @@ class FlatBase(Optimizer):
         """Measure the norm where anybody wants it, and return what gradients are multiplied by; None for one."""
         if max_norm is None and self.nonfinite == "ignore":
             return None
-        self.grad_norm = global_norm(gradients.flat())
+        self.grad_norm = gradients.norm()
         return None if max_norm is None else clip_factor(self.grad_norm, max_norm)
 
     def _update(self, binding: Any, gradients: Gradients, factor: torch.Tensor | None) -> None:
@@ -207,3 +226,11 @@ class FlatBase(Optimizer):
         super().__setstate__(state)
         self._step_supports_amp_scaling = False
         refreshes_itself(self)
+
+
+def _sum_on(device: torch.device, parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of 0-d tensors, of which one per device is copied: a copy from the GPU makes the host wait."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for part in parts:
+        by_device.setdefault(part.device, []).append(part)
+    return torch.stack([torch.stack(same).sum().to(device) for same in by_device.values()]).sum()
