@@ -181,6 +181,18 @@ class PlainParameter:
         flat: torch.Tensor = local_of(gradient).detach().reshape(-1)
         return flat
 
+    @property
+    def counter_device(self) -> torch.device:
+        """Where its step counter lives if it is made now."""
+        return self.parameter.device if self.is_capturable else torch.device("cpu")
+
+    def count_step(self, counter: torch.Tensor, rows: Rows) -> tuple[torch.Tensor | None, int]:
+        """Count a step; return rows of its own where counters must not be looked at, and the number of its row."""
+        counter.add_(1)
+        if self.is_capturable:
+            return rows.of_steps([self.group], counter.view(1)), 0
+        return None, rows.number(self.group, int(counter))
+
     def __str__(self) -> str:
         return f"a parameter of shape {tuple(self.parameter.shape)}, {self.parameter.dtype}"
 
@@ -197,17 +209,13 @@ def plain_update(
     parameter, what = plain.parameter, str(plain)
     values = state.setdefault(parameter, {})
     if not values:
-        device = parameter.device if plain.is_capturable else "cpu"
         moments = (torch.zeros_like(parameter, dtype=dtype).detach() for _ in range(2))
-        values.update(zip(KEYS, (torch.zeros((), device=device), *moments), strict=True))
+        values.update(zip(KEYS, (torch.zeros((), device=plain.counter_device), *moments), strict=True))
     step, *shown = state_values(values, what)
-    step.add_(1)
+    own, row = plain.count_step(step, rows)
     local = [local_of(tensor).detach() for tensor in (parameter, *shown)]
     flat = [tensor.reshape(-1) for tensor in local]
-    stored = tuple((a, b) for a, b in zip(local, flat, strict=True) if a.data_ptr() != b.data_ptr())
-    own = rows.of_steps([plain.group], step.view(1)) if plain.is_capturable else None
-    row = 0 if plain.is_capturable else rows.number(plain.group, int(step))
-    return Update(AdamWBuffers(gradient, *flat), _all_of(flat[0].numel(), row), own, stored=stored)
+    return Update(AdamWBuffers(gradient, *flat), _all_of(flat[0].numel(), row), own, _stored(local, flat))
 
 
 def int8_plain_update(plain: PlainParameter, gradient: torch.Tensor, state: State, rows: Rows, number: int) -> Update:
@@ -228,18 +236,19 @@ def int8_plain_update(plain: PlainParameter, gradient: torch.Tensor, state: Stat
         )
     values = state.setdefault(parameter, {})
     if CODED_KEYS[0] not in values:
-        values.update(coded_state(parameter, values, "cpu" if not plain.is_capturable else parameter.device))
-    values["step"].add_(1)
+        values.update(coded_state(parameter, values, plain.counter_device))
+    own, row = plain.count_step(values["step"], rows)
     weight = parameter.detach().reshape(-1)
-    codes = [values[key].view(-1) for key in CODED_KEYS]
-    nothing = torch.zeros(0, device=parameter.device)
+    codes, nothing = [values[key].view(-1) for key in CODED_KEYS], torch.zeros(0, device=parameter.device)
     moments = Int8Moments(codes[0], codes[2], codes[1], codes[3], nothing, nothing)
-    own = rows.of_steps([plain.group], values["step"].view(1)) if plain.is_capturable else None
-    row = 0 if plain.is_capturable else rows.number(plain.group, int(values["step"]))
-    segment = CodedSegment(0, weight.numel(), row, random_position(number, 0))
-    stored = ((parameter.detach(), weight),) if weight.data_ptr() != parameter.data_ptr() else ()
-    buffers = Int8AdamWBuffers(gradient, weight, moments)
-    return Update(buffers, CodedSegments([segment], weight.numel()), own, stored=stored)
+    segments = CodedSegments([CodedSegment(0, weight.numel(), row, random_position(number, 0))], weight.numel())
+    return Update(Int8AdamWBuffers(gradient, weight, moments), segments, own, _stored([parameter.detach()], [weight]))
+
+
+def _stored(
+    tensors: Sequence[torch.Tensor], flat: Sequence[torch.Tensor]
+) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    return tuple((a, b) for a, b in zip(tensors, flat, strict=True) if a.data_ptr() != b.data_ptr())
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -131,25 +130,6 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    """FP32 moments of the parameters that are too small for codes, one after the other.
-
-    Attributes:
-        offsets: where each parameter's begin on this rank; None for one that has codes.
-        storages: of exp_avg and exp_avg_sq.
-    """
-
-    offsets: tuple[int | None, ...]
-    storages: tuple[FlatStorage, FlatStorage]
-
-    def piece(self, moment: int, index: int, numel: int) -> torch.Tensor:
-        """Return the local part of one moment of one parameter, 1-D."""
-        start = self.offsets[index]
-        assert start is not None
-        return self.storages[moment].tensor[start : start + numel]
-
-
 class Int8GroupMoments(GroupMoments):
     """Both moments of one parameter group: codes, scales, and FP32 for parameters of less than 4096 elements.
 
@@ -175,24 +155,17 @@ class Int8GroupMoments(GroupMoments):
             for name, _ in _MOMENTS
         )
         self._is_coded = tuple(map(is_coded, main.plan.shapes))
-        self._plain = self._make_plain(group)
-        plain = [storage.tensor for storage in self._plain.storages]
-        codes = self.exp_avg.local_buffer, self.exp_avg_sq.local_buffer
-        self.moments = Int8Moments(*codes, *(scale.local_buffer for scale in self._scales), *plain)
-
-    def _make_plain(self, group: ParameterGroup) -> _Plain:
-        offsets: list[int | None] = []
+        # Where each small parameter's FP32 moments begin on this rank; None for one that has codes.
+        self._offsets: list[int | None] = []
         numel = 0
         for (start, stop), coded in zip(self._pieces, self._is_coded, strict=True):
-            offsets.append(None if coded else numel)
+            self._offsets.append(None if coded else numel)
             numel += 0 if coded else -(-(stop - start) // _PLAIN_ALIGNMENT) * _PLAIN_ALIGNMENT
-        device = group.main_weight.device
-        storages = [
-            FlatStorage(numel, torch.float32, device, name=f"unit {group.name!r}: small {name}") for name, _ in _MOMENTS
-        ]
-        for storage in storages:
-            storage.tensor.zero_()
-        return _Plain(tuple(offsets), (storages[0], storages[1]))
+        names = (f"unit {group.name!r}: small {name}" for name, _ in _MOMENTS)
+        self._small = [FlatStorage(numel, torch.float32, main.device, name=name) for name in names]
+        small = [storage.tensor.zero_() for storage in self._small]
+        codes = self.exp_avg.local_buffer, self.exp_avg_sq.local_buffer
+        self.moments = Int8Moments(*codes, *(scale.local_buffer for scale in self._scales), *small)
 
     # ------------------------------------------------------------------ state
 
@@ -202,16 +175,17 @@ class Int8GroupMoments(GroupMoments):
 
     def flat(self) -> tuple[torch.Tensor, ...]:
         """See ``GroupState``."""
-        plain = (storage.tensor for storage in self._plain.storages)
-        return *super().flat(), *(scale.local_buffer for scale in self._scales), *plain
+        small = (storage.tensor for storage in self._small)
+        return *super().flat(), *(scale.local_buffer for scale in self._scales), *small
 
     def _make_views(self, index: int) -> tuple[Any, ...]:
         if self._is_coded[index]:
             pairs = zip((self.exp_avg, self.exp_avg_sq), self._scales, strict=True)
             return self.steps[index], *(buffer.get_dtensor(index) for pair in pairs for buffer in pair)
-        main = self.exp_avg
+        main, start = self.exp_avg, self._offsets[index]
+        assert start is not None
         like = main.get_local_tensor(index)
-        locals_ = (self._plain.piece(moment, index, like.numel()).view(like.shape) for moment in range(2))
+        locals_ = (each.tensor[start : start + like.numel()].view(like.shape) for each in self._small)
         return self.steps[index], *(
             buffer_dtensor(local, main.layout, index, main.mesh, main.name) for local in locals_
         )
@@ -263,7 +237,7 @@ class Int8GroupMoments(GroupMoments):
                 continue
             held = group.main_weight.layout.held(index)
             position = random_position(number, held.start)
-            segments.append(CodedSegment(start, stop, row, position, self._plain.offsets[index]))
+            segments.append(CodedSegment(start, stop, row, position, self._offsets[index]))
         return CodedSegments(segments, self.exp_avg.local_buffer.numel())
 
     def _with_moments(self, gradient: torch.Tensor, weights: MuonWeights) -> Int8AdamWBuffers:

@@ -8,7 +8,6 @@ the matrix. No matrix is divided, so results do not depend on the number of rank
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,11 +17,6 @@ from megatron_fsdp.optim.matrix_views import MatrixBlock
 from megatron_fsdp.optim.newton_schulz import newton_schulz_flops
 
 __all__ = ["MatrixWork", "Ownership", "OwnershipReport", "holders_of", "ownership_report", "plan_ownership"]
-
-# When exchanging matrices between ranks is over, and how much of it may be tried.
-_GOOD_ENOUGH = 1.015
-_MAX_SWAPS = 4
-_SWAP_PARTNERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,83 +123,21 @@ def plan_ownership(works: Sequence[MatrixWork], num_shards: int, num_replicas: i
         works: all matrices that these ranks hold.
         num_shards, num_replicas: of the ranks; owners of one replica's pieces are in that replica.
     """
-    placement = _Placement(works, num_shards, num_shards * num_replicas)
-    owners = tuple(placement.owners)
+    costs, num_ranks = [work.flops for work in works], num_shards * num_replicas
+    loads, numels, owners = [0] * num_ranks, [0] * num_ranks, [0] * len(works)
+    # Entries of (load, elements, rank), most of which are older than the loads.
+    heap = [(0, 0, rank) for rank in range(num_ranks)]
+    for index in sorted(range(len(works)), key=lambda index: (-costs[index], -works[index].block.numel, index)):
+        # Loads only grow, so an entry that is still true is the least.
+        while heap[0] != (now := (loads[heap[0][2]], numels[heap[0][2]], heap[0][2])):
+            heapq.heapreplace(heap, now)
+        least = heap[0][2]
+        holders = (rank for shard in _preferred(works[index]) for rank in range(shard, num_ranks, num_shards))
+        owner = owners[index] = next((rank for rank in holders if loads[rank] == loads[least]), least)
+        loads[owner] += costs[index]
+        numels[owner] += works[index].block.numel
     received = _received(works, owners, num_shards, num_replicas)
-    return Ownership(tuple(works), owners, num_shards, num_replicas, tuple(placement.loads), tuple(received))
-
-
-class _Placement:
-    """Matrices as they are given out: to the rank that has the least, the longest first.
-
-    Attributes:
-        loads: operations of each rank. owners: the rank of each matrix.
-    """
-
-    def __init__(self, works: Sequence[MatrixWork], num_shards: int, num_ranks: int) -> None:
-        self._num_shards = num_shards
-        self._costs = [work.flops for work in works]
-        self.loads, self.owners = [0] * num_ranks, [0] * len(works)
-        numels = [0] * num_ranks
-        # Entries of (load, elements, rank), most of which are older than the loads.
-        heap = [(0, 0, rank) for rank in range(num_ranks)]
-        for index in sorted(
-            range(len(works)), key=lambda index: (-self._costs[index], -works[index].block.numel, index)
-        ):
-            # Loads only grow, so an entry that is still true is the least.
-            while heap[0] != (now := (self.loads[heap[0][2]], numels[heap[0][2]], heap[0][2])):
-                heapq.heapreplace(heap, now)
-            owner = self._holder_among_equals(works[index], heap[0][2])
-            self.owners[index] = owner
-            self.loads[owner] += self._costs[index]
-            numels[owner] += works[index].block.numel
-        self._swap()
-
-    def _holder_among_equals(self, work: MatrixWork, found: int) -> int:
-        for shard in _preferred(work):
-            for rank in range(shard, len(self.loads), self._num_shards):
-                if self.loads[rank] == self.loads[found]:
-                    return rank
-        return found
-
-    def _swap(self) -> None:
-        """Exchange single matrices between the rank that has most and those with least while that lowers the most."""
-        owned: list[list[int]] = [[] for _ in self.loads]
-        for index, rank in enumerate(self.owners):
-            owned[rank].append(index)
-        limit = _GOOD_ENOUGH * max(sum(self.loads) / len(self.loads), max(self._costs, default=0))
-        for _ in range(_MAX_SWAPS * len(self.loads)):
-            most = max(range(len(self.loads)), key=self.loads.__getitem__)
-            if self.loads[most] <= limit:
-                return
-            for least in heapq.nsmallest(_SWAP_PARTNERS, range(len(self.loads)), key=self.loads.__getitem__):
-                pair = self._best_pair(owned[most], owned[least], self.loads[most] - self.loads[least])
-                if pair is not None:
-                    self._exchange(owned, (most, least), pair)
-                    break
-            else:
-                return
-
-    def _best_pair(self, ours: Sequence[int], theirs: Sequence[int], surplus: int) -> tuple[int, int | None] | None:
-        """Return what to give and what to take, None for nothing, so that both come closest; None if nothing helps."""
-        kinds = {self._costs[index]: index for index in ours}
-        others: dict[int, int | None] = {self._costs[index]: index for index in theirs}
-        others[0] = None
-        best, least = None, surplus
-        for (mine, give), (cost, take) in itertools.product(kinds.items(), others.items()):
-            left = abs(surplus - 2 * (mine - cost))
-            if left < least:
-                best, least = (give, take), left
-        return best
-
-    def _exchange(self, owned: list[list[int]], ranks: tuple[int, int], pair: tuple[int, int | None]) -> None:
-        moves = [(pair[0], *ranks)] + ([] if pair[1] is None else [(pair[1], ranks[1], ranks[0])])
-        for index, source, target in moves:
-            owned[source].remove(index)
-            owned[target].append(index)
-            self.owners[index] = target
-            self.loads[source] -= self._costs[index]
-            self.loads[target] += self._costs[index]
+    return Ownership(tuple(works), tuple(owners), num_shards, num_replicas, tuple(loads), tuple(received))
 
 
 def _preferred(work: MatrixWork) -> list[int]:
