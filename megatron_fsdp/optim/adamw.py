@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,12 +19,11 @@ from megatron_fsdp.optim.adamw_update import (
     int8_plain_update,
     plain_update,
 )
-from megatron_fsdp.optim.flat_base import FlatBase, Gradients, Home, loss_of
+from megatron_fsdp.optim.flat_base import Binding, FlatBase, Gradients, Owned, owned_groups
 from megatron_fsdp.optim.int8_moments import CODED_KEYS, Int8GroupMoments, decoded_state
 from megatron_fsdp.optim.loaded_state import parameters_of, state_dtype
 from megatron_fsdp.runtime.freshness import refreshes_itself
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.resting_copy import announce_step
+from megatron_fsdp.runtime.parameter_group import group_of_parameter
 
 __all__ = ["AdamW"]
 
@@ -75,7 +73,6 @@ class AdamW(FlatBase, torch.optim.AdamW):
     _kept = (*FlatBase._kept, "moments", "rounding_seed")
     _wide_keys = KEYS[1:]
     _exact_keys = CODED_KEYS
-    _binding: _Binding | None = None
     _entries: tuple[dict[str, Any], ...] = ()
 
     def __init__(
@@ -130,46 +127,22 @@ class AdamW(FlatBase, torch.optim.AdamW):
         _refuse_options([{**self.defaults, **param_group}])
         super().add_param_group(param_group)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None) -> Any:
-        """Take one step; parameters whose ``.grad`` is None are left alone.
-
-        With a maximal norm the gradients' global norm is measured in one pass over them and the factor applied inside
-        the update: ``.grad`` keeps its values, and no further pass is made. Every rank calls it then, as the norm is
-        reduced. ``grad_norm`` is the norm before clipping afterwards, a 0-d fp32 tensor, equal on all ranks.
-
-        Args:
-            closure: computes and returns the loss, with gradients enabled.
-            max_norm: as in ``clip_grad_norm_``; ``float("inf")`` only measures. None: the constructor's.
-        Returns:
-            What the closure returned, else None.
-        """
-        loss = loss_of(closure)
-        binding, rows = self._bound(), Rows(self.param_groups, self.rounding_seed)
-        is_known = len(self._entries) == len(self.state) and all(map(operator.is_, self._entries, self.state.values()))
-        gradients = Gradients(binding.groups, binding.plain)
-        factor = self._clip_factor(gradients, max_norm)
-        if not self._may_step(gradients):
-            return loss
-        stepped = [moments.group for moments in binding.groups if moments.group is not None]
-        announce_step(stepped)
-        changed = [pair for pair in gradients.groups if not (is_known and pair[0].is_shown())]
+    def _update(self, binding: Binding, gradients: Gradients, factor: torch.Tensor | None) -> None:
+        rows, known = Rows(self.param_groups, self.rounding_seed), self._entries
+        is_known = len(known) == len(self.state) and all(map(operator.is_, known, self.state.values()))
+        changed = [(group, found.present) for group, found in gradients.groups if not (is_known and group.is_shown())]
         if changed:
-            adopt_together([(moments, gradient.present) for moments, gradient in changed], self.state)
+            adopt_together(changed, self.state)
         updates = [group_update(*pair, rows) for pair in gradients.groups]
         updates += [self._plain_update(*pair, rows) for pair in gradients.plain]
         for update in updates:
             update.run(rows, factor)
-        for moments, _ in gradients.groups:
-            moments.settle()
         self._entries = tuple(self.state.values())
-        return loss
 
     def _plain_update(self, plain: PlainParameter, gradient: torch.Tensor, rows: Rows) -> Update:
         if self.moments != "int8":
             return plain_update(plain, gradient, self.state, rows, self.moments_dtype)
-        parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        number = next(number for number, parameter in enumerate(parameters) if parameter is plain.parameter)
+        number = next(n for n, parameter in enumerate(parameters_of(self)) if parameter is plain.parameter)
         return int8_plain_update(plain, gradient, self.state, rows, number)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -185,13 +158,12 @@ class AdamW(FlatBase, torch.optim.AdamW):
             if CODED_KEYS[0] not in values:
                 state_values(values, f"parameter {key!r} in the state dict")
         super().load_state_dict(state_dict)
-        if self.moments != "int8":
-            for parameter in parameters_of(self):
-                if CODED_KEYS[0] in self.state.get(parameter, ()):
-                    found = self.state[parameter]
-                    self.state[parameter] = decoded_state(parameter, found, state_dtype(self, parameter))
-        binding = self._bound()
-        adopt_together([(moments, moments.held(self.state)) for moments in binding.groups], self.state)
+
+    def _mend_loaded(self) -> None:
+        for parameter in parameters_of(self) if self.moments != "int8" else ():
+            if CODED_KEYS[0] in self.state.get(parameter, ()):
+                found = self.state[parameter]
+                self.state[parameter] = decoded_state(parameter, found, state_dtype(self, parameter))
 
     def dequantized_state_dict(self) -> dict[str, Any]:
         """Return the state dict with FP32 moments of the parameters' shapes in place of codes, as
@@ -210,63 +182,31 @@ class AdamW(FlatBase, torch.optim.AdamW):
         }
         return {**document, "state": state}
 
-    def _bound(self) -> _Binding:
-        """Return where the parameters live, found anew when param groups have changed."""
-        parameters = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
-        flags = tuple((bool(group["capturable"]), len(group["params"])) for group in self.param_groups)
-        if self._binding is None or not self._binding.fits(parameters, flags):
-            self._binding = _bind(self.param_groups, self._make_moments, self._binding, flags)
-        return self._binding
+    def _flags_of(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        return (bool(group["capturable"]),)
 
-    def _make_moments(
-        self, owner: ParameterGroup, members: tuple[int, ...], numbers: tuple[int, ...], is_capturable: bool
-    ) -> GroupMoments:
+    def _bind(self, parameters: tuple[torch.Tensor, ...], flags: tuple[Any, ...]) -> Binding:
+        plain = tuple(
+            PlainParameter(parameter, number, bool(group["capturable"]))
+            for number, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+            if group_of_parameter(parameter) is None
+        )
+        # The values of an older state that does not fit are taken over from the dictionaries that show them.
+        known = {} if self._binding is None else {id(state.group): state for state in self._binding.states}
+        states = []
+        for owned in owned_groups(self.param_groups):
+            is_capturable = any(self.param_groups[member]["capturable"] for member in owned.members if member != ABSENT)
+            state = known.get(id(owned.group))
+            if state is None or (state.members, state.is_capturable) != (owned.members, is_capturable):
+                state = self._make_state(owned, is_capturable)
+            states.append(state)
+        return Binding(parameters, flags, tuple(states), plain)
+
+    def _make_state(self, owned: Owned, is_capturable: bool) -> GroupMoments:
         if self.moments == "int8":
-            return Int8GroupMoments(owner, members, numbers, is_capturable=is_capturable)
-        return GroupMoments(owner, members, self.moments_dtype, is_capturable=is_capturable)
-
-
-@dataclass(frozen=True, slots=True)
-class _Binding(Home):
-    """Where the parameters of an optimizer live; flags: whether each param group is capturable, and its length.
-
-    Attributes:
-        groups: the flat state of each sharded group. plain: all other parameters.
-    """
-
-    groups: tuple[GroupMoments, ...]
-    plain: tuple[PlainParameter, ...]
-
-
-def _bind(
-    param_groups: Sequence[dict[str, Any]],
-    make: Callable[[ParameterGroup, tuple[int, ...], tuple[int, ...], bool], GroupMoments],
-    previous: _Binding | None,
-    flags: tuple[tuple[bool, int], ...],
-) -> _Binding:
-    numbered = [(number, p) for number, group in enumerate(param_groups) for p in group["params"]]
-    owners: dict[int, ParameterGroup] = {}
-    plain: list[PlainParameter] = []
-    for number, parameter in numbered:
-        owner = group_of_parameter(parameter)
-        if owner is None:
-            plain.append(PlainParameter(parameter, number, flags[number][0]))
-        else:
-            owners[id(owner)] = owner
-    known = {} if previous is None else {id(moments.group): moments for moments in previous.groups}
-    number_of = {id(parameter): number for number, parameter in numbered}
-    position_of = {id(parameter): position for position, (_, parameter) in enumerate(numbered)}
-    groups: list[GroupMoments] = []
-    for key, owner in owners.items():
-        members = tuple(number_of.get(id(param), ABSENT) for param in owner.parameters.values())
-        is_capturable = any(param_groups[member]["capturable"] for member in members if member != ABSENT)
-        moments = known.get(key)
-        if moments is None or (moments.members, moments.is_capturable) != (members, is_capturable):
-            # The values of an older one are taken over from the state that shows them.
-            positions = tuple(position_of.get(id(param), ABSENT) for param in owner.parameters.values())
-            moments = make(owner, members, positions, is_capturable)
-        groups.append(moments)
-    return _Binding(tuple(parameter for _, parameter in numbered), flags, tuple(groups), tuple(plain))
+            return Int8GroupMoments(owned.group, owned.members, owned.positions, is_capturable=is_capturable)
+        return GroupMoments(owned.group, owned.members, self.moments_dtype, is_capturable=is_capturable)
 
 
 def _check_moments(

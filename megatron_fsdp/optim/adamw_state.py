@@ -1,7 +1,7 @@
-"""GroupMoments: the AdamW state of one parameter group as two flat buffers, shown per parameter as torch.optim's state.
+"""GroupState: the optimizer state of one parameter group on flat memory, shown per parameter as torch.optim's state.
 
-The optimizer's ``state`` holds DTensors over these buffers, and step counters over one tensor, so that state dicts and
-checkpoints see what ``torch.optim.AdamW`` would show, while a step works on the buffers alone.
+The optimizer's ``state`` holds DTensors over flat buffers, and step counters over one tensor, so that state dicts and
+checkpoints see what ``torch.optim`` would show, while a step works on the buffers alone.
 """
 
 from __future__ import annotations
@@ -18,50 +18,60 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
 from dbuffer.mesh import MeshAxis
-from dbuffer_kernels import AdamWBuffers, CodedSegments, Int8AdamWBuffers, Segment, Segments, pack
+from dbuffer_kernels import AdamWBuffers, CodedSegments, Int8AdamWBuffers, MuonWeights, Segment, Segments, pack
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.nonfinite import Reading
 from megatron_fsdp.runtime.grad_state import GradState
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
 
-__all__ = ["FlatGradient", "GroupGradients", "GroupMoments", "adopt_together", "local_range", "state_values"]
+__all__ = [
+    "FlatGradient",
+    "GroupGradients",
+    "GroupMoments",
+    "GroupState",
+    "adopt_together",
+    "local_of",
+    "local_range",
+    "state_values",
+]
 
 State = MutableMapping[Any, Any]
 KEYS = ("step", "exp_avg", "exp_avg_sq")
 ABSENT = -1
-_IN_ORDER = operator.itemgetter(*KEYS)
 # Past the property of sharded parameters, which is a call of Python for each of them.
 _gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 # Patterns of missing gradients that a group remembers; models whose experts come and go make ever new ones.
 _MAX_PATTERNS = 32
 
 
-def state_values(values: Mapping[str, Any], parameter: str) -> tuple[Any, ...]:
-    """Return step, exp_avg and exp_avg_sq of one parameter's state.
+def state_values(
+    values: Mapping[str, Any], parameter: str, keys: Sequence[str] = KEYS, what: str = "AdamW"
+) -> tuple[Any, ...]:
+    """Return what one parameter's state has under the keys.
 
     Raises:
         ConfigError: the state is that of another optimizer.
     """
-    if not all(key in values for key in KEYS):
+    if not all(key in values for key in keys):
         raise ConfigError(
-            f"AdamW: the state of {parameter} has {sorted(map(str, values))}; wanted {list(KEYS)}. Load the state of "
-            "an AdamW or Adam without amsgrad."
+            f"{what}: the state of {parameter} has {sorted(map(str, values))}; wanted {list(keys)}. Load a state "
+            f"dict in which {what} (or that of torch.optim, without amsgrad) steps the same parameters"
         )
-    return tuple(values[key] for key in KEYS)
+    return tuple(values[key] for key in keys)
 
 
-def adopt_together(wanted: Iterable[tuple[GroupMoments, Sequence[bool]]], state: State) -> None:
+def adopt_together(wanted: Iterable[tuple[GroupState, Sequence[bool]]], state: State) -> None:
     """Make ``state`` show these buffers for the wanted parameters of each group, with the values that it held or zeros.
 
     What it shows of a parameter in the memory of another one is copied before any is overwritten: whoever exchanges
     records or moments of parameters means their values.
     """
-    new = [(moments, index) for moments, flags in wanted for index in moments.unshown(state, flags)]
-    memory = {_address(buffer) for moments in {id(each): each for each, _ in new}.values() for buffer in moments.flat()}
-    for moments, index in new:
-        moments.set_apart(state, index, memory)
-    for moments, index in new:
-        moments.take_over(state, index)
+    new = [(group, index) for group, flags in wanted for index in group.unshown(state, flags)]
+    memory = {_address(buffer) for group in {id(each): each for each, _ in new}.values() for buffer in group.flat()}
+    for group, index in new:
+        group.set_apart(state, index, memory)
+    for group, index in new:
+        group.take_over(state, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +157,7 @@ class GroupGradients:
         found = []
         for param, name, member in zip(self._params, self._names, self.members, strict=True):
             if member != ABSENT:
-                local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-                found.append(Reading(name, local, self.axes, self.device))
+                found.append(Reading(name, local_of(param.grad), self.axes, self.device))
         return found
 
     def _packed(self, group: ParameterGroup, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -158,7 +167,7 @@ class GroupGradients:
         for grad, name, (start, stop) in zip(grads, self._names, self._pieces, strict=True):
             if grad is None:
                 continue
-            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            local = local_of(grad)
             if local.numel() != stop - start:
                 raise StateError(
                     f"{name}: .grad has {local.numel()} elements on this rank, the parameter {stop - start}; assign a "
@@ -170,37 +179,53 @@ class GroupGradients:
         return pack(locals_, flat, offsets)
 
 
-class GroupMoments(GroupGradients):
-    """Both moments and the step counters of one parameter group.
+class GroupState(GroupGradients):
+    """The state of one parameter group on flat memory: what all kinds of it share.
+
+    A kind says under which ``keys`` it shows each parameter, and makes the tensors.
 
     Args:
         group, members: as in ``GroupGradients``.
-        dtype: of the moments; None: that of the main weights, FP32 where these are split.
         is_capturable: whether step counters live beside the weights, to be read by device work alone.
     """
 
-    def __init__(
-        self, group: ParameterGroup, members: Sequence[int], dtype: torch.dtype | None, *, is_capturable: bool
-    ) -> None:
+    title = "AdamW"
+
+    def __init__(self, group: ParameterGroup, members: Sequence[int], *, is_capturable: bool = False) -> None:
         super().__init__(group, members)
         self.is_capturable = is_capturable
-        self.exp_avg = self._buffer(group, dtype, "exp_avg")
-        self.exp_avg_sq = self._buffer(group, dtype, "exp_avg_sq")
         self.steps = torch.zeros(len(members), device=group.main_weight.device if is_capturable else "cpu")
         # The dictionary of ``state`` that shows each parameter, an empty one where none does yet.
         self._shown: list[dict[str, Any]] = [{} for _ in members]
         self._views: list[tuple[Any, ...]] = [()] * len(members)
-        self._buffers: AdamWBuffers | Int8AdamWBuffers | None = None
-        self._patterns: dict[tuple[int, ...], tuple[Segments | CodedSegments, torch.Tensor]] = {}
+        self._in_order: list[Callable[[Mapping[str, Any]], tuple[Any, ...]]] = []
+        # Members whose steps are counted, and what was worked out for each pattern of their rows.
+        self._counted = self.members
+        self._patterns: dict[tuple[int, ...], tuple[Any, torch.Tensor]] = {}
+
+    def keys(self, index: int) -> tuple[str, ...]:
+        """Return the keys of a parameter's state."""
+        return KEYS
+
+    def flat(self) -> tuple[torch.Tensor, ...]:
+        """Return the flat tensors of which ``state`` shows parts."""
+        raise NotImplementedError
+
+    def _make_views(self, index: int) -> tuple[Any, ...]:
+        """Return what ``state`` shows of a parameter, in the order of its keys."""
+        raise NotImplementedError
 
     @staticmethod
     def _buffer(group: ParameterGroup, dtype: torch.dtype | None, what: str) -> DBuffer:
+        """Return zeros that are laid out like the main weights, FP32 or of their dtype where none is given."""
         main, dtype = group.main_weight, dtype or group.spec.dtypes.stepped
         name = f"unit {group.name!r}: {what}"
-        buffer = DBuffer.from_plan(main.plan, main.mesh, main.placements, dtype, main.device, name=name)
-        return buffer.zero_()
+        return DBuffer.from_plan(main.plan, main.mesh, main.placements, dtype, main.device, name=name).zero_()
 
-    # ------------------------------------------------------------------ state
+    def _view(self, buffer: DBuffer, index: int) -> DTensor:
+        group = self.group
+        assert group is not None
+        return group.fsdp_params.wrap(index, buffer.get_dtensor(index))
 
     def unshown(self, state: State, wanted: Sequence[bool]) -> list[int]:
         """Return the wanted parameters for which ``state`` does not show these buffers."""
@@ -210,10 +235,6 @@ class GroupMoments(GroupGradients):
     def held(self, state: State) -> list[bool]:
         """Return for which parameters ``state`` holds something."""
         return [bool(state.get(param)) for param in self._params]
-
-    def flat(self) -> tuple[torch.Tensor, ...]:
-        """Return the flat tensors of which ``state`` shows parts."""
-        return self.exp_avg.local_buffer, self.exp_avg_sq.local_buffer, self.steps
 
     def set_apart(self, state: State, index: int, memory: Collection[int]) -> None:
         """Copy what ``state`` shows of a parameter in one of these memories, unless it is the parameter's own."""
@@ -228,60 +249,53 @@ class GroupMoments(GroupGradients):
 
         Quicker than ``unshown``, for a caller that knows that the dictionaries are those.
         """
-        found = itertools.chain.from_iterable(map(_IN_ORDER, self._shown))
+        if not self._in_order:
+            self._in_order = [operator.itemgetter(*self.keys(index)) for index in range(len(self.members))]
+        found = itertools.chain.from_iterable(map(operator.call, self._in_order, self._shown))
         try:
             return all(map(operator.is_, found, itertools.chain.from_iterable(self._views)))
         except KeyError:
             return False
 
     def _shows(self, values: Mapping[str, Any] | None, index: int) -> bool:
-        if values is None or values is not self._shown[index]:
+        if not values or values is not self._shown[index]:
             return False
-        return all(values.get(key) is view for key, view in zip(KEYS, self._views[index], strict=True))
+        return all(values.get(key) is view for key, view in zip(self.keys(index), self._views[index], strict=True))
 
     def take_over(self, state: State, index: int) -> None:
         """Make ``state`` show these buffers for one parameter, with the values that it held or zeros."""
-        param = self._params[index]
+        param, keys = self._params[index], self.keys(index)
         views = self._views[index] or self._make_views(index)
         values = state.get(param)
-        found = state_values(values, self._names[index]) if values else (0.0, None, None)
-        if found[0] is not views[0]:
-            # Not by way of the host: a counter of a captured step lies on the device.
-            self.steps[index] = torch.as_tensor(found[0]).reshape(())
-        start, stop = self._pieces[index]
-        for buffer, value, view in zip((self.exp_avg, self.exp_avg_sq), found[1:], views[1:], strict=True):
-            piece = buffer.local_buffer[start:stop]
+        found = self._found(values, views, index) if values else (None,) * len(keys)
+        for view, value in zip(views, found, strict=True):
+            local = view._local_tensor if isinstance(view, DTensor) else view
             if value is None:
-                piece.zero_()
+                local.zero_()
             elif value is not view:
-                piece.copy_(self._local(value, index).reshape(-1))
+                # Counters not by way of the host: that of a captured step lies on the device.
+                local.copy_(self._rows(value, local, index))
         values = {} if values is None else values
-        values.update(zip(KEYS, views, strict=True))
+        values.update(zip(keys, views, strict=True))
         state[param] = self._shown[index] = values
         self._views[index] = views
 
-    def _make_views(self, index: int) -> tuple[Any, ...]:
-        group = self.group
-        assert group is not None
-        moments = (
-            group.fsdp_params.wrap(index, buffer.get_dtensor(index)) for buffer in (self.exp_avg, self.exp_avg_sq)
-        )
-        return self.steps[index], *moments
+    def _found(self, values: Mapping[str, Any], views: Sequence[Any], index: int) -> tuple[Any, ...]:
+        """Return what a parameter's state holds, in the order of its keys."""
+        return state_values(values, self._names[index], self.keys(index), self.title)
 
-    def _local(self, value: Any, index: int) -> torch.Tensor:
-        local: torch.Tensor = value.to_local() if isinstance(value, DTensor) else value
-        start, stop = self._pieces[index]
-        if local.numel() != stop - start:
+    def _rows(self, value: Any, target: torch.Tensor, index: int) -> torch.Tensor:
+        local: torch.Tensor = local_of(torch.as_tensor(value))
+        if local.numel() != target.numel():
             raise StateError(
-                f"{self._names[index]}: its AdamW state has {local.numel()} elements on this rank, the parameter "
-                f"{stop - start}; load it with optimizer.load_state_dict, which brings it into the parameter's rows"
+                f"{self._names[index]}: its {self.title} state has {local.numel()} elements on this rank, the "
+                f"parameter {target.numel()}; load it with optimizer.load_state_dict, which brings it "
+                "into the parameter's rows"
             )
-        return local
+        return local.reshape(target.shape)
 
-    # ------------------------------------------------------------------ step
-
-    def count_step(self, row_of: Callable[[int, int], int], present: Sequence[bool]) -> Segments | CodedSegments:
-        """Count one more step for the parameters that are present, and return what to update, with which rows.
+    def count_step(self, row_of: Callable[[int, int], int], present: Sequence[bool]) -> Any:
+        """Count one more step for the parameters that are present, and return the segments to update, with their rows.
 
         Args:
             row_of: gives the row of hyperparameters for (number of the param group, number of the step); not asked
@@ -299,26 +313,67 @@ class GroupMoments(GroupGradients):
         return segments
 
     def _pattern(self, row_of: Callable[[int, int], int], present: Sequence[bool]) -> tuple[int, ...]:
-        members = self.members
+        members = self._counted
         if present is not self._all_present:
-            members = tuple(
-                member if is_present else ABSENT for member, is_present in zip(members, present, strict=True)
-            )
+            pairs = zip(members, present, strict=True)
+            members = tuple(member if is_present else ABSENT for member, is_present in pairs)
         if self.is_capturable:
             return tuple(ABSENT if member == ABSENT else index for index, member in enumerate(members))
-        steps = self.steps.tolist()
-        if steps.count(steps[0]) == len(steps):
-            rows = {
-                member: ABSENT if member == ABSENT else row_of(member, int(steps[0]) + 1) for member in set(members)
-            }
-            return tuple(map(rows.__getitem__, members))
-        numbers: dict[tuple[int, float], int] = {(ABSENT, 0.0): ABSENT}
-        pattern = []
-        for key in zip(members, steps, strict=True):
-            if key not in numbers:
-                numbers[key] = ABSENT if key[0] == ABSENT else row_of(key[0], int(key[1]) + 1)
-            pattern.append(numbers[key])
-        return tuple(pattern)
+        keys = list(zip(members, self.steps.tolist(), strict=True))
+        rows = {key: ABSENT if key[0] == ABSENT else row_of(key[0], int(key[1]) + 1) for key in dict.fromkeys(keys)}
+        return tuple(map(rows.__getitem__, keys))
+
+    def _segments(self, rows: Sequence[int]) -> Any:
+        """Return the segments of a step, given each parameter's row or ``ABSENT``."""
+        raise NotImplementedError
+
+    def weights(self) -> MuonWeights:
+        """Return the flat weights that a step writes, with the compute weights where they are a copy on this rank.
+
+        Raises:
+            StateError: the model of these parameters is gone.
+        """
+        group = self.group
+        if group is None:
+            raise StateError(f"{self.title}: the model of these parameters is gone; build the optimizer of one in use")
+        main, model, remainder = group.main_weight, group.model_weight, group.weights.remainder
+        weight, copy = main.local_buffer, None
+        if model is not main:
+            shard = model if model.placements == main.placements else model.slice_view(main.placements)
+            copy = shard.local_buffer if shard.local_buffer.data_ptr() != weight.data_ptr() else None
+        return MuonWeights(weight, copy, None if remainder is None else remainder.current())
+
+    def settle(self) -> None:
+        """Say that all launches of a step were made: what they wrote belongs together."""
+        group = self.group
+        if group is not None and group.weights.remainder is not None:
+            group.weights.remainder.accept()
+
+
+class GroupMoments(GroupState):
+    """Both moments and the step counters of one parameter group.
+
+    Args:
+        group, members, is_capturable: as in ``GroupState``.
+        dtype: of the moments; None: that of the main weights, FP32 where these are split.
+    """
+
+    def __init__(
+        self, group: ParameterGroup, members: Sequence[int], dtype: torch.dtype | None, *, is_capturable: bool
+    ) -> None:
+        super().__init__(group, members, is_capturable=is_capturable)
+        self.exp_avg = self._buffer(group, dtype, "exp_avg")
+        self.exp_avg_sq = self._buffer(group, dtype, "exp_avg_sq")
+        self._buffers: AdamWBuffers | Int8AdamWBuffers | None = None
+
+    def flat(self) -> tuple[torch.Tensor, ...]:
+        """See ``GroupState``."""
+        return self.exp_avg.local_buffer, self.exp_avg_sq.local_buffer, self.steps
+
+    def _make_views(self, index: int) -> tuple[Any, ...]:
+        return self.steps[index], self._view(self.exp_avg, index), self._view(self.exp_avg_sq, index)
+
+    # ------------------------------------------------------------------ step
 
     def _segments(self, rows: Sequence[int]) -> Segments | CodedSegments:
         """Join neighbours of one row; padding between them is zero in all buffers, and AdamW keeps it zero."""
@@ -340,37 +395,24 @@ class GroupMoments(GroupGradients):
         return Segments(joined, numel)
 
     def buffers(self, gradient: torch.Tensor) -> AdamWBuffers | Int8AdamWBuffers:
-        """Return the flat tensors of a step, with the compute weights where they are a copy on this rank.
+        """Return the flat tensors of a step.
 
         Raises:
             StateError: the model of these parameters is gone.
         """
-        group = self.group
-        if group is None:
-            raise StateError("AdamW: the model of these parameters is gone; build the optimizer of a model in use")
-        main, model, remainder = group.main_weight, group.model_weight, group.weights.remainder
-        weight, known = main.local_buffer, self._buffers
-        lower = None if remainder is None else remainder.current()
-        if known is not None and known.gradient is gradient and known.weight is weight:
-            return known
-        copy = None
-        if model is not main:
-            shard = model if model.placements == main.placements else model.slice_view(main.placements)
-            copy = shard.local_buffer if shard.local_buffer.data_ptr() != weight.data_ptr() else None
-        self._buffers = self._with_moments(gradient, weight, copy, lower)
-        return self._buffers
+        weights, known = self.weights(), self._buffers
+        if known is None or known.gradient is not gradient or known.weight is not weights.weight:
+            known = self._buffers = self._with_moments(gradient, weights)
+        return known
 
-    def _with_moments(
-        self, gradient: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor | None, lower: torch.Tensor | None
-    ) -> AdamWBuffers | Int8AdamWBuffers:
+    def _with_moments(self, gradient: torch.Tensor, weights: MuonWeights) -> AdamWBuffers | Int8AdamWBuffers:
         moments = self.exp_avg.local_buffer, self.exp_avg_sq.local_buffer
-        return AdamWBuffers(gradient, weight, *moments, copy, lower)
+        return AdamWBuffers(gradient, weights.weight, *moments, weights.model_weight, weights.remainder)
 
-    def settle(self) -> None:
-        """Say that the launch on ``buffers`` was made: what it wrote belongs together."""
-        group = self.group
-        if group is not None and group.weights.remainder is not None:
-            group.weights.remainder.accept()
+
+def local_of(tensor: Any) -> Any:
+    """Return this rank's part of a DTensor, and anything else as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _address(tensor: torch.Tensor) -> int:

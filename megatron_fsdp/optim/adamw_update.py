@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from dbuffer_kernels import (
 )
 from dbuffer_kernels.reference import rounding_keys
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, FlatGradient, GroupMoments, state_values
+from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, FlatGradient, GroupMoments, local_of, state_values
 from megatron_fsdp.optim.int8_moments import CODED_KEYS, coded_state, is_coded, random_position
 
 __all__ = [
@@ -178,7 +178,20 @@ class PlainParameter:
                 f"AdamW: {self}, has a gradient of layout {gradient.layout}; wanted real numbers and dense gradients. "
                 "Use torch.optim.SparseAdam for sparse gradients, and torch.view_as_real for complex parameters."
             )
-        return _local(gradient).reshape(-1)
+        flat: torch.Tensor = local_of(gradient).detach().reshape(-1)
+        return flat
+
+    @property
+    def counter_device(self) -> torch.device:
+        """Where its step counter lives if it is made now."""
+        return self.parameter.device if self.is_capturable else torch.device("cpu")
+
+    def count_step(self, counter: torch.Tensor, rows: Rows) -> tuple[torch.Tensor | None, int]:
+        """Count a step; return rows of its own where counters must not be looked at, and the number of its row."""
+        counter.add_(1)
+        if self.is_capturable:
+            return rows.of_steps([self.group], counter.view(1)), 0
+        return None, rows.number(self.group, int(counter))
 
     def __str__(self) -> str:
         return f"a parameter of shape {tuple(self.parameter.shape)}, {self.parameter.dtype}"
@@ -196,17 +209,13 @@ def plain_update(
     parameter, what = plain.parameter, str(plain)
     values = state.setdefault(parameter, {})
     if not values:
-        device = parameter.device if plain.is_capturable else "cpu"
         moments = (torch.zeros_like(parameter, dtype=dtype).detach() for _ in range(2))
-        values.update(zip(KEYS, (torch.zeros((), device=device), *moments), strict=True))
+        values.update(zip(KEYS, (torch.zeros((), device=plain.counter_device), *moments), strict=True))
     step, *shown = state_values(values, what)
-    step.add_(1)
-    local = [_local(tensor) for tensor in (parameter, *shown)]
+    own, row = plain.count_step(step, rows)
+    local = [local_of(tensor).detach() for tensor in (parameter, *shown)]
     flat = [tensor.reshape(-1) for tensor in local]
-    stored = tuple((a, b) for a, b in zip(local, flat, strict=True) if a.data_ptr() != b.data_ptr())
-    own = rows.of_steps([plain.group], step.view(1)) if plain.is_capturable else None
-    row = 0 if plain.is_capturable else rows.number(plain.group, int(step))
-    return Update(AdamWBuffers(gradient, *flat), _all_of(flat[0].numel(), row), own, stored=stored)
+    return Update(AdamWBuffers(gradient, *flat), _all_of(flat[0].numel(), row), own, _stored(local, flat))
 
 
 def int8_plain_update(plain: PlainParameter, gradient: torch.Tensor, state: State, rows: Rows, number: int) -> Update:
@@ -227,33 +236,22 @@ def int8_plain_update(plain: PlainParameter, gradient: torch.Tensor, state: Stat
         )
     values = state.setdefault(parameter, {})
     if CODED_KEYS[0] not in values:
-        values.update(coded_state(parameter, values, "cpu" if not plain.is_capturable else parameter.device))
-    values["step"].add_(1)
+        values.update(coded_state(parameter, values, plain.counter_device))
+    own, row = plain.count_step(values["step"], rows)
     weight = parameter.detach().reshape(-1)
-    codes = [values[key].view(-1) for key in CODED_KEYS]
-    nothing = torch.zeros(0, device=parameter.device)
+    codes, nothing = [values[key].view(-1) for key in CODED_KEYS], torch.zeros(0, device=parameter.device)
     moments = Int8Moments(codes[0], codes[2], codes[1], codes[3], nothing, nothing)
-    own = rows.of_steps([plain.group], values["step"].view(1)) if plain.is_capturable else None
-    row = 0 if plain.is_capturable else rows.number(plain.group, int(values["step"]))
-    segment = CodedSegment(0, weight.numel(), row, random_position(number, 0))
-    stored = ((parameter.detach(), weight),) if weight.data_ptr() != parameter.data_ptr() else ()
-    buffers = Int8AdamWBuffers(gradient, weight, moments)
-    return Update(buffers, CodedSegments([segment], weight.numel()), own, stored=stored)
+    segments = CodedSegments([CodedSegment(0, weight.numel(), row, random_position(number, 0))], weight.numel())
+    return Update(Int8AdamWBuffers(gradient, weight, moments), segments, own, _stored([parameter.detach()], [weight]))
+
+
+def _stored(
+    tensors: Sequence[torch.Tensor], flat: Sequence[torch.Tensor]
+) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    return tuple((a, b) for a, b in zip(tensors, flat, strict=True) if a.data_ptr() != b.data_ptr())
 
 
 @functools.lru_cache(maxsize=4096)
 def _all_of(numel: int, row: int) -> Segments:
     # Kept, as its table is copied to the device in the first step: a later one may be captured.
     return Segments([Segment(0, numel, row)], numel)
-
-
-def _sum_on(device: torch.device, parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of 0-d tensors, of which one per device is copied: a copy from the GPU makes the host wait."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for part in parts:
-        by_device.setdefault(part.device, []).append(part)
-    return torch.stack([torch.stack(same).sum().to(device) for same in by_device.values()]).sum()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

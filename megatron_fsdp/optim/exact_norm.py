@@ -19,7 +19,7 @@ _CHUNK = 1 << 20
 
 
 def exact_norm(
-    spread: Sequence[tuple[list[MeshAxis], list[torch.Tensor]]], order: float, device: torch.device
+    spread: Sequence[tuple[Iterable[MeshAxis], list[torch.Tensor]]], order: float, device: torch.device
 ) -> torch.Tensor:
     """Return the norm of gradients, a 0-d FP32 tensor, equal to the last bit however they are sharded.
 
@@ -56,7 +56,7 @@ def exact_norm(
     return norm.where(largest.isfinite(), largest).float()
 
 
-def _largest(spread: Iterable[tuple[list[MeshAxis], list[torch.Tensor]]], device: torch.device) -> torch.Tensor:
+def _largest(spread: Iterable[tuple[Iterable[MeshAxis], list[torch.Tensor]]], device: torch.device) -> torch.Tensor:
     """Return the largest magnitude, FP64; NaN where there is one, as its bits are those of the largest number."""
     largest = torch.zeros((), dtype=torch.int64, device=device)
     for axes, tensors in spread:

@@ -6,19 +6,27 @@ it. Every rank issues the same collectives in the same order, whatever it owns (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from dbuffer import DBuffer
 from dbuffer.collectives import all_gather, all_to_all, wait_for
-from dbuffer.mesh import MeshAxis
-from megatron_fsdp.optim.matrix_views import MatrixBlock, Rectangle
+from dbuffer.mesh import MeshAxis, is_alive, new_group
+from dbuffer.placements import flat_axes, shard_index
+from megatron_fsdp.optim.matrix_views import Rectangle
 from megatron_fsdp.optim.ownership import MatrixWork, Ownership
 
-__all__ = ["Exchange", "OwnerRanks", "Solver", "Source"]
+__all__ = ["Exchange", "OwnerRanks", "Solver", "Source", "owner_ranks"]
+
+_JOINED: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], MeshAxis]] = weakref.WeakKeyDictionary()
 
 
 class Solver(Protocol):
@@ -41,30 +49,60 @@ class OwnerRanks:
     Attributes:
         shards: the axis over which elements are spread, in the order of the shards; None where all are whole.
         replicas: the axis over which they are repeated; None for none, or where replicas repeat the work.
+        shard, num_shards, replica, num_replicas: this rank's places on these axes, and their sizes.
     """
 
     shards: MeshAxis | None
     replicas: MeshAxis | None
+    shard: int = field(init=False, default=0)
+    num_shards: int = field(init=False, default=1)
+    replica: int = field(init=False, default=0)
+    num_replicas: int = field(init=False, default=1)
 
-    @property
-    def shard(self) -> int:
-        """This rank's place among the shards."""
-        return 0 if self.shards is None else self.shards.rank
+    def __post_init__(self) -> None:
+        for name, axis in (("shard", self.shards), ("replica", self.replicas)):
+            if axis is not None:
+                object.__setattr__(self, name, axis.rank)
+                object.__setattr__(self, f"num_{name}s", axis.size)
 
-    @property
-    def num_shards(self) -> int:
-        """How many shards there are."""
-        return 1 if self.shards is None else self.shards.size
 
-    @property
-    def replica(self) -> int:
-        """This rank's place among the replicas."""
-        return 0 if self.replicas is None else self.replicas.rank
+def owner_ranks(main: DBuffer, *, shares_replicas: bool) -> OwnerRanks:
+    """Return the ranks that share the matrices of a buffer; all ranks of its mesh call it.
 
-    @property
-    def num_replicas(self) -> int:
-        """How many replicas share the work."""
-        return 1 if self.replicas is None else self.replicas.size
+    Args:
+        main: the main weights.
+        shares_replicas: whether ranks that hold the same elements divide the work; else each replica does all of it.
+    """
+    flat = flat_axes(main.placements)
+    others = tuple(axis for axis in range(len(main.axes)) if axis not in flat)
+    return OwnerRanks(_joined(main, flat), _joined(main, others) if shares_replicas else None)
+
+
+def _joined(main: DBuffer, axes: tuple[int, ...]) -> MeshAxis | None:
+    """Return one axis in place of several, its ranks in the order of the shards that they hold."""
+    wide = tuple(axis for axis in axes if main.axes[axis].size > 1)
+    if not wide:
+        return None
+    if len(wide) == 1:
+        return main.axes[wide[0]]
+    known = _JOINED.setdefault(main.axes[wide[0]].gather_group, {})
+    if wide not in known or not is_alive(known[wide].gather_group):
+        known[wide] = _make_joined(main.mesh, main.axes, wide)
+    return known[wide]
+
+
+def _make_joined(mesh: DeviceMesh, all_axes: Sequence[MeshAxis], axes: tuple[int, ...]) -> MeshAxis:
+    here = [axis.rank for axis in all_axes]
+    sizes = [axis.size for axis in all_axes]
+    ranks = [0] * math.prod(sizes[axis] for axis in axes)
+    for place in itertools.product(*(range(sizes[axis]) for axis in axes)):
+        coordinate = list(here)
+        for axis, position in zip(axes, place, strict=True):
+            coordinate[axis] = position
+        ranks[shard_index(axes, coordinate, sizes)] = int(mesh.mesh[tuple(coordinate)])
+    name = " x ".join(all_axes[axis].name for axis in axes)
+    group = new_group(ranks, f"owners over {name}")
+    return MeshAxis(name, len(ranks), shard_index(axes, here, sizes), group, has_separate_reduce_group=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,27 +121,32 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
-    """One owned matrix, by its position among all, and its place in a batch of equal ones."""
+class _Place:
+    """Rows of one length that lie regularly in one of several flat memories."""
 
-    work: int
-    block: MatrixBlock
-    batch: int
-    position: int
+    memory: int
+    start: int
+    stride: int
+    rows: int
+    columns: int
+
+    def of(self, memories: Sequence[torch.Tensor]) -> torch.Tensor:
+        memory = memories[self.memory]
+        # One row has the strides of a contiguous tensor, so that copies of many are launched together.
+        strides = (self.columns if self.rows == 1 else self.stride, 1)
+        return memory.as_strided((self.rows, self.columns), strides, memory.storage_offset() + self.start)
+
+
+Parts = list[list[_Place]]
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Matrices of one shape and one solver: (count, rows, columns)."""
+    """Matrices of one shape and one solver that a rank owns."""
 
-    count: int
     shape: tuple[int, int]
     solver: Solver
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """The shape of its memory."""
-        return (self.count, *self.shape)
+    works: list[MatrixWork] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -111,43 +154,24 @@ class _Bucket:
     """What travels together.
 
     Attributes:
-        sent: for each shard, the rectangles of flat buffers that its rank owns. received: for each shard, the
-            rectangles of slots that come from it. kept: those that this rank holds and owns.
-        slots: the matrices that this rank owns. batches: of equal ones.
+        sent: for each shard, the places in flat buffers of what its rank owns. received: for each shard, the places in
+            batches of what comes from it. kept: both places of what this rank holds and owns.
+        batches: what this rank owns.
     """
 
-    sent: list[list[tuple[int, Rectangle]]]
-    received: list[list[tuple[int, Rectangle]]]
-    kept: list[tuple[int, Rectangle, int]] = field(default_factory=list)
-    slots: list[_Slot] = field(default_factory=list)
+    sent: Parts
+    received: Parts
+    kept: list[tuple[_Place, _Place]] = field(default_factory=list)
     batches: list[_Batch] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class _Flight:
-    """A bucket under way: its slots' memory, and the message that arrives."""
+class _Message:
+    """A message under way: what arrives, and what leaves, which must live until then."""
 
-    batches: list[torch.Tensor]
-    message: torch.Tensor
-    works: list[dist.Work]
+    arriving: torch.Tensor
     leaving: torch.Tensor
-
-
-class _Filling:
-    """Which bucket each owner's next matrix goes into, worked out alike by all ranks."""
-
-    def __init__(self, num_ranks: int, bucket_numel: int) -> None:
-        self._bucket_numel = bucket_numel
-        # Of each owner: the number of its last bucket, and the elements in it.
-        self._last = [(0, 0)] * num_ranks
-
-    def next_bucket(self, owner: int, numel: int) -> int:
-        """Return the bucket of an owner's next matrix, and count it."""
-        number, filled = self._last[owner]
-        if filled and filled + numel > self._bucket_numel:
-            number, filled = number + 1, 0
-        self._last[owner] = (number, filled + numel)
-        return number
+    works: list[dist.Work]
 
 
 class Exchange:
@@ -164,15 +188,24 @@ class Exchange:
     def __init__(self, ownership: Ownership, sources: Sequence[Source], ranks: OwnerRanks, bucket_numel: int) -> None:
         self.ownership = ownership
         self.ranks = ranks
-        self._sources = tuple(sources)
         self._buckets: list[_Bucket] = []
         self._local = self._empty_bucket()
         # By replica: what of this rank's pieces its owners update.
-        self._of_replicas: list[list[tuple[int, Rectangle]]] = [[] for _ in range(ranks.num_replicas)]
-        filling = _Filling(ownership.num_ranks, bucket_numel)
-        for index in range(len(ownership.works)):
-            self._lay_out(index, filling)
-        self.num_owned = sum(len(bucket.slots) for bucket in (self._local, *self._buckets))
+        self._of_replicas: Parts = [[] for _ in range(ranks.num_replicas)]
+        # Of each owner: the number of its last bucket, and the elements in it.
+        filled = [(0, 0)] * ownership.num_ranks
+        for work, owner, source in zip(ownership.works, ownership.owners, sources, strict=True):
+            bucket = self._local
+            if any(holder != owner % ranks.num_shards for holder, _ in work.holders):
+                number, numel = filled[owner]
+                if numel and numel + work.block.numel > bucket_numel:
+                    number, numel = number + 1, 0
+                filled[owner] = (number, numel + work.block.numel)
+                while len(self._buckets) <= number:
+                    self._buckets.append(self._empty_bucket())
+                bucket = self._buckets[number]
+            self._lay_out(bucket, work, owner, source)
+        self.num_owned = sum(len(batch.works) for each in (self._local, *self._buckets) for batch in each.batches)
 
     def run(self, flats: Sequence[torch.Tensor], meanwhile: Callable[[], None]) -> None:
         """Replace every matrix in the flat buffers by what its solver makes of it; all ranks call it.
@@ -181,17 +214,15 @@ class Exchange:
             flats: 1-D, this rank's parts, all of one dtype, which is that of the messages.
             meanwhile: called when the first buckets are under way.
         """
-        flying = [self._send(number, flats) for number in range(min(2, len(self._buckets)))]
+        flying = [self._send(bucket.sent, flats, bucket.received, flats[0]) for bucket in self._buckets[:2]]
         meanwhile()
-        self._solve_local(flats)
-        returning: tuple[_Bucket, _Flight] | None = None
+        self._solve(self._local, None, flats)
+        returning: tuple[_Bucket, _Message] | None = None
         for number, bucket in enumerate(self._buckets):
-            flight = flying.pop(0)
-            self._take_in(bucket, flight, flats)
-            self._solve(bucket, flight.batches)
-            arriving = self._send_back(bucket, flight, flats)
-            if number + 2 < len(self._buckets):
-                flying.append(self._send(number + 2, flats))
+            batches = self._solve(bucket, flying.pop(0), flats)
+            arriving = self._send(bucket.received, batches, bucket.sent, flats[0])
+            for later in self._buckets[number + 2 : number + 3]:
+                flying.append(self._send(later.sent, flats, later.received, flats[0]))
             if returning is not None:
                 self._take_back(*returning, flats)
             returning = (bucket, arriving)
@@ -205,101 +236,51 @@ class Exchange:
         shards = range(self.ranks.num_shards)
         return _Bucket([[] for _ in shards], [[] for _ in shards])
 
-    def _lay_out(self, index: int, filling: _Filling) -> None:
-        """Put one matrix into a bucket, the same on all ranks."""
-        work, owner, ranks = self.ownership.works[index], self.ownership.owners[index], self.ranks
-        source, block = self._sources[index], work.block
+    def _lay_out(self, bucket: _Bucket, work: MatrixWork, owner: int, source: Source) -> None:
+        """Put one matrix into its bucket, which is the same on all ranks."""
+        ranks, block = self.ranks, work.block
         replica, shard = divmod(owner, ranks.num_shards)
-        is_local = all(holder == shard for holder, _ in work.holders)
-        bucket = self._local if is_local else self._bucket(filling.next_bucket(owner, block.numel))
-        mine = [_moved(piece, source.base) for piece in block.rectangles(source.held)]
-        self._of_replicas[replica] += [(source.flat, piece) for piece in mine]
+        pieces = list(block.rectangles(source.held))
+        mine = [
+            _Place(source.flat, source.base + piece.start, piece.stride, piece.rows, piece.columns) for piece in pieces
+        ]
+        self._of_replicas[replica] += mine
         if replica != ranks.replica:
             return
         if shard != ranks.shard:
-            bucket.sent[shard] += [(source.flat, piece) for piece in mine]
+            bucket.sent[shard] += mine
             return
-        slot = self._add_slot(bucket, index, source.solver)
-        bucket.kept += [(source.flat, piece, slot) for piece in mine]
-        for holder, held in work.holders:
-            if holder != shard:
-                bucket.received[holder] += [(slot, piece) for piece in block.rectangles(held)]
-
-    def _bucket(self, number: int) -> _Bucket:
-        while len(self._buckets) <= number:
-            self._buckets.append(self._empty_bucket())
-        return self._buckets[number]
-
-    def _add_slot(self, bucket: _Bucket, index: int, solver: Solver) -> int:
-        block = self.ownership.works[index].block
         shape = (block.rows, block.columns)
-        alike = (n for n, batch in enumerate(bucket.batches) if (batch.shape, batch.solver) == (shape, solver))
+        alike = (n for n, batch in enumerate(bucket.batches) if (batch.shape, batch.solver) == (shape, source.solver))
         number = next(alike, len(bucket.batches))
         if number == len(bucket.batches):
-            bucket.batches.append(_Batch(0, shape, solver))
-        batch = bucket.batches[number]
-        bucket.slots.append(_Slot(index, block, number, batch.count))
-        batch.count += 1
-        return len(bucket.slots) - 1
+            bucket.batches.append(_Batch(shape, source.solver))
+        first = len(bucket.batches[number].works) * block.numel
+        bucket.batches[number].works.append(work)
+
+        def places(rectangles: Iterable[Rectangle]) -> list[_Place]:
+            width = block.columns
+            starts = ((first + piece.row * width + piece.column, piece) for piece in rectangles)
+            return [_Place(number, start, width, piece.rows, piece.columns) for start, piece in starts]
+
+        bucket.kept += zip(mine, places(pieces), strict=True)
+        for holder, held in work.holders:
+            if holder != shard:
+                bucket.received[holder] += places(block.rectangles(held))
 
     # ------------------------------------------------------------------ messages
 
-    def _send(self, number: int, flats: Sequence[torch.Tensor]) -> _Flight:
-        """Pack this rank's pieces of others' matrices and send them."""
-        bucket = self._buckets[number]
-        leaving = _packed([_in_flat(flats, place) for part in bucket.sent for place in part], flats[0])
-        arriving = flats[0].new_empty(_numel(bucket.received))
-        works: list[dist.Work] = []
-        self._all_to_all(arriving, leaving, (bucket.received, bucket.sent), works)
-        batches = [flats[0].new_empty(batch.sizes) for batch in bucket.batches]
-        return _Flight(batches, arriving, works, leaving)
-
-    def _all_to_all(
-        self,
-        arriving: torch.Tensor,
-        leaving: torch.Tensor,
-        parts: tuple[list[list[tuple[int, Rectangle]]], list[list[tuple[int, Rectangle]]]],
-        works: list[dist.Work],
-    ) -> None:
+    def _send(self, sent: Parts, memories: Sequence[torch.Tensor], received: Parts, like: torch.Tensor) -> _Message:
+        """Pack what lies at the places ``sent`` and send it; what belongs at ``received`` is under way then."""
         assert self.ranks.shards is not None
-        received, sent = ([_numel([part]) for part in side] for side in parts)
-        all_to_all(arriving, leaving, self.ranks.shards, (received, sent), works)
+        sizes = [list(map(_numel, received)), list(map(_numel, sent))]
+        message = _Message(like.new_empty(sum(sizes[0])), like.new_empty(sum(sizes[1])), [])
+        _pack(message.leaving, itertools.chain(*sent), memories)
+        all_to_all(message.arriving, message.leaving, self.ranks.shards, (sizes[0], sizes[1]), message.works)
+        return message
 
-    def _take_in(self, bucket: _Bucket, flight: _Flight, flats: Sequence[torch.Tensor]) -> None:
-        """Wait for a bucket and put its matrices together."""
-        for work in flight.works:
-            wait_for(work, flight.message)
-        slots = [flight.batches[slot.batch][slot.position].view(-1) for slot in bucket.slots]
-        places = [_in_slot(slots, bucket, place) for part in bucket.received for place in part]
-        _unpack(flight.message, places)
-        _copy_all(
-            [_in_slot(slots, bucket, (slot, piece)) for _, piece, slot in bucket.kept],
-            [_in_flat(flats, (flat, piece)) for flat, piece, _ in bucket.kept],
-        )
-
-    def _send_back(self, bucket: _Bucket, flight: _Flight, flats: Sequence[torch.Tensor]) -> _Flight:
-        """Send every holder its piece of the results."""
-        slots = self._keep(bucket, flight.batches, flats)
-        leaving = _packed([_in_slot(slots, bucket, place) for part in bucket.received for place in part], flats[0])
-        arriving = flats[0].new_empty(_numel(bucket.sent))
-        works: list[dist.Work] = []
-        self._all_to_all(arriving, leaving, (bucket.sent, bucket.received), works)
-        return _Flight([], arriving, works, leaving)
-
-    def _keep(
-        self, bucket: _Bucket, batches: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        slots = [batches[slot.batch][slot.position].view(-1) for slot in bucket.slots]
-        _copy_all(
-            [_in_flat(flats, (flat, piece)) for flat, piece, _ in bucket.kept],
-            [_in_slot(slots, bucket, (slot, piece)) for _, piece, slot in bucket.kept],
-        )
-        return slots
-
-    def _take_back(self, bucket: _Bucket, flight: _Flight, flats: Sequence[torch.Tensor]) -> None:
-        for work in flight.works:
-            wait_for(work, flight.message)
-        _unpack(flight.message, [_in_flat(flats, place) for part in bucket.sent for place in part])
+    def _take_back(self, bucket: _Bucket, message: _Message, flats: Sequence[torch.Tensor]) -> None:
+        _take(message, bucket.sent, flats)
 
     def _share_with_replicas(self, flats: Sequence[torch.Tensor]) -> None:
         """Give the other replicas the updates that this one's owners made, and take theirs."""
@@ -307,76 +288,54 @@ class Exchange:
         if axis is None or axis.size == 1:
             return
         # Equal parts, which every backend gathers: owners' loads are even, so there is little to fill up.
-        part = max(_numel([places]) for places in self._of_replicas)
-        gathered = flats[0].new_empty(part * axis.size)
-        mine = gathered[axis.rank * part : (axis.rank + 1) * part]
-        own = self._of_replicas[axis.rank]
-        _packed([_in_flat(flats, place) for place in own], flats[0], out=mine)
-        all_gather(gathered, mine, axis)
+        gathered = flats[0].new_empty(axis.size, max(map(_numel, self._of_replicas)))
+        _pack(gathered[axis.rank], self._of_replicas[axis.rank], flats)
+        all_gather(gathered.view(-1), gathered[axis.rank], axis)
         for replica, places in enumerate(self._of_replicas):
             if replica != axis.rank:
-                _unpack(gathered[replica * part :], [_in_flat(flats, place) for place in places])
+                _unpack(gathered[replica], places, flats)
 
     # ------------------------------------------------------------------ matrices
 
-    def _solve_local(self, flats: Sequence[torch.Tensor]) -> None:
-        bucket = self._local
-        if bucket.slots:
-            batches = [flats[0].new_empty(batch.sizes) for batch in bucket.batches]
-            self._take_in(bucket, _Flight(batches, flats[0].new_empty(0), [], flats[0]), flats)
-            self._solve(bucket, batches)
-            self._keep(bucket, batches, flats)
-
-    def _solve(self, bucket: _Bucket, batches: Sequence[torch.Tensor]) -> None:
-        """Replace every matrix by what its solver makes of it."""
-        works = self.ownership.works
-        for number, (memory, batch) in enumerate(zip(batches, bucket.batches, strict=True)):
-            mine = [works[slot.work] for slot in bucket.slots if slot.batch == number]
-            memory.copy_(batch.solver(memory.to(batch.solver.dtype), mine))
+    def _solve(self, bucket: _Bucket, message: _Message | None, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Put the matrices of a bucket together, and return what their solvers make of them; flats get their parts."""
+        batches = [flats[0].new_empty(len(batch.works) * math.prod(batch.shape)) for batch in bucket.batches]
+        if message is not None:
+            _take(message, bucket.received, batches)
+        kept = [(flat.of(flats), own.of(batches)) for flat, own in bucket.kept]
+        _copy_all([own for _, own in kept], [flat for flat, _ in kept])
+        for memory, batch in zip(batches, bucket.batches, strict=True):
+            whole = memory.view(-1, *batch.shape)
+            whole.copy_(batch.solver(whole.to(batch.solver.dtype), batch.works))
+        _copy_all([flat for flat, _ in kept], [own for _, own in kept])
+        return batches
 
 
-def _moved(piece: Rectangle, base: int) -> Rectangle:
-    return replace(piece, start=piece.start + base)
+def _numel(places: Iterable[_Place]) -> int:
+    return sum(place.rows * place.columns for place in places)
 
 
-def _numel(parts: Sequence[Sequence[tuple[int, Rectangle]]]) -> int:
-    return sum(piece.numel for part in parts for _, piece in part)
+def _take(message: _Message, parts: Parts, memories: Sequence[torch.Tensor]) -> None:
+    """Wait for a message and bring what arrived to its places."""
+    for work in message.works:
+        wait_for(work, message.arriving)
+    _unpack(message.arriving, itertools.chain(*parts), memories)
 
 
-def _in_flat(flats: Sequence[torch.Tensor], place: tuple[int, Rectangle]) -> torch.Tensor:
-    number, piece = place
-    flat = flats[number]
-    if piece.rows == 1:
-        return flat.narrow(0, piece.start, piece.columns)
-    origin = flat.storage_offset() + piece.start
-    return flat.as_strided((piece.rows, piece.columns), (piece.stride, 1), origin)
+def _pieces(message: torch.Tensor, places: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    sizes = [place.numel() for place in places]
+    parts = message[: sum(sizes)].split(sizes)
+    return [part.view(place.shape) for part, place in zip(parts, places, strict=True)]
 
 
-def _in_slot(slots: Sequence[torch.Tensor], bucket: _Bucket, place: tuple[int, Rectangle]) -> torch.Tensor:
-    number, piece = place
-    slot, columns = slots[number], bucket.slots[number].block.columns
-    first = piece.row * columns + piece.column
-    if piece.rows == 1:
-        return slot.narrow(0, first, piece.columns)
-    return slot.as_strided((piece.rows, piece.columns), (columns, 1), slot.storage_offset() + first)
+def _pack(message: torch.Tensor, places: Iterable[_Place], memories: Sequence[torch.Tensor]) -> None:
+    found = [place.of(memories) for place in places]
+    _copy_all(_pieces(message, found), found)
 
 
-def _pieces_of(message: torch.Tensor, places: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    pieces, start = [], 0
-    for place in places:
-        pieces.append(message.narrow(0, start, place.numel()).view(place.shape))
-        start += place.numel()
-    return pieces
-
-
-def _packed(places: Sequence[torch.Tensor], like: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    message = like.new_empty(sum(place.numel() for place in places)) if out is None else out
-    _copy_all(_pieces_of(message, places), places)
-    return message
-
-
-def _unpack(message: torch.Tensor, places: Sequence[torch.Tensor]) -> None:
-    _copy_all(places, _pieces_of(message, places))
+def _unpack(message: torch.Tensor, places: Iterable[_Place], memories: Sequence[torch.Tensor]) -> None:
+    found = [place.of(memories) for place in places]
+    _copy_all(found, _pieces(message, found))
 
 
 def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.optim.adamw_state import local_of
 from megatron_fsdp.optim.loaded_state import state_dtype
 
 __all__ = ["show_fresh_state", "without_fresh_state"]
@@ -27,14 +27,6 @@ _log = logging.getLogger(__name__)
 _State = dict[str, Any]
 # Sizes of the twin's dimensions: state that is not of its parameter's shape cannot pass for it.
 _SIZES = (2, 3, 5, 7, 11, 13)
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 
 
 def show_fresh_state(optimizer: Optimizer) -> None:
@@ -90,7 +82,7 @@ class _Shown:
             if isinstance(value, torch.Tensor):
                 dtype = chosen if chosen is not None and value.ndim else value.dtype
                 value = torch.zeros_like(parameter.detach(), dtype=dtype) if value.ndim else torch.zeros_like(value)
-                self._tensors.setdefault(index, {})[key] = weakref.ref(value), _local(value)._version
+                self._tensors.setdefault(index, {})[key] = weakref.ref(value), local_of(value)._version
             made[key] = value
         return made
 
@@ -119,7 +111,9 @@ class _Shown:
             # Another state dict than the one that was shown.
             return True
         written = {
-            key: _local(values[key])._version != pair[1] for key, pair in found.items() if _local(values[key]).numel()
+            key: local_of(values[key])._version != pair[1]
+            for key, pair in found.items()
+            if local_of(values[key]).numel()
         }
         if len(set(written.values())) > 1:
             unread = ", ".join(key for key, is_written in written.items() if not is_written)
@@ -137,10 +131,6 @@ def _by_index(optimizer: Optimizer, document: Mapping[str, Any]) -> Iterator[tup
 
 def _has(optimizer: Optimizer, parameter: Any) -> bool:
     return bool(optimizer.state.get(parameter))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _pattern(optimizer: Optimizer, group: Mapping[str, Any], num_dims: int, dtype: torch.dtype) -> _State | None:
@@ -180,7 +170,8 @@ def _twin(
     options = {key: plain.get(key, value) for key, value in group.items() if key != "param_names"}
     made: Optimizer = object.__new__(cls)
     own = {key: value for key, value in vars(optimizer).items() if key not in ("step", "zero_grad")}
-    made.__dict__.update(own | {hooks: OrderedDict() for hooks in _HOOKS if hooks in own})
+    hooks = [name for name in own if name.startswith("_optimizer_") and name.endswith("_hooks")]
+    made.__dict__.update(own | {name: OrderedDict() for name in hooks})
     made.state = defaultdict(dict)
     made.param_groups = [{**options, "params": [parameter]}]
     return made, parameter

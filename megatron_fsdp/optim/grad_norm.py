@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -23,15 +24,16 @@ from megatron_fsdp.runtime.param_layout import own_rows
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.unit import units_below
 
-__all__ = ["clip_factor", "clip_grad_norm_"]
+__all__ = ["by_axes", "clip_factor", "clip_grad_norm_"]
+
+Each = TypeVar("Each")
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """Return what gradients of this norm are multiplied by, that of ``torch.nn.utils.clip_grad_norm_``.
 
     It is just below max_norm / norm, never above 1. But a norm that is not finite clips nothing: NaN times every
-    gradient would make every weight NaN, and hide where it came from. One rule for ``clip_grad_norm_`` and for
-    ``AdamW``'s own clip.
+    gradient would make every weight NaN, and hide where it came from.
     """
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0).where(norm.isfinite(), 1.0)
 
@@ -69,9 +71,9 @@ def clip_grad_norm_(
     settled = [held for unit in units_below(model) for group in unit.groups for held in _held_by(group)]
     plain = [p.grad for p in model.parameters() if p.grad is not None and group_of_parameter(p) is None]
     device = next((held.group.spec.device for held in settled), plain[0].device if plain else torch.device("cpu"))
-    spread = [(axes, [held.flat for held in same_axes]) for axes, same_axes in _by_axes(settled)]
+    spread = by_axes((held.group.spread_over(held.placements), held.flat) for held in settled)
     measure = exact_norm if any(held.group.spec.dtypes.reduction for held in settled) else _norm
-    norm = measure([([], plain), *spread], order, device)
+    norm = measure([((), plain), *spread], order, device)
     if error_if_nonfinite:
         may_step(norm, "raise", lambda: readings_of(model))
     if max_norm != math.inf:
@@ -96,7 +98,7 @@ def _checked_order(model: nn.Module, norm_type: float) -> float:
 
 
 def _norm(
-    spread: Sequence[tuple[list[MeshAxis], list[torch.Tensor]]], order: float, device: torch.device
+    spread: Sequence[tuple[Iterable[MeshAxis], list[torch.Tensor]]], order: float, device: torch.device
 ) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float32, device=device)
     for axes, tensors in spread:
@@ -128,12 +130,11 @@ def _combine(parts: list[torch.Tensor], order: float, device: torch.device) -> t
     return stacked.amax() if order == math.inf else stacked.sum()
 
 
-def _by_axes(settled: Iterable[_Held]) -> Iterable[tuple[list[MeshAxis], list[_Held]]]:
-    """Split gradients by the axes over whose ranks their elements are spread."""
-    split: dict[tuple[int, ...], tuple[list[MeshAxis], list[_Held]]] = {}
-    for held in settled:
-        axes = held.group.spread_over(held.placements)
-        split.setdefault(tuple(id(axis.gather_group) for axis in axes), (axes, []))[1].append(held)
+def by_axes(pairs: Iterable[tuple[Iterable[MeshAxis], Each]]) -> Collection[tuple[Iterable[MeshAxis], list[Each]]]:
+    """Bring together what is spread over the ranks of the same axes."""
+    split: dict[tuple[int, ...], tuple[Iterable[MeshAxis], list[Each]]] = {}
+    for axes, each in pairs:
+        split.setdefault(tuple(id(axis.gather_group) for axis in axes), (axes, []))[1].append(each)
     return split.values()
 
 
@@ -152,11 +153,7 @@ class _Held:
 
 
 def _held_by(group: ParameterGroup) -> Iterator[_Held]:
-    """Yield the gradients of a group.
-
-    Raises:
-        StateError: they are not final.
-    """
+    """Yield the gradients of a group, which must be final."""
     gradients = group.gradients
     if gradients is not None:
         binding = gradients.binding

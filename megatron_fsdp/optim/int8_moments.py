@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,12 +23,13 @@ from dbuffer_kernels import (
     CodedSegments,
     Int8AdamWBuffers,
     Int8Moments,
+    MuonWeights,
     dequantize_blocks,
     num_blocks,
     quantize_blocks,
 )
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, GroupMoments, state_values
+from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, GroupMoments, local_of, state_values
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
 
 __all__ = [
@@ -48,8 +48,6 @@ CODED_KEYS = ("exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq
 _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 MIN_NUMEL = 4096
 """Smaller parameters keep FP32 moments; torchao's and bitsandbytes' number, asked of the whole parameter here."""
-# The code of zero in a signed map.
-_ZERO_CODE = 127
 _PLAIN_ALIGNMENT = 4
 
 
@@ -89,11 +87,11 @@ def decoded_state(parameter: torch.Tensor, values: Mapping[str, Any], dtype: tor
     held, plain = _held(parameter), {key: value for key, value in values.items() if key not in CODED_KEYS}
     first = held.start // QUANT_BLOCK
     for name, signed in _MOMENTS:
-        codes, scales = _local(values[f"{name}_codes"]).reshape(-1), _whole(values[f"{name}_scales"])
+        codes, scales = local_of(values[f"{name}_codes"]).reshape(-1), _whole(values[f"{name}_scales"])
         own = scales[first : num_blocks(held.stop)].to(codes.device)
         moment = torch.zeros_like(parameter.detach(), dtype=dtype)
         found = dequantize_blocks(codes, own, signed=signed, first_element=held.start - first * QUANT_BLOCK)
-        _local(moment).view(-1).copy_(found)
+        local_of(moment).view(-1).copy_(found)
         plain[name] = moment
     return plain
 
@@ -128,31 +126,8 @@ def _held(parameter: torch.Tensor) -> range:
     return group.main_weight.layout.held(index)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    """FP32 moments of the parameters that are too small for codes, one after the other.
-
-    Attributes:
-        offsets: where each parameter's begin on this rank; None for one that has codes.
-        storages: of exp_avg and exp_avg_sq.
-    """
-
-    offsets: tuple[int | None, ...]
-    storages: tuple[FlatStorage, FlatStorage]
-
-    def piece(self, moment: int, index: int, numel: int) -> torch.Tensor:
-        """Return the local part of one moment of one parameter, 1-D."""
-        start = self.offsets[index]
-        assert start is not None
-        return self.storages[moment].tensor[start : start + numel]
 
 
 class Int8GroupMoments(GroupMoments):
@@ -172,7 +147,6 @@ class Int8GroupMoments(GroupMoments):
         super().__init__(group, members, torch.uint8, is_capturable=is_capturable)
         self._numbers = tuple(numbers)
         main = group.main_weight
-        self.exp_avg.local_buffer.fill_(_ZERO_CODE)
         plan = plan_of_scales(main.plan)
         self._scales = tuple(
             DBuffer.from_plan(
@@ -181,103 +155,64 @@ class Int8GroupMoments(GroupMoments):
             for name, _ in _MOMENTS
         )
         self._is_coded = tuple(map(is_coded, main.plan.shapes))
-        self._plain = self._make_plain(group)
-        plain = [storage.tensor for storage in self._plain.storages]
-        codes = self.exp_avg.local_buffer, self.exp_avg_sq.local_buffer
-        self.moments = Int8Moments(*codes, *(scale.local_buffer for scale in self._scales), *plain)
-
-    def _make_plain(self, group: ParameterGroup) -> _Plain:
-        offsets: list[int | None] = []
+        # Where each small parameter's FP32 moments begin on this rank; None for one that has codes.
+        self._offsets: list[int | None] = []
         numel = 0
         for (start, stop), coded in zip(self._pieces, self._is_coded, strict=True):
-            offsets.append(None if coded else numel)
+            self._offsets.append(None if coded else numel)
             numel += 0 if coded else -(-(stop - start) // _PLAIN_ALIGNMENT) * _PLAIN_ALIGNMENT
-        device = group.main_weight.device
-        storages = [
-            FlatStorage(numel, torch.float32, device, name=f"unit {group.name!r}: small {name}") for name, _ in _MOMENTS
-        ]
-        for storage in storages:
-            storage.tensor.zero_()
-        return _Plain(tuple(offsets), (storages[0], storages[1]))
+        names = (f"unit {group.name!r}: small {name}" for name, _ in _MOMENTS)
+        self._small = [FlatStorage(numel, torch.float32, main.device, name=name) for name in names]
+        small = [storage.tensor.zero_() for storage in self._small]
+        codes = self.exp_avg.local_buffer, self.exp_avg_sq.local_buffer
+        self.moments = Int8Moments(*codes, *(scale.local_buffer for scale in self._scales), *small)
 
     # ------------------------------------------------------------------ state
 
-    def _keys(self, index: int) -> tuple[str, ...]:
+    def keys(self, index: int) -> tuple[str, ...]:
+        """See ``GroupState``."""
         return ("step", *CODED_KEYS) if self._is_coded[index] else KEYS
 
     def flat(self) -> tuple[torch.Tensor, ...]:
-        """See ``GroupMoments``."""
-        plain = (storage.tensor for storage in self._plain.storages)
-        return *super().flat(), *(scale.local_buffer for scale in self._scales), *plain
-
-    def is_shown(self) -> bool:
-        """See ``GroupMoments``."""
-        return all(self._shows(values, index) for index, values in enumerate(self._shown))
-
-    def _shows(self, values: Mapping[str, Any] | None, index: int) -> bool:
-        if not values or values is not self._shown[index]:
-            return False
-        return all(values.get(key) is view for key, view in zip(self._keys(index), self._views[index], strict=True))
+        """See ``GroupState``."""
+        small = (storage.tensor for storage in self._small)
+        return *super().flat(), *(scale.local_buffer for scale in self._scales), *small
 
     def _make_views(self, index: int) -> tuple[Any, ...]:
-        group = self.group
-        assert group is not None
         if self._is_coded[index]:
             pairs = zip((self.exp_avg, self.exp_avg_sq), self._scales, strict=True)
             return self.steps[index], *(buffer.get_dtensor(index) for pair in pairs for buffer in pair)
-        main = group.main_weight
+        main, start = self.exp_avg, self._offsets[index]
+        assert start is not None
         like = main.get_local_tensor(index)
-        locals_ = (self._plain.piece(moment, index, like.numel()).view(like.shape) for moment in range(2))
+        locals_ = (each.tensor[start : start + like.numel()].view(like.shape) for each in self._small)
         return self.steps[index], *(
             buffer_dtensor(local, main.layout, index, main.mesh, main.name) for local in locals_
         )
 
     def take_over(self, state: State, index: int) -> None:
-        """See ``GroupMoments``."""
-        param = self._params[index]
-        views = self._views[index] or self._make_views(index)
-        values = state.get(param)
-        if values:
-            if values.get("step") is not views[0]:
-                self.steps[index] = torch.as_tensor(values.get("step", 0.0)).reshape(())
-            self._copy(values, views, index)
-        else:
-            self._forget(index)
-        values = {} if values is None else values
-        for key in (*KEYS, *CODED_KEYS):
-            values.pop(key, None)
-        values.update(zip(self._keys(index), views, strict=True))
-        state[param] = self._shown[index] = values
-        self._views[index] = views
+        """See ``GroupState``."""
+        super().take_over(state, index)
+        for key in {*KEYS, *CODED_KEYS}.difference(self.keys(index)):
+            self._shown[index].pop(key, None)
 
-    def _forget(self, index: int) -> None:
-        self.steps[index] = 0.0
-        for view in (self._views[index] or self._make_views(index))[1:]:
-            _local(view).zero_()
-
-    def _copy(self, values: Mapping[str, Any], views: Sequence[Any], index: int) -> None:
+    def _found(self, values: Mapping[str, Any], views: Sequence[Any], index: int) -> tuple[Any, ...]:
         """Take codes as they are, and encode moments that have none."""
         if not self._is_coded[index]:
-            found = state_values(values, self._names[index])
-            for value, view in zip(found[1:], views[1:], strict=True):
-                if value is not view:
-                    _local(view).view(-1).copy_(self._local(value, index).reshape(-1))
-            return
-        if CODED_KEYS[0] not in values:
-            found = state_values(values, self._names[index])
-            for number, (value, (_, signed)) in enumerate(zip(found[1:], _MOMENTS, strict=True)):
-                codes, scales = quantize_blocks(self._local(value, index).reshape(-1).float(), signed=signed)
-                _local(views[1 + 2 * number]).view(-1).copy_(codes)
-                _local(views[2 + 2 * number]).copy_(scales)
-            return
-        for key, view in zip(CODED_KEYS, views[1:], strict=True):
-            value = values[key]
-            if value is view:
-                continue
-            if key.endswith("_codes"):
-                _local(view).view(-1).copy_(self._local(value, index).reshape(-1))
-            else:
-                _local(view).copy_(self._own_scales(value, view, index))
+            return super()._found(values, views, index)
+        if CODED_KEYS[0] in values:
+            # Counters of records without one begin at zero.
+            found = [values.get("step"), *(values[key] for key in CODED_KEYS)]
+            for place in (2, 4):
+                if found[place] is not views[place]:
+                    found[place] = self._own_scales(found[place], views[place], index)
+            return tuple(found)
+        step, *moments = state_values(values, self._names[index])
+        codes = [
+            quantize_blocks(self._rows(value, view._local_tensor, index).reshape(-1).float(), signed=signed)
+            for value, view, (_, signed) in zip(moments, (views[1], views[3]), _MOMENTS, strict=True)
+        ]
+        return (step, *codes[0], *codes[1])
 
     def _own_scales(self, value: torch.Tensor, view: DTensor, index: int) -> torch.Tensor:
         if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (view.device_mesh, view.placements):
@@ -302,13 +237,11 @@ class Int8GroupMoments(GroupMoments):
                 continue
             held = group.main_weight.layout.held(index)
             position = random_position(number, held.start)
-            segments.append(CodedSegment(start, stop, row, position, self._plain.offsets[index]))
+            segments.append(CodedSegment(start, stop, row, position, self._offsets[index]))
         return CodedSegments(segments, self.exp_avg.local_buffer.numel())
 
-    def _with_moments(
-        self, gradient: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor | None, lower: torch.Tensor | None
-    ) -> Int8AdamWBuffers:
-        return Int8AdamWBuffers(gradient, weight, self.moments, copy, lower)
+    def _with_moments(self, gradient: torch.Tensor, weights: MuonWeights) -> Int8AdamWBuffers:
+        return Int8AdamWBuffers(gradient, weights.weight, self.moments, weights.model_weight, weights.remainder)
 
 
 def _check(group: ParameterGroup) -> None:

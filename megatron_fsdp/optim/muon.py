@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, GroupGradients, GroupMoments, adopt_together
+from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, GroupMoments, adopt_together
 from megatron_fsdp.optim.adamw_update import PlainParameter, Rows, Update, group_update, plain_update
-from megatron_fsdp.optim.exchange import Exchange, OwnerRanks, Solver, Source
-from megatron_fsdp.optim.flat_base import FlatBase, Gradients, Home, loss_of
+from megatron_fsdp.optim.exchange import Exchange, OwnerRanks, Solver, Source, owner_ranks
+from megatron_fsdp.optim.flat_base import Binding, FlatBase, Gradients, owned_groups
 from megatron_fsdp.optim.matrix_group import MOMENTUM, MatrixGroup, MatrixMember, StepRows
 from megatron_fsdp.optim.matrix_views import MatrixBlock, MatrixView
 from megatron_fsdp.optim.newton_schulz import Iteration, coefficients, scale_factor
-from megatron_fsdp.optim.owner_ranks import owner_ranks
-from megatron_fsdp.optim.ownership import MatrixWork, holders_of, plan_ownership
+from megatron_fsdp.optim.ownership import MatrixWork, OwnershipReport, holders_of, ownership_report, plan_ownership
 from megatron_fsdp.runtime.freshness import refreshes_itself
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.resting_copy import announce_step
+from megatron_fsdp.runtime.parameter_group import group_of_parameter
 
-__all__ = ["Domain", "Muon"]
+__all__ = ["Domain", "Muon", "MuonOptions", "explain_ownership"]
 
 _SIMPLE = (3.4445, -4.7750, 2.0315)
-_ADAMW = {
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 1e-2,
-    "maximize": False,
-    "capturable": False,
-}
+_ADAMW = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "maximize": False, "capturable": False}
 # Keys of a param group that say what its parameters are; a state dict does not change them.
 _STRUCTURE = ("use_muon", "view")
+# What else of it decides how matrices are stepped.
+_BINDING = ("view", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "extra_scale_factor")
 
 
 class Muon(FlatBase):
@@ -69,9 +63,8 @@ class Muon(FlatBase):
         optimizer.step()
     """
 
-    _kept = (*FlatBase._kept, "options", "num_orthogonalized", "_muon_defaults", "_adamw_defaults")
+    _kept = (*FlatBase._kept, "options", "num_orthogonalized", "_defaults")
     _wide_keys = (MOMENTUM, *KEYS[1:])
-    _binding: _Binding | None = None
 
     def __init__(
         self,
@@ -94,7 +87,7 @@ class Muon(FlatBase):
         self.options = options or MuonOptions()
         self._set_up(max_norm, nonfinite, self.options.moments_dtype)
         self.num_orthogonalized = 0
-        self._muon_defaults = {
+        muon = {
             "lr": lr,
             "weight_decay": weight_decay,
             "momentum": momentum,
@@ -105,7 +98,8 @@ class Muon(FlatBase):
             "adjust_lr_fn": adjust_lr_fn,
             "extra_scale_factor": extra_scale_factor,
         }
-        self._adamw_defaults = {**_ADAMW, "lr": lr, **(adamw or {})}
+        # By ``use_muon``.
+        self._defaults: dict[bool, dict[str, Any]] = {True: muon, False: {**_ADAMW, "lr": lr, **(adamw or {})}}
         super().__init__(params, {"lr": lr})
         self._step_supports_amp_scaling = False
         refreshes_itself(self)
@@ -116,115 +110,71 @@ class Muon(FlatBase):
         Raises:
             ConfigError: a parameter that is no matrix, hyperparameters out of range, or options that AdamW has not.
         """
-        group = dict(param_group)
-        group["use_muon"] = bool(group.get("use_muon", True))
-        if group["use_muon"]:
+        use_muon = bool(param_group.get("use_muon", True))
+        group = {**self._defaults[use_muon], **param_group, "use_muon": use_muon}
+        if use_muon:
             group["view"] = MatrixView.of(group.get("view")).to_plain()
-        defaults = self._muon_defaults if group["use_muon"] else self._adamw_defaults
-        for name, value in defaults.items():
-            group.setdefault(name, value)
         _check_group(group)
         super().add_param_group(group)
-        added = self.param_groups[-1]
-        if added["use_muon"]:
-            for parameter in added["params"]:
-                _blocks_of(parameter, added)
+        for parameter in self.param_groups[-1]["params"] if use_muon else ():
+            _blocks_of(parameter, group)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None) -> Any:
-        """Take one step; parameters whose ``.grad`` is None are left alone. All ranks call it.
-
-        Args:
-            closure: computes and returns the loss, with gradients enabled.
-            max_norm: as in ``AdamW.step``. None: the constructor's.
-        Returns:
-            What the closure returned, else None.
-        """
-        loss = loss_of(closure)
-        binding = self._bound()
-        gradients = _Gradients(binding)
-        factor = self._clip_factor(gradients, max_norm)
-        if not self._may_step(gradients):
-            return loss
-        stepped = [each.group for each in (*binding.matrices, *binding.moments) if each.group is not None]
-        announce_step(stepped)
+    def _update(self, binding: _Binding, gradients: Gradients, factor: torch.Tensor | None) -> None:
+        adopt_together([(state, found.present) for state, found in gradients.groups], self.state)
         rows = Rows(self.param_groups)
-        others = functools.partial(self._step_others, gradients, rows, factor)
-        self._step_matrices(binding, gradients, rows.clip_on, factor, others)
-        for group, _ in gradients.matrices:
-            group.settle()
-        for moments, _ in gradients.moments:
-            moments.settle()
-        return loss
-
-    def _step_matrices(
-        self,
-        binding: _Binding,
-        gradients: _Gradients,
-        clip_on: Callable[[torch.Tensor | None, torch.device], torch.Tensor | None],
-        factor: torch.Tensor | None,
-        meanwhile: Callable[[], None],
-    ) -> None:
-        """Step all that Muon steps; ``meanwhile`` runs while the first matrices are under way."""
-        rows = StepRows(self.param_groups, binding.factors)
-        found = {id(group): gradient for group, gradient in gradients.matrices}
-        waiting = [meanwhile]
+        # Runs while the first matrices are under way.
+        waiting = [functools.partial(self._step_others, gradients, rows, factor)]
+        muon_rows = StepRows(self.param_groups, binding.factors)
+        found = {id(state): gradient for state, gradient in gradients.groups}
         for domain in binding.domains:
             present = [found.get(id(group)) for group in domain.groups]
             if all(gradient is None for gradient in present):
                 continue
             flats = []
             for group, gradient in zip(domain.groups, present, strict=True):
-                flat = group.first.local_buffer.new_empty(0, dtype=self.options.message_dtype)
-                flat = flat.new_zeros(group.first.local_buffer.numel())
+                flat = torch.zeros_like(group.first.local_buffer, dtype=self.options.message_dtype)
                 if gradient is not None:
-                    group.adopt(self.state, gradient.present)
-                    group.prepare(gradient, flat, rows, clip_on(factor, flat.device))
+                    group.prepare(gradient, flat, muon_rows, rows.clip_on(factor, flat.device))
                 flats.append(flat)
             # Collectives and products run where compute does, which is elsewhere for offloaded weights.
             there = [flat.to(group.device) for group, flat in zip(domain.groups, flats, strict=True)]
             domain.exchange.run(there, lambda: waiting.pop()() if waiting else None)
             self.num_orthogonalized += domain.exchange.num_owned
-            flats = [whole.to(flat.device) for whole, flat in zip(there, flats, strict=True)]
-            for group, gradient, flat in zip(domain.groups, present, flats, strict=True):
+            for group, gradient, flat, whole in zip(domain.groups, present, flats, there, strict=True):
                 if gradient is not None:
-                    group.apply(flat, gradient.present, rows)
-        if waiting:
-            meanwhile()
-        for plain in binding.plain_matrices:
-            if plain.parameter.grad is not None:
-                self._step_plain(plain, factor)
+                    group.apply(whole.to(flat.device), gradient.present, muon_rows)
+        for others in waiting:
+            others()
+        for plain, values in gradients.plain:
+            if isinstance(plain, PlainMatrices):
+                self._step_plain(plain, values, factor)
 
-    def _step_others(self, gradients: _Gradients, rows: Rows, factor: torch.Tensor | None) -> None:
+    def _step_others(self, gradients: Gradients, rows: Rows, factor: torch.Tensor | None) -> None:
         """Step all that AdamW steps."""
         updates: list[Update] = []
-        for group, gradient in gradients.matrices:
-            updates += group.adamw_updates(gradient, rows.number)
-        adopt_together([(moments, gradient.present) for moments, gradient in gradients.moments], self.state)
-        updates += [group_update(moments, gradient, rows) for moments, gradient in gradients.moments]
-        for plain, values in gradients.others:
-            updates.append(plain_update(plain, values, self.state, rows, self.moments_dtype))
+        for state, gradient in gradients.groups:
+            is_mixed = isinstance(state, MatrixGroup)
+            updates += state.adamw_updates(gradient, rows.number) if is_mixed else [group_update(state, gradient, rows)]
+        for plain, values in gradients.plain:
+            if not isinstance(plain, PlainMatrices):
+                updates.append(plain_update(plain, values, self.state, rows, self.moments_dtype))
         for update in updates:
             update.run(rows, factor)
 
-    def _step_plain(self, plain: _PlainMatrices, factor: torch.Tensor | None) -> None:
+    def _step_plain(self, plain: PlainMatrices, gradient: torch.Tensor, factor: torch.Tensor | None) -> None:
         """Step a parameter that is whole on this rank and belongs to no sharded module."""
         parameter, group = plain.parameter, self.param_groups[plain.group]
-        gradient = parameter.grad
-        assert gradient is not None
         values = self.state.setdefault(parameter, {})
         if MOMENTUM not in values:
             values[MOMENTUM] = torch.zeros_like(parameter, dtype=self.moments_dtype).detach()
         kept = values[MOMENTUM]
-        gradient = gradient.to(kept.dtype)
+        gradient = gradient.view(parameter.shape).to(kept.dtype)
         if factor is not None:
             gradient = gradient * factor.to(gradient)
-        mu = float(group["momentum"])
+        mu, lr, width = float(group["momentum"]), float(group["lr"]), parameter.shape[-1]
         kept.lerp_(gradient, 1 - mu)
         seen = gradient.lerp(kept, mu) if group["nesterov"] else kept
-        lr = float(group["lr"])
         parameter.mul_(1 - lr * group["weight_decay"])
-        width = parameter.shape[-1]
         seen, target = seen.to(self.options.message_dtype).reshape(-1, width), parameter.view(-1, width)
         for block, ratio in plain.blocks:
             columns = slice(block.first_column, block.last_column)
@@ -236,46 +186,71 @@ class Muon(FlatBase):
             for (start, stop), piece in zip(block.row_ranges, update.split(sizes), strict=True):
                 target[start:stop, columns].add_(piece, alpha=-(lr * ratio))
 
-    # ------------------------------------------------------------------ state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this class, or of ``torch.optim.Muon`` over the same parameters, sharded or whole.
-
-        Every rank calls it: state that PyTorch cut in other places is brought into the parameters' rows.
-
-        Raises:
-            ConfigError: a parameter's state is another optimizer's.
-        """
-        structure = [{key: group[key] for key in _STRUCTURE if key in group} for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        for group, kept in zip(self.param_groups, structure, strict=True):
-            group.update(kept)
-            defaults = self._muon_defaults if group["use_muon"] else self._adamw_defaults
-            for name, value in defaults.items():
-                group.setdefault(name, value)
-        binding = self._bound()
-        for matrices in binding.matrices:
-            matrices.adopt_all(self.state)
-        adopt_together([(moments, moments.held(self.state)) for moments in binding.moments], self.state)
+    def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        # State of torch.optim.Muon has no views; what is live says what parameters are, whatever is loaded.
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for group, live in zip(groups, self.param_groups, strict=False):
+            structure = {key: live[key] for key in _STRUCTURE if key in live}
+            group.update({**self._defaults[live["use_muon"]], **group, **structure})
+        return super()._before_loading({**state_dict, "param_groups": groups})
 
     # ------------------------------------------------------------------ where parameters live
 
     def domains(self) -> tuple[Domain, ...]:
         """Return the matrices that are shared out, by the ranks that share them; all ranks call it."""
-        return self._bound().domains
-
-    def _bound(self) -> _Binding:
-        """Return where the parameters live and who owns them, found anew when param groups have changed."""
-        parameters = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
-        flags = tuple(_flags(group) for group in self.param_groups)
-        if self._binding is None or not self._binding.fits(parameters, flags):
-            self._binding = _bind(self.param_groups, self.options, self.solver_of, flags, parameters)
-        return self._binding
+        found: tuple[Domain, ...] = self._bound().domains
+        return found
 
     def solver_of(self, group: Mapping[str, Any]) -> Solver:
         """Return what owners do with the matrices of a param group."""
         steps = coefficients(group["ns_coefficients"], int(group["ns_steps"]))
         return Iteration(steps, float(group["eps"]), self.options.ns_dtype)
+
+    def _flags_of(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(repr(group[name]) for name in _BINDING) if group["use_muon"] else ()
+
+    def _bind(self, parameters: tuple[torch.Tensor, ...], flags: tuple[Any, ...]) -> _Binding:
+        groups, dtype = self.param_groups, self.options.moments_dtype
+        factors: dict[tuple[int, float], int] = {}
+        matrices: list[MatrixGroup] = []
+        moments: list[GroupMoments] = []
+        for owned in owned_groups(groups):
+            params = tuple(owned.group.parameters.values())
+            found = {
+                index: MatrixMember(member, _blocks_of(params[index], groups[member]))
+                for index, member in enumerate(owned.members)
+                if member != ABSENT and groups[member]["use_muon"]
+            }
+            if found:
+                row_of = functools.partial(_row, factors)
+                matrices.append(MatrixGroup(owned.group, owned.members, found, row_of, dtype))
+            else:
+                moments.append(GroupMoments(owned.group, owned.members, dtype, is_capturable=False))
+        plain: list[PlainParameter] = []
+        whole: list[PlainMatrices] = []
+        for number, group in enumerate(groups):
+            for parameter in (p for p in group["params"] if group_of_parameter(p) is None):
+                if group["use_muon"]:
+                    blocks, solver = _blocks_of(parameter, group), self.solver_of(group)
+                    whole.append(PlainMatrices(parameter, number, False, len(whole), blocks, solver))
+                else:
+                    plain.append(PlainParameter(parameter, number, False))
+        domains = tuple(self._domains(matrices))
+        return _Binding(parameters, flags, (*matrices, *moments), (*plain, *whole), domains, tuple(factors))
+
+    def _domains(self, matrices: Sequence[MatrixGroup]) -> Iterator[Domain]:
+        solvers = [self.solver_of(group) if group["use_muon"] else None for group in self.param_groups]
+        by_ranks: dict[tuple[int, int], tuple[OwnerRanks, list[MatrixGroup]]] = {}
+        for each in matrices:
+            assert each.group is not None
+            ranks = owner_ranks(each.group.main_weight, shares_replicas=self.options.share_replicas)
+            by_ranks.setdefault((id(ranks.shards), id(ranks.replicas)), (ranks, []))[1].append(each)
+        for ranks, members in by_ranks.values():
+            pairs = [pair for flat, each in enumerate(members) for pair in _works(each, flat, ranks, solvers)]
+            ownership = plan_ownership([work for work, _ in pairs], ranks.num_shards, ranks.num_replicas)
+            bucket_numel = max(self.options.bucket_bytes // self.options.message_dtype.itemsize, 1)
+            exchange = Exchange(ownership, [source for _, source in pairs], ranks, bucket_numel)
+            yield Domain(ranks, tuple(members), exchange)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,50 +304,46 @@ class Domain:
 
 
 @dataclass(frozen=True, slots=True)
-class _PlainMatrices:
+class PlainMatrices(PlainParameter):
     """A parameter of Muon's that no sharded module owns, the how manieth, with its matrices and their factors."""
 
-    parameter: torch.Tensor
-    group: int
     number: int
     blocks: tuple[tuple[MatrixBlock, float], ...]
     solver: Solver
 
 
 @dataclass(frozen=True, slots=True)
-class _Binding(Home):
-    """Where the parameters of an optimizer live, and the hyperparameters that decided how.
+class _Binding(Binding):
+    """Where the parameters of an optimizer live, and who steps matrices.
 
     Attributes:
-        matrices: groups with matrices. moments: sharded groups without. domains: the former, by their ranks.
-        plain_matrices, plain: parameters that are not sharded. factors: see ``StepRows``.
+        domains: of the groups with matrices, by their ranks. factors: see ``StepRows``.
     """
 
-    matrices: tuple[MatrixGroup, ...]
-    moments: tuple[GroupMoments, ...]
     domains: tuple[Domain, ...]
-    plain_matrices: tuple[_PlainMatrices, ...]
-    plain: tuple[PlainParameter, ...]
     factors: tuple[tuple[int, float], ...]
 
 
-class _Gradients(Gradients[GroupGradients]):
-    """What one step reads: all gradients, and those of groups with matrices, of groups without, and of AdamW's rest."""
+def explain_ownership(optimizer: Optimizer) -> tuple[OwnershipReport, ...]:
+    """Return a report for each set of ranks that shares matrices; every rank calls it.
 
-    def __init__(self, binding: _Binding) -> None:
-        matrices = [PlainParameter(each.parameter, each.group, False) for each in binding.plain_matrices]
-        super().__init__((*binding.matrices, *binding.moments), (*binding.plain, *matrices))
-        self.matrices = [(group, found) for group, found in self.groups if isinstance(group, MatrixGroup)]
-        self.moments = [(group, found) for group, found in self.groups if isinstance(group, GroupMoments)]
-        self.others = [pair for pair in self.plain if any(pair[0] is each for each in binding.plain)]
+    Raises:
+        ConfigError: the optimizer is another one.
+
+    Example:
+        optimizer = Muon(muon_param_groups(model), lr=0.02)
+        for report in explain_ownership(optimizer):
+            print(report)
+    """
+    if not isinstance(optimizer, Muon):
+        raise ConfigError(f"explain_ownership: found {type(optimizer).__name__}; wanted a megatron_fsdp.optim.Muon")
+    itemsize = optimizer.options.message_dtype.itemsize
+    return tuple(ownership_report(domain.exchange.ownership, itemsize) for domain in optimizer.domains())
 
 
-def _flags(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what of a param group decides the binding."""
-    if not group["use_muon"]:
-        return (len(group["params"]),)
-    names = ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "extra_scale_factor")
-    return (len(group["params"]), repr(group["view"]), *(repr(group[name]) for name in names))
+def _row(numbers: dict[tuple[int, float], int], group: int, factor: float) -> int:
+    """Number the rows of ``StepRows.apply`` as they are asked for."""
+    return numbers.setdefault((group, factor), len(numbers))
 
 
 def _check_group(group: Mapping[str, Any]) -> None:
@@ -426,79 +397,6 @@ def _blocks_of(parameter: torch.Tensor, group: Mapping[str, Any]) -> tuple[tuple
     return tuple((block, scale_factor(block.rows, block.columns, mode) * extra) for block in blocks)
 
 
-class _Factors:
-    """Numbers the rows of ``StepRows.apply`` as they are asked for."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[tuple[int, float], int] = {}
-
-    def row(self, group: int, factor: float) -> int:
-        return self.numbers.setdefault((group, factor), len(self.numbers))
-
-
-def _bind(
-    param_groups: Sequence[dict[str, Any]],
-    options: MuonOptions,
-    solver_of: Callable[[Mapping[str, Any]], Solver],
-    flags: tuple[Any, ...],
-    parameters: Sequence[torch.Tensor],
-) -> _Binding:
-    number_of = {id(parameter): number for number, group in enumerate(param_groups) for parameter in group["params"]}
-    owners: dict[int, ParameterGroup] = {}
-    plain: list[PlainParameter] = []
-    plain_matrices: list[_PlainMatrices] = []
-    for parameter in parameters:
-        number = number_of[id(parameter)]
-        group, owner = param_groups[number], group_of_parameter(parameter)
-        if owner is not None:
-            owners[id(owner)] = owner
-        elif group["use_muon"]:
-            blocks = _blocks_of(parameter, group)
-            plain_matrices.append(_PlainMatrices(parameter, number, len(plain_matrices), blocks, solver_of(group)))
-        else:
-            plain.append(PlainParameter(parameter, number, False))
-    factors = _Factors()
-    matrices: list[MatrixGroup] = []
-    moments: list[GroupMoments] = []
-    for owner in owners.values():
-        params = tuple(owner.parameters.values())
-        members = tuple(number_of.get(id(param), ABSENT) for param in params)
-        found = {
-            index: MatrixMember(member, _blocks_of(params[index], param_groups[member]))
-            for index, member in enumerate(members)
-            if member != ABSENT and param_groups[member]["use_muon"]
-        }
-        if found:
-            matrices.append(MatrixGroup(owner, members, found, factors.row, options.moments_dtype))
-        else:
-            moments.append(GroupMoments(owner, members, options.moments_dtype, is_capturable=False))
-    domains = tuple(_domains(matrices, [solver_of(g) if g["use_muon"] else None for g in param_groups], options))
-    order = tuple(factors.numbers)
-    kept = (tuple(matrices), tuple(moments), domains, tuple(plain_matrices), tuple(plain))
-    return _Binding(tuple(parameters), flags, *kept, order)
-
-
-def _domains(
-    matrices: Sequence[MatrixGroup], solvers: Sequence[Solver | None], options: MuonOptions
-) -> Iterator[Domain]:
-    by_ranks: dict[tuple[int, int], tuple[OwnerRanks, list[MatrixGroup]]] = {}
-    for each in matrices:
-        owner = each.group
-        assert owner is not None
-        ranks = owner_ranks(owner.main_weight, shares_replicas=options.share_replicas)
-        by_ranks.setdefault((id(ranks.shards), id(ranks.replicas)), (ranks, []))[1].append(each)
-    for ranks, members in by_ranks.values():
-        works: list[MatrixWork] = []
-        sources: list[Source] = []
-        for flat, each in enumerate(members):
-            for work, source in _works(each, flat, ranks, solvers):
-                works.append(work)
-                sources.append(source)
-        ownership = plan_ownership(works, ranks.num_shards, ranks.num_replicas)
-        bucket_numel = max(options.bucket_bytes // options.message_dtype.itemsize, 1)
-        yield Domain(ranks, tuple(members), Exchange(ownership, sources, ranks, bucket_numel))
-
-
 def _works(
     each: MatrixGroup, flat: int, ranks: OwnerRanks, solvers: Sequence[Solver | None]
 ) -> Iterator[tuple[MatrixWork, Source]]:
@@ -514,4 +412,4 @@ def _works(
         for block, _ in member.blocks:
             held = tuple(holder for holder in holders if block.overlap(holder[1]))
             work = MatrixWork(name, block, held, num_steps)
-            yield work, Source(flat, each.base(index), each.held(index), solver)
+            yield work, Source(flat, each.base(index), each.held_elements(index), solver)

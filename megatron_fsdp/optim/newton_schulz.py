@@ -115,20 +115,19 @@ def scale_factor(rows: int, columns: int, mode: str | None) -> float:
     Raises:
         ConfigError: another mode.
     """
-    if mode is None or mode in ("original", "shape_scaling"):
-        return math.sqrt(max(1, rows / columns))
-    if mode == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    if mode == "spectral":
-        return math.sqrt(max(rows, columns))
-    if mode in ("unit_rms_norm", "spectral_unclamped"):
-        return math.sqrt(rows / columns)
-    if mode == "none":
-        return 1.0
-    raise ConfigError(
-        f"Muon(adjust_lr_fn={mode!r}): wanted 'original', 'match_rms_adamw', 'shape_scaling', 'spectral', "
-        "'unit_rms_norm', 'spectral_unclamped', 'none' or None"
-    )
+    factors = {
+        "original": math.sqrt(max(1, rows / columns)),
+        "match_rms_adamw": 0.2 * math.sqrt(max(rows, columns)),
+        "shape_scaling": math.sqrt(max(1, rows / columns)),
+        "spectral": math.sqrt(max(rows, columns)),
+        "unit_rms_norm": math.sqrt(rows / columns),
+        "spectral_unclamped": math.sqrt(rows / columns),
+        "none": 1.0,
+    }
+    mode = "original" if mode is None else mode
+    if mode not in factors:
+        raise ConfigError(f"Muon(adjust_lr_fn={mode!r}): wanted {', '.join(map(repr, factors))} or None")
+    return factors[mode]
 
 
 def newton_schulz_flops(rows: int, columns: int, num_steps: int = 5) -> int:
@@ -149,26 +148,22 @@ def newton_schulz(matrices: torch.Tensor, iteration: Iteration) -> torch.Tensor:
     Returns:
         The same shape and dtype.
     """
-    if matrices.device.type == "cpu":
-        # Memory of its own for each: how a product is rounded may depend on where a matrix begins.
-        return torch.stack([_alone(matrix.clone(), iteration) for matrix in matrices])
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices
-    for each in x:
-        each.div_(each.norm().clamp(min=iteration.eps))
-    for a, b, c in iteration.coefficients:
-        gram = torch.bmm(x, x.mT)
-        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, factor, x, beta=a)
+    if matrices.device.type == "cpu":
+        # Memory of its own for each: how a product is rounded may depend on where a matrix begins.
+        singles = (matrix.clone() for matrix in x)
+        x = torch.stack([_iterate(each.div_(each.norm().clamp(min=iteration.eps)), iteration) for each in singles])
+    else:
+        norms = torch.stack(torch._foreach_norm(list(x))).clamp_(min=iteration.eps)
+        x = _iterate(x.div_(norms[:, None, None]), iteration)
     return x.mT if is_tall else x
 
 
-def _alone(matrix: torch.Tensor, iteration: Iteration) -> torch.Tensor:
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if is_tall else matrix
-    x.div_(x.norm().clamp(min=iteration.eps))
+def _iterate(x: torch.Tensor, iteration: Iteration) -> torch.Tensor:
+    add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
     for a, b, c in iteration.coefficients:
-        gram = x @ x.T
-        factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, factor, x, beta=a)
-    return x.T if is_tall else x
+        gram = x @ x.mT
+        factor = add_product(gram, gram, gram, beta=b, alpha=c)
+        x = add_product(x, factor, x, beta=a)
+    return x

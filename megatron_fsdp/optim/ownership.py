@@ -8,19 +8,15 @@ the matrix. No matrix is divided, so results do not depend on the number of rank
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from megatron_fsdp.formatting import format_bytes
 from megatron_fsdp.optim.matrix_views import MatrixBlock
 from megatron_fsdp.optim.newton_schulz import newton_schulz_flops
 
-__all__ = ["MatrixWork", "Ownership", "holders_of", "plan_ownership"]
-
-# When exchanging matrices between ranks is over, and how much of it may be tried.
-_GOOD_ENOUGH = 1.015
-_MAX_SWAPS = 4
-_SWAP_PARTNERS = 4
+__all__ = ["MatrixWork", "Ownership", "OwnershipReport", "holders_of", "ownership_report", "plan_ownership"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +65,14 @@ class Ownership:
         return self.num_shards * self.num_replicas
 
     @property
-    def total_flops(self) -> int:
-        """Operations of all ranks."""
-        return sum(self.load_flops)
-
-    @property
     def mean_flops(self) -> float:
         """Operations of a rank on average."""
-        return self.total_flops / self.num_ranks
-
-    @property
-    def largest_flops(self) -> int:
-        """Operations of the largest matrix."""
-        return max((work.flops for work in self.works), default=0)
+        return sum(self.load_flops) / self.num_ranks
 
     @property
     def max_flops(self) -> int:
         """Operations of the rank that has most."""
-        return max(self.load_flops, default=0)
+        return max(self.load_flops)
 
     @property
     def bound_flops(self) -> float:
@@ -137,83 +123,21 @@ def plan_ownership(works: Sequence[MatrixWork], num_shards: int, num_replicas: i
         works: all matrices that these ranks hold.
         num_shards, num_replicas: of the ranks; owners of one replica's pieces are in that replica.
     """
-    placement = _Placement(works, num_shards, num_shards * num_replicas)
-    owners = tuple(placement.owners)
+    costs, num_ranks = [work.flops for work in works], num_shards * num_replicas
+    loads, numels, owners = [0] * num_ranks, [0] * num_ranks, [0] * len(works)
+    # Entries of (load, elements, rank), most of which are older than the loads.
+    heap = [(0, 0, rank) for rank in range(num_ranks)]
+    for index in sorted(range(len(works)), key=lambda index: (-costs[index], -works[index].block.numel, index)):
+        # Loads only grow, so an entry that is still true is the least.
+        while heap[0] != (now := (loads[heap[0][2]], numels[heap[0][2]], heap[0][2])):
+            heapq.heapreplace(heap, now)
+        least = heap[0][2]
+        holders = (rank for shard in _preferred(works[index]) for rank in range(shard, num_ranks, num_shards))
+        owner = owners[index] = next((rank for rank in holders if loads[rank] == loads[least]), least)
+        loads[owner] += costs[index]
+        numels[owner] += works[index].block.numel
     received = _received(works, owners, num_shards, num_replicas)
-    return Ownership(tuple(works), owners, num_shards, num_replicas, tuple(placement.loads), tuple(received))
-
-
-class _Placement:
-    """Matrices as they are given out: to the rank that has the least, the longest first.
-
-    Attributes:
-        loads: operations of each rank. owners: the rank of each matrix.
-    """
-
-    def __init__(self, works: Sequence[MatrixWork], num_shards: int, num_ranks: int) -> None:
-        self._num_shards = num_shards
-        self._costs = [work.flops for work in works]
-        self.loads, self.owners = [0] * num_ranks, [0] * len(works)
-        numels = [0] * num_ranks
-        # Entries of (load, elements, rank), most of which are older than the loads.
-        heap = [(0, 0, rank) for rank in range(num_ranks)]
-        for index in sorted(
-            range(len(works)), key=lambda index: (-self._costs[index], -works[index].block.numel, index)
-        ):
-            # Loads only grow, so an entry that is still true is the least.
-            while heap[0] != (now := (self.loads[heap[0][2]], numels[heap[0][2]], heap[0][2])):
-                heapq.heapreplace(heap, now)
-            owner = self._holder_among_equals(works[index], heap[0][2])
-            self.owners[index] = owner
-            self.loads[owner] += self._costs[index]
-            numels[owner] += works[index].block.numel
-        self._swap()
-
-    def _holder_among_equals(self, work: MatrixWork, found: int) -> int:
-        for shard in _preferred(work):
-            for rank in range(shard, len(self.loads), self._num_shards):
-                if self.loads[rank] == self.loads[found]:
-                    return rank
-        return found
-
-    def _swap(self) -> None:
-        """Exchange single matrices between the rank that has most and those with least while that lowers the most."""
-        owned: list[list[int]] = [[] for _ in self.loads]
-        for index, rank in enumerate(self.owners):
-            owned[rank].append(index)
-        limit = _GOOD_ENOUGH * max(sum(self.loads) / len(self.loads), max(self._costs, default=0))
-        for _ in range(_MAX_SWAPS * len(self.loads)):
-            most = max(range(len(self.loads)), key=self.loads.__getitem__)
-            if self.loads[most] <= limit:
-                return
-            for least in heapq.nsmallest(_SWAP_PARTNERS, range(len(self.loads)), key=self.loads.__getitem__):
-                pair = self._best_pair(owned[most], owned[least], self.loads[most] - self.loads[least])
-                if pair is not None:
-                    self._exchange(owned, (most, least), pair)
-                    break
-            else:
-                return
-
-    def _best_pair(self, ours: Sequence[int], theirs: Sequence[int], surplus: int) -> tuple[int, int | None] | None:
-        """Return what to give and what to take, None for nothing, so that both come closest; None if nothing helps."""
-        kinds = {self._costs[index]: index for index in ours}
-        others: dict[int, int | None] = {self._costs[index]: index for index in theirs}
-        others[0] = None
-        best, least = None, surplus
-        for (mine, give), (cost, take) in itertools.product(kinds.items(), others.items()):
-            left = abs(surplus - 2 * (mine - cost))
-            if left < least:
-                best, least = (give, take), left
-        return best
-
-    def _exchange(self, owned: list[list[int]], ranks: tuple[int, int], pair: tuple[int, int | None]) -> None:
-        moves = [(pair[0], *ranks)] + ([] if pair[1] is None else [(pair[1], ranks[1], ranks[0])])
-        for index, source, target in moves:
-            owned[source].remove(index)
-            owned[target].append(index)
-            self.owners[index] = target
-            self.loads[source] -= self._costs[index]
-            self.loads[target] += self._costs[index]
+    return Ownership(tuple(works), tuple(owners), num_shards, num_replicas, tuple(loads), tuple(received))
 
 
 def _preferred(work: MatrixWork) -> list[int]:
@@ -233,3 +157,105 @@ def _received(works: Sequence[MatrixWork], owners: Sequence[int], num_shards: in
                 # It neither sends to itself what it holds, nor gets the update of that from anybody.
                 received[owner] -= 2 * overlap
     return [numel + on_shard[rank % num_shards] for rank, numel in enumerate(received)]
+
+
+# ---------------------------------------------------------------- the page of it
+
+
+@dataclass(frozen=True, slots=True)
+class OwnershipReport:
+    """What one step of Muon takes from ranks that share matrices. ``str()`` gives a page, ``to_dict`` plain data.
+
+    Attributes:
+        num_ranks, num_replicas: who shares, and in how many replicas they hold the shards.
+        num_matrices, num_elements: all of them.
+        mean_flops, max_flops: Newton-Schulz operations of a rank. redundant_flops: if every rank did all of them.
+        largest_flops: of the largest matrix. bound_flops: see ``Ownership``.
+        mean_received_bytes, max_received_bytes: of matrices and updates, of a rank in a step.
+        gathered_bytes: what a rank would receive if every rank gathered every matrix.
+        least_owned, most_owned: matrices of a rank. gap: see ``Ownership``.
+
+    Example:
+        for report in explain_ownership(Muon(muon_param_groups(model), lr=0.02)):
+            print(report)  # who owns which matrix, and the bytes on the wire
+    """
+
+    num_ranks: int
+    num_replicas: int
+    num_matrices: int
+    num_elements: int
+    mean_flops: float
+    max_flops: int
+    redundant_flops: int
+    largest_flops: int
+    bound_flops: float
+    mean_received_bytes: float
+    max_received_bytes: int
+    gathered_bytes: int
+    least_owned: int
+    most_owned: int
+    gap: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as numbers, ready for ``json.dumps``."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return the page."""
+        mean = self.mean_flops or 1.0
+        received = self.mean_received_bytes
+        most_received = f"{self.max_received_bytes / received:.3f} of the mean" if received else ""
+        least, most = self.least_owned, self.most_owned
+        owned = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        ranks = f"{self.num_ranks:,} ranks"
+        if self.num_replicas > 1:
+            ranks += f" ({self.num_replicas:,} replicas)"
+        rows = [
+            ("muon", f"{self.num_matrices:,} matrices", f"{owned} on each of {ranks}"),
+            ("owner load, mean", _operations(self.mean_flops), "Newton-Schulz operations of a rank in a step"),
+            ("owner load, most", _operations(self.max_flops), f"{self.max_flops / mean:.3f} of the mean"),
+            ("bound", _operations(self.bound_flops), f"no ownership does better; {self.gap:.1%} above it"),
+            ("largest matrix", _operations(self.largest_flops), "one rank has it whole"),
+            ("every rank all", _operations(self.redundant_flops), "what gathering everywhere would compute"),
+            ("received, mean", format_bytes(round(self.mean_received_bytes)), "of matrices and updates by a rank"),
+            ("received, most", format_bytes(self.max_received_bytes), most_received),
+            ("every rank all", format_bytes(self.gathered_bytes), "what gathering everywhere would receive"),
+        ]
+        return [f"{label:<18}{amount:>14}  {note}".rstrip() for label, amount, note in rows]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def ownership_report(ownership: Ownership, itemsize: int = 2) -> OwnershipReport:
+    """Return the report of an ownership.
+
+    Args:
+        itemsize: bytes of an element on the wire.
+    """
+    owned = [ownership.owners.count(rank) for rank in range(ownership.num_ranks)]
+    held = ownership.matrix_numel // ownership.num_shards
+    return OwnershipReport(
+        num_ranks=ownership.num_ranks,
+        num_replicas=ownership.num_replicas,
+        num_matrices=len(ownership.works),
+        num_elements=ownership.matrix_numel,
+        mean_flops=ownership.mean_flops,
+        max_flops=ownership.max_flops,
+        redundant_flops=sum(ownership.load_flops),
+        largest_flops=max((work.flops for work in ownership.works), default=0),
+        bound_flops=ownership.bound_flops,
+        mean_received_bytes=ownership.mean_received * itemsize,
+        max_received_bytes=max(ownership.received_numel) * itemsize,
+        gathered_bytes=(ownership.matrix_numel - held) * itemsize,
+        least_owned=min(owned),
+        most_owned=max(owned),
+        gap=ownership.gap,
+    )
+
+
+def _operations(count: float) -> str:
+    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G")):
+        if count >= size:
+            return f"{count / size:,.4g} {unit}flop"
+    return f"{count / 1e6:,.4g} Mflop"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,13 +59,14 @@ def muon_param_groups(
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     _refuse_idle(("views", views), named)
     _refuse_idle(("adamw", adamw), named)
-    modules = _Modules(model)
+    by_modules = _said_by_modules(model)
     muon: dict[MatrixView, list[torch.Tensor]] = {}
     matrices: list[torch.Tensor] = []
     vectors: list[torch.Tensor] = []
     for name, parameter in named:
-        view = _view_of(name, views)
-        if _is_muons(name, parameter, view, adamw, rule, modules):
+        view = next((view for pattern, view in views.items() if _matches(name, (pattern,))), None)
+        said = None if rule is None else rule(name, parameter)
+        if _is_muons(name, parameter, view, adamw, by_modules) if said is None else said:
             muon.setdefault(view or MatrixView(), []).append(parameter)
         else:
             (matrices if parameter.ndim > 1 else vectors).append(parameter)
@@ -82,73 +83,50 @@ def muon_param_groups(
     return [*groups, *({"params": found, "use_muon": False, **options} for found, options in others if found)]
 
 
-class _Modules:
-    """What the modules say about parameters: which are of linear layers, which of embeddings and outputs."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.linear: set[int] = set()
-        self.outer: set[int] = set()
-        for module in model.modules():
-            weight = module._parameters.get("weight")
-            if weight is not None and isinstance(module, nn.Linear):
-                self.linear.add(id(weight))
-            if weight is not None and isinstance(module, nn.Embedding):
-                self.outer.add(id(weight))
-            finder = getattr(module, "get_output_embeddings", None)
-            head = finder() if callable(finder) else None
-            if isinstance(head, nn.Module):
-                self.outer |= {id(parameter) for parameter in head.parameters()}
+def _said_by_modules(model: nn.Module) -> dict[int, bool]:
+    """Return of which parameters the modules say what they are: weights of linear layers, or embeddings and outputs."""
+    said: dict[int, bool] = {}
+    for module in model.modules():
+        weight = id(module._parameters.get("weight"))
+        if isinstance(module, nn.Linear):
+            said.setdefault(weight, True)
+        if isinstance(module, nn.Embedding):
+            said[weight] = False
+        finder = getattr(module, "get_output_embeddings", None)
+        head = finder() if callable(finder) else None
+        if isinstance(head, nn.Module):
+            said.update({id(parameter): False for parameter in head.parameters()})
+    return said
 
 
-def _view_of(name: str, views: Mapping[str, MatrixView]) -> MatrixView | None:
-    return next((view for pattern, view in views.items() if fnmatch.fnmatchcase(name, pattern)), None)
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _is_muons(
-    name: str,
-    parameter: torch.Tensor,
-    view: MatrixView | None,
-    adamw: Sequence[str],
-    rule: Rule | None,
-    modules: _Modules,
+    name: str, parameter: torch.Tensor, view: MatrixView | None, adamw: Sequence[str], by_modules: Mapping[int, bool]
 ) -> bool:
-    said = None if rule is None else rule(name, parameter)
-    if said is not None:
-        return said
+    """Return what is said of a parameter, rules aside."""
     if view is not None:
         return True
-    if parameter.ndim < 2 or any(fnmatch.fnmatchcase(name, pattern) for pattern in adamw):
+    if parameter.ndim < 2 or _matches(name, adamw) or getattr(parameter, "is_embedding_or_output_parameter", False):
         return False
-    said = _attributes_say(parameter)
+    said: bool | None = getattr(parameter, "use_muon", None)
     if said is None:
-        said = _module_says(name, parameter, modules)
+        said = False if _matches(name, OUTER_NAMES) else by_modules.get(id(parameter))
     if said is None:
         raise ConfigError(
             f"muon_param_groups: nothing says whether parameter {name!r} of shape {tuple(parameter.shape)} is one: "
             f"give views={{{name!r}: MatrixView(...)}} (batch_dims for experts), adamw=({name!r},), or set its "
             "attribute use_muon"
         )
-    return said
-
-
-def _attributes_say(parameter: torch.Tensor) -> bool | None:
-    if getattr(parameter, "is_embedding_or_output_parameter", False):
-        return False
-    said = getattr(parameter, "use_muon", None)
-    return None if said is None else bool(said)
-
-
-def _module_says(name: str, parameter: torch.Tensor, modules: _Modules) -> bool | None:
-    is_outer = any(fnmatch.fnmatchcase(name, pattern) for pattern in OUTER_NAMES)
-    if id(parameter) in modules.outer or is_outer:
-        return False
-    return True if id(parameter) in modules.linear else None
+    return bool(said)
 
 
 def _refuse_idle(what: tuple[str, Any], named: Sequence[tuple[str, torch.Tensor]]) -> None:
     argument, patterns = what
     for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in named):
+        if not any(_matches(name, (pattern,)) for name, _ in named):
             raise ConfigError(
                 f"muon_param_groups: {argument} has {pattern!r}, which is the name of no trained parameter"
             )

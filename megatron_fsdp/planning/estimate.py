@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.ownership_page import OwnershipReport, ownership_report
+from megatron_fsdp.optim.ownership import OwnershipReport, ownership_report
 from megatron_fsdp.planning.cost_model import Hardware, StepTime, predict_step, transfer_seconds
 from megatron_fsdp.planning.from_shapes import Sharding
 from megatron_fsdp.planning.model_source import Subject, stage_subject

@@ -18,7 +18,8 @@ from dbuffer_kernels import num_blocks
 from megatron_fsdp.build.packed_layout import wire_words
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.int8_moments import is_coded
-from megatron_fsdp.optim.ownership_page import OwnershipReport, explain_ownership
+from megatron_fsdp.optim.muon import explain_ownership
+from megatron_fsdp.optim.ownership import OwnershipReport
 from megatron_fsdp.planning.live_model import read_facts
 from megatron_fsdp.planning.model_spec import AxisFacts, BufferFacts, GroupFacts, ModelFacts, UnitFacts
 from megatron_fsdp.planning.report_text import (

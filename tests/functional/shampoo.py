@@ -15,9 +15,11 @@ import torch
 
 from dbuffer.collectives import broadcast
 from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.optim.adamw_state import adopt_together
 from megatron_fsdp.optim.exchange import OwnerRanks
+from megatron_fsdp.optim.matrix_group import MatrixGroup
 from megatron_fsdp.optim.matrix_views import MatrixBlock
-from megatron_fsdp.optim.muon import Domain, Muon, MuonOptions
+from megatron_fsdp.optim.muon import Domain, Muon, MuonOptions, PlainMatrices
 from megatron_fsdp.optim.ownership import MatrixWork
 
 __all__ = ["Shampoo"]
@@ -70,8 +72,8 @@ class Shampoo(Muon):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with all preconditioners, gathered from their owners; every rank calls it."""
-        for group in self._bound().matrices:
-            group.adopt(self.state, [index in group.matrices for index in range(len(group.members))])
+        groups = [group for group in self._bound().states if isinstance(group, MatrixGroup)]
+        adopt_together(((each, [i in each.matrices for i in range(len(each.members))]) for each in groups), self.state)
         document: dict[str, Any] = super().state_dict()
         indices = [index for group in document["param_groups"] for index in group["params"]]
         by_parameter = dict(zip(map(id, self._parameters()), indices, strict=True))
@@ -102,7 +104,7 @@ class Shampoo(Muon):
         binding = self._bound()
         for domain in binding.domains:
             yield from _owned_by_ranks(domain)
-        for plain in binding.plain_matrices:
+        for plain in (each for each in binding.plain if isinstance(each, PlainMatrices)):
             for number, (block, _) in enumerate(plain.blocks):
                 work = MatrixWork(f"plain parameter {plain.number}", block, ())
                 yield _Owned(work, number, plain.parameter, plain.parameter.device, None, 0)

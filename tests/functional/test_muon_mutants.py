@@ -138,7 +138,7 @@ def test_a_step_without_gradients_counts_nowhere() -> None:
 
     def counted(self: Muon) -> Any:
         binding = original(self)
-        for group in binding.matrices:
+        for group in binding.states:
             group.steps += 1
         return binding
 

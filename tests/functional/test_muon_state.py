@@ -244,6 +244,23 @@ def test_plain_parameters_are_stepped_as_torch_steps_them() -> None:
 
 
 @on_ranks(1)
+def test_records_that_were_exchanged_keep_their_values() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = Muon(muon_param_groups(fully_shard(model, world_mesh())), lr=0.02)
+    model(torch.arange(12.0).view(3, 4)).square().mean().backward()
+    optimizer.step()
+    first, second = optimizer.param_groups[0]["params"]
+    wanted = [optimizer.state[param]["momentum_buffer"].full_tensor().clone() for param in (second, first)]
+    assert not torch.equal(*wanted)
+    optimizer.state[first], optimizer.state[second] = optimizer.state[second], optimizer.state[first]
+    # A momentum of one keeps what is there.
+    optimizer.param_groups[0]["momentum"] = 1.0
+    optimizer.step()
+    for param, value in zip((first, second), wanted, strict=True):
+        assert torch.equal(optimizer.state[param]["momentum_buffer"].full_tensor(), value)
+
+
+@on_ranks(1)
 def test_a_state_of_another_optimizer_is_refused_by_name() -> None:
     _, optimizer = trained(1)
     document = optimizer.state_dict()
