@@ -52,7 +52,11 @@ setup(
         *find_packages(where="kernels", include=["dbuffer_kernels", "dbuffer_kernels.*"]),
         *find_packages(include=["dbuffer", "dbuffer.*", "megatron_fsdp", "megatron_fsdp.*"]),
     ],
-    package_data={"": ["py.typed"], "megatron_fsdp.planning.catalog": ["models/*.json"]},
+    package_data={
+        "": ["py.typed"],
+        "megatron_fsdp.planning": ["error_bar.json"],
+        "megatron_fsdp.planning.catalog": ["models/*.json"],
+    },
     install_requires=["torch>=2.11", "numpy>=1.26"],
     extras_require={
         "triton": TRITON,

@@ -16,31 +16,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 
 import megatron_fsdp
 from benchmarks.harness import Row, Samples
-from megatron_fsdp.planning import catalog
-from megatron_fsdp.planning.catalog_model import CatalogModel
+from benchmarks.virtual_models import MODELS, VirtualModel, make_model
 from megatron_fsdp.virtual.device import virtual_device
 from megatron_fsdp.virtual.machine import H200
 from megatron_fsdp.virtual.playback import Playback, play
 from megatron_fsdp.virtual.recording import Event, Recording
 from megatron_fsdp.virtual.trace import write_trace
 
-MODELS = ("llama3-8b", "mixtral-8x7b", "1b")
 MESHES = {"8": (8,), "8x8": (64,), "hsdp 2x8": (2, 8)}
 REDUCE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # The host's time of Python around a collective, in calls of operators: a third of 350 us for a unit and step of ours
 # (docs/performance.md, "Host time"), and twice as much of FSDP2's, as benchmarks/results/host.json has it.
 CALLS = {"ours": 24, "ours, 1 buffer": 24, "ours, 2 buffers": 24, "FSDP2": 50}
-Engine = Callable[[CatalogModel, DeviceMesh, torch.dtype], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what to predict."""
-    parser.add_argument("--models", nargs="+", default=list(MODELS), help="of the catalog, or 1b")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, help="1b: Llama 3.2's shape")
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), choices=list(MESHES), help="8x8: 64 in one axis")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="on each rank")
     parser.add_argument("--reduce", nargs="+", default=list(REDUCE), choices=list(REDUCE), help="dtype of the sums")
@@ -57,12 +56,31 @@ def run(args: argparse.Namespace) -> list[Row]:
         for mesh in args.meshes:
             for tokens in args.tokens:
                 for reduce in args.reduce:
+                    setting = {"model": model, "mesh": mesh, "tokens": tokens, "sums": reduce}
+                    played = {}
                     for engine in args.engines:
-                        found = predict(model, mesh, tokens, reduce, engine, args.layers)
-                        case = {"model": model, "mesh": mesh, "tokens": tokens, "sums": reduce, "engine": engine}
-                        rows += _rows(case, found)
-                        _show(case, found, args)
+                        played[engine] = predict(model, mesh, tokens, reduce, engine, args.layers)
+                        rows += _rows({**setting, "engine": engine}, played[engine])
+                        _show({**setting, "engine": engine}, played[engine], args)
+                    rows += _ratios(setting, played)
     return rows
+
+
+def _ratios(setting: dict[str, str | int], played: dict[str, Playback]) -> list[Row]:
+    peer = played.pop("FSDP2", None)
+    metric = "predicted step over FSDP2's"
+    return [
+        Row(
+            "virtual",
+            {**setting, "engine": engine},
+            metric,
+            "",
+            Samples((found.seconds / peer.seconds,)),
+            is_exact=True,
+        )
+        for engine, found in played.items()
+        if peer is not None
+    ]
 
 
 def predict(model: str, mesh: str, tokens: int, reduce: str, engine: str, num_layers: int | None = None) -> Playback:
@@ -71,7 +89,7 @@ def predict(model: str, mesh: str, tokens: int, reduce: str, engine: str, num_la
     parts = _fsdp2_parts() if engine == "FSDP2" else None
     with virtual_device(torch.Size(sizes).numel(), collective_calls=CALLS[engine], parts=parts) as device:
         names = ("outer", "inner")[-len(sizes) :]
-        made = _model(model, num_layers)
+        made = make_model(model, num_layers)
         with _torch_cpu_by(device.recording) if engine == "FSDP2" else contextlib.nullcontext():
             _shard(made, init_device_mesh("cpu", sizes, mesh_dim_names=names), REDUCE[reduce], engine)
             given = torch.zeros(1, tokens, dtype=torch.int64)
@@ -84,23 +102,12 @@ def predict(model: str, mesh: str, tokens: int, reduce: str, engine: str, num_la
     return play(recording.items, H200)
 
 
-def _model(name: str, num_layers: int | None) -> CatalogModel:
-    architecture = catalog.architecture(catalog.load("llama3-8b" if name == "1b" else name))
-    if name == "1b":
-        # Llama 3.2 1B.
-        config = catalog.load("llama3-8b")
-        config |= {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_key_value_heads": 8}
-        config["head_dim"] = 64
-        architecture = catalog.architecture(config)
-    return CatalogModel(architecture, num_layers)
-
-
-def _shard(model: CatalogModel, mesh: DeviceMesh, reduce: torch.dtype, engine: str) -> None:
-    units = [model.embed, *model.layers, model.head, model]
+def _shard(model: VirtualModel, mesh: DeviceMesh, reduce: torch.dtype, engine: str) -> None:
+    units = [*model.units(), model]
     if engine == "FSDP2":
         policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce, cast_forward_inputs=False)
         for unit in units:
-            fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy)
+            fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy, shard_placement_fn=_placement(mesh))
         return
     ours = megatron_fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce, cast_forward_inputs=False)
     for unit in units:
@@ -110,10 +117,20 @@ def _shard(model: CatalogModel, mesh: DeviceMesh, reduce: torch.dtype, engine: s
         root.set_reduce_scatter_max_input_buffers(int(engine.split()[1]))
 
 
+def _placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
+    """Have experts cut along their inner dim where there are more ranks than experts, as torchtitan does."""
+    num_ranks = mesh.size(mesh.ndim - 1)
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if parameter.ndim == 3 and num_ranks > len(parameter) else None
+
+    return placement
+
+
 @contextlib.contextmanager
 def _torch_cpu_by(recording: Recording) -> Iterator[None]:
     """Give FSDP2 virtual streams where it asks torch.cpu for streams, as it does for tensors in CPU memory."""
-    names = iter(("copy-in stream", "gather stream", "reduce stream", "all-reduce stream"))
+    names = iter(("copy-in", "gather", "reduce", "all-reduce"))
     doubles = {
         "Stream": lambda *_, **__: recording.new(None, next(names, "")),
         "Event": lambda *_, **__: Event(recording),

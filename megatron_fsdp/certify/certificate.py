@@ -63,7 +63,7 @@ class Certificate:
         races, early_reuses, disorders: findings, a line each. ``disorders`` are of collectives over ranks.
         waits: by line. host_waits: by line.
         issues: collectives of one rank, in order; empty of several. losses: of one rank, where the caller said them.
-        hidden: what hides the work of each lane's tickets, of one rank, in the order in which compute comes after it.
+        hidden: what hides the work of each lane's tickets, on one rank, in the order in which compute comes after it.
     """
 
     name: str

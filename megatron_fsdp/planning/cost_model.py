@@ -12,19 +12,19 @@ from megatron_fsdp.planning.model_spec import (
     Redistribution,
     Transfer,
     UnitFacts,
-    VisitKind,
 )
-from megatron_fsdp.planning.step_simulator import Forecast, Phase
-from megatron_fsdp.planning.transformer import UnitWork, Workload
+from megatron_fsdp.planning.played_step import PlayedStep, Run, with_names
+from megatron_fsdp.planning.transformer import Recompute, UnitWork, Workload
+from megatron_fsdp.virtual.playback import Playback, play
+from megatron_fsdp.virtual.recording import Work
 
 __all__ = [
     "Hardware",
     "Link",
     "Machine",
-    "Span",
     "StepTime",
     "UnitTime",
-    "microbatch_spans",
+    "played_microbatches",
     "predict_step",
     "transfer_seconds",
 ]
@@ -89,10 +89,12 @@ class StepTime:
 
     Attributes:
         compute: of forward and backward. communication: of all collectives, hidden or not.
-        exposed: what of them no compute hides. optimizer: the step over this rank's part.
+        exposed: in which compute waits, most of it for communication, in the engine's own step on this hardware.
+        copying: of the engine's passes over memory beside compute.
+        optimizer: the step over this rank's part.
         tokens_to_hide: tokens per rank and microbatch from which on the largest unit's collectives hide behind its
             own compute; 0 where there are none, None where compute is not known.
-        units: by position in the facts.
+        units: by position in the facts. causes: what compute waits for, the longest first.
         model_parallel: of collectives inside the model, none of which is taken to be hidden.
         bubble: waiting for other stages of a pipeline.
     """
@@ -100,134 +102,143 @@ class StepTime:
     compute: float
     communication: float
     exposed: float
+    copying: float
     optimizer: float
     tokens_to_hide: int | None
     units: tuple[UnitTime, ...] = field(repr=False, default=())
+    causes: tuple[tuple[str, float], ...] = field(repr=False, default=())
     model_parallel: float = 0.0
     bubble: float = 0.0
 
     @property
     def total(self) -> float:
         """The predicted length of the step."""
-        return self.compute + self.exposed + self.optimizer + self.model_parallel + self.bubble
+        return self.compute + self.exposed + self.copying + self.optimizer + self.model_parallel + self.bubble
+
+
+@dataclass(frozen=True, slots=True)
+class _Speeds:
+    """The hardware for a recorded step, whose operations are those of one token."""
+
+    hardware: Hardware
+    workload: Workload
+    scale: int
+    call: float = 5e-6
+    stream_call: float = 1.5e-6
+    launch: float = 5e-6
+
+    def seconds(self, work: Work) -> float:
+        """Return how long it takes alone."""
+        if work.ranks:
+            transfer = Transfer(work.kind, work.axis, len(work.ranks), work.num_bytes * self.scale)
+            return transfer_seconds(transfer, self.hardware.links[work.axis])
+        kind, _, again = work.kind.partition(" ")
+        if kind == "memory":
+            return work.num_bytes * self.scale / self.hardware.memory_bytes_per_second
+        is_skipped = again and (
+            self.workload.recompute is Recompute.NONE
+            or (self.workload.recompute is Recompute.SELECTIVE and kind == "matrix")
+        )
+        return 0.0 if is_skipped else work.flops * self.workload.tokens / self.hardware.flops
+
+    def link(self, work: Work) -> str:
+        """Return the axis: each has links of its own."""
+        return work.axis
 
 
 def predict_step(
     facts: ModelFacts,
-    forecast: Forecast,
     work: Callable[[UnitFacts], UnitWork],
+    played: PlayedStep,
     workload: Workload,
     hardware: Hardware,
 ) -> StepTime:
     """Predict an optimizer step of ``workload.num_microbatches`` microbatches.
 
-    The gather of a unit overlaps with the compute of the unit before it, its reduction with that of the unit after it
-    in backward; gathers and reductions share the link. What starts when backward has ended is not hidden. Compute that
-    waits for memory rather than arithmetic, launch overheads and stragglers are not counted.
+    Args:
+        played: what the engine asked of a device in steps of as many, with the same ``facts`` and ``work``.
     """
-    gathers = _gather_seconds(forecast, workload.num_microbatches, hardware)
     # Equal units share their groups.
     groups = {id(group): group for unit in facts.units for group in unit.groups}
-    reductions = {key: _reduction_seconds(group, hardware) for key, group in groups.items()}
-    conditions = (workload, hardware)
+    seconds = {key: _group_seconds(group, hardware) for key, group in groups.items()}
     times = [
-        _unit_time(gathers.get(position, {}), [reductions[id(group)] for group in unit.groups], work(unit), conditions)
-        for position, unit in enumerate(facts.units)
+        _unit_time(unit, [seconds[id(group)] for group in unit.groups], work(unit), (workload, hardware))
+        for unit in facts.units
     ]
-    microbatches = workload.num_microbatches
-    compute = microbatches * sum(time.forward + time.backward for time in times)
-    overlapping = microbatches * sum(time.forward_gather + time.backward_gather + time.reduce for time in times)
-    tail = sum(time.tail for time in times)
-    passes = microbatches * max(span.stop for span in microbatch_spans(facts, times))
+    count = workload.num_microbatches
+    total, communication, copying = (
+        sum(run.times * each for run, each in zip(played.runs, column, strict=True))
+        for column in zip(*(_repeated(run, played.scale, workload, hardware) for run in played.runs), strict=True)
+    )
+    compute = count * sum(time.forward + time.backward for time in times)
     return StepTime(
         compute=compute,
-        communication=overlapping + tail,
-        exposed=passes - compute + tail,
+        communication=communication,
+        exposed=max(total - compute - copying, 0.0),
+        copying=copying,
         optimizer=_optimizer_bytes(facts) / hardware.memory_bytes_per_second,
         tokens_to_hide=_tokens_to_hide(times, workload),
         units=tuple(times),
+        causes=_causes(facts, played, workload, hardware),
     )
 
 
-def _gather_seconds(forecast: Forecast, num_microbatches: int, hardware: Hardware) -> dict[int, dict[Phase, float]]:
-    """Return the seconds of each unit's gathers in forward and in backward, of a microbatch on average."""
-    seconds: dict[int, dict[Phase, float]] = {}
-    for issue in forecast.issues:
-        if issue.transfer.kind == "all_gather":
-            once = transfer_seconds(issue.transfer, hardware.links[issue.transfer.axis])
-            by_phase = seconds.setdefault(issue.unit, {})
-            by_phase[issue.phase] = by_phase.get(issue.phase, 0.0) + issue.count * once / num_microbatches
-    return seconds
+def played_microbatches(played: PlayedStep, workload: Workload, hardware: Hardware) -> Playback:
+    """Return the step of at most three microbatches of the model with few layers of each kind, in time."""
+    items = played.runs[0].items[min(workload.num_microbatches, 3)]
+    return play(items, _Speeds(hardware, workload, played.scale))
 
 
-def _reduction_seconds(group: GroupFacts, hardware: Hardware) -> tuple[float, float]:
-    """Return how long a group's reduction takes in each microbatch, and after the last."""
+def _repeated(run: Run, scale: int, workload: Workload, hardware: Hardware) -> tuple[float, float, float]:
+    """Return the seconds of a run, of its collectives, and of its copies on compute, with all microbatches."""
+    speeds, count = _Speeds(hardware, workload, scale), workload.num_microbatches
+
+    def quantities(count: int) -> tuple[float, float, float]:
+        found = play(run.items[count], speeds)
+        sent = sum(speeds.seconds(each.work) for each in found.runs if each.work.ranks)
+        copied = (each for each in found.runs if each.work.kind == "memory" and each.stream == "compute")
+        return found.seconds, sent, sum(each.end - each.start for each in copied)
+
+    last = quantities(min(count, 3))
+    if count <= 3:
+        return last
+    before = quantities(2)
+    seconds, sent, copied = (now + (count - 3) * (now - then) for now, then in zip(last, before, strict=True))
+    return seconds, sent, copied
+
+
+def _causes(
+    facts: ModelFacts, played: PlayedStep, workload: Workload, hardware: Hardware
+) -> tuple[tuple[str, float], ...]:
+    found = played_microbatches(played, workload, hardware).exposed()
+    return tuple((with_names(f"{unit} waits for {cause}", facts), seconds) for (unit, cause), seconds in found.items())
+
+
+def _group_seconds(group: GroupFacts, hardware: Hardware) -> _Sent:
+    """Return how long a group's collectives take: a gather, a reduction, and what comes once per step."""
 
     def seconds(redistribution: Redistribution) -> float:
         return sum(transfer_seconds(each, hardware.links[each.axis]) for each in redistribution.transfers)
 
-    return seconds(group.reduce()), seconds(group.finalize())
+    return seconds(group.gather()), seconds(group.reduce()), seconds(group.finalize()) + seconds(group.refresh())
+
+
+_Sent = tuple[float, float, float]
 
 
 def _unit_time(
-    gathers: Mapping[Phase, float],
-    reductions: Sequence[tuple[float, float]],
-    work: UnitWork,
-    conditions: tuple[Workload, Hardware],
+    unit: UnitFacts, sent: Sequence[_Sent], work: UnitWork, conditions: tuple[Workload, Hardware]
 ) -> UnitTime:
     workload, hardware = conditions
+    gather = sum(each for each, _, _ in sent)
     return UnitTime(
         forward=work.forward(workload) / hardware.flops,
         backward=work.backward(workload) / hardware.flops,
-        forward_gather=gathers.get(Phase.FORWARD, 0.0),
-        backward_gather=gathers.get(Phase.BACKWARD, 0.0),
-        reduce=sum(each for each, _ in reductions),
-        tail=sum(last for _, last in reductions) + gathers.get(Phase.STEP, 0.0) * workload.num_microbatches,
+        forward_gather=gather,
+        backward_gather=gather if unit.reshards_after_forward else 0.0,
+        reduce=sum(each for _, each, _ in sent),
+        tail=sum(each for _, _, each in sent),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What a rank does for one unit, in seconds from the start of a microbatch.
-
-    Attributes:
-        lane: "gather", "compute" or "reduce". unit: its position in the facts.
-    """
-
-    lane: str
-    unit: int
-    phase: Phase
-    start: float
-    stop: float
-
-
-def microbatch_spans(facts: ModelFacts, times: Sequence[UnitTime]) -> list[Span]:
-    """Return the forward and the backward of one microbatch, in the order of units, as ``predict_step`` has them."""
-    spans: list[Span] = []
-    forward = [visit.unit for visit in facts.visits if visit.kind is VisitKind.OPEN]
-    backward = [visit.unit for visit in reversed(facts.visits) if visit.kind is VisitKind.CLOSE]
-
-    def add(lane: str, unit: int, phase: Phase, start: float, seconds: float) -> float:
-        spans.append(Span(lane, unit, phase, start, start + seconds))
-        return start + seconds
-
-    now = add("gather", forward[0], Phase.FORWARD, 0.0, times[forward[0]].forward_gather)
-    for unit, ahead in zip(forward, [*forward[1:], None], strict=True):
-        ends = [add("compute", unit, Phase.FORWARD, now, times[unit].forward)]
-        if ahead is not None:
-            ends.append(add("gather", ahead, Phase.FORWARD, now, times[ahead].forward_gather))
-        now = max(ends)
-    now = add("gather", backward[0], Phase.BACKWARD, now, times[backward[0]].backward_gather)
-    behind = None
-    for unit, ahead in zip(backward, [*backward[1:], None], strict=True):
-        computed = add("compute", unit, Phase.BACKWARD, now, times[unit].backward)
-        if ahead is not None:
-            now = add("gather", ahead, Phase.BACKWARD, now, times[ahead].backward_gather)
-        if behind is not None:
-            now = add("reduce", behind, Phase.BACKWARD, now, times[behind].reduce)
-        now, behind = max(computed, now), unit
-    add("reduce", backward[-1], Phase.BACKWARD, now, times[backward[-1]].reduce)
-    return spans
 
 
 def _optimizer_bytes(facts: ModelFacts) -> int:

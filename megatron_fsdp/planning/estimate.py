@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,7 +13,7 @@ from megatron_fsdp.optim.ownership_page import OwnershipReport, ownership_report
 from megatron_fsdp.planning.cost_model import Hardware, StepTime, predict_step, transfer_seconds
 from megatron_fsdp.planning.from_shapes import Sharding
 from megatron_fsdp.planning.model_source import Subject, stage_subject
-from megatron_fsdp.planning.model_spec import GroupFacts, ModelFacts
+from megatron_fsdp.planning.model_spec import GroupFacts, ModelFacts, UnitFacts
 from megatron_fsdp.planning.parallelism import (
     ModelTransfer,
     Parallelism,
@@ -23,18 +23,19 @@ from megatron_fsdp.planning.parallelism import (
     stages_of,
 )
 from megatron_fsdp.planning.planned_ownership import muon_bytes, planned_ownership
+from megatron_fsdp.planning.played_step import PlayedStep, record_step
 from megatron_fsdp.planning.report import Report, adamw_bytes, report_of
 from megatron_fsdp.planning.step_simulator import Forecast, forecast_step
-from megatron_fsdp.planning.transformer import Transformer, Workload
+from megatron_fsdp.planning.transformer import Transformer, UnitWork, Workload
 
 # In place of the report's last assumption, that activations are not counted.
 _ASSUMED = (
     "the highest transient memory and all activations are taken to coincide",
-    "collectives run on rings; a gather hides behind the compute of the unit before, a reduction behind the unit after",
-    "every rank has the same work and the links that were given; launch overheads and stragglers are not counted",
+    "collectives run on rings; what compute waits for is what the engine's own step waits for on such hardware",
+    "every rank has the same work and the links that were given; stragglers are not counted",
 )
 
-__all__ = ["MemoryPart", "Projection", "Setup", "play", "project", "project_stages"]
+__all__ = ["MemoryPart", "Projection", "Setup", "play_all", "project", "project_stages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class Projection:
     """What one setup takes on one rank.
 
     Attributes:
+        step: the engine's own, which the time is that of.
         owners: with Muon, the work of each set of ranks that shares matrices.
         stage: which part of the model the rank has; None: all of it. transfers: what it sends inside of the model.
     """
@@ -84,6 +86,7 @@ class Projection:
     forecast: Forecast
     memory: tuple[MemoryPart, ...]
     time: StepTime
+    step: PlayedStep
     owners: tuple[OwnershipReport, ...] = ()
     stage: Stage | None = None
     transfers: tuple[ModelTransfer, ...] = ()
@@ -111,24 +114,25 @@ class Projection:
         return replace(report, assumptions=(*report.assumptions[:-1], *_ASSUMED, *self.subject.notes))
 
 
-def project(subject: Subject, setup: Setup, played: tuple[ModelFacts, Forecast] | None = None) -> Projection:
+def project(subject: Subject, setup: Setup, played: Played | None = None) -> Projection:
     """Return what training a model in one way takes.
 
     Args:
-        played: facts and forecast of the same sharding and number of microbatches, where they are known.
+        played: what ``play_all`` returns for the same sharding and number of microbatches, where that is known.
     Raises:
         LayoutError: the planner refuses the padding.
     """
     workload = setup.workload
-    facts, forecast = played or play(subject, setup)
-    sequence_length = workload.sequence_length
-    time = predict_step(facts, forecast, lambda unit: subject.work(unit, sequence_length), workload, setup.hardware)
+    played = played or play_all(subject, setup, [workload.num_microbatches])[workload.num_microbatches]
+    facts, forecast = played.facts, played.forecast
+    work = _work_of(subject, setup)
+    time = predict_step(facts, work, played.step, workload, setup.hardware)
     owners: tuple[OwnershipReport, ...] = ()
     if setup.optimizer == "muon":
         owners = tuple(ownership_report(found) for found in planned_ownership(facts))
         time = replace(time, optimizer=time.optimizer + sum(each.max_flops for each in owners) / setup.hardware.flops)
     memory = tuple(_memory(subject, setup, facts, forecast))
-    return Projection(subject, setup, facts, forecast, memory, time, owners)
+    return Projection(subject, setup, facts, forecast, memory, time, played.step, owners)
 
 
 def project_stages(subject: Subject, setup: Setup) -> tuple[Projection, ...]:
@@ -146,14 +150,14 @@ def project_stages(subject: Subject, setup: Setup) -> tuple[Projection, ...]:
         )
     projections = [_project_stage(subject, setup, stage) for stage in stages_of(subject.architecture, parallelism)]
     # All stages wait for the slowest.
-    slowest = max(each.time.compute + each.time.exposed + each.time.model_parallel for each in projections)
+    slowest = max(map(_busy, projections))
     bubble = bubble_share(parallelism, workload.num_microbatches) * slowest
     return tuple(replace(each, time=replace(each.time, bubble=bubble + slowest - _busy(each))) for each in projections)
 
 
 def _busy(projection: Projection) -> float:
     time = projection.time
-    return time.compute + time.exposed + time.model_parallel
+    return time.compute + time.exposed + time.copying + time.model_parallel
 
 
 def _project_stage(subject: Subject, setup: Setup, stage: Stage) -> Projection:
@@ -167,10 +171,28 @@ def _project_stage(subject: Subject, setup: Setup, stage: Stage) -> Projection:
     return replace(projection, transfers=transfers, time=replace(projection.time, model_parallel=seconds), stage=stage)
 
 
-def play(subject: Subject, setup: Setup) -> tuple[ModelFacts, Forecast]:
-    """Return the facts of a sharding, and the forecast of a step of its microbatches."""
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A step of some microbatches with one way of sharding: neither their size nor recomputation changes it."""
+
+    facts: ModelFacts
+    forecast: Forecast
+    step: PlayedStep
+
+
+def play_all(subject: Subject, setup: Setup, counts: Sequence[int]) -> dict[int, Played]:
+    """Return a step of a sharding for each number of microbatches.
+
+    Raises:
+        LayoutError: the planner refuses the padding.
+    """
     facts = subject.facts(setup.sharding)
-    return facts, forecast_step(facts, setup.workload.num_microbatches)
+    step = record_step(facts, setup.sharding.policy, _work_of(subject, setup), counts)
+    return {count: Played(facts, forecast_step(facts, count), step) for count in counts}
+
+
+def _work_of(subject: Subject, setup: Setup) -> Callable[[UnitFacts], UnitWork]:
+    return lambda unit: subject.work(unit, setup.workload.sequence_length)
 
 
 def _memory(subject: Subject, setup: Setup, facts: ModelFacts, forecast: Forecast) -> Iterator[MemoryPart]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from megatron_fsdp.formatting import format_bytes, format_seconds
-from megatron_fsdp.planning.cost_model import Span, microbatch_spans
+from megatron_fsdp.planning.cost_model import played_microbatches
 from megatron_fsdp.planning.estimate import MemoryPart, Projection
 from megatron_fsdp.planning.plan_text import Folded, folded, unit_names
+from megatron_fsdp.planning.played_step import with_names
 from megatron_fsdp.planning.report import Report
-from megatron_fsdp.planning.step_simulator import Phase
 
 __all__ = ["COLOURS", "memory_svg", "part_label", "timeline_svg", "units_svg"]
 
@@ -24,13 +25,11 @@ _UNIT_WIDTH = 640
 _LANES = {"gather": (18, "gathers"), "compute": (50, "compute"), "reduce": (82, "reductions")}
 _LANE_HEIGHT, _LEFT, _TIME_WIDTH = 28, 84, 1100
 _SPAN_COLOURS = {
-    ("gather", Phase.FORWARD): COLOURS[3],
-    ("gather", Phase.BACKWARD): COLOURS[3],
-    ("compute", Phase.FORWARD): COLOURS[1],
-    ("compute", Phase.BACKWARD): COLOURS[0],
-    ("compute", Phase.STEP): COLOURS[5],
-    ("reduce", Phase.BACKWARD): COLOURS[2],
-    ("reduce", Phase.STEP): COLOURS[2],
+    ("gather", ""): COLOURS[3],
+    ("compute", "forward"): COLOURS[1],
+    ("compute", "backward"): COLOURS[0],
+    ("compute", ""): COLOURS[5],
+    ("reduce", ""): COLOURS[2],
 }
 
 
@@ -88,8 +87,19 @@ def _unit_bytes(alike: Folded) -> tuple[int, int, int]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """What a lane does for one unit, in seconds; ``phase``: "forward", "backward", or none of the two."""
+
+    lane: str
+    name: str
+    phase: str
+    start: float
+    stop: float
+
+
 def timeline_svg(projection: Projection) -> str:
-    """Return the lanes of the last microbatch of a step and of what follows it; what no compute hides is shaded."""
+    """Return the lanes of the engine's step, with few of the layers that are alike; what no compute hides is shaded."""
     spans = [span for span in _step_spans(projection) if span.stop > span.start]
     total = max((span.stop for span in spans), default=0.0)
     scale = (_TIME_WIDTH - _LEFT - 20) / (total or 1.0)
@@ -99,12 +109,12 @@ def timeline_svg(projection: Projection) -> str:
         shapes.append(_rect(_LEFT + start * scale, 10, (stop - start) * scale, 108, "#f3c9c0", label))
     for span in spans:
         top, _ = _LANES[span.lane]
-        name, width = _span_name(projection, span), (span.stop - span.start) * scale
-        label = f"{name}, {span.phase.value}: {format_seconds(span.stop - span.start)}"
+        width = (span.stop - span.start) * scale
+        label = f"{span.name}{span.phase and ', '}{span.phase}: {format_seconds(span.stop - span.start)}"
         colour = _SPAN_COLOURS[span.lane, span.phase]
         shapes.append(_rect(_LEFT + span.start * scale, top, width, _LANE_HEIGHT, colour, label))
-        if width > 7 * len(name) + 6:
-            shapes.append(_text(_LEFT + span.start * scale + 4, top + 18, name))
+        if width > 7 * len(span.name) + 6:
+            shapes.append(_text(_LEFT + span.start * scale + 4, top + 18, span.name))
     for at in _ticks(total):
         left = _LEFT + at * scale
         shapes.append(f'<line x1="{left:.2f}" y1="112" x2="{left:.2f}" y2="120" stroke="#666"/>')
@@ -112,24 +122,29 @@ def timeline_svg(projection: Projection) -> str:
     return _svg(_TIME_WIDTH, 140, f"timeline of a step, {format_seconds(total)}", shapes)
 
 
-def _step_spans(projection: Projection) -> Iterator[Span]:
-    """Yield one microbatch, then the collectives and the optimizer's step that come after the last."""
-    time = projection.time
-    spans = microbatch_spans(projection.facts, time.units)
-    yield from spans
-    now = max(span.stop for span in spans)
-    for unit, each in enumerate(time.units):
-        if each.tail:
-            yield Span("reduce", unit, Phase.STEP, now, now + each.tail)
-            now += each.tail
-    yield Span("compute", -1, Phase.STEP, now, now + time.optimizer)
+def _step_spans(projection: Projection) -> Iterator[_Span]:
+    """Yield what the engine does in time, then the optimizer's step; what a unit computes without a gap is one span."""
+    setup = projection.setup
+    found = played_microbatches(projection.step, setup.workload, setup.hardware)
+    kept: _Span | None = None
+    for run in found.runs:
+        if run.work.ranks:
+            lane = "gather" if run.work.kind == "all_gather" else "reduce"
+            name = with_names(run.work.label or run.work.name, projection.facts)
+            yield _Span(lane, name, "", run.start, run.end)
+        elif run.stream == "compute" and run.work.kind != "memory":
+            phase = "forward" if run.work.name == "forward" else "backward"
+            name = with_names(run.unit, projection.facts)
+            if kept is not None and (kept.name, kept.phase) == (name, phase) and run.start - kept.stop < 1e-5:
+                kept = replace(kept, stop=run.end)
+            else:
+                yield from () if kept is None else (kept,)
+                kept = _Span("compute", name, phase, run.start, run.end)
+    yield from () if kept is None else (kept,)
+    yield _Span("compute", "optimizer", "", found.seconds, found.seconds + projection.time.optimizer)
 
 
-def _span_name(projection: Projection, span: Span) -> str:
-    return "optimizer" if span.unit < 0 else projection.facts.units[span.unit].name
-
-
-def _exposed(spans: list[Span]) -> Iterator[tuple[float, float]]:
+def _exposed(spans: list[_Span]) -> Iterator[tuple[float, float]]:
     """Yield the intervals in which nothing is computed."""
     computed = sorted((span.start, span.stop) for span in spans if span.lane == "compute")
     ends = [0.0, *(stop for _, stop in computed)]

@@ -77,8 +77,8 @@ def _parts(
 
 def _timeline_caption(projection: Projection) -> str:
     time, workload = projection.time, projection.setup.workload
-    count = workload.num_microbatches
-    which = "The microbatch" if count == 1 else f"The last of {count:,} microbatches"
+    count = min(workload.num_microbatches, 3)
+    which = f"A step of {count} microbatch{'es' * (count > 1)} with a few of the layers that are alike"
     left_out = time.model_parallel + time.bubble
     beside = (
         f" Collectives inside the model and waiting for stages, {format_seconds(left_out)}, are not drawn."
@@ -86,7 +86,7 @@ def _timeline_caption(projection: Projection) -> str:
         else ""
     )
     return (
-        f"<p>{which} and what follows it: forward (light) and backward (dark) of each unit, gathers ahead of it, "
+        f"<p>{which}, as the engine does it: forward (light) and backward (dark) of each unit, gathers ahead of it, "
         f"reductions behind it, the optimizer. Shaded: communication that no compute hides, "
         f"{format_seconds(time.exposed)} in a step.{beside}</p>"
     )

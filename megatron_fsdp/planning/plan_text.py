@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 from dbuffer.planner.arena import Lifetime, plan_arena
@@ -28,6 +30,7 @@ __all__ = [
     "unit_names",
 ]
 
+_MOST_WAITS = 20
 # Of the JSON; it grows by one whenever a key changes its meaning or goes away.
 FORMAT = 1
 
@@ -190,19 +193,21 @@ def unit_names(names: Sequence[str]) -> str:
 
 def _time_table(projection: Projection) -> Table:
     time, workload = projection.time, projection.setup.workload
-    hidden = time.communication - time.exposed
+    hidden = max(time.communication - time.exposed, 0.0)
     share = f"{hidden / time.communication:.0%} of it hidden" if time.communication else "none"
     needed = "" if time.tokens_to_hide is None else f"{time.tokens_to_hide:,} tokens per rank and microbatch hide it"
     rows = [
         ("time", "", ""),
         ("one optimizer step", format_seconds(time.total), f"{projection.tokens_per_second:,.0f} tokens/s and rank"),
+        ("error bar", *_error_bar()),
         (
             "compute",
             format_seconds(time.compute),
             f"{workload.num_microbatches:,} microbatches of {workload.tokens:,} tokens",
         ),
         ("communication", format_seconds(time.communication), f"{share}; {needed}".strip("; ")),
-        ("not hidden", format_seconds(time.exposed), ""),
+        ("not hidden", format_seconds(time.exposed), "; ".join(_longest(time.causes))),
+        ("copying", format_seconds(time.copying), "of weights and gradients, beside compute"),
         ("AdamW", format_seconds(time.optimizer), "bound by memory"),
     ]
     if projection.owners:
@@ -280,6 +285,24 @@ def _inside_dict(projection: Projection) -> dict[str, Any]:
     }
 
 
+def _error_bar() -> tuple[str, str]:
+    found = _errors()
+    words = f"median of {found['settings']} steps on CPUs ({found['clock']} time), worst {found['worst']:.0f} %"
+    return f"{found['median']:.0f} %", f"{words}; never compared with a GPU"
+
+
+def _errors() -> dict[str, Any]:
+    """Return how far such predictions were off, in percent, where they were compared: on CPUs, with measured speeds."""
+    text = files("megatron_fsdp.planning").joinpath("error_bar.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _longest(causes: Sequence[tuple[str, float]]) -> Iterator[str]:
+    """Yield the two longest waits, units of a few layers."""
+    return (f"{words} {format_seconds(seconds)}" for words, seconds in causes[:2])
+
+
 def _hiding_table(projection: Projection, report: Report) -> Table:
     """Return, for each kind of unit, the time of its collectives beside that of its compute."""
     rows: list[tuple[str, ...]] = [
@@ -325,8 +348,10 @@ def to_dict(projection: Projection, decisions: Sequence[str]) -> dict[str, Any]:
         "time": {
             **{
                 f"{name}_seconds": getattr(time, name)
-                for name in ("total", "compute", "communication", "exposed", "optimizer")
+                for name in ("total", "compute", "communication", "exposed", "copying", "optimizer")
             },
+            "error_bar": _errors(),
+            "waits": dict(time.causes[:_MOST_WAITS]),
             "tokens_to_hide": time.tokens_to_hide,
             "tokens_per_second": projection.tokens_per_second,
             "links": {

@@ -11,7 +11,7 @@ from typing import Any
 from dbuffer.errors import LayoutError
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.formatting import Listing, Table, format_bytes, format_seconds
-from megatron_fsdp.planning.estimate import Projection, play, project
+from megatron_fsdp.planning.estimate import Projection, play_all, project
 from megatron_fsdp.planning.model_source import Subject
 from megatron_fsdp.planning.options import Options
 from megatron_fsdp.planning.plan_arguments import HYBRID
@@ -152,12 +152,10 @@ def _projections(
     subject: Subject, options: Options, sharding: tuple[str, tuple[int, ...]], workloads: Sequence[Workload]
 ) -> Iterator[Projection]:
     strategy, sizes = sharding
-    # Neither the size of a microbatch nor recomputation changes what is allocated and sent for weights.
-    played = {}
+    counts = sorted({workload.num_microbatches for workload in workloads})
+    played = play_all(subject, options.setup(sizes, strategy, workloads[0]), counts)
     for workload in workloads:
         setup = options.setup(sizes, strategy, workload)
-        if workload.num_microbatches not in played:
-            played[workload.num_microbatches] = play(subject, setup)
         yield project(subject, setup, played[workload.num_microbatches])
 
 

@@ -18,7 +18,7 @@ __all__ = ["Forecast", "Issue", "Peak", "Phase", "forecast_step"]
 
 
 class Phase(str, enum.Enum):
-    """The part of an optimizer step: FORWARD, BACKWARD, or STEP (the optimizer, and the refresh of compute weights)."""
+    """The part of an optimizer step: FORWARD (and the refresh of compute weights), BACKWARD, or STEP."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -221,6 +221,10 @@ class _Playback:
 
     def step(self, num_microbatches: int) -> None:
         self._zero_grad()
+        self._enter(Phase.FORWARD)
+        for unit, costs in enumerate(self._costs):
+            # The first forward after a step brings weights at rest up to date, each unit's ahead of its use.
+            self._together(unit, [cost.refresh for cost in costs])
         played = 0
         while played < num_microbatches:
             before, counts = self._held(), self.issued.copy()
@@ -237,8 +241,6 @@ class _Playback:
                 played += repeats
         self._enter(Phase.STEP)
         self._cast_gradients()
-        for unit, costs in enumerate(self._costs):
-            self._together(unit, [cost.refresh for cost in costs])
 
     def _zero_grad(self) -> None:
         self._graded.clear()

@@ -196,7 +196,7 @@ class Backward:
             for buffer in unit.gradients:
                 buffer.end_backward()
         self._schedule.end_backward()
-        self._pass = None
+        self._pass = self._last.closed = None
         self.is_under_way = False
 
     # ------------------------------------------------------------------ enter

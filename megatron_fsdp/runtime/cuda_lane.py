@@ -95,12 +95,14 @@ class Compute:
 
         The current one follows them a last time. Each costs every submission and every wait for a ticket a wait.
         """
-        self.note()
         current, is_capturing = self.streams.current(self.device), self.streams.is_capturing()
         for number in self._known.keys() - self._used:
             if self.is_captured(self._known[number]) is is_capturing:
-                current.wait_stream(self._known.pop(number))
+                stream = self._known.pop(number)
+                current.wait_stream(stream)
         self._used.clear()
+        # Weights that stayed gathered may be all that the pass uses: it asks lanes for nothing then.
+        self.note()
 
     def all(self) -> list[Any]:
         """Return them, the current one included; in a capture those alone that are captured, out of it the others."""

@@ -320,5 +320,6 @@ class GradientBuffer(PackedGradients):
             self.packed.release_storage()
         self.reduction.release()
         self.tickets.clear()
+        self.last_tickets.clear()
         if self.binding.is_under_way:
             self.binding.empty()

@@ -71,8 +71,9 @@ class LateGradients(GradientBuffer):
 
     def close(self, *, reduce: bool) -> bool:
         """End this backward's part of the group, as ``GradientBuffer.close`` does; the lane packs."""
-        if self._turns is not None:
-            self._turns.take(self._pack_waiting)
+        # See ``packs_late``.
+        assert self._turns is not None
+        self._turns.take(self._pack_waiting)
         if not reduce or not self.packs_late or self.packed.is_allocated:
             return super().close(reduce=reduce)
         if not self._begun[0]:

@@ -71,8 +71,7 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
 
 def _gather(stale: Sequence[ParameterGroup], weights: Sequence[WeightBuffers], works: list[dist.Work] | None) -> None:
     if stale:
-        # What is gathered next has to be there.
-        refresh_together(stale, None if weights else works)
+        refresh_together(stale)
     parts: list[Part] = []
     for each in weights:
         parts += each.gather(works)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from dbuffer.collectives_together import gather_together
 from dbuffer.events import listeners, tell
 
@@ -16,18 +14,17 @@ if TYPE_CHECKING:
 __all__ = ["announce_step", "refresh_together"]
 
 
-def refresh_together(groups: Sequence[ParameterGroup], works: list[dist.Work] | None = None) -> None:
+def refresh_together(groups: Sequence[ParameterGroup]) -> None:
     """Bring ``model_weight`` of groups of one unit up to date: casts, and one gather where weights rest whole.
 
-    Args:
-        works: given, the gather is issued alone, and its handle appended.
+    On a CPU the host waits for it: who looks for changes of main weights sees nothing of a gather into their memory.
     """
     for group in groups if listeners else ():
         tell("refresh", group)
     parts = [part for group in groups for part in group.weights.start_refresh()]
     try:
         if parts:
-            gather_together(parts, works)
+            gather_together(parts)
     finally:
         # Where both share memory the gather writes the main weights' bytes too, with the values that they have.
         share_memory = [group for group in groups if group.weights.end_refresh()]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dbuffer.events import listen
+from dbuffer.memory_meter import memory_meter
 from dbuffer_kernels.launch import launch_with
 from megatron_fsdp.runtime.lanes import drive_with
 from megatron_fsdp.virtual.operators import Operators, tensors_in
@@ -17,10 +18,17 @@ __all__ = ["VirtualDevice", "virtual_device"]
 
 
 class VirtualDevice:
-    """Records steps of a model that was built on it."""
+    """Records steps of a model that was built on it.
+
+    Attributes:
+        unit_names: what to call units in place of their own names.
+        peak_bytes: the most that the engine's buffers took in the recorded step, at rest and in passing.
+    """
 
     def __init__(self, collective_calls: int) -> None:
         self.recording = Recording(is_on=False, collective_calls=collective_calls)
+        self.unit_names: dict[str, str] = {}
+        self.peak_bytes = 0
         self._units: dict[int, str] = {}
 
     def record(self, step: Callable[[], object], warmup: int = 2) -> Recording:
@@ -29,19 +37,23 @@ class VirtualDevice:
             step()
         self.recording.items.clear()
         self.recording.is_on = True
+        memory_meter().reset_peak()
         step()
+        self.peak_bytes = memory_meter().peak_bytes
         self.recording.is_on = False
         return self.recording
 
     def hear(self, action: str, subject: Any) -> None:
         """Note which unit the model is busy with, and what a lane's work is for."""
         if action in ("use", "gather", "reduce", "closed"):
-            self._units[id(subject)] = subject.name
+            self._units[id(subject)] = self.unit_names.get(subject.name, subject.name)
         if action == "use":
-            self.recording.unit = subject.name
+            self.recording.unit = self._units[id(subject)]
         elif action == "enter":
             unit = subject._unit()
-            self.recording.unit = unit.name if unit is not None else ""
+            self.recording.unit = self._units.get(id(unit), "")
+        elif action == "collective":
+            self.recording.axis = subject.axis
         elif action == "issue":
             what = "gather" if subject.lane == "gather" else "reduction"
             name = self._units.get(subject.owner, "")
@@ -62,24 +74,30 @@ def virtual_device(
     num_ranks: int,
     rank: int = 0,
     *,
+    has_streams: bool = True,
     collective_calls: int = 20,
     parts: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Iterator[VirtualDevice]:
     """Make this process one rank of a job on virtual devices while the block runs; models are made inside of it.
 
     Tensors are CPU tensors whose large operators are not computed: values mean nothing.
+
     Args:
+        has_streams: it stands for a GPU. False: for a CPU, which does everything itself, one after the other, as it
+            does where each rank has a core.
         collective_calls: the host's time around a collective, an engine's Python above all, in calls of operators.
         parts: as ``Operators`` takes them.
     Raises:
         RuntimeError: torch.distributed is initialized already.
     """
     device = VirtualDevice(collective_calls)
-    with (
-        virtual_world(device.recording, num_ranks, rank),
-        drive_with(device.recording),
-        launch_with(device.launch),
-        listen(device.hear),
-        Operators(device.recording, parts),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(virtual_world(device.recording, num_ranks, rank))
+        if has_streams:
+            stack.enter_context(drive_with(device.recording))
+            stack.enter_context(launch_with(device.launch))
+        else:
+            stack.enter_context(device.recording.on_host())
+        stack.enter_context(listen(device.hear))
+        stack.enter_context(Operators(device.recording, parts))
         yield device

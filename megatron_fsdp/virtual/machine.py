@@ -5,14 +5,37 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from megatron_fsdp.virtual.recording import Work
 
-__all__ = ["H200", "Machine"]
+__all__ = ["H200", "Machine", "Speeds"]
 
 _MICRO = 1e-6
+
+
+class Speeds(Protocol):
+    """What ``play`` asks of a machine."""
+
+    @property
+    def call(self) -> float:
+        """Seconds of the host for an operator."""
+
+    @property
+    def stream_call(self) -> float:
+        """Seconds of the host for a call of streams and events."""
+
+    @property
+    def launch(self) -> float:
+        """Seconds from the host's call to the kernel's start."""
+
+    def seconds(self, work: Work) -> float:
+        """Return how long work takes that has the device, or its link, to itself."""
+
+    def link(self, work: Work) -> str:
+        """Return the name of what a collective goes through; those on one link share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +49,7 @@ class Machine:
         ranks_per_node: consecutive ranks. node, network: bytes per second that one rank sends in a collective, inside
             a node and to another. node_hop, network_hop: seconds per step of a collective.
         collective: seconds that one takes beside its steps.
-        call: seconds of the host for an operator, and for a call of streams and events. launch: from the host's call to
-            the kernel's start. unit_calls: those of Python around a unit's forward, and as many around its backward.
+        call, stream_call, launch: as in ``Speeds``.
     """
 
     name: str
@@ -57,14 +79,17 @@ class Machine:
         rate *= self.attention if work.kind == "attention" else min(1.0, work.least / self.full_size)
         return max(self.kernel, moving, work.flops / rate)
 
-    def link(self, ranks: tuple[int, ...]) -> str:
-        """Return what a collective of those ranks goes through: "node" or "network"."""
-        return "node" if len({rank // self.ranks_per_node for rank in ranks}) <= 1 else "network"
+    def link(self, work: Work) -> str:
+        """Return what a collective goes through: "node" or "network"."""
+        return "node" if self._num_nodes(work) == 1 else "network"
+
+    def _num_nodes(self, work: Work) -> int:
+        return len({rank // self.ranks_per_node for rank in work.ranks})
 
     def _collective_seconds(self, work: Work) -> float:
         num_ranks = len(work.ranks)
-        is_inside = self.link(work.ranks) == "node"
-        neighbours = num_ranks // len({rank // self.ranks_per_node for rank in work.ranks})
+        is_inside = self.link(work) == "node"
+        neighbours = num_ranks // self._num_nodes(work)
         # A ring through whole nodes leaves each by the ports of all its ranks.
         rate = self.node if is_inside else min(self.node, self.network * neighbours)
         hop = self.node_hop if is_inside else self.network_hop

@@ -19,7 +19,7 @@ from megatron_fsdp.virtual.recording import Recording, Work
 
 __all__ = ["Operators", "tensors_in"]
 
-_SMALL = 1 << 12
+_SMALL = 1 << 16
 """Elements up to which an operator is computed."""
 
 _FREE = frozenset(
@@ -116,10 +116,10 @@ class Operators(TorchDispatchMode):
             sizes = [each.numel() for each in inputs] + [math.prod(spec[0]) for spec in specs if spec is not None]
             outputs = [] if max(sizes, default=0) <= _SMALL else [_allocate(spec) for spec in specs]
         if max(sizes, default=0) <= _SMALL:
-            recording.work(Work(operator.name, "memory", 0, 1, label=recording.label()))
-            return func(*args, **kwargs)
-        made = [each for each in outputs if each is not None]
-        recording.work(_work_of(operator.name, inputs, made, recording.label()))
+            made = func(*args, **kwargs)
+            recording.work(_work_of(operator.name, inputs, tensors_in(made), recording.label()))
+            return made
+        recording.work(_work_of(operator.name, inputs, tensors_in(outputs), recording.label()))
         if not func._schema.returns:
             return None
         return outputs[0] if operator.returns_one else tuple(outputs)

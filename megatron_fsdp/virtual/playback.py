@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_fsdp.virtual.machine import Machine
+from megatron_fsdp.virtual.machine import Speeds
 from megatron_fsdp.virtual.recording import Event, Item, Stream, Work
 
 __all__ = ["Playback", "Run", "Stall", "play"]
@@ -48,7 +48,7 @@ class Playback:
         runs, stalls: in the order of their end. host_seconds: of the host's calls, its waits left out.
     """
 
-    machine: Machine
+    machine: Speeds
     seconds: float
     host_seconds: float
     runs: tuple[Run, ...] = field(repr=False)
@@ -63,7 +63,7 @@ class Playback:
         seconds = {"": 0.0}
         for run in self.runs:
             if run.work.ranks:
-                link = self.machine.link(run.work.ranks)
+                link = self.machine.link(run.work)
                 seconds[link] = seconds.get(link, 0.0) + self.machine.seconds(run.work)
         return max(seconds.values())
 
@@ -122,14 +122,14 @@ class _Link:
 
 
 class _Player:
-    def __init__(self, items: Sequence[Item], machine: Machine) -> None:
+    def __init__(self, items: Sequence[Item], machine: Speeds) -> None:
         self._items, self._machine = items, machine
         self._host, self._position, self._host_seconds = 0.0, 0, 0.0
         self._queues: dict[Stream, _Queue] = {}
         self._times: dict[tuple[Event, int], tuple[float, str]] = {}
         self._records: dict[Event, int] = {}
         self._targets: dict[int, tuple[Event, int] | None] = {}
-        self._links = {"node": _Link(), "network": _Link()}
+        self._links: dict[str, _Link] = {}
         self._moments: list[tuple[float, int, str, int]] = []
         self._under_way: dict[int, tuple[_Queue, Item, float]] = {}
         self._count = 0
@@ -245,7 +245,7 @@ class _Player:
         queue, item, start = self._under_way.get(key, (None, None, 0.0))
         if queue is None or item is None or item.work is None:
             return
-        link = self._links[self._machine.link(item.work.ranks)]
+        link = self._links.setdefault(self._machine.link(item.work), _Link())
         if what == "end" and version != link.version:
             return
         link.advance(now)
@@ -260,6 +260,6 @@ class _Player:
             heapq.heappush(self._moments, (now + link.left[first] * len(link.left), first, "end", link.version))
 
 
-def play(items: Sequence[Item], machine: Machine) -> Playback:
+def play(items: Sequence[Item], machine: Speeds) -> Playback:
     """Play a recording's items on a machine."""
     return _Player(items, machine).play()

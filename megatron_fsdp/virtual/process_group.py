@@ -70,7 +70,7 @@ class _Group(_ProcessGroup):  # type: ignore[misc]  # of Any
         if _recordings and self._size > 1:
             recording, num_bytes = _recordings[-1], sum(each.nbytes for each in tensors_in(full_side))
             ranks = tuple(dist.get_process_group_ranks(self))
-            work = Work(kind, kind, 0, num_bytes, ranks=ranks, label=recording.label())
+            work = Work(kind, kind, 0, num_bytes, ranks=ranks, axis=recording.axis, label=recording.label())
             recording.work(work, calls=recording.collective_calls)
         return self._work
 
@@ -81,7 +81,7 @@ _METHODS = {
     "reduce_scatter": (1, "reduce_scatter_single _reduce_scatter_base reduce_scatter reduce_scatter_tensor_coalesced"),
     "all_reduce": (0, "allreduce allreduce_coalesced"),
     "broadcast": (0, "broadcast"),
-    "all_to_all": (1, "alltoall_base all_to_all_single"),
+    "all_to_all": (1, "alltoall alltoall_base all_to_all_single"),
     "scatter": (1, "scatter"),
     "barrier": (9, "barrier"),
 }

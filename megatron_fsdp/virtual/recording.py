@@ -26,7 +26,7 @@ class Work:
         name: of the operator. flops: floating-point operations. num_bytes: read and written; of a collective those of
             the full side, as ``dbuffer.CollectiveCall`` counts them.
         dtype: of the factors of a product. least: of a product the least of its three sizes.
-        ranks: of a collective, those that take part.
+        ranks: of a collective, those that take part. axis: over which, where the engine told that.
         label: what it is for, such as "gather of layers.3".
     """
 
@@ -37,6 +37,7 @@ class Work:
     dtype: torch.dtype = torch.float32
     least: int = 0
     ranks: tuple[int, ...] = ()
+    axis: str = ""
     label: str = ""
 
 
@@ -121,12 +122,14 @@ class Recording:
 
     Attributes:
         items: in host order. compute: the stream that is current at first. streams: all of them.
-        unit: that the model is busy with. labels: what the collectives of a stream are for, by the stream's name.
+        unit: that the model is busy with. axis: of the collective that comes next.
+        labels: what the collectives of a stream are for, by the stream's name.
         is_on: whether anything is noted. collective_calls: the host's time around a collective, in calls.
     """
 
     items: list[Item] = field(default_factory=list)
     unit: str = ""
+    axis: str = ""
     is_on: bool = True
     collective_calls: int = 20
 

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--list", action="store_true", help="print the names of the configurations")
     what.add_argument("--mutants", action="store_true", help="take the engine's waits away, one at a time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there too")
-    parser.add_argument("--verbose", action="store_true", help="print each configuration, also where nothing is found")
+    parser.add_argument("--verbose", action="store_true", help="print each configuration, and what hides its tickets")
     args = parser.parse_args(arguments)
     if args.list:
         print("\n".join(case.name for case in CASES))
@@ -47,6 +47,7 @@ def _report(args: argparse.Namespace, runs: Sequence[Run]) -> int:
     bad = [one for one in runs if not one.is_clean]
     for one in runs if args.verbose else bad:
         print("\n".join(one.certificate.lines()))
+        print("\n".join(f"  {hidden}" for hidden in one.certificate.hidden if args.verbose))
         if one.case.host_may_wait:
             print(f"  the host may wait: {one.case.host_may_wait}")
     idle = idle_places(runs)

@@ -157,13 +157,21 @@ def _train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, step:
     return losses
 
 
-def _two_streams(check: Certification, hidden: int, *, fuses: bool, is_open: bool = False) -> list[torch.Tensor]:
-    """Train a model of which a branch runs on a stream of its own; ``is_open``: some of it is used nowhere."""
+def _two_streams(
+    check: Certification, hidden: int, *, fuses: bool, is_open: bool = False, is_late: bool = False
+) -> list[torch.Tensor]:
+    """Train a model of which a branch runs on a stream of its own.
+
+    Args:
+        is_open: some of it is used nowhere. is_late: sums are wider than gradients, so that a lane packs these.
+    """
     # Where weights' gradients are multiplied into place, nothing else takes turns for them.
     branches = Branches(check.streams, hidden, ends_on_side=is_open, bias=not fuses or hidden < WIDTH)
     if is_open:
         branches.unused = nn.Parameter(torch.ones(3, WIDTH))
-    return _train_on_two(check, fully_shard(branches, mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=fuses)))
+    dtypes = (_BF16, _FP32) if is_late else (None, None)
+    policy = MixedPrecisionPolicy(*dtypes, fuse_weight_gradients=fuses)
+    return _train_on_two(check, fully_shard(branches, mp_policy=policy))
 
 
 def _two_towers(check: Certification) -> list[torch.Tensor]:
@@ -309,6 +317,30 @@ def _step_elsewhere(check: Certification) -> list[torch.Tensor]:
     return losses
 
 
+def _evaluation_elsewhere(check: Certification) -> list[torch.Tensor]:
+    """Evaluate with weights that stay, on a stream that nobody uses again; no lane has work before it is forgotten."""
+    streams, losses = check.streams, []
+    model = fully_shard(nn.Linear(WIDTH, WIDTH), reshard_after_forward=False)
+    check.know(model)
+    x = torch.ones(3, WIDTH)
+    for step in range(_NUM_STEPS + 1):
+        side = streams.stream(f"side {step}")
+        with torch.no_grad():
+            model(x)
+            streams.order(streams.compute, side)
+            with streams.use(side):
+                model(x)
+            for _ in range(2):
+                model(x)
+            model.reshard()
+        losses.append(model(x).square().mean())
+        losses[-1].backward()
+        model.zero_grad()
+        if step == 0:
+            check.begin()
+    return losses
+
+
 def _unshard_by_hand(check: Certification) -> list[torch.Tensor]:
     """Use a unit's weights outside of its forward, between ``unshard`` and ``reshard``."""
     model = build()
@@ -388,11 +420,13 @@ _SCRIPTS: dict[str, Callable[[Certification], list[torch.Tensor]]] = {
     "two streams, small, multiplied": lambda check: _two_streams(check, 5, fuses=True),
     "two streams, large, copied": lambda check: _two_streams(check, 4000, fuses=False),
     "two streams, large, multiplied": lambda check: _two_streams(check, 4000, fuses=True),
+    "two streams, small, late": lambda check: _two_streams(check, 5, fuses=False, is_open=True, is_late=True),
     "two streams, towers": _two_towers,
     "two streams, open": lambda check: _two_streams(check, 5, fuses=False, is_open=True),
     "captured": _captured,
     "captured backward": _captured_backward,
     "step elsewhere": _step_elsewhere,
+    "evaluation elsewhere": _evaluation_elsewhere,
     "unshard by hand": _unshard_by_hand,
     "missing gradients": _missing_gradients,
     "gradients asked for": _asked,

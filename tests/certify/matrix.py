@@ -113,6 +113,7 @@ def merged(name: str, certificates: Sequence[Certificate]) -> Certificate:
         disorders=(*of("disorders"), *order_findings([one.issues for one in certificates])),
         waits=tuple(waits.values()),
         host_waits=tuple(HostWait(*key, count) for key, count in host_waits.items()),
+        hidden=certificates[0].hidden,
     )
 
 
@@ -120,4 +121,6 @@ def as_dict(certificate: Certificate) -> dict[str, Any]:
     """Return plain data for JSON; collectives by their number alone."""
     plain = dataclasses.asdict(certificate)
     plain["issues"] = len(certificate.issues)
+    # JSON has no infinity, which stands for what nothing came after.
+    plain["hidden"] = [str(one) for one in certificate.hidden]
     return plain

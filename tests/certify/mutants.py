@@ -32,6 +32,8 @@ MODULES = (
     "megatron_fsdp.runtime.parameter_group",
     "megatron_fsdp.runtime.make_param_group",
     "megatron_fsdp.runtime.gradients",
+    "megatron_fsdp.runtime.late_gradients",
+    "megatron_fsdp.runtime.last_reductions",
     "megatron_fsdp.runtime.packed_gradients",
     "megatron_fsdp.runtime.reduction",
     "megatron_fsdp.runtime.weight_buffers",
@@ -64,6 +66,8 @@ _FIRST = (
     "gradients asked for",
     "captured backward",
     "step elsewhere",
+    "evaluation elsewhere",
+    "two streams, small, late",
     "captured",
     "two streams, large, multiplied",
     "trouble: backward, optimizer",
@@ -82,7 +86,13 @@ _PAIRS = (
     "offload, optim_grads_params, fp32, none",
     "split, microbatch",
 )
-_LAST = ("reshard 2", "recompute reentrant, reshard 2", "slots by_size, hfsdp", "hfsdp, bf16, microbatch")
+_LAST = (
+    "hsdp, bf16, microbatch",
+    "reshard 2",
+    "recompute reentrant, reshard 2",
+    "slots by_size, hfsdp",
+    "hfsdp, bf16, microbatch",
+)
 
 # Mutants that no order of device work can tell from the engine, with the reason.
 EQUIVALENT: dict[str, str] = {
@@ -103,8 +113,13 @@ EQUIVALENT: dict[str, str] = {
     "Backward.finish: `self._reducing.drain(0)` at the end of its block": (
         "compute has joined the lanes before anything reads what they reduced"
     ),
-    "Backward.finish: `join_lanes()` at the end of its block": (
-        "what lies between the two places reads nothing of the lanes"
+    "LateGradients.wait: `super().wait()` at the end of its block": "nothing is allocated between the two places",
+    "LastReductions.finish: without `ticket.wait()`": (
+        "compute joins the lanes right after; on a CPU the host has to wait"
+    ),
+    "_wait_for: without `buffer.wait()`": "called where there are no streams",
+    "Compute.forget_unused: `if self.is_captured(self._known[number]) is is_capturing` taken as False": (
+        "it costs waits, which tests/functional/test_overlap.py counts"
     ),
     "ParameterGroup.release: `self.weights.release(keep_generation=self.freshness.gathered if keep_part else None)` "
     "at the start of its block": ("nothing is issued between the two places"),
@@ -134,6 +149,13 @@ OPEN: dict[str, str] = {
     "GradientBuffer._begin: without `self.wait()`": "a unit that is reduced twice in one backward",
     "GradientBuffer._begin: `self.wait()` at the end of its block": "a unit that is reduced twice in one backward",
     "_CudaTicket.give_up: `if self._event is not None` taken as True": "an interrupt before a lane waited for compute",
+    "LateGradients.close: without `self._turns.take(self._pack_waiting)`": (
+        "gradients of one unit on two streams, all of those on the second one after the unit is closed"
+    ),
+    "LateGradients.close: `self._turns.take(self._pack_waiting)` at the end of its block": (
+        "gradients of one unit on two streams, all of those on the second one after the unit is closed"
+    ),
+    "begin_again: without `ticket.wait()`": "a unit that is closed twice in a last backward",
     "Turns.take: without `leave()`": "a stream that allocates, before it follows any lane, what another one has copied",
     "Backward.begin: `if packs` taken as True": "a wait for reductions before there is need, which costs overlap",
     "Rows.on: `table.to(device, non_blocking=True)` that blocks": "a copy to a GPU: on a CPU there is none",

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dbuffer import Element, Flat, Partial, Replicate, Whole
-from megatron_fsdp import ConfigError, MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
+from megatron_fsdp import ConfigError, MixedPrecisionPolicy, Placements, StateError, fully_shard, fully_shard_optimizer
 from tests.harness import FailureKind, RankError, on_ranks, run_ranks
 from tests.harness.models import Block, Stack, inputs, make_mesh
 from tests.harness.oracle import shard_each
@@ -484,3 +484,45 @@ def test_ddp_around_a_sharded_module_is_refused_before_it_broadcasts_shards() ->
     assert torch.equal(model.weight.full_tensor(), before)
     message = str(caught.value)
     assert message.startswith("FSDPLinear is sharded and reduces its gradients itself")
+
+
+def built_before_sharding() -> None:
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters())
+    fully_shard(model)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+
+def built_between_forward_and_backward() -> None:
+    model = nn.Linear(3, 5)
+    fully_shard(model)
+    loss = model(torch.ones(2, 3)).sum()
+    optimizer = torch.optim.SGD(model.parameters())
+    loss.backward()
+    optimizer.step()
+
+
+def given_gathered_weights_later() -> None:
+    model = Stack(Block(), Block())
+    fully_shard(model.layers[0])
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.layers[0].parameters())
+    optimizer.step()
+    model(torch.ones(2, 7))
+    optimizer.add_param_group({"params": list(model.layers[1].parameters())})
+    optimizer.step()
+
+
+MISTAKES_STEPS: dict[Callable[[], None], str] = {
+    built_before_sharding: r"SGD holds parameter 'weight' as it was before fully_shard.*Build the optimizer after",
+    built_between_forward_and_backward: r"SGD holds the gathered weights of parameter 'weight'.*before the",
+    given_gathered_weights_later: r"SGD holds the gathered weights of parameter 'layers.1.norm.*reset_iter_state",
+}
+
+
+@on_ranks(2)
+def test_the_step_of_an_optimizer_over_tensors_that_nobody_uses_raises() -> None:
+    for mistake, message in MISTAKES_STEPS.items():
+        with pytest.raises(StateError, match=message):
+            mistake()

@@ -10,12 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import MixedPrecisionPolicy
+from dbuffer import CollectiveCall, observe_collectives
+from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, expert_matmul, fully_shard
 from megatron_fsdp.runtime.pytree import iterate_tensors
-from tests.functional.linear_uses import USES, counted_products, dropping_a_layer, shard_as
+from tests.functional.linear_uses import USES, Layer, counted_products, dropping_a_layer, shard_as, stack_of
 from tests.harness import on_ranks, run_ranks
-from tests.harness.models import Stack, squared, three_blocks
+from tests.harness.models import WIDTH, Stack, inputs, squared, three_blocks
 from tests.harness.oracle import Case, Comparison, compare, shard_layers
 
 NUM_STEPS = 3
@@ -178,3 +180,227 @@ def test_without_fusion_packing_moves_four_bytes_more() -> None:
     fused, unfused = bytes_per_parameter(is_fused=True), bytes_per_parameter(is_fused=False)
     assert unfused - fused == pytest.approx(4.0, abs=0.05)
     assert unfused <= 4.5
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["autograd.grad", "backward(inputs=)"])
+@on_ranks(2)
+def test_a_backward_for_inputs_alone_multiplies_no_weight_gradient_and_reduces_nothing(backward: bool) -> None:
+    torch.manual_seed(0)
+    oracle = three_blocks()
+    torch.manual_seed(0)
+    model = three_blocks()
+    shard_as("optim_grads_params", MixedPrecisionPolicy())(model)
+    x = inputs(dist.get_rank(), 0).requires_grad_()
+    (wanted,) = torch.autograd.grad(oracle(x).square().sum(), x)
+    collectives: list[CollectiveCall] = []
+    with counted_products() as products, observe_collectives(collectives.append):
+        loss = model(x).square().sum()
+        if backward:
+            loss.backward(inputs=[x])
+            found = x.grad
+            assert found is not None
+        else:
+            (found,) = torch.autograd.grad(loss, x)
+    num_gradients = sum(parameter.grad is not None for parameter in model.parameters())
+    num_reductions = sum(call.kind != "all_gather" for call in collectives)
+    worst, *counts = float((found - wanted).abs().max()), len(products), num_gradients, num_reductions
+    assert worst < 1e-6
+    assert counts == [0, 0, 0]
+
+
+@on_ranks(1)
+def test_the_gradient_of_a_gathered_weight_that_is_asked_for_goes_to_who_asked() -> None:
+    torch.manual_seed(0)
+    model, kept = Layer(), []
+    oracle = nn.Linear(WIDTH, WIDTH)
+    oracle.load_state_dict(model.linear.state_dict())
+    model.linear.register_forward_hook(lambda module, *_: kept.append(module.weight))
+    fully_shard(model)
+    x = inputs(0, 0)
+    with counted_products() as products:
+        (found,) = torch.autograd.grad(model(x).square().sum(), kept)
+    (wanted,) = torch.autograd.grad((x + torch.tanh(oracle(x))).square().sum(), oracle.weight)
+    worst = float((found - wanted).abs().max())
+    products = len(products)
+    assert worst < 1e-5
+    assert products == 0
+
+
+class Withholding(torch.autograd.Function):
+    """A linear layer's output, with a gradient for the input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        return gradients[0] @ weight, None
+
+
+class Withheld(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Withholding.apply(x, self.linear.weight)
+
+
+@on_ranks(2)
+def test_a_weight_that_gets_neither_gradient_nor_product_counts_as_unused() -> None:
+    model = Stack(Withheld(), Withheld())
+    shard_as("optim_grads_params", MixedPrecisionPolicy())(model)
+    calls: list[CollectiveCall] = []
+    loss = squared(model, dist.get_rank(), 0)
+    with observe_collectives(calls.append):
+        loss.backward()
+    has_gradient = [parameter.grad is not None for parameter in model.parameters()]
+    kinds = [call.kind for call in calls]
+    assert not any(has_gradient)
+    assert set(kinds) <= {"all_gather"}
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("backward went wrong")
+
+
+class Breakable(Layer):
+    """Uses its layer twice, and fails between the two in backward when told."""
+
+    is_broken = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.linear(x))
+        if self.is_broken and isinstance(self, FsdpModule):
+            x = Failing.apply(x)
+        return self.linear(x)
+
+
+def fail_first(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Run a backward that raises with one of two products done, then return the loss of another forward."""
+    for layer in model.layers:
+        layer.is_broken = True
+    if isinstance(model, FsdpModule):
+        with pytest.raises(ArithmeticError):
+            (100 * squared(model, rank, step)).backward()
+        model.zero_grad()
+    for layer in model.layers:
+        layer.is_broken = False
+    return squared(model, rank, step)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@on_ranks(2)
+def test_a_backward_that_raises_between_two_products_leaves_nothing_behind(strategy: str) -> None:
+    shard = shard_as(strategy, MixedPrecisionPolicy())
+    result = compare(Case(stack_of(Breakable, Breakable), fail_first, shard=shard))
+    assert result.is_exact, result
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@on_ranks(2)
+def test_anomaly_detection_finds_nothing_wrong_with_products() -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        result = compare(Case(three_blocks, squared))
+        assert result.is_exact
+
+
+NUM_EXPERTS, HIDDEN = 3, 5
+
+
+class Experts(nn.Module):
+    """Every expert computes all tokens, in one product for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, HIDDEN) / 3)
+        self.down = nn.Parameter(torch.randn(NUM_EXPERTS, HIDDEN, WIDTH) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.expand(NUM_EXPERTS, *x.shape)
+        hidden = torch.tanh(expert_matmul(tokens, self.up))
+        return x + expert_matmul(hidden, self.down).sum(0)
+
+
+class UsedTwice(Experts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(super().forward(x))
+
+
+class BesideAnotherUse(Experts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + self.up.square().mean())
+
+
+class Recomputed(Experts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+KINDS: dict[type[Experts], int] = {Experts: 4, UsedTwice: 8, BesideAnotherUse: 4, Recomputed: 4}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@on_ranks(lambda num_ranks: num_ranks)
+def test_gradients_are_exact_and_each_product_goes_into_the_buffer(kind: type[Experts], num_ranks: int) -> None:
+    with counted_products() as products:
+        found = compare(Case(lambda: Stack(kind(), kind()), squared, steps=1))
+    products = len(products)
+    assert found.is_exact, found
+    assert products == KINDS[kind]
+
+
+def gradients(policy: MixedPrecisionPolicy) -> tuple[list[float], int]:
+    torch.manual_seed(0)
+    model = Stack(Experts())
+    fully_shard(model.layers[0], mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    with counted_products() as products:
+        squared(model, 0, 0).float().backward()
+    whole = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    return torch.cat([gradient.flatten() for gradient in whole]).tolist(), len(products)
+
+
+@on_ranks(2)
+def test_products_are_used_where_the_buffer_has_their_dtype_or_may_be_wider() -> None:
+    found = []
+    for reduce, fuses in ((torch.bfloat16, True), (torch.float32, True), (torch.float32, "wide")):
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce, fuse_weight_gradients=fuses)
+        ours, products = gradients(policy)
+        wanted, _ = gradients(MixedPrecisionPolicy(torch.bfloat16, reduce, fuse_weight_gradients=False))
+        worst = max(abs(a - b) for a, b in zip(ours, wanted, strict=True)) / max(map(abs, wanted))
+        found.append((worst / torch.finfo(torch.bfloat16).eps, products))
+    rank = found
+    assert [products for _, products in rank] == [2, 0, 2]
+    assert all(worst <= 4 for worst, _ in rank)
+
+
+@on_ranks(2)
+def test_a_frozen_weight_has_no_product() -> None:
+    torch.manual_seed(0)
+    model = Stack(Experts(), Experts())
+    experts = model.layers[0]
+    assert isinstance(experts, Experts)
+    experts.up.requires_grad_(False)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    with counted_products() as products:
+        model(inputs(0, 0)).sum().backward()
+    assert experts.up.grad is None
+    assert experts.down.grad is not None
+    assert len(products) == 3
+
+
+def test_without_sharding_it_is_an_ordinary_product() -> None:
+    layer = Experts()
+    x = inputs(0, 0, NUM_EXPERTS, 4, WIDTH)
+    assert torch.equal(expert_matmul(x, layer.up), torch.bmm(x, layer.up))
+    expert_matmul(x, layer.up).sum().backward()
+    assert layer.up.grad is not None

@@ -71,8 +71,12 @@ SETTINGS = {
 }
 
 
-def measure(name: str) -> list[StepMemory]:
-    """Return what each step but the first took; gradients are zeroed in between, so that their memory stays."""
+@pytest.mark.parametrize("name", SETTINGS)
+@on_ranks(2)
+def test_a_step_holds_two_gathered_units_and_a_packed_gradient_at_most_and_allocates_no_more_each_time(
+    name: str,
+) -> None:
+    packed = 2.0 if name == "bf16, reduced in fp32" else 1.0
     setting = SETTINGS[name]
     model = sharded_stack(setting.policy, setting.stack)
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -92,21 +96,13 @@ def measure(name: str) -> list[StepMemory]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
         steps.append(StepMemory(forward, backward, meter.current_bytes, num_allocations))
-    return steps[1:]
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_step_holds_two_gathered_units_and_a_packed_gradient_at_most_and_allocates_no_more_each_time(
-    name: str,
-) -> None:
-    packed = 2.0 if name == "bf16, reduced in fp32" else 1.0
-    for steps in run_ranks(2, measure, name):
-        assert 1.0 <= max(step.forward for step in steps) <= 2.0
-        assert 2.0 <= max(step.backward for step in steps) <= 2.0 + packed
-        assert len({step.rest_bytes for step in steps}) == 1
-        # Each gathered buffer twice, but the last one's once; each packed buffer once.
-        wanted = (3 * len(HIDDEN_SIZES) - 1) * SETTINGS[name].microbatches
-        assert [step.num_allocations for step in steps] == [wanted] * 5
+    steps = steps[1:]
+    assert 1.0 <= max(step.forward for step in steps) <= 2.0
+    assert 2.0 <= max(step.backward for step in steps) <= 2.0 + packed
+    assert len({step.rest_bytes for step in steps}) == 1
+    # Each gathered buffer twice, but the last one's once; each packed buffer once.
+    wanted = (3 * len(HIDDEN_SIZES) - 1) * SETTINGS[name].microbatches
+    assert [step.num_allocations for step in steps] == [wanted] * 5
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dbuffer.collectives import observe_collectives
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from tests.functional.strategy_table import STRATEGIES
+from tests.functional.strategy_table import STRATEGIES, ZERO
 from tests.harness import on_ranks
+from tests.harness.grids import nightly_but
 from tests.harness.oracle import whole
 
 WIDTH, NUM_CHUNKS, NUM_STEPS = 7, 3, 2
@@ -166,7 +167,7 @@ def plain_gradients(case: Callable[[Any, torch.Tensor], None]) -> list[list[torc
     return found
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", nightly_but(ZERO[1::2], ZERO[1:]))
 @on_ranks(2)
 def test_gradients_are_a_plain_models_whichever_modules_of_a_unit_a_forward_runs(strategy: str) -> None:
     worst = {}

@@ -23,7 +23,7 @@ from megatron_fsdp import (
     fully_shard_optimizer,
     save_checkpoint,
 )
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.models import WIDTH, Block, Stack, inputs
 from tests.harness.oracle import shard_layers, whole
 
@@ -144,7 +144,8 @@ def test_functional_call_with_a_fixed_weight_trains_the_others() -> None:
     assert gradients < 2e-6
 
 
-def call_functionally_in_bf16() -> float:
+@on_ranks(2)
+def test_functional_call_computes_in_the_policy_s_dtype() -> None:
     torch.manual_seed(0)
     model, oracle = pair(mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     values = halves(oracle)
@@ -153,11 +154,7 @@ def call_functionally_in_bf16() -> float:
         wanted = torch.func.functional_call(
             oracle.bfloat16(), {name: value.bfloat16() for name, value in values.items()}, (x.bfloat16(),)
         )
-        return gap(torch.func.functional_call(model, values, (x,)), wanted)
-
-
-def test_functional_call_computes_in_the_policy_s_dtype() -> None:
-    assert run_ranks(2, call_functionally_in_bf16) == [0.0, 0.0]
+        assert gap(torch.func.functional_call(model, values, (x,)), wanted) == 0.0
 
 
 @on_ranks(2)

@@ -27,7 +27,7 @@ from megatron_fsdp.certify.checker import Checker
 from megatron_fsdp.certify.clocks import CaptureError, Queue, VirtualStreams
 from megatron_fsdp.runtime.cuda_lane import latest_submission
 from megatron_fsdp.runtime.lanes import drive_with
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.harness.models import WIDTH, Block, Stack, inputs
 from tests.harness.oracle import shard_each
 
@@ -73,7 +73,9 @@ class Here(torch.autograd.Function):
         return gradients[0], None, None
 
 
-def races_of_steps(policy: MixedPrecisionPolicy | None) -> list[str]:
+@pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
+@on_ranks(2)
+def test_a_training_step_orders_all_that_lanes_and_compute_share(policy: MixedPrecisionPolicy | None) -> None:
     with driven() as (_, watching):
         model = Stack(Block(), Block(hidden=1), Block(hidden=17))
         for layer in model.layers:
@@ -84,16 +86,14 @@ def races_of_steps(policy: MixedPrecisionPolicy | None) -> list[str]:
             model(inputs(0, step)).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return watching.races
+        assert watching.races == []
 
 
-@pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
-def test_a_training_step_orders_all_that_lanes_and_compute_share(policy: MixedPrecisionPolicy | None) -> None:
-    assert run_ranks(2, races_of_steps, policy) == [[], []]
-
-
-def races_of_offload(policy: MixedPrecisionPolicy | None) -> list[str]:
-    """Evaluate, step and train with weights in host memory; the optimizer is the host's."""
+@pytest.mark.parametrize("policy", [None, BF16], ids=["stepped itself", "cast"])
+@on_ranks(1)
+def test_the_host_writes_offloaded_weights_after_the_gathers_that_read_them(
+    policy: MixedPrecisionPolicy | None,
+) -> None:
     with driven() as (_, watching):
         model = Stack(Block(), Block(hidden=1), Block(hidden=17))
         for part in (*model.layers, model):
@@ -114,14 +114,7 @@ def races_of_offload(policy: MixedPrecisionPolicy | None) -> list[str]:
             with watching.on_host(), torch.no_grad():
                 for group in groups_of(model):
                     group.main_weight.local_buffer.mul_(0.5)
-        return watching.races
-
-
-@pytest.mark.parametrize("policy", [None, BF16], ids=["stepped itself", "cast"])
-def test_the_host_writes_offloaded_weights_after_the_gathers_that_read_them(
-    policy: MixedPrecisionPolicy | None,
-) -> None:
-    assert run_ranks(1, races_of_offload, policy) == [[]]
+        assert watching.races == []
 
 
 class Branches(nn.Module):
@@ -142,7 +135,10 @@ class Branches(nn.Module):
         return torch.cat((here, there), -1)
 
 
-def races_of_branches(hidden: int, fuses: bool) -> list[str]:
+@pytest.mark.parametrize("fuses", [False, True], ids=["copied", "multiplied"])
+@pytest.mark.parametrize("hidden", [5, 4000], ids=["small", "large"])
+@on_ranks(1)
+def test_gradients_of_a_branch_on_another_stream_are_packed_before_they_are_reduced(hidden: int, fuses: bool) -> None:
     with driven() as (double, watching):
         policy = MixedPrecisionPolicy(fuse_weight_gradients=fuses)
         model = fully_shard(Branches(double, hidden), mp_policy=policy)
@@ -157,13 +153,7 @@ def races_of_branches(hidden: int, fuses: bool) -> list[str]:
             assert double.current() is double.compute
             optimizer.step()
             optimizer.zero_grad()
-        return [race for race in watching.races if not race.startswith("a tensor")]
-
-
-@pytest.mark.parametrize("fuses", [False, True], ids=["copied", "multiplied"])
-@pytest.mark.parametrize("hidden", [5, 4000], ids=["small", "large"])
-def test_gradients_of_a_branch_on_another_stream_are_packed_before_they_are_reduced(hidden: int, fuses: bool) -> None:
-    assert run_ranks(1, races_of_branches, hidden, fuses) == [[]]
+        assert [race for race in watching.races if not race.startswith("a tensor")] == []
 
 
 @on_ranks(1)
@@ -206,12 +196,8 @@ def test_compute_waits_for_a_gather_only_where_it_uses_the_weights() -> None:
     assert seen == [(True, False)] * 3
 
 
-def captured_backward() -> tuple[list[str], list[bool]]:
-    """Capture forward and backward alone, after a step elsewhere, with hooks on a stream that nobody joins.
-
-    Returns:
-        Races, and for each lane whether the captured stream follows it.
-    """
+@on_ranks(1)
+def test_a_graph_that_ends_with_the_backward_has_joined_every_lane() -> None:
     with driven() as (double, watching):
         model = Stack(Block(), Block(hidden=1), Block(hidden=17))
         shard_each(model)
@@ -240,12 +226,8 @@ def captured_backward() -> tuple[list[str], list[bool]]:
             joined = [graph.follows(lane) for lane in double.lanes]
         double.compute.wait_stream(graph)
         optimizer.step()
-        return [race for race in watching.races if "main_" in race or "model_" in race], joined
-
-
-def test_a_graph_that_ends_with_the_backward_has_joined_every_lane() -> None:
-    (found,) = run_ranks(1, captured_backward)
-    assert found == ([], [True, True])
+        found = [race for race in watching.races if "main_" in race or "model_" in race], joined
+        assert found == ([], [True, True])
 
 
 @pytest.mark.parametrize("second", ["no_sync", "deleted"])
@@ -269,8 +251,8 @@ def test_a_second_graph_waits_for_nothing_of_the_first(second: str) -> None:
                 gc.collect()
 
 
-def captured_watch() -> tuple[bool, bool]:
-    """Return whether the watch looked at an event after a step, and after one that was captured."""
+@on_ranks(1)
+def test_the_watch_queries_no_event_of_a_capture() -> None:
     with driven() as (double, _):
         model = Stack(Block(), Block())
         shard_each(model)
@@ -284,15 +266,12 @@ def captured_watch() -> tuple[bool, bool]:
             model(inputs(0, 1)).square().mean().backward()
             assert not watch._is_stuck()
         assert not watch._is_stuck()
-        return looked, latest_submission() is not None
+        assert looked
+        assert latest_submission() is None
 
 
-def test_the_watch_queries_no_event_of_a_capture() -> None:
-    assert run_ranks(1, captured_watch) == [(True, False)]
-
-
-def deleted() -> tuple[list[bool], list[bool], bool]:
-    """Return for each lane whether compute follows it, before and after a model with a gather in flight is deleted."""
+@on_ranks(1)
+def test_memory_of_a_deleted_model_goes_back_after_the_lanes_that_use_it() -> None:
     with driven() as (double, _):
         model = Stack(Block(), Block(hidden=1), Block(hidden=17))
         shard_each(model)
@@ -301,28 +280,21 @@ def deleted() -> tuple[list[bool], list[bool], bool]:
         gone = weakref.ref(model)
         del model
         gc.collect()
-        return before, [double.compute.follows(lane) for lane in double.lanes], gone() is None
+        after, is_gone = [double.compute.follows(lane) for lane in double.lanes], gone() is None
+        assert not all(before)
+        assert all(after)
+        assert is_gone
 
 
-def test_memory_of_a_deleted_model_goes_back_after_the_lanes_that_use_it() -> None:
-    ((before, after, is_gone),) = run_ranks(1, deleted)
-    assert not all(before)
-    assert all(after)
-    assert is_gone
-
-
-def unordered_copy() -> list[str]:
+@on_ranks(1)
+def test_the_double_finds_two_streams_that_nothing_orders() -> None:
     with driven() as (double, watching):
         tensor = torch.zeros(3)
         watching.name("it", tensor)
         with double.use(double.stream("side")):
             tensor.add_(1)
-        return watching.races
-
-
-def test_the_double_finds_two_streams_that_nothing_orders() -> None:
-    ((race,),) = run_ranks(1, unordered_copy)
-    assert race == "it: write by aten::zeros on compute, then write by aten::add_ on side"
+        (race,) = watching.races
+        assert race == "it: write by aten::zeros on compute, then write by aten::add_ on side"
 
 
 def misuse_of_captures() -> list[str]:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, SequenceParallel, parallelize_module
 
 from megatron_fsdp import AgreementError, ConfigError, Watch, fully_shard
-from tests.functional import test_uneven_use
+from tests.functional import test_gradients
 from tests.harness import on_ranks, run_ranks
 from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
 from tests.harness.oracle import shard_model, train, whole_state
@@ -181,15 +181,15 @@ def test_watched_training_gives_the_same_bits(strategy: str, shape: tuple[int, .
         assert [name for name in mine if not torch.equal(mine[name], other[name])] == []
 
 
-@pytest.mark.parametrize("kind", [test_uneven_use.TwoHeads, test_uneven_use.Skipped])
+@pytest.mark.parametrize("kind", [test_gradients.TwoHeads, test_gradients.Skipped])
 @on_ranks(3, timeout=60)
 def test_ranks_that_use_different_parameters_still_agree(kind: type[torch.nn.Module]) -> None:
     torch.manual_seed(0)
     model = kind()
-    test_uneven_use.shard_blocks(model)
+    test_gradients.shard_blocks(model)
     with Watch(model, 30 * TIMEOUT) as watch:
         for number in range(3):
-            test_uneven_use.loss(model, dist.get_rank(), number).backward()
+            test_gradients.loss(model, dist.get_rank(), number).backward()
         watch.check()
 
 
@@ -272,7 +272,8 @@ def test_replicas_that_nobody_damaged_agree_and_so_do_shards_of_which_there_is_o
     assert set(run_ranks(torch.Size(shape).numel(), damaged, shape, strategy, None)) == {("no error", 6)}
 
 
-def checked_by_hand() -> str:
+@on_ranks(2)
+def test_a_check_looks_at_replicas_at_once_and_frozen_parameters_count() -> None:
     model = sharded("no_shard", (2,))
     with Watch(model, TIMEOUT * 30, replica_interval=1000) as watch:
         watch.check()
@@ -280,16 +281,12 @@ def checked_by_hand() -> str:
             model.shift.detach().to_local()[0] += 1
         with pytest.raises(AgreementError) as error:
             watch.check()
-    return str(error.value).splitlines()[0]
+    error = str(error.value).splitlines()[0]
+    assert error.endswith("parameter 'shift' of unit 'Model': rank 0 against rank 1")
 
 
-def test_a_check_looks_at_replicas_at_once_and_frozen_parameters_count() -> None:
-    for error in run_ranks(2, checked_by_hand):
-        assert error.endswith("parameter 'shift' of unit 'Model': rank 0 against rank 1")
-
-
-def damaged_norm_under_tensor_parallelism() -> str:
-    """Norms are whole on tensor-parallel ranks; the matrices there are parts of one."""
+@on_ranks(4)
+def test_what_tensor_parallelism_leaves_whole_is_compared_and_ranks_without_a_part_in_it_raise_too() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8, bias=False))
     plan: dict[str, ParallelStyle] = {"0": SequenceParallel(), "1": ColwiseParallel()}
@@ -301,9 +298,5 @@ def damaged_norm_under_tensor_parallelism() -> str:
             model[0].bias.detach().to_local()[0] += 1
         with pytest.raises(AgreementError) as error:
             watch.check()
-    return str(error.value).splitlines()[0]
-
-
-def test_what_tensor_parallelism_leaves_whole_is_compared_and_ranks_without_a_part_in_it_raise_too() -> None:
-    for error in run_ranks(4, damaged_norm_under_tensor_parallelism):
-        assert error.endswith("parameter '0.bias' of unit 'Sequential': rank 2 against rank 3")
+    error = str(error.value).splitlines()[0]
+    assert error.endswith("parameter '0.bias' of unit 'Sequential': rank 2 against rank 3")

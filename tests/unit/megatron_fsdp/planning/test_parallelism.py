@@ -149,7 +149,8 @@ def test_what_is_sent_inside_the_model_is_counted(capsys: pytest.CaptureFixture[
     assert plain["mesh"] == [{"axis": "dp", "size": 16}]
     assert plain["parallelism"]["expert_mesh"] == [{"axis": "expert dp", "size": 4}]
     time = plain["time"]
-    busy = time["compute_seconds"] + time["exposed_seconds"] + plain["parallelism"]["model_parallel_seconds"]
+    busy = sum(time[f"{name}_seconds"] for name in ("compute", "exposed", "copying"))
+    busy += plain["parallelism"]["model_parallel_seconds"]
     assert time["total_seconds"] == pytest.approx(
         busy + time["optimizer_seconds"] + plain["parallelism"]["bubble_seconds"]
     )
@@ -173,6 +174,7 @@ def test_stages_wait_for_the_slowest(capsys: pytest.CaptureFixture[str]) -> None
     busy = max(
         each["time"]["compute_seconds"]
         + each["time"]["exposed_seconds"]
+        + each["time"]["copying_seconds"]
         + each["parallelism"]["model_parallel_seconds"]
         for each in plans
     )

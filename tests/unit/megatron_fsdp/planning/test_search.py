@@ -113,11 +113,11 @@ def test_reserved_memory_is_not_given_away(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_slower_network_makes_replicas_over_nodes_the_faster_choice(capsys: pytest.CaptureFixture[str]) -> None:
-    def best(options: str) -> Fit:
+    def seconds(options: str) -> dict[str, float]:
         found = fit(capsys, f"--model llama3-8b --fit 80GiB --gpus 64 --micro-batch 1 {options}")["fit"]["fitting"]
-        assert isinstance(found[0], dict)
-        return found[0]
+        # Fastest first.
+        return {each["strategy"]: each["step_seconds"] for each in reversed(found)}
 
-    slow = best("--network-bandwidth 1GB/s")
-    assert slow["strategy"] in ("hsdp", "hfsdp")
-    assert slow["step_seconds"] > best("--network-bandwidth 50GB/s")["step_seconds"]
+    slow, fast = seconds("--network-bandwidth 1GB/s"), seconds("--network-bandwidth 50GB/s")
+    assert max(slow["hsdp"], slow["hfsdp"]) < slow["optim_grads_params"]
+    assert all(slow[strategy] > fast[strategy] for strategy in fast)

@@ -76,10 +76,13 @@ def test_each_strategy_issues_its_collectives_per_microbatch_or_per_step() -> No
 
     whole = 224 * 4
     assert issued(Placements.no_shard(0)) == [("backward", "all_reduce", 3, whole)]
-    assert issued(Placements.optim(0)) == [("backward", "reduce_scatter", 3, whole), ("step", "all_gather", 3, whole)]
+    assert issued(Placements.optim(0)) == [
+        ("forward", "all_gather", 3, whole),
+        ("backward", "reduce_scatter", 3, whole),
+    ]
     assert issued(Placements.optim_grads(0)) == [
+        ("forward", "all_gather", 3, whole),
         ("backward", "reduce_scatter", 15, 5 * whole),
-        ("step", "all_gather", 3, whole),
     ]
     assert issued(Placements.optim_grads_params(0)) == [
         ("forward", "all_gather", 15, 5 * whole),

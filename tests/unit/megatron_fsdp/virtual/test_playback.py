@@ -1,0 +1,164 @@
+"""Playback: streams, waits, links and the host in time, against numbers worked out by hand."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_fsdp.virtual.machine import H200
+from megatron_fsdp.virtual.playback import play
+from megatron_fsdp.virtual.recording import Recording, Work
+from megatron_fsdp.virtual.trace import write_trace
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A machine on which work takes as many seconds as it has operations, and calls take ``call``."""
+
+    call: float = 0.0
+    stream_call: float = 0.0
+    launch: float = 0.0
+
+    def seconds(self, work: Work) -> float:
+        """Return its operations."""
+        return float(work.flops)
+
+    def link(self, work: Work) -> str:
+        """Return the kind of the collective, as if each had links of its own."""
+        return work.kind
+
+
+def compute(seconds: int) -> Work:
+    """Return work of so many seconds."""
+    return Work("product", "product", seconds)
+
+
+def collective(seconds: int, kind: str = "all_gather", label: str = "") -> Work:
+    """Return a collective of so many seconds."""
+    return Work(kind, kind, seconds, ranks=(0, 1), label=label)
+
+
+def test_a_stream_does_its_work_in_order_and_streams_run_at_once() -> None:
+    recording = Recording()
+    other = recording.new()
+    recording.work(compute(3))
+    with recording.use(other):
+        recording.work(compute(2))
+    recording.work(compute(4))
+    assert play(recording.items, Plain()).seconds == 7
+
+
+def test_a_wait_for_a_collective_names_the_unit_that_waits_and_what_for() -> None:
+    recording = Recording()
+    lane = recording.new(None, "gather")
+    recording.unit = "layer 7"
+    recording.work(compute(1))
+    with recording.use(lane):
+        recording.work(collective(5, label="gather of layer 8"))
+        event = recording.event().record(lane)
+    recording.compute.wait_event(event)
+    recording.work(compute(2))
+    found = play(recording.items, Plain())
+    assert found.exposed() == {("layer 7", "gather of layer 8"): 4}
+    assert (found.seconds, found.busy(), found.waiting()) == (7, 3, 4)
+
+
+def test_a_wait_for_what_is_over_costs_nothing() -> None:
+    recording = Recording()
+    lane = recording.new()
+    with recording.use(lane):
+        recording.work(collective(2))
+    recording.work(compute(3))
+    recording.compute.wait_stream(lane)
+    found = play(recording.items, Plain())
+    assert found.exposed() == {}
+    assert found.seconds == 3
+
+
+def test_an_event_is_the_point_at_which_it_was_recorded_last_before_the_wait() -> None:
+    recording = Recording()
+    lane, event = recording.new(), recording.event()
+    with recording.use(lane):
+        recording.work(collective(1))
+        event.record(lane)
+        recording.compute.wait_event(event)
+        recording.work(collective(10))
+        event.record(lane)
+    recording.work(compute(1))
+    assert next(run.end for run in play(recording.items, Plain()).runs if run.stream == "compute") == 2
+
+
+def test_collectives_on_one_link_share_it_and_others_do_not() -> None:
+    recording = Recording()
+    for seconds, kind in ((4, "all_gather"), (2, "all_gather"), (5, "reduce_scatter")):
+        with recording.use(recording.new()):
+            recording.work(collective(seconds, kind))
+    ends = {run.work: run.end for run in play(recording.items, Plain()).runs}
+    # Both gathers have half of the link until the short one is through, at 4; then the long one has 2 left.
+    assert ends == {collective(2): 4, collective(4): 6, collective(5, "reduce_scatter"): 5}
+
+
+def test_a_collective_on_compute_is_waiting() -> None:
+    recording = Recording()
+    recording.unit = "layer 1"
+    recording.work(compute(2))
+    recording.work(collective(3))
+    found = play(recording.items, Plain())
+    assert (found.busy(), found.waiting()) == (2, 3)
+    assert found.exposed() == {("layer 1", "all_gather on compute"): 3}
+
+
+def test_short_work_is_bound_by_the_host() -> None:
+    recording = Recording()
+    for _ in range(10):
+        recording.work(compute(1))
+    assert play(recording.items, Plain(call=3.0)).seconds == 31
+    assert play(recording.items, Plain(call=0.5)).seconds == 10.5
+
+
+def test_the_host_waits_for_an_event_and_issues_nothing_meanwhile() -> None:
+    recording = Recording()
+    recording.work(compute(5))
+    recording.compute.synchronize()
+    other = recording.new()
+    with recording.use(other):
+        recording.work(compute(1))
+    assert play(recording.items, Plain()).seconds == 6
+
+
+def test_the_bound_is_the_longer_of_compute_with_the_ends_and_communication() -> None:
+    recording = Recording()
+    for seconds in (1, 7, 2):
+        with recording.use(recording.new()):
+            recording.work(collective(seconds))
+    # They share a link and end as the shorter ones do first: 1, 2, 7.
+    recording.work(compute(1))
+    assert play(recording.items, Plain()).bound() == 10
+    recording.work(compute(9))
+    assert play(recording.items, Plain()).bound() == 10 + 1 + 7
+
+
+def test_rings_inside_a_node_and_trees_between_nodes() -> None:
+    inside = Work("all_gather", "all_gather", 0, 8 * 370 * 10**6, ranks=tuple(range(8)))
+    assert H200.seconds(inside) == pytest.approx(7e-3 + 17e-6)
+    across = tuple(range(0, 128, 8))
+    small = H200.seconds(Work("all_reduce", "all_reduce", 0, 1024, ranks=across))
+    # 16 nodes: 4 steps up and 4 down of a tree, against 30 of a ring.
+    assert small == pytest.approx(10e-6 + 8 * 5e-6 + 2 * 1024 / 48e9)
+
+
+def test_a_trace_has_a_row_for_each_stream_and_says_what_is_waited_for(tmp_path: Path) -> None:
+    recording = Recording()
+    lane = recording.new(None, "gather")
+    with recording.use(lane):
+        recording.work(collective(5, label="gather of layer 8"))
+    recording.compute.wait_stream(lane)
+    recording.work(compute(2))
+    write_trace(play(recording.items, Plain()), tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    rows = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
+    found = {(event["name"], event["tid"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"}
+    assert ("gather of layer 8", rows["gather lane"], 0, 5e6) in found
+    assert ("wait for gather of layer 8", rows["compute"], 0, 5e6) in found
+    assert ("product", rows["compute"], 5e6, 2e6) in found
