@@ -169,11 +169,10 @@ class _Arena:
         return self.slots[key]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Turn:
-    """A slot in use: who has it, and its bytes of an arena; of none if the slot is one of its own."""
+    """A slot in use: its bytes of an arena; of none if the slot is one of its own."""
 
-    user: int
     arena: _Arena | None = None
     span: Span = (0, 0)
 
@@ -200,8 +199,9 @@ class ArenaPool(SlotPool):
         # By storage: where its turns of a round lie, and how many it has had in this one.
         self._places: dict[Hashable, list[int]] = {}
         self._num_turns: Counter[int] = Counter()
-        # By the identity of the slot.
+        # By storage, and who has a slot by the identity of that.
         self._turns: dict[int, _Turn] = {}
+        self._users: dict[int, int] = {}
         self._recorder = Recorder()
         self._recorded: list[Recorder] = []
         # Who was there at the start of the round, and after each backward in it.
@@ -213,21 +213,22 @@ class ArenaPool(SlotPool):
 
     def take(self, num_bytes: int, user: int) -> torch.UntypedStorage:
         """Return the place of a storage, or a slot of its own, with undefined content."""
-        for key in [key for key, turn in self._turns.items() if turn.user == user]:
-            del self._turns[key]  # an interrupt kept the storage from having it, or from giving it back
+        if user in self._turns:
+            del self._turns[user]  # an interrupt kept the storage from having it, or from giving it back
             self._recorder.end(user)
-        slot, turn = None, _Turn(user)
+        slot, turn = None, _Turn()
         if self.plan is not None:
             arena = self._arena or self._make_arena(self.plan)
             offset = self._offset(arena, user, aligned(num_bytes))
             if offset is not None:
                 slot = arena.slot(offset, num_bytes)
-                turn = _Turn(user, arena, (offset, offset + aligned(num_bytes)))
+                turn = _Turn(arena, (offset, offset + aligned(num_bytes)))
                 if listeners:
                     tell("placed", (slot, arena.memory))
         if slot is None:
             slot = super().take(num_bytes, user)
-        self._turns[id(slot)] = turn
+        self._users[id(slot)] = user
+        self._turns[user] = turn
         if self._recorder.now >= _MAX_EVENTS:
             self._recorder = Recorder(self._recorder.held())
         self._recorder.begin(user, num_bytes)
@@ -251,7 +252,7 @@ class ArenaPool(SlotPool):
 
     def settle(self) -> None:
         """End the round if it is over, and plan for it too if something found no place in it: a backward is over."""
-        held = frozenset(turn.user for turn in self._turns.values())
+        held = frozenset(self._turns)
         if held not in self._settled:
             self._settled.add(held)
         elif self._recorder.now:
@@ -264,16 +265,17 @@ class ArenaPool(SlotPool):
             self._make_arena(self.plan)
 
     def _end_turn(self, slot: torch.UntypedStorage) -> _Arena | None:
-        turn = self._turns.pop(id(slot))
-        self._recorder.end(turn.user)
-        return turn.arena
+        user = self._users.pop(id(slot))
+        self._recorder.end(user)
+        return self._turns.pop(user).arena
 
     def _offset(self, arena: _Arena, user: int, size: int) -> int | None:
         """Return the place of this turn of a storage, of another turn, or the smallest hole; None for no room."""
-        taken = sorted(turn.span for turn in self._turns.values() if turn.arena is arena)
+        taken = [turn.span for turn in list(self._turns.values()) if turn.arena is arena]
         places, number = self._places.get(user, []), self._num_turns[user]
         self._num_turns[user] += 1
-        for offset in (*places[number : number + 1], *places, hole(taken, size, fits_tightly=True)):
+        for place in (*places[number : number + 1], *places, None):
+            offset = hole(sorted(taken), size, fits_tightly=True) if place is None else place
             stop = offset + size
             if stop <= len(arena.memory) and all(stop <= start or end <= offset for start, end in taken):
                 return offset
