@@ -1,38 +1,49 @@
 """SlotPool: memory that stays, in slots that released and reallocated storages take turns in.
 
 An allocator gives a storage other bytes each time. A slot is always the same memory, so a CUDA graph can hold it and a
-communicator can register it, and a step calls no allocator (docs/design/storage.md, "Slots").
+communicator can register it, and a step calls no allocator. In an ``ArenaPool`` all slots lie in one block, where every
+storage of a step has a place that was chosen before it comes (docs/design/storage.md, "Slots", "A static arena").
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
+from torch.utils import dlpack
 
 from dbuffer.errors import StorageError
+from dbuffer.events import listeners, tell
 from dbuffer.memory_meter import memory_meter
+from dbuffer.planner.arena import ALIGNMENT, ArenaPlan, Lifetime, Recorder, Span, aligned, hole, plan_arena
 
-__all__ = ["Allocate", "SlotPool", "SlotUser", "can_exchange_memory", "from_communicator", "from_symmetric_memory"]
+__all__ = [
+    "MAX_PLANS",
+    "Allocate",
+    "ArenaPool",
+    "SlotPool",
+    "can_exchange_memory",
+    "from_communicator",
+    "from_symmetric_memory",
+]
 
 Allocate = Callable[[int], torch.Tensor]
 """Returns that many bytes of memory, as a 1-D uint8 tensor."""
 
 # Not in PyTorch 2.11.
 _CAN_EXCHANGE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+_LOG = logging.getLogger(__name__)
+MAX_PLANS = 6
+"""Orders that a pool plans for; what is still without a place then has a slot of its own."""
+# Of one round. A longer one, such as a long evaluation between two steps, is planned for from there on.
+_MAX_EVENTS = 20_000
 SIZINGS = ("by_size", "largest", "static")
-
-
-@dataclass(frozen=True, slots=True)
-class SlotUser:
-    """A storage that takes slots: its number, and whether it comes ahead of its use when the order is known."""
-
-    number: int
-    comes_ahead: bool = False
 
 
 def can_exchange_memory() -> bool:
@@ -67,8 +78,13 @@ class SlotPool:
         self._largest = 0
         self._free: dict[int, list[torch.UntypedStorage]] = {}
         self.num_slots = 0
-        self.nbytes = 0
-        weakref.finalize(self, _forget, self._free)
+        self._counted = [0]
+        weakref.finalize(self, _forget, self._counted)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self._counted[0]
 
     def serve(self, num_bytes: int) -> None:
         """Be ready for storages of this size."""
@@ -83,10 +99,10 @@ class SlotPool:
 
     def forecast_bytes(self, num_bytes: int) -> int:
         """Return the bytes of the slot that a storage will have alone; 0: a place in an arena, which has a plan."""
-        return self.slot_bytes(num_bytes)
+        return 0 if self.sizing == "static" else self.slot_bytes(num_bytes)
 
-    def take(self, num_bytes: int, user: SlotUser | None = None) -> torch.UntypedStorage:
-        """Return a free slot for a storage of ``num_bytes``, with undefined content; ``user``: who asks."""
+    def take(self, num_bytes: int, user: int) -> torch.UntypedStorage:
+        """Return a free slot for a storage of ``num_bytes``, with undefined content; ``user``: its identity."""
         size = self.slot_bytes(num_bytes)
         free = self._free.get(size)
         if free:
@@ -125,15 +141,202 @@ class SlotPool:
 
     def _count(self, num_slots: int, num_bytes: int) -> None:
         self.num_slots += num_slots
-        self.nbytes += num_bytes
+        self._counted[0] += num_bytes
         memory_meter().add(num_bytes)
 
     def __repr__(self) -> str:
         return f"SlotPool({self.sizing!r}, {self.num_slots} slots, {self.nbytes} bytes on {self._device})"
 
 
-def _forget(free: dict[int, list[torch.UntypedStorage]]) -> None:
-    memory_meter().add(-sum(size * len(slots) for size, slots in free.items()))
+def _forget(counted: list[int]) -> None:
+    memory_meter().add(-counted[0])
+
+
+@dataclass(slots=True)
+class _Arena:
+    """Memory that slots are cut from, and those cut so far, by offset and bytes. A slot keeps the memory alive."""
+
+    memory: torch.Tensor
+    block_bytes: int
+    slots: dict[Span, torch.UntypedStorage] = field(default_factory=dict)
+
+    def slot(self, offset: int, num_bytes: int) -> torch.UntypedStorage:
+        """Return the slot at an offset: a storage of its own, which can exchange its memory, unlike a view's."""
+        key = offset, num_bytes
+        if key not in self.slots:
+            part = self.memory[offset : offset + num_bytes]
+            self.slots[key] = dlpack.from_dlpack(dlpack.to_dlpack(part)).untyped_storage()  # type: ignore[attr-defined]
+        return self.slots[key]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A slot in use: its bytes of an arena; of none if the slot is one of its own."""
+
+    arena: _Arena | None = None
+    span: Span = (0, 0)
+
+
+class ArenaPool(SlotPool):
+    """Places in one arena for storages that come in an order that repeats itself.
+
+    A round is over at the end of a backward at which the same storages are held as at its start, or at an earlier
+    backward of it: gradients that are summed up here, say, are held until a later one. In all rounds a storage has the
+    same place at its first turn, the same at its second and so on, so no two orders that were planned for get in each
+    other's way.
+
+    Attributes:
+        plan: of the arena; None until the second round is over. num_plans: how often it was made.
+        num_misses: turns since the first plan that found no place and had a slot of their own.
+    """
+
+    def __init__(self, device: torch.device, allocate: Allocate | None = None) -> None:
+        super().__init__(device, "static", allocate)
+        self.plan: ArenaPlan | None = None
+        self.num_plans = 0
+        self.num_misses = 0
+        self._arena: _Arena | None = None
+        # By storage: where its turns of a round lie, and how many it has had in this one.
+        self._places: dict[Hashable, list[int]] = {}
+        self._num_turns: Counter[int] = Counter()
+        # By storage, and who has a slot by the identity of that.
+        self._turns: dict[int, _Turn] = {}
+        self._users: dict[int, int] = {}
+        self._recorder = Recorder()
+        self._recorded: list[Recorder] = []
+        # Who was there at the start of the round, and after each backward in it.
+        self._settled = {frozenset[int]()}
+        # Nothing is gathered ahead in a first round, so it will not come again.
+        self._is_first = True
+        self._has_missed = True
+        self._has_warned = False
+
+    def take(self, num_bytes: int, user: int) -> torch.UntypedStorage:
+        """Return the place of a storage, or a slot of its own, with undefined content."""
+        if user in self._turns:
+            del self._turns[user]  # an interrupt kept the storage from having it, or from giving it back
+            self._recorder.end(user)
+        slot, turn = None, _Turn()
+        if self.plan is not None:
+            arena = self._arena or self._make_arena(self.plan)
+            offset = self._offset(arena, user, aligned(num_bytes))
+            if offset is not None:
+                slot = arena.slot(offset, num_bytes)
+                turn = _Turn(arena, (offset, offset + aligned(num_bytes)))
+                if listeners:
+                    tell("placed", (slot, arena.memory))
+        if slot is None:
+            slot = super().take(num_bytes, user)
+        self._users[id(slot)] = user
+        self._turns[user] = turn
+        if self._recorder.now >= _MAX_EVENTS:
+            self._recorder = Recorder(self._recorder.held())
+        self._recorder.begin(user, num_bytes)
+        return slot
+
+    def give_back(self, slot: torch.UntypedStorage, size: int) -> None:
+        """Take a slot back. One of its own is kept only where no other plan will be made."""
+        if self._end_turn(slot) is None:
+            if self.num_plans < MAX_PLANS:
+                super().lose(slot, size)
+            else:
+                super().give_back(slot, size)
+
+    def lose(self, slot: torch.UntypedStorage, size: int) -> None:
+        """Forget a slot that went with the storage that had it: views of it may live on, so its arena goes with it."""
+        arena = self._end_turn(slot)
+        if arena is None:
+            super().lose(slot, size)
+        elif arena is self._arena:
+            self._drop_arena()
+
+    def settle(self) -> None:
+        """End the round if it is over, and plan for it too if something found no place in it: a backward is over."""
+        held = frozenset(self._turns)
+        if held not in self._settled:
+            self._settled.add(held)
+        elif self._recorder.now:
+            if self._has_missed and not self._is_first and self.num_plans < MAX_PLANS:
+                self._make_plan()
+            self._is_first, self._has_missed = False, self.plan is None
+            self._recorder, self._settled = Recorder(self._recorder.held()), {held}
+            self._num_turns.clear()
+        if self.plan is not None and self._arena is None:
+            self._make_arena(self.plan)
+
+    def _end_turn(self, slot: torch.UntypedStorage) -> _Arena | None:
+        user = self._users.pop(id(slot))
+        self._recorder.end(user)
+        return self._turns.pop(user).arena
+
+    def _offset(self, arena: _Arena, user: int, size: int) -> int | None:
+        """Return the place of this turn of a storage, of another turn, or the smallest hole; None for no room."""
+        taken = [turn.span for turn in list(self._turns.values()) if turn.arena is arena]
+        places, number = self._places.get(user, []), self._num_turns[user]
+        self._num_turns[user] += 1
+        for place in (*places[number : number + 1], *places, None):
+            offset = hole(sorted(taken), size, fits_tightly=True) if place is None else place
+            stop = offset + size
+            if stop <= len(arena.memory) and all(stop <= start or end <= offset for start, end in taken):
+                return offset
+        self.num_misses += 1
+        self._has_missed = True
+        if self.num_plans == MAX_PLANS and not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "static arena: after %d plans units still come in another order; what finds no place has a slot of its "
+                "own. set_slot_pool('largest') suits an order that changes from step to step.",
+                self.num_plans,
+            )
+        return None
+
+    def _make_arena(self, plan: ArenaPlan) -> _Arena:
+        block = self._new(plan.num_bytes + ALIGNMENT)
+        # The address of a block need not be a multiple of what offsets are.
+        start = -block.data_ptr() % ALIGNMENT
+        with torch.inference_mode(False):
+            self._arena = _Arena(block[start : start + plan.num_bytes], block.numel())
+        self._count(1, block.numel())
+        return self._arena
+
+    def _drop_arena(self) -> None:
+        """Let the next turn begin a new arena; this one is there until the last slot of it is given back."""
+        if self._arena is not None:
+            self._count(-1, -self._arena.block_bytes)
+            self._arena = None
+
+    def _make_plan(self) -> None:
+        """Plan for this round and all that were planned for, with one place for each turn of a storage."""
+        self._recorded.append(self._recorder)
+        # By storage and the number of its turn; what was there at the start of a round had its turn before.
+        turns: dict[tuple[Hashable, int], list[Lifetime]] = {}
+        start = 0
+        for recorder in self._recorded:
+            count: Counter[Hashable] = Counter()
+            for position, lifetime in enumerate(recorder.lifetimes(start)):
+                if position < len(recorder.first):
+                    turns[None, start + position] = [lifetime]
+                else:
+                    turns.setdefault((lifetime.name, count[lifetime.name]), []).append(lifetime)
+                    count[lifetime.name] += 1
+            start += recorder.now + len(recorder.first) + 2
+        plan = plan_arena(
+            [
+                Lifetime(max(each.num_bytes for each in same), tuple(span for each in same for span in each.spans))
+                for same in turns.values()
+            ]
+        )
+        places: dict[Hashable, list[int]] = {}
+        for (user, _), offset in zip(turns, plan.offsets, strict=True):
+            places.setdefault(user, []).append(offset)
+        self._drop_arena()
+        self.plan, self._places, self.num_plans = plan, places, self.num_plans + 1
+        _LOG.info("%s", self)
+
+    def __repr__(self) -> str:
+        plan = self.plan
+        what = "not planned yet" if plan is None else f"most held at once {plan.lower_bound}, gap {plan.gap:.2%}"
+        return f"ArenaPool({self.nbytes} bytes on {self._device}, {what})"
 
 
 def from_communicator(group: dist.ProcessGroup, device: torch.device) -> Allocate | None:

@@ -14,7 +14,7 @@ import torch
 from dbuffer.errors import StorageError
 from dbuffer.events import listeners, tell
 from dbuffer.memory_meter import memory_meter
-from dbuffer.slot_pool import SlotPool, SlotUser
+from dbuffer.slot_pool import SlotPool
 
 __all__ = ["FlatStorage", "StoredPart"]
 
@@ -51,8 +51,7 @@ class FlatStorage:
     """
 
     __slots__ = (
-        "__weakref__", "_bytes", "_finalizer", "_holding", "_pool", "_tensor", "_user", "is_allocated", "name",
-        "nbytes",
+        "__weakref__", "_bytes", "_finalizer", "_holding", "_pool", "_tensor", "is_allocated", "name", "nbytes",
     )  # fmt: skip
 
     def __init__(
@@ -66,7 +65,6 @@ class FlatStorage:
         self.nbytes = 0 if device.type == "meta" else numel * dtype.itemsize
         self.is_allocated = True
         self._pool: SlotPool | None = None
-        self._user = SlotUser(id(self))
         self._holding = _Holding(self.nbytes)
         _METER.add(self.nbytes)
         self._bytes = self._tensor.untyped_storage()
@@ -97,14 +95,9 @@ class FlatStorage:
         """
         return None if self._pool is None else (id(self._pool), self._pool.forecast_bytes(self.nbytes))
 
-    def use_pool(self, pool: SlotPool | None, *, comes_ahead: bool = False) -> None:
-        """Take memory from the slots of ``pool``, or from the allocator again, at the next ``reallocate``.
-
-        Args:
-            comes_ahead: once the order of a step is known, it is reallocated before its turn.
-        """
+    def use_pool(self, pool: SlotPool | None) -> None:
+        """Take memory from the slots of ``pool``, or from the allocator again, at the next ``reallocate``."""
         self._pool = pool
-        self._user = SlotUser(id(self), comes_ahead)
         if pool is not None:
             pool.serve(self.nbytes)
 
@@ -151,7 +144,7 @@ class FlatStorage:
             if listeners:
                 tell("allocated", self)
         else:
-            slot = pool.take(self.nbytes, self._user)
+            slot = pool.take(self.nbytes, id(self))
             holding.pool, holding.slot_bytes, holding.slot = pool, slot.nbytes(), slot
             # The slot's tensor has no bytes from here to ``release``; every view of the storage has them.
             self._exchange(storage, slot)

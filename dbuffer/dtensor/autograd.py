@@ -4,13 +4,18 @@ A recorded function runs on plain parts (element-wise functions, sums) or on pla
 enter through ``_Enter`` and leave through ``_Leave``; what happens between is PyTorch's own on plain tensors. Gradients
 on their way from one to the other are ``RowsGradient``, because the autograd engine adds them up without asking
 anybody.
+
+Backward starts from, and is asked for, sharded tensors too. Forward may not use a sharded parameter itself but a leaf
+in its place, its gathered values. Who asks for the parameter's gradient wants that leaf's too, reduced over the ranks
+(``LeafSource``).
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,14 +24,25 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dbuffer.collectives import all_reduce
 from dbuffer.dtensor.distribution import Distribution, contiguous_stride
-from dbuffer.dtensor.elementwise_ops import find_reference
+from dbuffer.dtensor.elementwise_ops import accurate, find_reference, has_rows_of
 from dbuffer.dtensor.gathered_ops import Arguments, Options, map_tensors, tensors_in
 from dbuffer.dtensor.op_table import Kind, Operator
-from dbuffer.dtensor.placed_tensor import PlacedTensor, is_laid_out_like, whole_of
+from dbuffer.dtensor.placed_tensor import PlacedTensor, aligned_local, is_laid_out_like, whole_of
 from dbuffer.dtensor.reduction_ops import parse_reduction
 from dbuffer.errors import PlacementError
 
-__all__ = ["convert_gradients_of", "enter_local", "enter_whole", "is_recorded", "leave", "run_recorded"]
+__all__ = [
+    "LeafSource",
+    "convert_gradients_of",
+    "enter_local",
+    "enter_whole",
+    "is_recorded",
+    "leave",
+    "run_backward",
+    "run_gradients",
+    "run_recorded",
+    "set_leaf_source",
+]
 
 # The tensors whose gradients are converted before users see them.
 _CONVERTED: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -116,8 +132,7 @@ def _run_on_wholes(operator: Operator, args: Arguments, options: Options) -> Any
 
 def _sum(name: str, source: PlacedTensor, dtype: torch.dtype | None, keepdim: bool) -> torch.Tensor:
     dtype = dtype or source.dtype
-    accurate = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    part = enter_local(source).sum(dtype=accurate)
+    part = enter_local(source).sum(dtype=accurate(dtype))
     total = _AddUp.apply(part, source.distribution)  # type: ignore[no-untyped-call]  # torch's stub
     total = total.view((1,) * len(source.shape)) if keepdim else total
     total = total / source.shape.numel() if name == "mean" else total
@@ -138,7 +153,7 @@ class _Use(enum.Enum):
 
 
 def _enter_part(tensor: torch.Tensor, reference: DTensor) -> torch.Tensor:
-    """Return the plain part of an operand that goes with the reference's local part; see ``ragged_rows.operand``."""
+    """Return the plain part of an operand that goes with the reference's local part, as ``operand`` does."""
     placed = isinstance(tensor, PlacedTensor) and tensor.window is None
     if placed and isinstance(tensor, PlacedTensor) and _goes_along(tensor, reference):
         return _enter(tensor, _Use.LOCAL, None)
@@ -148,9 +163,7 @@ def _enter_part(tensor: torch.Tensor, reference: DTensor) -> torch.Tensor:
         return _enter(plain, _Use.WHOLE, None)
     if not isinstance(tensor, DTensor):
         distribution.check_alike(plain.detach())
-    has_rows = len(tensor.shape) == len(reference.shape) and tensor.shape[0] == reference.shape[0]
-    use = _Use.PART if has_rows and len(tensor.shape) else _Use.SHARED
-    return _enter(plain, use, distribution)
+    return _enter(plain, _Use.PART if has_rows_of(tensor, reference.shape) else _Use.SHARED, distribution)
 
 
 def _goes_along(tensor: PlacedTensor, reference: DTensor) -> bool:
@@ -158,7 +171,7 @@ def _goes_along(tensor: PlacedTensor, reference: DTensor) -> bool:
         return True
     if not is_laid_out_like(tensor, reference):
         return False
-    return tensor.is_whole or (len(tensor.shape) == len(reference.shape) and tensor.shape[0] == reference.shape[0])
+    return tensor.is_whole or has_rows_of(tensor, reference.shape)
 
 
 def _plain_whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -357,3 +370,155 @@ def _own_kind_of_grad(parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and not isinstance(gradient, PlacedTensor):
             parameter.grad = parameter.with_local(gradient._local_tensor)
+
+
+# ---------------------------------------------------------------- where backward starts from, and for whom
+
+
+class LeafSource(Protocol):
+    """Who knows which leaf forward uses in the place of a sharded parameter."""
+
+    def leaf_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return that leaf; None for a tensor that forward uses itself."""
+
+    def serving(self, leaves: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+        """Let autograd be asked for the gradients of leaves inside, on behalf of whom they stand for."""
+
+    def reduce(
+        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Return the mean over ranks of the leaves' gradients, in the parameters' rows; None where no rank has one."""
+
+
+_source: list[LeafSource] = []
+
+
+def set_leaf_source(source: LeafSource) -> None:
+    """Ask ``source`` for the leaves of sharded parameters from now on."""
+    _source[:] = [source]
+
+
+def _leaves_of(inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return the leaf of each input that has one, by the input's position."""
+    found = ((index, _source[0].leaf_of(tensor)) for index, tensor in enumerate(inputs) if _source)
+    return {index: leaf for index, leaf in found if leaf is not None}
+
+
+def run_backward(operator: Operator, args: Arguments, options: Options) -> None:
+    """Run ``backward`` from tensors of which some are sharded, or for inputs of which some are."""
+    if operator.function is torch.Tensor.backward:
+        _backward_from_one(*args, **options)
+    else:
+        _backward_from(*args, **options)
+
+
+def _backward_from_one(
+    root: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    _backward_from([root], [gradient], retain_graph, create_graph, inputs=inputs)
+
+
+def _backward_from(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    """Start from plain tensors, so that hooks run as they would without sharded ones."""
+    roots, gradients = _plain_roots(tensors, grad_tensors if grad_tensors is not None else grad_variables)
+    if inputs is None:
+        torch.autograd.backward(roots, gradients, retain_graph, create_graph)
+        return
+    listed = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    if _leaves_of(listed):
+        found = _gradients(roots, listed, gradients, retain_graph, create_graph, allow_unused=True)
+        _accumulate(listed, found)
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.autograd.backward(roots, gradients, retain_graph, create_graph, inputs=listed)
+
+
+@torch.no_grad()
+def _accumulate(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Do what autograd does with gradients of leaves, by hand."""
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        if gradient is None:
+            continue
+        if tensor.grad is None:
+            tensor.grad = gradient.to(tensor.dtype)
+        else:
+            tensor.grad.add_(gradient)
+        for hook in list((tensor._post_accumulate_grad_hooks or {}).values()):
+            hook(tensor)
+
+
+def _plain_roots(tensors: Any, given: Any) -> tuple[list[Any], list[Any]]:
+    """Return what backward starts from, and with which gradients."""
+    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    gradients = [given] if isinstance(given, torch.Tensor) else list(given or [None] * len(roots))
+    for index, (root, gradient) in enumerate(zip(roots, gradients, strict=True)):
+        if not isinstance(root, PlacedTensor):
+            continue
+        if gradient is None:
+            roots[index] = enter_whole(root)
+        else:
+            roots[index], gradients[index] = enter_local(root), aligned_local(gradient, root)
+    return roots, gradients
+
+
+def run_gradients(operator: Operator, args: Arguments, options: Options) -> tuple[Any, ...]:
+    """Run ``torch.autograd.grad``, where a sharded parameter stands for the leaf that forward uses in its place too."""
+    return _gradients(*args, **options)
+
+
+def _gradients(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    **options: Any,
+) -> tuple[Any, ...]:
+    listed = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    leaves = _leaves_of(listed)
+    if leaves and (create_graph or options.get("is_grads_batched")):
+        raise PlacementError(
+            "torch.autograd.grad for sharded parameters with create_graph=True or is_grads_batched=True: forward used "
+            "gathered weights that are given back, so nothing can be recorded. Keep the module unsharded whose second "
+            "derivatives are wanted."
+        )
+    roots, given = _plain_roots(outputs, grad_outputs)
+    with torch._C.DisableTorchFunctionSubclass():
+        if not leaves:
+            return torch.autograd.grad(roots, listed, given, retain_graph, create_graph, **options)
+        asked = [*listed, *leaves.values()]
+        with _source[0].serving(leaves.values()):
+            found: list[torch.Tensor | None] = list(
+                torch.autograd.grad(roots, asked, given, retain_graph, allow_unused=True)
+            )
+    direct = found[: len(listed)]
+    reduced = _source[0].reduce([listed[index] for index in leaves], found[len(listed) :])
+    for index, gradient in zip(leaves, reduced, strict=True):
+        direct[index] = _added(direct[index], gradient)
+    return tuple(_present(gradient, tensor, options) for gradient, tensor in zip(direct, listed, strict=True))
+
+
+def _added(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return one + other
+
+
+def _present(gradient: torch.Tensor | None, tensor: torch.Tensor, options: Options) -> torch.Tensor | None:
+    if gradient is not None:
+        return gradient
+    if options.get("materialize_grads"):
+        return torch.zeros_like(tensor).detach()
+    if not options.get("allow_unused"):
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} whose gradient is asked for was not used on any rank; pass "
+            "allow_unused=True to get None for it"
+        )
+    return None

@@ -11,15 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from dbuffer.dtensor.distribution import Distribution
-from dbuffer.dtensor.placement import RaggedShard
+from dbuffer.dtensor.distribution import Distribution, RaggedShard
 from dbuffer.errors import LayoutError
 
 __all__ = ["Box", "boxes_of_run", "chunks_of", "own_rows", "shard_at", "write_items_of"]
@@ -45,37 +40,18 @@ def boxes_of_run(run: range, sizes: Sequence[int]) -> Iterator[Box]:
     Args:
         run: positions in row-major order. sizes: of the index space, (E, a) for expert weights (E, a, b).
     """
-    yield from _boxes(run.start, run.stop, tuple(sizes), run.start)
-
-
-def _boxes(start: int, stop: int, sizes: tuple[int, ...], origin: int) -> Iterator[Box]:
-    if start >= stop:
-        return
-    if len(sizes) == 1:
-        yield Box((start,), (stop - start,), start - origin)
-        return
-    inner = math.prod(sizes[1:])
-    first_whole, end_whole = -(-start // inner), stop // inner
-    if first_whole > end_whole:
-        yield from _within(start // inner, start, stop, sizes, origin)
-        return
-    yield from _within(start // inner, start, first_whole * inner, sizes, origin)
-    if end_whole > first_whole:
-        count = end_whole - first_whole
-        offsets = (first_whole, *(0 for _ in sizes[1:]))
-        yield Box(offsets, (count, *sizes[1:]), first_whole * inner - origin)
-    yield from _within(end_whole, end_whole * inner, stop, sizes, origin)
-
-
-def _within(index: int, start: int, stop: int, sizes: tuple[int, ...], origin: int) -> Iterator[Box]:
-    base = index * math.prod(sizes[1:])
-    for box in _boxes(start - base, stop - base, sizes[1:], origin - base):
-        yield Box((index, *box.offsets), (1, *box.sizes), box.first)
+    steps, position = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))], run.start
+    while position < run.stop:
+        # As many whole slices of the first dimension that has one here, up to the end of the slice around them.
+        dim = next(dim for dim, step in enumerate(steps) if position % step == 0 and position + step <= run.stop)
+        offsets = tuple(position // step % size for step, size in zip(steps, sizes, strict=True))
+        count = min((run.stop - position) // steps[dim], sizes[dim] - offsets[dim])
+        yield Box(offsets, (*(1 for _ in sizes[:dim]), count, *sizes[dim + 1 :]), position - run.start)
+        position += count * steps[dim]
 
 
 def _pieces(distribution: Distribution, shape: torch.Size) -> Iterator[tuple[ChunkStorageMetadata, Box]]:
-    before = distribution.local_offsets(shape)
-    part = distribution.local_shape(shape)
+    before, part = distribution.local_box(shape)
     for box in boxes_of_run(distribution.rows, part[:-1]):
         offsets = [one + other for one, other in zip(before, (*box.offsets, 0), strict=True)]
         yield ChunkStorageMetadata(torch.Size(offsets), torch.Size((*box.sizes, part[-1]))), box

@@ -14,7 +14,18 @@ from dbuffer.dtensor.op_table import Operator
 from dbuffer.dtensor.placed_tensor import PlacedTensor, aligned_local, is_laid_out_like, whole_of
 from dbuffer.errors import PlacementError
 
-__all__ = ["find_reference", "operand", "run_by_rows", "run_cast", "run_factory", "run_foreach", "run_unscale"]
+__all__ = [
+    "accurate",
+    "find_reference",
+    "has_rows_of",
+    "operand",
+    "run_by_rows",
+    "run_cast",
+    "run_factory",
+    "run_foreach",
+    "run_unscale",
+    "wrapped",
+]
 
 
 def run_by_rows(operator: Operator, args: Arguments, options: Options) -> Any:
@@ -68,7 +79,7 @@ def find_reference(operator: Operator, args: Arguments, options: Options) -> DTe
         shape = torch.broadcast_shapes(*(other.shape for other in operands))
     placed = [item for item in operands if isinstance(item, PlacedTensor)]
     for candidate in placed:
-        if not candidate.is_whole and _has_rows_of(candidate, shape) and _fits(candidate, shape, operands):
+        if not candidate.is_whole and has_rows_of(candidate, shape) and _fits(candidate, shape, operands):
             return candidate
     are_whole = all(item.is_whole for item in placed) and all(
         item.numel() == 1 for item in operands if not isinstance(item, PlacedTensor)
@@ -84,7 +95,13 @@ def _reference_out(out: Any, operands: Sequence[torch.Tensor]) -> DTensor | None
     return out if is_alike and _fits(out, out.shape, operands) else None
 
 
-def _has_rows_of(tensor: torch.Tensor, shape: torch.Size) -> bool:
+def accurate(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which partial results are added: FP32 where rounding each rank's would show."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def has_rows_of(tensor: torch.Tensor, shape: torch.Size) -> bool:
+    """Whether a tensor has as many dimensions as a shape, and as many rows."""
     return len(tensor.shape) == len(shape) > 0 and tensor.shape[0] == shape[0]
 
 
@@ -107,7 +124,7 @@ def operand(tensor: torch.Tensor, reference: DTensor) -> torch.Tensor:
         return whole_of(tensor)
     if distribution.ragged is None:
         return distribution.cut(whole_of(tensor).expand(reference.shape))
-    if not _has_rows_of(tensor, reference.shape) or not isinstance(tensor, DTensor):
+    if not has_rows_of(tensor, reference.shape) or not isinstance(tensor, DTensor):
         return whole_of(tensor)
     return aligned_local(tensor, reference)
 
@@ -120,10 +137,14 @@ def _replicated(tensor: torch.Tensor, reference: DTensor) -> torch.Tensor:
 # ---------------------------------------------------------------- casts and new tensors
 
 
+def _local(item: Any) -> Any:
+    return item._local_tensor if isinstance(item, DTensor) else item
+
+
 def run_cast(operator: Operator, args: Arguments, options: Options) -> Any:
     """Change dtype or device of the local part; a second tensor only says which."""
-    located = [item._local_tensor if isinstance(item, DTensor) else item for item in args]
-    named = {name: item._local_tensor if isinstance(item, DTensor) else item for name, item in options.items()}
+    located = [_local(item) for item in args]
+    named = {name: _local(item) for name, item in options.items()}
     source = args[0]
     if not isinstance(source, PlacedTensor):
         return operator.function(source, *located[1:], **named)
@@ -211,22 +232,15 @@ def _at_position(tensor: torch.Tensor, reference: torch.Tensor, must_match: bool
     return operand(tensor, reference)
 
 
-def run_unscale(operator: Operator, args: Arguments, options: Options) -> Any:
+def run_unscale(operator: Operator, args: Arguments, options: Options) -> None:
     """Unscale gradients in place and tell every rank whether any rank found a value that is not finite."""
     gradients, found, *rest = args
     operator.function(
-        [item._local_tensor if isinstance(item, DTensor) else item for item in gradients],
+        [_local(item) for item in gradients],
         whole_of(found),
         *map_tensors(tuple(rest), whole_of),
         **options,
     )
-    seen: set[tuple[int, ...]] = set()
-    for gradient in gradients:
-        if not isinstance(gradient, DTensor):
-            continue
-        axes = Distribution.of(gradient).cutting_axes
-        key = tuple(id(axis) for axis in axes)
-        if key not in seen:
-            seen.add(key)
-            Distribution.of(gradient).all_reduce(whole_of(found), "max")
-    return None
+    spread = [Distribution.of(gradient) for gradient in gradients if isinstance(gradient, DTensor)]
+    for distribution in {tuple(map(id, each.cutting_axes)): each for each in spread}.values():
+        distribution.all_reduce(whole_of(found), "max")

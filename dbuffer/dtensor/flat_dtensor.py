@@ -18,16 +18,23 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dbuffer.dtensor.autograd import convert_gradients_of, enter_local, enter_whole, is_recorded, leave, run_recorded
-from dbuffer.dtensor.backward import run_backward, run_gradients
+from dbuffer.dtensor.autograd import (
+    convert_gradients_of,
+    enter_local,
+    enter_whole,
+    is_recorded,
+    leave,
+    run_backward,
+    run_gradients,
+    run_recorded,
+)
 from dbuffer.dtensor.checkpoint_chunks import chunks_of, shard_at, write_items_of
-from dbuffer.dtensor.distribution import Distribution, contiguous_stride
+from dbuffer.dtensor.distribution import Distribution, FlatRows, RaggedShard, contiguous_stride
 from dbuffer.dtensor.elementwise_ops import run_by_rows, run_cast, run_factory, run_foreach, run_unscale
 from dbuffer.dtensor.gathered_ops import Arguments, Options, run_on_whole, run_random_like, run_view
 from dbuffer.dtensor.op_table import Kind, Operator, operator_of
 from dbuffer.dtensor.parameter import ParameterTensor
 from dbuffer.dtensor.placed_tensor import PlacedTensor
-from dbuffer.dtensor.placement import FlatRows, RaggedShard
 from dbuffer.dtensor.reduction_ops import run_foreach_norm, run_reduction
 from dbuffer.errors import PlacementError
 

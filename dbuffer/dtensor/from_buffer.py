@@ -14,9 +14,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.dlpack import from_dlpack
 
-from dbuffer.dtensor.distribution import Distribution, contiguous_stride
+from dbuffer.dtensor.distribution import Distribution, FlatRows, contiguous_stride, ragged_shard
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
-from dbuffer.dtensor.placement import FlatRows, ragged_shard
 from dbuffer.errors import LayoutError, PlacementError
 from dbuffer.layout import Layout, cuts_inside_slices, first_dimension_granularity
 from dbuffer.mesh import flattened_mesh, mesh_axes
@@ -26,17 +25,7 @@ __all__ = ["buffer_dtensor"]
 
 # What every DLPack version exchanges; other dtypes (float8, bool) keep the view.
 _DLPACK_DTYPES = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.uint8,
-    }
+    getattr(torch, name) for name in "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8".split()
 )
 
 

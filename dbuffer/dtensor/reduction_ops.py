@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dbuffer.dtensor.distribution import Distribution
-from dbuffer.dtensor.elementwise_ops import run_by_rows, wrapped
+from dbuffer.dtensor.elementwise_ops import accurate, run_by_rows, wrapped
 from dbuffer.dtensor.gathered_ops import Arguments, Options, run_on_whole, tensors_in
 from dbuffer.dtensor.op_table import Operator
 from dbuffer.dtensor.placed_tensor import PlacedTensor, whole_of
@@ -108,22 +108,15 @@ def _combination(name: str, reduction: Reduction) -> Combination | None:
     }.get(name)  # fmt: skip
 
 
-def _accurate(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which partial results are added: FP32 where rounding each rank's would show."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-def _sum(source: PlacedTensor, reduction: Reduction) -> torch.Tensor:
+def _sum(source: PlacedTensor, reduction: Reduction, count: int = 1) -> torch.Tensor:
     dtype = reduction.dtype or (source.dtype if source.dtype.is_floating_point else torch.int64)
-    part = torch.sum(source._local_tensor, reduction.dims, reduction.keepdim, dtype=_accurate(dtype))
-    return source.distribution.all_reduce(part, "sum").to(dtype)
+    part = torch.sum(source._local_tensor, reduction.dims, reduction.keepdim, dtype=accurate(dtype))
+    total = source.distribution.all_reduce(part, "sum")
+    return (total if count == 1 else total.div_(count)).to(dtype)
 
 
 def _mean(source: PlacedTensor, reduction: Reduction) -> torch.Tensor:
-    dtype = reduction.dtype or source.dtype
-    part = torch.sum(source._local_tensor, reduction.dims, reduction.keepdim, dtype=_accurate(dtype))
-    count = math.prod(source.shape[dim] for dim in reduction.dims)
-    return source.distribution.all_reduce(part, "sum").div_(count).to(dtype)
+    return _sum(source, reduction, math.prod(source.shape[dim] for dim in reduction.dims))
 
 
 def _amax(source: PlacedTensor, reduction: Reduction) -> torch.Tensor:
@@ -163,7 +156,7 @@ def _norm(source: PlacedTensor, reduction: Reduction) -> torch.Tensor:
         largest = _extreme(source, source._local_tensor.abs(), reduction)
         return largest.to(dtype)
     part = torch.linalg.vector_norm(
-        source._local_tensor, reduction.order, reduction.dims, reduction.keepdim, dtype=_accurate(dtype)
+        source._local_tensor, reduction.order, reduction.dims, reduction.keepdim, dtype=accurate(dtype)
     )
     total = source.distribution.all_reduce(part.pow_(reduction.order), "sum")
     return total.pow_(1.0 / reduction.order).to(dtype)
@@ -241,4 +234,4 @@ def _parts_of_norms(tensors: Sequence[torch.Tensor], order: float) -> Any:
             local.new_zeros(1) if not local.numel() and tensor.shape.numel() else local
             for local, tensor in zip(locals_, tensors, strict=True)
         ]
-    return torch._foreach_norm(locals_, order, dtype=_accurate(locals_[0].dtype))
+    return torch._foreach_norm(locals_, order, dtype=accurate(locals_[0].dtype))

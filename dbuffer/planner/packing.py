@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
 
-from dbuffer.planner.bounds import ShardBound
-from dbuffer.planner.granularity import next_offset
+from dbuffer.planner.granularity import ShardBound, next_offset
 
 # Tensors that the cheap order looks ahead, and unit multiples tried before any other shard length.
 _WINDOW, _STOPS = 8, 4

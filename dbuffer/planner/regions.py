@@ -10,8 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dbuffer.errors import LayoutError
-from dbuffer.planner.bounds import ShardBound, shard_bound
-from dbuffer.planner.granularity import Element, Granularity, Row, aligned_sizes, granularity_per_tensor
+from dbuffer.planner.granularity import (
+    Element,
+    Granularity,
+    Row,
+    ShardBound,
+    aligned_sizes,
+    granularity_per_tensor,
+    shard_bound,
+)
 from dbuffer.planner.packing import Effort, Layout, aligned_starts, shortest_layout
 from dbuffer.planner.plan import PaddingLimits, Plan, Region, check_padding
 from dbuffer.planner.splits import cheapest_splits, split_bound

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dbuffer import DBuffer
 from dbuffer.collectives import all_reduce
-from dbuffer.dtensor.backward import set_leaf_source
+from dbuffer.dtensor.autograd import set_leaf_source
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.gradients import GradientBuffer
 from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from dbuffer import BufferPlacement, SlotPool
-from dbuffer.arena_pool import ArenaPool
 from dbuffer.mesh import MeshAxis
 from dbuffer.placements import flat_axes
-from dbuffer.slot_pool import Allocate, from_communicator, from_symmetric_memory
+from dbuffer.slot_pool import Allocate, ArenaPool, from_communicator, from_symmetric_memory
 from dbuffer_kernels.switches import is_off
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.runtime.parameter_group import ParameterGroup
@@ -126,7 +125,7 @@ def place_in_slots(group: ParameterGroup, pools: BufferPools | None, choice: Slo
         # What stays takes no turns.
         is_kept = group.weights.keeps_gathered
         of_weights = None if is_kept else pool("weights", weights, placements.parameter)
-        group.gathered.storage.use_pool(of_weights, comes_ahead=True)
+        group.gathered.storage.use_pool(of_weights)
         if group.weights.post_forward is not None:
             # One for each unit would be held for as long as the allocator's; in an arena it costs nothing.
             group.weights.post_forward.use_pool(of_weights if weights.sizing == "static" else None)

@@ -335,7 +335,7 @@ class FSDPModule:
         Args:
             sizing: "largest": every slot is as large as the largest unit that is released after forward. "by_size":
                 units of equal size share slots. "static": every buffer has its place in one arena, planned after the
-                first step, close to the most bytes that are held at once; for an order of units that stays the same
+                second step, close to the most bytes that are held at once; for an order of units that stays the same
                 (docs/design/storage.md, "A static arena"). None: the allocator.
         Raises:
             StorageError: another ``sizing``, or a PyTorch that cannot do it (before 2.13).

@@ -118,9 +118,10 @@ def _check_steps(case: Case, check: Certification) -> list[torch.Tensor]:
     optimizer = _optimizer(case, model)
     check.know(model)
     losses = []
-    for step in range(_NUM_STEPS + 1):
-        if step == 1:
-            # The first step makes what is made once, such as optimizer state and tables.
+    # The first step makes what is made once, such as optimizer state and tables; an arena is planned after the second.
+    num_before = 2 if case.slots == "static" else 1
+    for step in range(num_before + _NUM_STEPS):
+        if step == num_before:
             check.begin()
         _trouble(case, model, optimizer, step)
         losses += _train(case, model, optimizer, step)

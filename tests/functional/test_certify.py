@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dbuffer.arena_pool import ArenaPool
 from dbuffer.collectives import all_reduce
 from dbuffer.mesh import mesh_axes
+from dbuffer.slot_pool import ArenaPool
 from dbuffer.storage import FlatStorage
 from megatron_fsdp import AdamW, fully_shard
 from megatron_fsdp.certify.certificate import Certificate, Certification, certify, watching
@@ -128,7 +128,7 @@ def turns_in_an_arena(check: Certification, *, in_order: bool) -> None:
         storage.release()
         storage.use_pool(pool)
     side = check.streams.stream("side")
-    for _ in range(2):
+    for _ in range(3):
         large.reallocate()
         large.tensor.fill_(1)
         large.release()

@@ -131,13 +131,13 @@ def test_no_memory_is_held_twice_and_no_slot_is_made_in_vain_in_any_order(sizing
 
 MUTANTS = {
     "a slot stays free while it is held": ("take", lambda take: lambda pool, size, user: (
-        pool._free[pool.slot_bytes(size)][-1] if pool._free.get(pool.slot_bytes(size)) else take(pool, size)
+        pool._free[pool.slot_bytes(size)][-1] if pool._free.get(pool.slot_bytes(size)) else take(pool, size, user)
     )),
     "a slot that became too small is kept": ("give_back", lambda _: lambda pool, slot, size: (
         pool._free.setdefault(pool.slot_bytes(0), []).append(slot)
     )),
     "a slot is made though one is free": ("take", lambda take: lambda pool, size, user: (
-        pool._free.pop(pool.slot_bytes(size), None), take(pool, size)
+        pool._free.pop(pool.slot_bytes(size), None), take(pool, size, user)
     )[1]),
     "a slot that went with its storage counts on": ("lose", lambda _: lambda pool, slot, size: None),
     "slots that are too small now stay free": ("_drop_free", lambda _: lambda pool: None),

@@ -17,7 +17,7 @@ FOLDER_ORDER = (
     ("dbuffer.errors",),
     ("dbuffer.placements", "dbuffer.planner", "dbuffer.memory_meter", "dbuffer.events"),
     ("dbuffer.mesh", "dbuffer.slot_pool", "dbuffer.comm_thread"),
-    ("dbuffer.layout", "dbuffer.gloo", "dbuffer.storage", "dbuffer.arena_pool"),
+    ("dbuffer.layout", "dbuffer.gloo", "dbuffer.storage"),
     ("dbuffer.collectives", "dbuffer.storage_guard"),
     ("dbuffer.dtensor",),
     ("dbuffer.flat_tensors",),

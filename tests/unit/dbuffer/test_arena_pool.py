@@ -3,13 +3,13 @@
 import gc
 import logging
 import random
+from unittest import mock
 
 import pytest
 import torch
 
 from dbuffer import memory_meter
-from dbuffer.arena_pool import MAX_PLANS, ArenaPool
-from dbuffer.slot_pool import can_exchange_memory
+from dbuffer.slot_pool import MAX_PLANS, ArenaPool, can_exchange_memory
 from dbuffer.storage import FlatStorage
 
 CPU = torch.device("cpu")
@@ -38,11 +38,17 @@ def step(chain: list[FlatStorage]) -> list[int]:
     return addresses
 
 
-def test_from_the_second_step_on_addresses_stay_and_nothing_is_allocated() -> None:
+def planned(pool: ArenaPool, chain: list[FlatStorage]) -> None:
+    """Go through the two steps after which there is a plan."""
+    for _ in range(2):
+        step(chain)
+        pool.settle()
+
+
+def test_from_the_third_step_on_addresses_stay_and_nothing_is_allocated() -> None:
     pool, meter = ArenaPool(CPU), memory_meter()
     chain = storages(pool, 700, 300, 900, 900, 200)
-    step(chain)
-    pool.settle()
+    planned(pool, chain)
     meter.reset_peak()
     assert step(chain) == step(chain)
     assert meter.num_allocations == 0
@@ -54,22 +60,94 @@ def test_from_the_second_step_on_addresses_stay_and_nothing_is_allocated() -> No
 def test_addresses_are_aligned_and_inside_of_one_block() -> None:
     pool = ArenaPool(CPU)
     chain = storages(pool, 700, 300, 900)
-    step(chain)
-    pool.settle()
+    planned(pool, chain)
     addresses = step(chain)
     assert pool.plan is not None
     assert all(address % 512 == 0 for address in addresses)
     assert max(addresses) - min(addresses) < pool.plan.num_bytes
 
 
-def test_without_a_word_the_second_step_plans_by_itself() -> None:
+def test_before_a_backward_nothing_is_planned_and_nothing_stays() -> None:
     pool = ArenaPool(CPU)
     chain = storages(pool, 700, 300, 900)
-    step(chain)
-    assert pool.plan is None
-    step(chain)
-    assert pool.plan is not None
+    for _ in range(3):
+        step(chain)
+    assert (pool.plan, pool.nbytes) == (None, 0)
+    planned(pool, chain)
     assert "gap 0.00%" in repr(pool)
+
+
+def test_a_round_lasts_until_what_was_held_at_its_start_is_held_again() -> None:
+    pool, meter = ArenaPool(CPU), memory_meter()
+    *chain, kept = storages(pool, 700, 300, 900, 500)
+    for _ in range(2):
+        step(chain)
+        kept.reallocate()
+        pool.settle()
+        step(chain)
+        kept.release()
+        assert pool.plan is None
+        pool.settle()
+    assert pool.plan is not None
+    meter.reset_peak()
+    for _ in range(2):
+        first = step(chain)
+        kept.reallocate()
+        pool.settle()
+        second = step(chain)
+        kept.release()
+        pool.settle()
+        assert first != second or pool.plan.gap == 0
+    assert (meter.num_allocations, pool.num_misses, pool.num_plans) == (0, 0, 1)
+
+
+def test_orders_that_take_turns_have_places_that_suit_both() -> None:
+    pool, meter = ArenaPool(CPU), memory_meter()
+    chain = storages(pool, 700, 300, 900, 800, 100)
+    for number in range(10):
+        meter.reset_peak()
+        if number % 2:
+            step(chain)
+        step(chain[::-1])
+        pool.settle()
+    assert (meter.num_allocations, pool.num_plans <= 2) == (0, True)
+
+
+def test_an_interrupt_before_a_storage_has_its_slot_costs_no_place() -> None:
+    pool, meter = ArenaPool(CPU), memory_meter()
+    chain = storages(pool, 700, 300, 900)
+    planned(pool, chain)
+    meter.reset_peak()
+    for _ in range(3):
+        with mock.patch.object(FlatStorage, "_exchange", side_effect=KeyboardInterrupt):
+            for storage in chain[:2]:
+                with pytest.raises(KeyboardInterrupt):
+                    storage.reallocate()
+        for storage in chain[:2]:
+            # As if it came between the pool's return and the storage's first line after it.
+            storage._holding.slot = storage._holding.pool = None
+        step(chain)
+        pool.settle()
+    assert (meter.num_allocations, pool.num_misses) == (0, 0)
+
+
+@pytest.mark.parametrize("before", [0, 1, 2], ids=["no plan", "no plan yet", "a plan"])
+def test_no_memory_in_a_turn_or_for_the_arena_leaves_the_pool_as_it_was(before: int) -> None:
+    pool, meter = ArenaPool(CPU), memory_meter()
+    held = meter.current_bytes
+    chain = storages(pool, 700, 300, 900)
+    for _ in range(before):
+        step(chain)
+        pool.settle()
+    pool._drop_arena()
+    with mock.patch.object(ArenaPool, "_new", side_effect=MemoryError), pytest.raises(MemoryError):
+        chain[0].reallocate()
+    assert (pool.nbytes, meter.current_bytes) == (0, held)
+    planned(pool, chain)
+    planned(pool, chain)
+    meter.reset_peak()
+    assert step(chain) == step(chain)
+    assert meter.num_allocations == 0
 
 
 def test_an_order_that_changes_each_time_has_slots_of_its_own_and_is_said_once(
@@ -96,8 +174,7 @@ def test_views_of_a_storage_that_ends_in_the_arena_keep_their_values() -> None:
     before = memory_meter().current_bytes
     pool = ArenaPool(CPU)
     chain = storages(pool, 700, 300, 900)
-    step(chain)
-    pool.settle()
+    planned(pool, chain)
     chain[1].reallocate()
     view = chain[1].tensor.fill_(3.0)[2:4]
     del chain[1]
@@ -112,8 +189,7 @@ def test_views_of_a_storage_that_ends_in_the_arena_keep_their_values() -> None:
 def test_a_storage_may_leave_the_pool_and_come_back() -> None:
     pool = ArenaPool(CPU)
     chain = storages(pool, 700, 300, 900)
-    step(chain)
-    pool.settle()
+    planned(pool, chain)
     chain[0].reallocate()
     chain[0].use_pool(None)
     chain[0].tensor.fill_(5.0)

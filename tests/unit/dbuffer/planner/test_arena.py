@@ -90,25 +90,3 @@ def test_a_buffer_that_is_there_at_the_end_and_at_the_start_has_one_place() -> N
     kept, other, again = recorder.lifetimes()
     assert (kept.spans, other.name, again.name) == ((), "other", "kept")
     assert len(again.spans) == 2
-
-
-def test_what_will_come_ahead_meets_what_went_just_before_it() -> None:
-    recorder = Recorder()
-    for name in ("first", "second"):
-        recorder.begin(name, 8, comes_ahead=True)
-        recorder.end(name)
-    recorder.begin("packed", 8)
-    first, second, packed = recorder.lifetimes()
-    assert plan_arena([first, second, packed], alignment=8).num_bytes == 16
-    assert packed.spans[0][0] > second.spans[0][1] > second.spans[0][0] > first.spans[0][0]
-
-
-def test_what_is_ahead_already_is_left_as_it_came() -> None:
-    recorder = Recorder()
-    recorder.begin("first", 8, comes_ahead=True)
-    recorder.begin("second", 8, comes_ahead=True)
-    recorder.end("first")
-    recorder.begin("third", 8, comes_ahead=True)
-    recorder.end("second")
-    recorder.end("third")
-    assert plan_arena(recorder.lifetimes(), alignment=8).num_bytes == 16
