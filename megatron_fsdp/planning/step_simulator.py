@@ -183,6 +183,9 @@ class _Playback:
         self._gradient_bytes = 0
         self._packed: set[tuple[int, int]] = set()
         self._reducing: list[int] = []
+        # By root: the unit closed last whose last reduction the next one issues, for which the host waits on CPU.
+        self._awaited: dict[int, int] = {}
+        self._is_last = False
         self._reduced: set[int] = set()
         self._active: list[int] = []
         self._has_arrived: set[int] = set()
@@ -322,6 +325,7 @@ class _Playback:
     # ------------------------------------------------------------------ backward
 
     def _backward(self, *, is_last: bool) -> None:
+        self._is_last = is_last
         for visit in reversed(self._visits):
             if visit.kind is VisitKind.CLOSE and visit.unit in self._watched:
                 self._leave_passed(visit.unit, self._closed[visit.unit])
@@ -333,6 +337,7 @@ class _Playback:
         self._close_open()
         for schedule in {facts.schedule for facts in self._units}:
             self._drain(schedule, 0)
+        self._awaited.clear()
         for unit, costs in enumerate(self._costs):
             if is_last:
                 self._together(unit, [cost.finalize for cost in costs])
@@ -376,6 +381,16 @@ class _Playback:
         self._has_arrived.add(unit)
 
     def _reduce(self, unit: int) -> None:
+        facts = self._units[unit]
+        awaited = self._awaited.pop(facts.schedule, None)
+        if awaited in self._reducing:
+            self._fold(awaited)
+        if (
+            self._is_last
+            and facts.max_packed_buffers == 1
+            and any(cost.finalize.transfers for cost in self._costs[unit])
+        ):
+            self._awaited[facts.schedule] = unit
         if any(group.scratch_bytes for group in self._units[unit].groups):
             # They take turns in one scratch.
             self._drain(self._units[unit].schedule, 0)
@@ -406,13 +421,16 @@ class _Playback:
         """Release the packed buffers of a root's units, but those of the ``num_kept`` reductions issued last."""
         reducing = [unit for unit in self._reducing if self._units[unit].schedule == schedule]
         for unit in reducing[: max(len(reducing) - num_kept, 0)]:
-            self._reducing.remove(unit)
-            for group, cost in enumerate(self._costs[unit]):
-                if (unit, group) in self._packed:
-                    self._packed.remove((unit, group))
-                    self.held.end((unit, group, "packed"))
-                    self._give_back(cost.packed, cost.gradient_slot)
-                    self._bytes -= cost.reduced
+            self._fold(unit)
+
+    def _fold(self, unit: int) -> None:
+        self._reducing.remove(unit)
+        for group, cost in enumerate(self._costs[unit]):
+            if (unit, group) in self._packed:
+                self._packed.remove((unit, group))
+                self.held.end((unit, group, "packed"))
+                self._give_back(cost.packed, cost.gradient_slot)
+                self._bytes -= cost.reduced
 
     # ------------------------------------------------------------------ bytes
 
