@@ -12,6 +12,7 @@ import functools
 import itertools
 import operator
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
@@ -134,7 +135,7 @@ class GradBinding:
         storage = self.main_grad.storage
         if self.keeps or not storage.is_allocated or not storage.nbytes:
             return
-        self.is_taken = self._references not in ((), self._count_references())
+        self.is_taken = bool(self._references) and self._is_held()
         if not self.is_taken:
             self.become(GradState.EMPTY)
             storage.release()
@@ -163,6 +164,18 @@ class GradBinding:
             if self._references:
                 self._references = (self._references[0] + 1, *self._references[1:], _IDLE)
         return self._slices[key]
+
+    def _is_held(self) -> bool:
+        """Whether somebody has a tensor that lies in the memory."""
+        found = self._count_references()
+        is_reduced_last = self.final is not self.main_grad and self.main_grad.device.type == "cpu"
+        for _ in range(_LOOKS if is_reduced_last else 0):
+            if found == self._references or found[1:] != self._references[1:]:
+                break
+            # A thread of gloo's may have ended the last reduction and not let go of its tensors yet.
+            time.sleep(_PAUSE_S)
+            found = self._count_references()
+        return found != self._references
 
     def _count_references(self) -> tuple[int, ...]:
         """Return how many tensors lie in the memory, and how often each that was ever shown is referred to."""
@@ -390,6 +403,7 @@ def _teller(binding: GradBinding) -> Callable[[], None]:
     return tell_dropped
 
 
+_LOOKS, _PAUSE_S = 10, 0.001
 # What ``sys.getrefcount`` says of a value that a dictionary alone refers to.
 _IDLE = next(map(sys.getrefcount, {0: object()}.values()))
 

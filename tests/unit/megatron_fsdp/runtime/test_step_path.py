@@ -17,7 +17,7 @@ from megatron_fsdp.runtime.fsdp_params import SMALL_NUMEL
 
 WIDTH = 32
 # Of the step of blocks of seven linear layers and two norms, with clipping and a stock optimizer, kernels included.
-MAX_FILES, MAX_LINES = 21, 5_340
+MAX_FILES, MAX_LINES = 21, 5_345
 # Python and C calls that sharding adds to a block, without the optimizer. FSDP2 of torch 2.13 adds 2,319 and 2,411.
 MAX_CALLS = {"fp32": 500, "bf16": 527}
 # Where no layer is large enough to be fused.
