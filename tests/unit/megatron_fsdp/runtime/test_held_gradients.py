@@ -1,0 +1,36 @@
+"""Memory of gradients that a communication thread lets go of late is given back; what a user keeps stays."""
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_fsdp import Placements, fully_shard
+from megatron_fsdp.runtime import grad_binding
+
+
+@pytest.fixture(autouse=True)
+def eight_ranks() -> Iterator[None]:
+    torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_let_go", [True, False])
+def test_zero_grad_waits_a_moment_for_who_holds_the_last_reductions_memory(is_let_go: bool) -> None:
+    model = fully_shard(nn.Linear(16, 16), placements=Placements.optim(0))
+    model(torch.ones(2, 16)).sum().backward()
+    (group,) = model.parameter_groups
+    assert group.main_grad is not None
+    held = [group.main_grad.local_buffer[:1]]
+
+    def pause(_: float) -> None:
+        if is_let_go:
+            held.clear()
+
+    with mock.patch.object(grad_binding.time, "sleep", pause):
+        model.zero_grad()
+    assert group.main_grad.is_allocated is not is_let_go
