@@ -50,12 +50,12 @@ if TYPE_CHECKING:
     from megatron_fsdp.policy.offload import CPUOffloadPolicy, OffloadPolicy
     from megatron_fsdp.policy.precision import MixedPrecisionPolicy
     from megatron_fsdp.policy.strategy import Placements
-    from megatron_fsdp.runtime.convert import register_fsdp_forward_method
-    from megatron_fsdp.runtime.fused_experts import expert_matmul
-    from megatron_fsdp.runtime.materialize import materialize
-    from megatron_fsdp.runtime.module import FSDPModule, GradientReductionHandle, UnshardHandle
-    from megatron_fsdp.runtime.module import FsdpModule as FsdpModule
-    from megatron_fsdp.runtime.parameter_group import ParameterGroup as ParameterGroup
+    from megatron_fsdp.runtime.grads.fused_experts import expert_matmul
+    from megatron_fsdp.runtime.lifecycle.convert import register_fsdp_forward_method
+    from megatron_fsdp.runtime.lifecycle.materialize import materialize
+    from megatron_fsdp.runtime.lifecycle.module import FSDPModule, GradientReductionHandle, UnshardHandle
+    from megatron_fsdp.runtime.lifecycle.module import FsdpModule as FsdpModule
+    from megatron_fsdp.runtime.step.parameter_group import ParameterGroup as ParameterGroup
 
 _check_neighbour(__file__)
 
@@ -90,11 +90,11 @@ _HOMES = {
     "policy.offload": "CPUOffloadPolicy OffloadPolicy",
     "policy.precision": "MixedPrecisionPolicy",
     "policy.strategy": "Placements",
-    "runtime.convert": "register_fsdp_forward_method",
-    "runtime.fused_experts": "expert_matmul",
-    "runtime.materialize": "materialize",
-    "runtime.module": "FSDPModule FsdpModule GradientReductionHandle UnshardHandle",
-    "runtime.parameter_group": "ParameterGroup",
+    "runtime.lifecycle.convert": "register_fsdp_forward_method",
+    "runtime.grads.fused_experts": "expert_matmul",
+    "runtime.lifecycle.materialize": "materialize",
+    "runtime.lifecycle.module": "FSDPModule FsdpModule GradientReductionHandle UnshardHandle",
+    "runtime.step.parameter_group": "ParameterGroup",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

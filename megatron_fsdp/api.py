@@ -24,20 +24,20 @@ from megatron_fsdp.policy.mesh import buffer_device, sharding_target
 from megatron_fsdp.policy.offload import offload_of
 from megatron_fsdp.policy.precision import as_policy
 from megatron_fsdp.policy.strategy import Placements
-from megatron_fsdp.runtime.agreement import Wrapping
-from megatron_fsdp.runtime.asked_gradients import serve_asked_gradients
-from megatron_fsdp.runtime.backward import Backward
-from megatron_fsdp.runtime.convert import convert
-from megatron_fsdp.runtime.freshness import mark_replaced
-from megatron_fsdp.runtime.fsdp2_view import show_state, state_to_come
-from megatron_fsdp.runtime.hooks import Tree
-from megatron_fsdp.runtime.inner_outputs import InnerOutputs, readers_of
-from megatron_fsdp.runtime.make_param_group import forget_originals, make_param_group
-from megatron_fsdp.runtime.memory_slots import check_reshard, reshard_to
-from megatron_fsdp.runtime.module import FSDPModule, unit_of
-from megatron_fsdp.runtime.originals import Originals, check_conversion
-from megatron_fsdp.runtime.schedule import Schedule
-from megatron_fsdp.runtime.unit import Unit, units_below
+from megatron_fsdp.runtime.guards.agreement import Wrapping
+from megatron_fsdp.runtime.guards.asked_gradients import serve_asked_gradients
+from megatron_fsdp.runtime.guards.inner_outputs import InnerOutputs, readers_of
+from megatron_fsdp.runtime.lifecycle.convert import convert
+from megatron_fsdp.runtime.lifecycle.fsdp2_view import show_state, state_to_come
+from megatron_fsdp.runtime.lifecycle.make_param_group import forget_originals, make_param_group
+from megatron_fsdp.runtime.lifecycle.module import FSDPModule, unit_of
+from megatron_fsdp.runtime.lifecycle.originals import Originals, check_conversion
+from megatron_fsdp.runtime.step.backward import Backward
+from megatron_fsdp.runtime.step.freshness import mark_replaced
+from megatron_fsdp.runtime.step.hooks import Tree
+from megatron_fsdp.runtime.step.schedule import Schedule
+from megatron_fsdp.runtime.step.unit import Unit, units_below
+from megatron_fsdp.runtime.weights.memory_slots import check_reshard, reshard_to
 
 __all__ = ["fully_shard", "microbatch", "no_sync", "replicate", "share_comm_ctx"]
 

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from megatron_fsdp.certify.checker import Checker, Issue
 from megatron_fsdp.certify.clocks import VirtualStreams, Wait
 from megatron_fsdp.certify.hiding import Hidden
-from megatron_fsdp.runtime.lanes import drive_with
-from megatron_fsdp.runtime.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.unit import units_below
+from megatron_fsdp.runtime.step.lanes import drive_with
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.unit import units_below
 
 __all__ = ["Certificate", "Certification", "HostWait", "WaitCount", "certify", "watching"]
 

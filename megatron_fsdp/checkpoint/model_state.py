@@ -18,9 +18,9 @@ from megatron_fsdp.checkpoint.foreign import Saved, read_model, read_values
 from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
 from megatron_fsdp.checkpoint.reader import OpenCheckpoint, listed, read_entries
 from megatron_fsdp.errors import CheckpointError
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.resting_copy import announce_step
-from megatron_fsdp.runtime.unit import units_below
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.runtime.step.unit import units_below
+from megatron_fsdp.runtime.weights.resting_copy import announce_step
 
 __all__ = [
     "ModelMatch", "ModelView", "announce_change", "full_state_dict", "iterate_full_tensors", "local_part",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.runtime.module import FSDPModule, unit_of
+from megatron_fsdp.runtime.lifecycle.module import FSDPModule, unit_of
 
 __all__ = ["prefetch_elements"]
 

@@ -20,9 +20,9 @@ from megatron_fsdp.errors import ConfigError, nearest
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
-from megatron_fsdp.runtime.memory_slots import SlotChoice, use_slots
-from megatron_fsdp.runtime.module import FSDPModule
-from megatron_fsdp.runtime.unit import units_below
+from megatron_fsdp.runtime.lifecycle.module import FSDPModule
+from megatron_fsdp.runtime.step.unit import units_below
+from megatron_fsdp.runtime.weights.memory_slots import SlotChoice, use_slots
 
 __all__ = ["CHOICES", "SHARDED", "FsdpConfig"]
 

@@ -16,9 +16,9 @@ from dbuffer.collectives import all_reduce
 from dbuffer.events import listen
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.runtime.gradients import GradientBuffer
-from megatron_fsdp.runtime.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.unit import Unit, WeightState, units_below
+from megatron_fsdp.runtime.step.gradients import GradientBuffer
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.unit import Unit, WeightState, units_below
 
 __all__ = ["Audit"]
 

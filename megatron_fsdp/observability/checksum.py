@@ -18,8 +18,8 @@ from dbuffer.collectives import all_reduce
 from dbuffer.mesh import MeshAxis
 from dbuffer_kernels import QUANT_BLOCK
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.unit import units_below
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.runtime.step.unit import units_below
 
 __all__ = ["checksum", "parameter_checksums", "unit_checksums"]
 

@@ -28,8 +28,8 @@ from megatron_fsdp.api import microbatch
 from megatron_fsdp.errors import ConfigError, GradientScaleError
 from megatron_fsdp.observability.model_snapshot import ModelSnapshot
 from megatron_fsdp.optim.grad_norm import clip_grad_norm_
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.unit import units_below
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.runtime.step.unit import units_below
 
 __all__ = ["GradientScale", "NormScale", "ParameterScale", "check_gradient_scale"]
 

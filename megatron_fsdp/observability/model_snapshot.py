@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_fsdp.checkpoint.random_state import random_state, restore_random_state
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.unit import units_below
+from megatron_fsdp.runtime.step.unit import units_below
 
 __all__ = ["ModelSnapshot"]
 

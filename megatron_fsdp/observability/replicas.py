@@ -13,8 +13,8 @@ import dbuffer_kernels
 from dbuffer.collectives import all_gather
 from dbuffer.mesh import MeshAxis, mesh_axes
 from megatron_fsdp.formatting import rank_list
-from megatron_fsdp.runtime.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.unit import Unit
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.unit import Unit
 
 __all__ = ["Difference", "Gathered", "find_difference", "gather_checksums"]
 

@@ -22,8 +22,8 @@ from megatron_fsdp.optim.adamw_update import (
 from megatron_fsdp.optim.flat_base import Binding, FlatBase, Gradients, Owned, owned_groups
 from megatron_fsdp.optim.int8_moments import CODED_KEYS, Int8GroupMoments, decoded_state
 from megatron_fsdp.optim.loaded_state import parameters_of, state_dtype
-from megatron_fsdp.runtime.freshness import refreshes_itself
-from megatron_fsdp.runtime.parameter_group import group_of_parameter
+from megatron_fsdp.runtime.step.freshness import refreshes_itself
+from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 
 __all__ = ["AdamW"]
 

@@ -21,8 +21,8 @@ from dbuffer.mesh import MeshAxis
 from dbuffer_kernels import AdamWBuffers, CodedSegments, Int8AdamWBuffers, MuonWeights, Segment, Segments, pack
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.nonfinite import Reading
-from megatron_fsdp.runtime.grad_state import GradState
-from megatron_fsdp.runtime.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 
 __all__ = [
     "FlatGradient",

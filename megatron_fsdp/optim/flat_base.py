@@ -19,9 +19,9 @@ from megatron_fsdp.optim.exact_norm import exact_norm
 from megatron_fsdp.optim.grad_norm import by_axes, clip_factor
 from megatron_fsdp.optim.loaded_state import hide_state, lay_out_loaded_state, parameters_of, reveal_state
 from megatron_fsdp.optim.nonfinite import Reading, check_policy, may_step
-from megatron_fsdp.runtime.freshness import refreshes_itself
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.resting_copy import announce_step
+from megatron_fsdp.runtime.step.freshness import refreshes_itself
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.runtime.weights.resting_copy import announce_step
 
 __all__ = ["Binding", "FlatBase", "Gradients", "Owned", "owned_groups"]
 

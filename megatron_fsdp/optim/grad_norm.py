@@ -18,11 +18,11 @@ from dbuffer.placements import BufferPlacement
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.exact_norm import exact_norm
 from megatron_fsdp.optim.nonfinite import may_step, readings_of
-from megatron_fsdp.runtime.fsdp_params import grads_of
-from megatron_fsdp.runtime.grad_state import GradState
-from megatron_fsdp.runtime.param_layout import own_rows
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.runtime.unit import units_below
+from megatron_fsdp.runtime.lifecycle.param_layout import own_rows
+from megatron_fsdp.runtime.step.fsdp_params import grads_of
+from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.runtime.step.unit import units_below
 
 __all__ = ["by_axes", "clip_factor", "clip_grad_norm_"]
 

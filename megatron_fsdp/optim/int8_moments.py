@@ -30,7 +30,7 @@ from dbuffer_kernels import (
 )
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, GroupMoments, local_of, state_values
-from megatron_fsdp.runtime.parameter_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 
 __all__ = [
     "CODED_KEYS",

@@ -17,7 +17,7 @@ from dbuffer_kernels import AdamWBuffers, MuonWeights, Segment, Segments, muon_a
 from megatron_fsdp.optim.adamw_state import ABSENT, KEYS, FlatGradient, GroupState
 from megatron_fsdp.optim.adamw_update import Update
 from megatron_fsdp.optim.matrix_views import MatrixBlock
-from megatron_fsdp.runtime.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 
 __all__ = ["MOMENTUM", "MatrixGroup", "MatrixMember", "StepRows"]
 

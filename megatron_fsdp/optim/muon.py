@@ -20,8 +20,8 @@ from megatron_fsdp.optim.matrix_group import MOMENTUM, MatrixGroup, MatrixMember
 from megatron_fsdp.optim.matrix_views import MatrixBlock, MatrixView
 from megatron_fsdp.optim.newton_schulz import Iteration, coefficients, scale_factor
 from megatron_fsdp.optim.ownership import MatrixWork, OwnershipReport, holders_of, ownership_report, plan_ownership
-from megatron_fsdp.runtime.freshness import refreshes_itself
-from megatron_fsdp.runtime.parameter_group import group_of_parameter
+from megatron_fsdp.runtime.step.freshness import refreshes_itself
+from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 
 __all__ = ["Domain", "Muon", "MuonOptions", "explain_ownership"]
 

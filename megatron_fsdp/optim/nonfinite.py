@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from dbuffer.collectives import all_reduce
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError, NonfiniteGradientError
-from megatron_fsdp.runtime.parameter_group import group_of_parameter
+from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 
 __all__ = ["POLICIES", "Reading", "check_gradients", "check_policy", "may_step", "readings_of"]
 

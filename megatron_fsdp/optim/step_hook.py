@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dbuffer import FlatDTensor
 from megatron_fsdp.optim.flat_plan import FlatPlan, Run, local_of, spec_of
 from megatron_fsdp.optim.loaded_state import SEEN, WHOLE, lay_out_loaded_state, refuse_split_weights
-from megatron_fsdp.runtime.fsdp_params import grads_of
+from megatron_fsdp.runtime.step.fsdp_params import grads_of
 
 __all__ = ["attend_optimizers"]
 

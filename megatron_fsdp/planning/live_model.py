@@ -11,9 +11,9 @@ from torch import nn
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.planning.model_spec import AxisFacts, GroupFacts, ModelFacts, UnitFacts, reshard_reason
 from megatron_fsdp.planning.module_order import walk_modules
-from megatron_fsdp.runtime.extension_hooks import ExtensionWeights
-from megatron_fsdp.runtime.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.unit import Unit, units_below
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.unit import Unit, units_below
+from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights
 
 __all__ = ["read_facts"]
 

@@ -19,7 +19,7 @@ from megatron_fsdp.build.grouping import gathers_main_weights
 from megatron_fsdp.build.packed_layout import amax_numel, num_grids, wire_bytes
 from megatron_fsdp.policy.precision import GroupDtypes
 from megatron_fsdp.policy.strategy import Placements
-from megatron_fsdp.runtime.invariant_exchange import (
+from megatron_fsdp.runtime.grads.invariant_exchange import (
     Cut,
     ExchangePlan,
     cut_order,

@@ -35,7 +35,7 @@ from megatron_fsdp.policy.mesh import DataParallelMeshDims
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
-from megatron_fsdp.runtime.module import FsdpModule
+from megatron_fsdp.runtime.lifecycle.module import FsdpModule
 from tests.certify.models import WIDTH, Block, Branches, Stack, Towers, batch, build
 
 _BF16, _FP32 = torch.bfloat16, torch.float32

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp.certify.clocks import Queue, VirtualStreams
-from megatron_fsdp.runtime.fused_experts import expert_matmul
+from megatron_fsdp.runtime.grads.fused_experts import expert_matmul
 
 WIDTH = 7
 _VOCABULARY = 11

@@ -13,7 +13,7 @@ from dbuffer import collectives
 from dbuffer.mesh import MeshAxis
 from dbuffer_kernels import accumulate
 from megatron_fsdp.optim import grad_norm
-from megatron_fsdp.runtime import gradients, reduction
+from megatron_fsdp.runtime.step import gradients, reduction
 
 Works = list[dist.Work] | None
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")

@@ -31,8 +31,8 @@ from megatron_fsdp import (
 )
 from megatron_fsdp.optim import grad_norm
 from megatron_fsdp.optim.newton_schulz import Iteration
-from megatron_fsdp.runtime import reduction
-from megatron_fsdp.runtime.reduction import Reduction
+from megatron_fsdp.runtime.step import reduction
+from megatron_fsdp.runtime.step.reduction import Reduction
 from tests.functional.expert_parallel import rows, shard_experts
 from tests.harness.models import WIDTH, Block, Stack
 from tests.harness.oracle import whole

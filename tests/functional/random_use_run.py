@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import guard_released_storage
 from megatron_fsdp import CPUOffloadPolicy, Placements, fsdp_no_shard, fully_shard
-from megatron_fsdp.runtime.gathered_weight import GatheredWeight
+from megatron_fsdp.runtime.weights.gathered_weight import GatheredWeight
 from tests.functional.random_meddling import whole
 from tests.functional.random_models import GRANULARITIES, POLICIES, build, parts_with_paths
 from tests.functional.random_side_parts import ENCLOSING, KINDS

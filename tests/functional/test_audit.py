@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from megatron_fsdp import Audit, ConfigError, MixedPrecisionPolicy, StateError, Watch, fully_shard_optimizer, microbatch
-from megatron_fsdp.runtime.gradients import GradientBuffer
-from megatron_fsdp.runtime.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.gradients import GradientBuffer
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from tests.harness import run_ranks
 from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
 from tests.harness.oracle import shard_model, whole_state

@@ -23,7 +23,7 @@ from megatron_fsdp import (
     load_checkpoint,
     save_checkpoint,
 )
-from megatron_fsdp.runtime.parameter_group import group_of_parameter
+from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 from tests.functional.adamw_comparison import differing_state, differing_values, two_groups
 from tests.functional.checkpoint_cases import message_of
 from tests.functional.test_adamw import POLICIES

@@ -19,7 +19,7 @@ from megatron_fsdp import (
     no_sync,
 )
 from megatron_fsdp.optim.exact_norm import exact_norm
-from megatron_fsdp.runtime.invariant_reduction import BinaryCounter
+from megatron_fsdp.runtime.grads.invariant_reduction import BinaryCounter
 from tests.harness import RankError, run_ranks
 from tests.harness.models import make_mesh
 from tests.harness.oracle import units_of, whole

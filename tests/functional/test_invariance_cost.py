@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from dbuffer import CollectiveCall, memory_meter, observe_collectives
 from megatron_fsdp import explain
-from megatron_fsdp.runtime.invariant_reduction import _InvariantReduction
+from megatron_fsdp.runtime.grads.invariant_reduction import _InvariantReduction
 from tests.functional.test_invariance import NUM_MICROBATCHES, Run, accumulate, sharded
 from tests.harness import run_ranks
 

@@ -10,7 +10,7 @@ import torch
 
 from dbuffer.collectives import all_reduce
 from megatron_fsdp.optim import grad_norm
-from megatron_fsdp.runtime.invariant_reduction import BinaryCounter, _InvariantReduction
+from megatron_fsdp.runtime.grads.invariant_reduction import BinaryCounter, _InvariantReduction
 from tests.functional.test_invariance import Run, clipped
 from tests.harness import run_ranks
 

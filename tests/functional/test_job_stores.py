@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp import ConfigError, Watch, fully_shard
-from megatron_fsdp.runtime import rendezvous
+from megatron_fsdp.runtime.guards import rendezvous
 from tests.harness import on_ranks
 
 TIMES = 2

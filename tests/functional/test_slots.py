@@ -29,7 +29,7 @@ from megatron_fsdp import (
     microbatch,
     no_sync,
 )
-from megatron_fsdp.runtime.memory_slots import SlotChoice
+from megatron_fsdp.runtime.weights.memory_slots import SlotChoice
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, CheckpointedStack, ShuffledStack, Stack, inputs
@@ -261,7 +261,7 @@ def with_memory_of_the_communicator(model: nn.Module) -> None:
         return allocate
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_fsdp.runtime.memory_slots.from_communicator", lent)
+        patch.setattr("megatron_fsdp.runtime.weights.memory_slots.from_communicator", lent)
         for module in model.modules():
             if isinstance(module, FsdpModule):
                 module.set_allocate_memory_from_process_group_for_comm(True)

@@ -15,7 +15,7 @@ import dbuffer
 import megatron_fsdp
 import tests.harness.oracle
 import tests.harness.worker  # noqa: F401
-from megatron_fsdp.runtime import fuse
+from megatron_fsdp.runtime.grads import fuse
 
 # As in ``tests/conftest.py``.
 fuse.MIN_NUMEL = 0

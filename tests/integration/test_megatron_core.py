@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.errors import FsdpError
-from megatron_fsdp.runtime.unit import units_below
+from megatron_fsdp.runtime.step.unit import units_below
 from tests.integration.megatron_training import (
     EXPERTS,
     Job,

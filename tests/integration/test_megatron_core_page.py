@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatron_fsdp.runtime.module import FsdpModule
+from megatron_fsdp.runtime.lifecycle.module import FsdpModule
 from tests.integration.megatron_training import Job, build_model, megatron_processes, train
 from tests.integration.ranks import run_ranks
 from tests.integration.test_megatron_exchange import written_by_threads

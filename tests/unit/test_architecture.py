@@ -64,8 +64,8 @@ def places(violations: list[str]) -> list[str]:
     "statement",
     [
         "import megatron_fsdp",
-        "import megatron_fsdp.runtime.lanes as lanes",
-        "from megatron_fsdp.runtime.lanes import Lane",
+        "import megatron_fsdp.runtime.step.lanes as lanes",
+        "from megatron_fsdp.runtime.step.lanes import Lane",
         "if True:\n    import megatron_fsdp",
         "def late():\n    import megatron_fsdp",
         "import tests.harness",
@@ -73,7 +73,7 @@ def places(violations: list[str]) -> list[str]:
 )
 def test_an_import_from_a_higher_floor_is_found(statement: str) -> None:
     found = architecture.upward_imports(
-        sources(dbuffer__plan=statement, tests__harness="", megatron_fsdp__runtime__lanes="")
+        sources(dbuffer__plan=statement, tests__harness="", megatron_fsdp__runtime__step__lanes="")
     )
     assert [place.partition(":")[0] for place in places(found)] == ["dbuffer/plan.py"]
 
@@ -85,10 +85,8 @@ def test_the_kernels_may_not_import_the_buffers() -> None:
 
 def test_imports_from_lower_floors_and_other_projects_are_allowed() -> None:
     text = "import dbuffer_kernels, torch\nfrom dbuffer.plan import Plan\nfrom . import lanes"
-    assert (
-        architecture.upward_imports(sources(megatron_fsdp__runtime__schedule=text, megatron_fsdp__runtime__lanes=""))
-        == []
-    )
+    found = sources(megatron_fsdp__runtime__step__schedule=text, megatron_fsdp__runtime__step__lanes="")
+    assert architecture.upward_imports(found) == []
 
 
 @pytest.mark.parametrize(
@@ -115,8 +113,8 @@ def test_a_file_that_imports_its_own_package_is_found() -> None:
 def test_what_is_imported_for_annotations_alone_makes_no_cycle_within_a_room() -> None:
     guarded = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megatron_fsdp.{} import Name"
     texts = sources(
-        megatron_fsdp__runtime__unit=guarded.format("runtime.schedule"),
-        megatron_fsdp__runtime__schedule="import megatron_fsdp.runtime.unit",
+        megatron_fsdp__runtime__step__unit=guarded.format("runtime.step.schedule"),
+        megatron_fsdp__runtime__step__schedule="import megatron_fsdp.runtime.step.unit",
         megatron_fsdp__optim__adamw=guarded.format("checkpoint.api"),
         megatron_fsdp__checkpoint__api="import megatron_fsdp.optim.adamw",
     )
@@ -127,13 +125,13 @@ def test_what_is_imported_for_annotations_alone_makes_no_cycle_within_a_room() -
 
 def test_a_room_imports_neither_the_rooms_above_nor_those_beside_it() -> None:
     texts = sources(
-        megatron_fsdp__runtime__unit="from megatron_fsdp.api import fully_shard",
+        megatron_fsdp__runtime__step__unit="from megatron_fsdp.api import fully_shard",
         megatron_fsdp__optim__adamw="from megatron_fsdp.checkpoint.api import a\nimport megatron_fsdp.policy",
         megatron_fsdp__api="",
         megatron_fsdp__checkpoint__api="",
     )
     assert places(architecture.upward_imports(texts)) == [
-        "megatron_fsdp/runtime/unit.py:1",
+        "megatron_fsdp/runtime/step/unit.py:1",
         "megatron_fsdp/optim/adamw.py:1",
     ]
 
@@ -204,9 +202,9 @@ def test_the_engines_own_collectives_may_share_a_name_with_torchs() -> None:
 )
 def test_a_stream_outside_lanes_is_found(text: str) -> None:
     found = architecture.stray_streams(
-        sources(megatron_fsdp__runtime__schedule=text, megatron_fsdp__runtime__lanes=text)
+        sources(megatron_fsdp__runtime__step__schedule=text, megatron_fsdp__runtime__step__lanes=text)
     )
-    assert set(places(found)) == {"megatron_fsdp/runtime/schedule.py:2"}
+    assert set(places(found)) == {"megatron_fsdp/runtime/step/schedule.py:2"}
 
 
 def test_megatron_is_imported_by_its_adapter_alone_and_late() -> None:

@@ -27,7 +27,7 @@ from megatron_fsdp.integrations.huggingface.weights import (
     take_weights,
 )
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target
-from megatron_fsdp.runtime.module import FSDPModule
+from megatron_fsdp.runtime.lifecycle.module import FSDPModule
 
 __all__ = ["accelerate_fsdp2", "prepare_model"]
 

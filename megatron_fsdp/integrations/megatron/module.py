@@ -15,12 +15,12 @@ from dbuffer.collectives import broadcast
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.integrations.megatron.groups import ModelGroups
 from megatron_fsdp.integrations.megatron.names import WholeNames
-from megatron_fsdp.runtime.backward import Backward
-from megatron_fsdp.runtime.grad_state import GradState
-from megatron_fsdp.runtime.gradients import GradientBuffer
-from megatron_fsdp.runtime.module import FSDPModule
-from megatron_fsdp.runtime.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.unit import WeightState, units_below
+from megatron_fsdp.runtime.lifecycle.module import FSDPModule
+from megatron_fsdp.runtime.step.backward import Backward
+from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.step.gradients import GradientBuffer
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.unit import WeightState, units_below
 
 __all__ = ["MegatronFSDP", "as_megatron"]
 

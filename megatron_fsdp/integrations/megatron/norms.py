@@ -9,8 +9,8 @@ import torch
 from dbuffer import DBuffer, Flat
 from megatron_fsdp.integrations.megatron.groups import ModelGroups, reduce_over
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
-from megatron_fsdp.runtime.parameter_group import ParameterGroup
-from megatron_fsdp.runtime.unit import units_below
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.unit import units_below
 
 __all__ = ["any_nonfinite", "gradient_norm", "gradient_zeros", "weight_norm"]
 

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, Placements, StateError, explain, fsdp_no_shard, fully_shard
 from megatron_fsdp.formatting import format_bytes
 from megatron_fsdp.planning.report import report_of
-from megatron_fsdp.runtime.module import unit_of
+from megatron_fsdp.runtime.lifecycle.module import unit_of
 from tests.unit.megatron_fsdp.planning.chains import three_units
 
 NUM_RANKS = 6

@@ -8,8 +8,8 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp import StateError, fully_shard
-from megatron_fsdp.runtime.grad_state import GradState
-from megatron_fsdp.runtime.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 
 GRADIENTS = {
     ("empty", "empty"), ("empty", "partial"), ("partial", "partial"), ("partial", "final"), ("partial", "empty"),

@@ -15,7 +15,7 @@ from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import FsdpConfig, clip_grad_norm_, export_safetensors
 from megatron_fsdp.errors import CheckpointError, ConfigError
 from megatron_fsdp.huggingface import prepare_model
-from megatron_fsdp.runtime.unit import units_below
+from megatron_fsdp.runtime.step.unit import units_below
 from tests.harness import on_ranks, run_ranks
 from tests.unit.megatron_fsdp.integrations.huggingface.hf_model import loss_of, make_language_model
 

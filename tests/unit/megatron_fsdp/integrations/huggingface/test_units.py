@@ -14,7 +14,7 @@ from megatron_fsdp.config.hf_settings import HfSettings
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.huggingface.prepare import prepare_model
 from megatron_fsdp.integrations.huggingface.units import PlannedUnit, ignored_parameters, plan_units
-from megatron_fsdp.runtime.unit import units_below
+from megatron_fsdp.runtime.step.unit import units_below
 from tests.unit.megatron_fsdp.integrations.huggingface.hf_model import LanguageModel
 
 

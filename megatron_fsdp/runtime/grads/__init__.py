@@ -1,0 +1,1 @@
+"""Ways of gradients that ordinary ZeRO-3 does not have."""

@@ -1,0 +1,145 @@
+"""LateGradients: gradients that a lane casts into its packed buffer, while compute goes on.
+
+Where sums are of a wider dtype than gradients, two packed buffers, one that is reduced behind the backward that fills
+the other, would hold more than FSDP2 does. So gradients stay autograd's until their unit is closed, and the packed
+buffer is the lane's: it takes the memory when the one before is reduced, without a word to compute
+(docs/design/order.md, "Streams").
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dbuffer import DBuffer, SlotPool
+from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
+from megatron_fsdp.runtime.step.gradients import GradientBuffer
+from megatron_fsdp.runtime.step.lane_types import Ticket
+from megatron_fsdp.runtime.step.lanes import lane, turns
+from megatron_fsdp.runtime.step.reduction import GradientSpec, Stages
+
+if TYPE_CHECKING:
+    from megatron_fsdp.runtime.step.backward import Backward
+
+__all__ = ["LateGradients", "packs_late"]
+
+_GRAD: Any = torch._C.TensorBase.grad
+# Whose gradients a lane still reads, by the backward that brought them, oldest first.
+_LENDERS: weakref.WeakKeyDictionary[Backward, list[weakref.ref[LateGradients]]] = weakref.WeakKeyDictionary()
+
+
+def packs_late(spec: GradientSpec, params: FSDPParams) -> bool:
+    """Whether a lane is to pack gradients: on a device with streams, where packing casts them."""
+    return (
+        turns(spec.device) is not None
+        and spec.reduce_dtype.itemsize > params.unsharded_params[0].itemsize
+        and spec.fuses_weight_gradients != "wide"
+        and not params.has_splits
+    )
+
+
+class LateGradients(GradientBuffer):
+    """The gradients of one parameter group, packed on the lane that reduces them."""
+
+    def __init__(self, main_weight: DBuffer, spec: GradientSpec, fsdp_params: FSDPParams) -> None:
+        # Autograd's gradients that the lane reads, and its tickets for that.
+        self._lent: Sequence[torch.Tensor] = ()
+        self._packings: list[Ticket] = []
+        super().__init__(main_weight, spec, fsdp_params)
+
+    def _let_wait(self) -> None:
+        super()._let_wait()
+        # Slots are few, or NCCL's own: whoever asks for them has their number in mind.
+        self.packs_late = not self.rests_partial and self.packed.storage.slot is None
+        if self.packs_late:
+            self._wait_for(bytes([1]) * len(self._waits))
+
+    def take_from(self, pool: SlotPool | None) -> None:
+        """Take the memory of the packed buffer from slots, into which each gradient goes at once; None: as it was."""
+        super().take_from(pool)
+        self._let_wait()
+
+    def _pack_waiting(self) -> None:
+        if self._begun[0] and not self.packed.is_allocated:
+            # Another stream has the next turn, or the next microbatch is to add to these.
+            self._take_packed()
+        super()._pack_waiting()
+
+    def close(self, *, reduce: bool) -> bool:
+        """End this backward's part of the group, as ``GradientBuffer.close`` does; the lane packs."""
+        # See ``packs_late``.
+        assert self._turns is not None
+        self._turns.take(self._pack_waiting)
+        if not reduce or not self.packs_late or self.packed.is_allocated:
+            return super().close(reduce=reduce)
+        if not self._begun[0]:
+            self._follow_freezing()
+            if 1 not in self._trained:
+                return False
+            self._begin()
+        observer = self._observer() if self._observer is not None else None
+        lane("reduce", self._spec.device).submit(
+            self._pack_on_lane, owner=0 if observer is None else id(observer), tickets=[self._packings]
+        )
+        self._begun[0], self._filled = False, bytearray(len(self._views))
+        if observer is not None:
+            _LENDERS.setdefault(observer.backward, []).append(weakref.ref(self))
+        return True
+
+    def _take_packed(self) -> None:
+        self.packed.reallocate_storage()
+        for gap in self._gaps:
+            gap.zero_()
+
+    def _pack_on_lane(self, _: list[dist.Work] | None) -> None:
+        self._take_packed()
+        self._lent = [gradient for gradient in map(_GRAD.__get__, self._waiting_params) if gradient is not None]
+        super()._pack_waiting()
+        self._fill_up()
+
+    def _stages(self) -> Stages:
+        stages = super()._stages()
+        if not self._packings:
+            return stages
+        packed = self.packed
+
+        def fold() -> None:
+            stages.fold()
+            # Where it was allocated, and is allocated next: on the lane.
+            packed.release_storage()
+
+        return Stages(stages.start, fold, stages.on_host)
+
+    def _begin(self) -> None:
+        super()._begin()
+        observer = self._observer() if self._observer is not None else None
+        if observer is not None:
+            # One unit's gradients and one wide buffer take what two narrow ones do.
+            lenders = _LENDERS.setdefault(observer.backward, [])
+            while len(lenders) > max(observer.backward.max_packed_buffers - 2, 0):
+                lender = lenders.pop(0)()
+                if lender is not None:
+                    lender.take_back()
+
+    def take_back(self) -> None:
+        """Make compute come after the packing, and give back what autograd left for it."""
+        for ticket in self._packings if self._lent else ():
+            ticket.wait()
+        self._lent = ()
+
+    def wait(self) -> None:
+        """Make compute wait for the reduction, and with it for the packing."""
+        super().wait()
+        self._lent = ()
+        self._packings.clear()
+
+    def _empty(self) -> None:
+        for ticket in self._packings:
+            ticket.give_up()
+        self._lent = ()
+        self._packings.clear()
+        super()._empty()

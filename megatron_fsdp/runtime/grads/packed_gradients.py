@@ -1,0 +1,144 @@
+"""PackedGradients: the buffers of one group's gradients, and what is known of them before any comes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from dbuffer import DBuffer, Partial, SlotPool
+from dbuffer.placements import BufferPlacement
+from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
+from megatron_fsdp.runtime.step.grad_binding import GradBinding
+from megatron_fsdp.runtime.step.lanes import turns
+from megatron_fsdp.runtime.step.reduction import GradientSpec, Reduction
+
+__all__ = ["PackedGradients"]
+
+
+class PackedGradients:
+    """The buffers of the gradients of one parameter group.
+
+    Args:
+        main_weight: the group's main weights; gradients share its plan and mesh.
+        fsdp_params: the parameters.
+
+    Attributes:
+        binding: ``main_grad``, and what the parameters show of it.
+        packed: receives autograd's gradients; ``main_grad`` itself where gradients rest as whole partial sums, which
+            are accumulated in place and reduced once, at the end.
+        rests_partial: whether they do.
+        rests_final: whether each microbatch's reduction gives what the optimizer reads: no axis is left to reduce at
+            the end.
+        reduction: the way from packed gradients to ``main_grad``.
+        divisor: the sum over ranks is divided by it. wire_scale: what of the division is done before the sum.
+        pack_scale: what gradients are multiplied by where they are packed.
+        takes_products: whether that is a power of two, so that a scaled product is rounded as an unscaled one.
+        packs_late: a lane packs them when the unit is closed (``LateGradients``).
+        unit: the name of the unit.
+    """
+
+    packs_late = False
+
+    def __init__(self, main_weight: DBuffer, spec: GradientSpec, fsdp_params: FSDPParams) -> None:
+        self.unit = ""
+        self._spec, self._template, self._fsdp_params = spec, main_weight, fsdp_params
+        self._make_buffers()
+        self.divide_by(spec.divisor)
+        self._views = [self.packed.get_local_tensor(index) for index in range(len(fsdp_params.sharded_params))]
+        self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
+        if self.rests_partial:
+            self.binding.gaps = self._gaps
+        self._turns = turns(spec.device)
+        self._let_wait()
+        self._trained = self.binding.trained
+        if not self.rests_partial:
+            self.packed.release_storage()
+        self.reduction.release()
+        self.binding.let_go()
+
+    def _let_wait(self) -> None:
+        self._wait_for(self._fsdp_params.waits)
+
+    def _wait_for(self, waits: bytes | bytearray) -> None:
+        """Leave gradients of these parameters (nonzero) where autograd leaves them until the unit is closed."""
+        self._waits = waits
+        self._waiting = [index for index, waits in enumerate(waits) if waits]
+        self._waiting_params = [self._fsdp_params.unsharded_params[index] for index in self._waiting]
+        self._waiting_views = [self._views[index] for index in self._waiting]
+
+    def take_from(self, pool: SlotPool | None) -> None:
+        """Take the memory of the packed buffer from the slots of a pool from now on, or from the allocator again."""
+        if not self.rests_partial:
+            self.packed.storage.use_pool(pool)
+
+    def divide_by(self, divisor: float) -> None:
+        """Divide sums by ``divisor``, partly before they are made.
+
+        fp16 sums of many ranks overflow and fp16 averages underflow, so half of the division (in powers of two) is done
+        before.
+        """
+        self.divisor = divisor
+        is_half = self.packed.dtype is torch.float16
+        self.wire_scale = 2.0 ** -(math.frexp(max(divisor, 1.0))[1] // 2) if is_half else 1.0
+        self.pack_scale = 1.0 / divisor if self.rests_partial else self.wire_scale
+        self.takes_products = math.frexp(self.pack_scale)[0] == 0.5
+
+    def _make_buffers(self) -> None:
+        spec, placements = self._spec, self._spec.placements
+        partial: tuple[BufferPlacement, ...] = tuple(Partial("sum") for _ in placements.gradient)
+        self.rests_partial = placements.gradient == partial
+        resting = placements.gradient
+        if not self.rests_partial and self._is_alone_on_the_rest():
+            # Replicas of one rank, say: what a microbatch's reduction leaves here is final.
+            resting = placements.optimizer
+        main_grad = self._buffer(resting, spec.main_dtype, "main_grad", self._template.device)
+        self.packed = reduced = final = main_grad
+        if not self.rests_partial:
+            self.packed = self._buffer(partial, spec.reduce_dtype, "packed gradients", spec.device)
+            if spec.accumulate_dtype is None:
+                reduced = self.packed.slice_view(placements.gradient)
+            else:
+                reduced = self._buffer(placements.gradient, spec.accumulate_dtype, "reduced gradients", spec.device)
+        if resting != placements.optimizer:
+            final = main_grad.slice_view(placements.optimizer)
+        self.rests_final = final is main_grad and not self.rests_partial
+        self.binding = GradBinding(main_grad, final, self._fsdp_params, self._template.dtype)
+        # Memory of the host is plentiful, and pages that a GPU writes are slow to come by.
+        self.binding.keeps = spec.is_offloaded
+        self.reduction = Reduction(
+            self.packed, reduced, main_grad, final, is_offloaded=spec.is_offloaded, is_pinned=spec.is_pinned
+        )
+
+    def _is_alone_on_the_rest(self) -> bool:
+        """Whether the axes that are left to reduce at the end have one rank each."""
+        placements = self._spec.placements
+        pairs = zip(self._template.axes, placements.gradient, placements.optimizer, strict=True)
+        return all(axis.size == 1 for axis, now, last in pairs if now != last)
+
+    def _buffer(
+        self, placements: tuple[BufferPlacement, ...], dtype: torch.dtype, what: str, device: torch.device
+    ) -> DBuffer:
+        like, pinned = self._template, self._spec.is_pinned and device.type == "cpu"
+        return DBuffer.from_plan(like.plan, like.mesh, placements, dtype, device, name=what, pin_memory=pinned)
+
+    def rename(self, name: str) -> None:
+        """Take another unit name, for messages."""
+        self.unit, self.binding.name = name, f"unit {name!r}"
+        self.packed.rename(f"unit {name!r}: packed gradients")
+        self.main_grad.rename(f"unit {name!r}: main_grad")
+
+    def keep(self, keeps: bool) -> None:
+        """Have the memory of what comes with gradients all the time, or while there are any."""
+        self.binding.keep(keeps)
+        self.reduction.keep(keeps)
+
+    @property
+    def main_grad(self) -> DBuffer:
+        """The accumulator, at the gradients' placement."""
+        return self.binding.main_grad
+
+    @property
+    def num_trained(self) -> int:
+        """Of how many parameters a gradient is expected in each backward."""
+        return sum(self._trained)

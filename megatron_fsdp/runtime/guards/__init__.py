@@ -1,0 +1,1 @@
+"""What users do that a plain model allows, and what is refused by name."""

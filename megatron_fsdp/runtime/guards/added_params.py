@@ -1,0 +1,63 @@
+"""Parameters that were added below a sharded module, and that nobody shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from megatron_fsdp.errors import StateError
+
+if TYPE_CHECKING:
+    from megatron_fsdp.runtime.step.hooks import Tree
+    from megatron_fsdp.runtime.step.unit import Unit
+
+__all__ = ["is_trained", "walk"]
+
+_values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
+
+
+def walk(tree: Tree, module: nn.Module, units: Iterable[Unit]) -> None:
+    """Look through everything below a module for parameters that nobody shards, and remember what is there.
+
+    Raises:
+        StateError: one is trained.
+    """
+    owned = {(id(registry), name) for unit in units for registry, name in unit.places()}
+    known = [other.ignored for unit in units for other in unit.trees.values()]
+    below = dict(module.named_modules())
+    frozen = []
+    for path, child in below.items():
+        for name, parameter in child._parameters.items():
+            place = (id(child._parameters), name)
+            if parameter is None or place in owned or any(place in ignored for ignored in known):
+                continue
+            if parameter.requires_grad:
+                full_name = f"{path}.{name}" if path else name
+                raise StateError(
+                    f"{type(module).__name__}: parameter {full_name!r} was added after fully_shard and requires a "
+                    "gradient, but no unit owns it: its gradients would stay on this rank. Add modules and "
+                    "parameters before fully_shard; or call fully_shard on the new module before its parameters "
+                    "go to an optimizer; or freeze it (requires_grad_(False)); or name it in ignored_params, and "
+                    "reduce its gradients yourself."
+                )
+            frozen.append((child._parameters, name))
+    if tree.modules and sum(map(len, tree.hooks)) > tree.num_hooks:
+        for unit in units:
+            unit.schedule.arm()
+            break
+    tree.frozen = frozen
+    tree.modules = [child._modules for child in below.values()]
+    tree.parameters = [child._parameters for child in below.values()]
+    tree.children = list(chain.from_iterable(map(_values, tree.modules)))
+    # Hooks of units hold these, and what they return is watched in any case.
+    tree.hooks = [child._forward_hooks for child in below.values() if "_fsdp_unit" not in vars(child)]
+    tree.count_hooks()
+    tree.absent = [parameter is None for parameter in chain.from_iterable(map(_values, tree.parameters))]
+
+
+def is_trained(parameter: nn.Parameter | None) -> bool:
+    """Whether there is a parameter and it requires a gradient."""
+    return parameter is not None and parameter.requires_grad

@@ -1,0 +1,162 @@
+"""Agreement: every rank of a mesh has to make the same units, or gathers would mix up tensors in silence."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_fsdp.runtime.guards.rendezvous import Statement, excuse, meet
+from megatron_fsdp.runtime.lifecycle.grad_dtypes import follow_grad_dtypes
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.unit import Unit, alive
+
+__all__ = ["FirstUse", "Wrapping", "mesh_ranks"]
+
+_LAYOUT_ADVICE = (
+    "Look for names, shapes, dtypes, requires_grad, placements or granularity that depend on the rank. Nothing was "
+    "sharded by this call"
+)
+_UNITS_ADVICE = "Look for settings of units that depend on the rank"
+
+
+class Wrapping:
+    """One ``fully_shard`` call on all ranks of a mesh: either all of them get through it or none.
+
+    As a context it tells the other ranks of an exception that is raised inside; they would wait for this one otherwise.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        self._ranks = None if mesh is None else mesh_ranks(mesh)
+        self._action = "calls fully_shard"
+        self._is_agreeing = False
+
+    def __enter__(self) -> Wrapping:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        # Whoever is told of an exception, or differs from the others, has nothing to tell them.
+        if error is None or self._is_agreeing:
+            return
+        if self._ranks is None:
+            self._ranks = tuple(range(dist.get_world_size())) if dist.is_initialized() else ()
+        excuse(self._ranks, self._action, error)
+
+    def begin(self, unit: str, mesh: DeviceMesh) -> None:
+        """Say what is wrapped, and over which ranks."""
+        self._action, self._ranks = f"calls fully_shard on unit {unit!r}", mesh_ranks(mesh)
+
+    def agree(self, unit: str, groups: Sequence[ParameterGroup], reshard_after_forward: object) -> None:
+        """Wait until all ranks are here with the same layout.
+
+        Raises:
+            MeshError: on every rank, when any two of them differ.
+            AgreementError: another rank raised, or did not come.
+        """
+        assert self._ranks is not None
+        lines = [*_layout(groups), f"reshard_after_forward={reshard_after_forward}"]
+        complaint = f"unit {unit!r}: the ranks of its mesh lay it out differently"
+        self._is_agreeing = True
+        meet(self._ranks, Statement(self._action, tuple(lines), complaint, _LAYOUT_ADVICE))
+        self._is_agreeing = False
+
+
+class FirstUse:
+    """The moment before the first collective of a root's units, when the ranks agree on what these are.
+
+    Not the first forward: where weights rest whole, one rank may run the model alone.
+
+    Attributes:
+        is_over: whether it has passed. Who gathers or reduces looks at it first, as it is only once that they agree.
+        tokens: a name of the agreement of each set of ranks, which nothing else has in the job's store; empty where
+            this process is the only one.
+    """
+
+    def __init__(self, subject: weakref.WeakMethod[Callable[[], tuple[Unit | None, Iterable[Unit]]]]) -> None:
+        self._subject = subject
+        self.is_over = False
+        self.tokens: dict[tuple[int, ...], str] = {}
+
+    def before_gather(self, unit: Unit) -> None:
+        """A unit is about to be gathered; raises as ``agree`` does."""
+        follow_grad_dtypes(unit)
+        if not all(group.rests_whole for group in unit.groups):
+            self.agree()
+
+    def before_reduction(self, unit: Unit) -> None:
+        """Gradients of a unit are about to be reduced, or kept; raises as ``agree`` does."""
+        if unit.requires_gradient_sync:
+            self.agree()
+
+    def agree(self) -> None:
+        """Wait until all ranks are about to use the same units, with the same settings.
+
+        Raises:
+            MeshError: on every rank, when any two of them differ.
+            AgreementError: another rank did not come.
+        """
+        subject = self._subject()
+        assert subject is not None
+        root, served = subject()
+        units = list(served)
+        for unit in units:
+            follow_grad_dtypes(unit)
+        name = (units[0] if root is None else root).name
+        meshes = {mesh_ranks(group.spec.mesh) for unit in units for group in unit.groups}
+        # Sorted, so that ranks which are in several of them do not wait for each other in a circle.
+        for ranks in sorted(meshes):
+            lines = [line for unit in units for line in _settings(unit, ranks)]
+            complaint = f"model {name!r}: the ranks of a mesh have other units, or units with other settings"
+            statement = Statement(f"runs the model {name!r}", tuple(lines), complaint, _UNITS_ADVICE)
+            self.tokens[ranks] = meet(ranks, statement)
+        self.is_over = True
+
+
+def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the ranks of a mesh in ascending order."""
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+def _layout(groups: Sequence[ParameterGroup]) -> Iterator[str]:
+    if not groups:
+        yield "no parameters of its own"
+    for group in groups:
+        use = "trained" if group.requires_grad else "frozen"
+        for name, param in group.parameters.items():
+            yield f"{name!r} {tuple(param.shape)} of {param.dtype}, {use}"
+    for group in groups:
+        yield from group.weights.agreed()
+        yield f"the plan {group.plan.fingerprint()} with {group.spec.placements} in {group.spec.dtypes}"
+
+
+def _settings(unit: Unit, ranks: tuple[int, ...]) -> Iterator[str]:
+    groups = [group for group in unit.groups if mesh_ranks(group.spec.mesh) == ranks]
+    if not groups:
+        return
+    plans = [
+        (group.plan.fingerprint(), group.requires_grad, _kept_size(group), *_gradient_dtypes(group)) for group in groups
+    ]
+    settings = {
+        "reshard_after_forward": unit.reshard_after_forward,
+        "reshard_after_backward": unit.reshard_after_backward,
+        "unshard_in_backward": unit.unshards_in_backward,
+        "forward prefetch": _names(unit.forward_prefetch),
+        "backward prefetch": _names(unit.backward_prefetch),
+    }
+    yield f"unit {unit.name!r} ({plans}, {', '.join(f'{name} {value}' for name, value in settings.items())})"
+
+
+def _names(units: Sequence[weakref.ref[Unit]]) -> list[str]:
+    return [unit.name for unit in alive(units)]
+
+
+def _gradient_dtypes(group: ParameterGroup) -> tuple[str, str]:
+    return str(group.spec.dtypes.reduce), str(group.spec.dtypes.main_grad)
+
+
+def _kept_size(group: ParameterGroup) -> int:
+    part = group.weights.post_forward
+    return 0 if part is None else part.axis.size

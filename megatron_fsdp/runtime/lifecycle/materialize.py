@@ -1,0 +1,143 @@
+"""materialize: initialise a model that was sharded on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from dbuffer.collectives import broadcast
+from dbuffer.mesh import MeshAxis
+from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.runtime.lifecycle.make_fsdp_params import shown_over
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.runtime.step.unit import Unit, units_below
+
+__all__ = ["in_full_precision", "materialize"]
+
+Initializer = Callable[[nn.Module], object]
+
+
+def materialize(model: nn.Module, init_fn: Initializer | None = None) -> None:
+    """Allocate and initialise everything in ``model`` that is on the meta device.
+
+    Each rank allocates its shards only, and initialisers draw one tensor at a time, so no unit is ever whole. The
+    values are those that the same initialisers give the unsharded model on one process with the random state of the
+    mesh's first rank: they do not depend on the number of ranks or the strategy.
+
+    Modules are initialised in the order in which constructors would: children first, in order of registration.
+    Parameters get new objects; build the optimizer afterwards.
+
+    Args:
+        model: sharded; every rank calls this.
+        init_fn: called with each module that holds meta parameters or buffers of its own. None: its
+            ``reset_parameters`` (or ``_reset_parameters``), which also has to fill its buffers.
+    Raises:
+        StateError: no module of ``model`` is sharded.
+        ConfigError: a module that holds meta tensors has no ``reset_parameters`` and there is no ``init_fn``; nothing
+            was allocated then.
+
+    Example:
+        with torch.device("meta"):
+            model = Model()
+        materialize(fully_shard(model))
+    """
+    units = list(units_below(model))
+    if not units:
+        raise StateError(f"{type(model).__name__} holds no sharded module; call fully_shard on it first")
+    todo = [
+        (name, module, _initializer(name, module, init_fn))
+        for name, module in _children_first(model)
+        if _has_meta(module)
+    ]
+    device = next((group.spec.device for unit in units for group in unit.groups), torch.device("cpu"))
+    fresh = [group for unit in units for group in unit.groups if group.is_meta]
+    for unit in units:
+        unit.materialize()
+    for _, module, _ in todo:
+        _allocate_rest(module, device)
+    with _random_state_of_first_rank(units, device), in_full_precision(fresh), torch.no_grad():
+        for _, _, initialise in todo:
+            initialise()
+
+
+@contextmanager
+def in_full_precision(groups: Iterable[ParameterGroup]) -> Iterator[None]:
+    """Show FP32 parameters in place of split ones inside the block, and take over what was written to them.
+
+    They take another 4 bytes per element for as long as that is.
+    """
+    copies = [(group, group.weights.values()) for group in groups if group.weights.remainder is not None]
+    with ExitStack() as stack:
+        for group, values in copies:
+            stack.enter_context(shown_over(group.fsdp_params, values))
+        yield
+    for group, values in copies:
+        group.weights.store(values)
+
+
+def _children_first(module: nn.Module, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child_name, child in module.named_children():
+        yield from _children_first(child, f"{name}.{child_name}" if name else child_name, seen)
+    yield name, module
+
+
+def _has_meta(module: nn.Module) -> bool:
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    return any(tensor is not None and tensor.is_meta for tensor in tensors)
+
+
+def _initializer(name: str, module: nn.Module, init_fn: Initializer | None) -> Callable[[], object]:
+    if init_fn is not None:
+        given = init_fn
+        return lambda: given(module)
+    own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if own is None:
+        held = [key for key, value in {**module._parameters, **module._buffers}.items() if value is not None]
+        raise ConfigError(
+            f"module {name!r} ({type(module).__name__}) holds {held} on the meta device and has no reset_parameters(); "
+            "give it one, or pass init_fn, which is called with each such module"
+        )
+    method: Callable[[], object] = own
+    return method
+
+
+def _allocate_rest(module: nn.Module, device: torch.device) -> None:
+    """Allocate meta buffers, and parameters that no unit owns."""
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[key] = torch.empty_like(buffer, device=device)
+    for key, parameter in module._parameters.items():
+        if parameter is not None and parameter.is_meta and group_of_parameter(parameter) is None:
+            new = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+            module._parameters[key] = new
+
+
+@contextmanager
+def _random_state_of_first_rank(units: list[Unit], device: torch.device) -> Iterator[None]:
+    """Run the block on every rank with the random state of the first one; the others get their own back."""
+    axes = {id(axis.gather_group): axis for unit in units for group in unit.groups for axis in group.main_weight.axes}
+    own, own_cuda = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    torch.set_rng_state(_of_first_rank(own, list(axes.values()), device))
+    if own_cuda is not None:
+        torch.cuda.set_rng_state(_of_first_rank(own_cuda, list(axes.values()), device), device)
+    try:
+        yield
+    finally:
+        if any(axis.rank for axis in axes.values()):
+            torch.set_rng_state(own)
+            if own_cuda is not None:
+                torch.cuda.set_rng_state(own_cuda, device)
+
+
+def _of_first_rank(state: torch.Tensor, axes: list[MeshAxis], device: torch.device) -> torch.Tensor:
+    shared = state.to(device)
+    for axis in axes:
+        broadcast(shared, axis)
+    return shared.cpu()

@@ -1,0 +1,450 @@
+"""FSDPModule: what a module becomes, and the hooks by which the runtime sees it run."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from megatron_fsdp.errors import ConfigError, StateError
+from megatron_fsdp.runtime.guards.refusals import refuse_ddp
+from megatron_fsdp.runtime.lifecycle.conversion import apply_to_group
+from megatron_fsdp.runtime.lifecycle.make_param_group import set_divisor, set_reduction
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.unit import Unit, WeightState, alive, is_in_backward, units_below
+from megatron_fsdp.runtime.weights.memory_slots import (
+    SlotChoice,
+    communicator_has_memory,
+    keep_gathered,
+    reshard_to,
+    use_slots,
+)
+
+if TYPE_CHECKING:
+    from megatron_fsdp.runtime.step.backward import Backward
+
+__all__ = [
+    "FSDPModule",
+    "FsdpModule",
+    "GradientReductionHandle",
+    "UnshardHandle",
+    "sharded_class",
+    "unit_of",
+]
+
+_innermost_transform = torch._C._functorch.peek_interpreter_stack
+
+T = TypeVar("T")
+
+
+class GradientReductionHandle:
+    """Returned by ``FSDPModule.finalize_backward(async_op=True)``.
+
+    Example:
+        model.set_manual_backward_finalization(True)
+        model(batch).sum().backward()
+        handle = model.finalize_backward(async_op=True)
+        metrics = batch.mean()  # while gradients are reduced
+        handle.wait()
+        optimizer.step()
+    """
+
+    def __init__(self, backward: Backward | None) -> None:
+        self._backward = None if backward is None else weakref.ref(backward)
+        if backward is not None:
+            backward.start_reductions()
+            backward.awaited = self._refuse
+
+    def wait(self) -> None:
+        """Make compute wait for the reductions; ``.grad`` of the parameters is final afterwards.
+
+        Raises:
+            StateError: ``reset_iter_state`` dropped the gradients.
+        """
+        backward = None if self._backward is None else self._backward()
+        if backward is None:
+            return
+        if backward.awaited != self._refuse:
+            raise StateError(
+                "the handle of finalize_backward(async_op=True) is void: reset_iter_state() dropped the gradients that "
+                "it stood for. Run the iteration again."
+            )
+        backward.finish()
+        backward.awaited = self._backward = None
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise StateError(
+            f"{what} before wait() of the handle that finalize_backward(async_op=True) returned last; wait for it first"
+        )
+
+
+class UnshardHandle:
+    """Returned by ``FSDPModule.unshard(async_op=True)``.
+
+    Example:
+        handle = model.unshard(async_op=True)
+        inputs = batch * 2  # while the weights are gathered
+        handle.wait()
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Make compute wait for the gather; the module's parameters are plain tensors afterwards."""
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            unit.schedule.finish_gather(unit)
+
+
+class FSDPModule:
+    """Mixed into the class of every module given to ``fully_shard``: ``FSDP<Class>`` is a subclass of both.
+
+    Example:
+        fully_shard(model)
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(False)  # as in FSDP2
+    """
+
+    _fsdp_unit: Unit
+    # DDP asks for it before it broadcasts the first rank's parameters over everybody's shards.
+    _ddp_params_and_buffers_to_ignore = property(refuse_ddp)
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Make a plain module of the original class: what ``sequential[:2]`` calls its own class for is no unit."""
+        original = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+        return original(*args, **options)
+
+    @property
+    def parameter_groups(self) -> tuple[ParameterGroup, ...]:
+        """The parameter groups of this unit; those of nested units are not among them."""
+        return unit_of(self).groups
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's weights as they are now (not those of nested units), and show them.
+
+        Args:
+            async_op: return a handle at once; the weights may be used after its ``wait()``.
+        Raises:
+            StateError: something else is registered in the place of a parameter.
+        """
+        unit = unit_of(self)
+        unit.settle_replaced_params()
+        unit.schedule.gather_afresh(unit)
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Release this unit's gathered weights; its parameters are sharded DTensors again."""
+        unit = unit_of(self)
+        unit.schedule.reshard(unit)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """True: gathered weights have their memory from now on, whether gathered or not, so that their addresses stay.
+
+        For steps that a CUDA graph holds. It takes the bytes of the whole weights; what lies there after ``reshard``
+        may not be read.
+        """
+        for unit in self._units(recurse):
+            for group in unit.groups:
+                keep_gathered(group, keeps=keep, is_sharded=unit.weight_state is WeightState.SHARDED)
+            if unit.slots.sizing is not None:
+                use_slots(unit, unit.slots)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """False: the next backwards keep gradients on this rank, unreduced. The first one with True reduces the sum."""
+        for unit in self._units(recurse):
+            unit.requires_gradient_sync = unit.requires_all_reduce = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """False: the next backwards leave axes on which gradients rest partial (the outer one of HSDP) unreduced."""
+        for unit in self._units(recurse):
+            unit.requires_all_reduce = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the next backward is the last microbatch of an optimizer step."""
+        unit_of(self).backward.is_last = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """True: reductions start in backward, and gradients become final in ``finalize_backward``, on the root alone.
+
+        For schedules in which the reduction of gradients is an action of its own, as in a pipeline.
+
+        Raises:
+            StateError: this is no root; or a backward is under way, or not finalized.
+        """
+        unit, backward = unit_of(self), unit_of(self).backward
+        self._check_root("set_manual_backward_finalization")
+        if enabled != backward.is_manual and (is_in_backward() or backward.is_unfinished):
+            raise StateError(
+                f"unit {unit.name!r}: set_manual_backward_finalization({enabled}) in or after a backward that is not "
+                "finalized; call finalize_backward() or reset_iter_state() first"
+            )
+        backward.is_manual = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Make the gradients of all backwards so far final, after ``set_manual_backward_finalization(True)``.
+
+        No-op before the first backward. Of several backwards that come before, all but the last may run with
+        ``set_requires_gradient_sync(False)``, which saves their reductions.
+
+        Args:
+            async_op: issue the reductions and return a handle; ``.grad`` may be read, and another forward run, after
+                its ``wait()``.
+        Raises:
+            StateError: called in a backward, on another module than the root, without manual finalization, or before
+                ``wait()`` of the last handle.
+        """
+        unit, backward = unit_of(self), unit_of(self).backward
+        if not backward.number:
+            return GradientReductionHandle(None) if async_op else None
+        self._check_root("finalize_backward")
+        if backward.awaited is not None:
+            backward.awaited("finalize_backward()")
+        if not backward.is_manual:
+            raise StateError(
+                f"unit {unit.name!r}: finalize_backward() without set_manual_backward_finalization(True): gradients "
+                "were final when backward returned"
+            )
+        if is_in_backward():
+            raise StateError(f"unit {unit.name!r}: finalize_backward() in a backward; call it when that has returned")
+        if async_op:
+            return GradientReductionHandle(backward)
+        backward.finish()
+        return None
+
+    def _check_root(self, method: str) -> None:
+        unit = unit_of(self)
+        root = unit.schedule.root
+        if root is not unit:
+            found = "another module" if root is None else repr(root.name)
+            raise StateError(f"unit {unit.name!r}: {method}() is the root's to call, which is {found}")
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool | int | None, recurse: bool = True) -> None:
+        """Choose whether weights are released after forward and gathered again; as in ``fully_shard``."""
+        for unit in self._units(recurse):
+            reshard_to(unit, reshard_after_forward)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """False keeps weights gathered after backward, so the next microbatch's forward needs no gather."""
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather these units when this one's forward starts, instead of the one that followed last time."""
+        unit_of(self).forward_prefetch = [unit_of(module).reference for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather these units when this one's backward starts, instead of the one that came before in forward."""
+        unit_of(self).backward_prefetch = [unit_of(module).reference for module in modules]
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this unit's summed gradients by ``factor`` instead of by the number of data-parallel ranks."""
+        for group in unit_of(self).groups:
+            set_divisor(group, float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do what ``set_gradient_divide_factor`` does; FSDP2's older name."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook`` with each reduced gradient of this unit, to reduce it further over ranks outside of the mesh.
+
+        Args:
+            hook: changes a 1-D tensor, this rank's part of the averaged gradients of one parameter group, in place;
+                on every microbatch where gradients rest sharded, on the last one where they rest partial.
+            stream: FSDP2's argument. The hook runs on the lane of the reductions, so it must be None.
+        Raises:
+            ConfigError: a stream is given.
+        """
+        if stream is not None:
+            raise ConfigError(
+                "set_all_reduce_hook(stream=...): the hook runs on the lane of the reductions; leave it None"
+            )
+        for group in unit_of(self).groups:
+            set_reduction(group, hook=hook)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather this unit's weights by ``comm(output_tensor, input_tensor, group, async_op=...)``.
+
+        FSDP2's ``AllGather`` protocol; memory is the unit's own, so ``comm.allocate`` is not called.
+        """
+        for group in unit_of(self).groups:
+            group.weights.gather_function = comm
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce this unit's gradients by ``comm(output_tensor, input_tensor, group, op, async_op=...)``.
+
+        FSDP2's ``ReduceScatter`` protocol; memory is the unit's own, so ``comm.allocate`` is not called.
+        """
+        for group in unit_of(self).groups:
+            set_reduction(group, function=comm)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False: backward does not gather this unit's weights, for a module whose backward does not read them.
+
+        The backward of an embedding's look-up is the common case. Backward through one that does read them
+        raises a StateError that names the parameter.
+        """
+        unit_of(self).unshards_in_backward = unshard_in_backward
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Make the next forward of the root wait for an event recorded after an optimizer step on another stream."""
+        unit_of(self).schedule.step_event = event
+
+    def reset_iter_state(self) -> None:
+        """Forget a forward or backward that raised: weights are released, gradients that it left incomplete dropped.
+
+        What was accumulated before into the same gradients goes with them, and what ``finalize_backward`` was to make
+        final.
+        """
+        unit_of(self).backward.reset()
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accept FSDP2's switch: reductions are always sums here, and the division is part of the fold."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Accept FSDP2's switch: parameters without a gradient here always take part, with zeros."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Allow this many packed gradient buffers at once. More of them let backward run further ahead of reductions.
+
+        Raises:
+            ConfigError: not a number of at least one.
+        """
+        if isinstance(max_input_buffers, bool) or max_input_buffers < 1:
+            raise ConfigError(
+                f"set_reduce_scatter_max_input_buffers({max_input_buffers}): give a number of at least one"
+            )
+        for unit in self._units(recurse):
+            unit.backward.max_packed_buffers = max_input_buffers
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce on a communicator of its own (the default), or on the one that gathers, which saves its memory."""
+        for unit in self._units(recurse):
+            for axis in (axis for group in unit.groups for axis in group.main_weight.axes):
+                axis.separate_reductions(enable)
+
+    def set_slot_pool(self, sizing: str | None = "largest", *, recurse: bool = True) -> None:
+        """Let gathered weights and packed gradients take turns in memory that stays, instead of allocating each time.
+
+        Two slots for weights and one for gradients serve a chain of units, whatever their number; more are made where
+        more is needed at once. Call it on the root. ``explain`` counts them.
+
+        Args:
+            sizing: "largest": every slot is as large as the largest unit that is released after forward. "by_size":
+                units of equal size share slots. "static": every buffer has its place in one arena, planned after the
+                second step, close to the most bytes that are held at once; for an order of units that stays the same
+                (docs/design/storage.md, "A static arena"). None: the allocator.
+        Raises:
+            StorageError: another ``sizing``, or a PyTorch that cannot do it (before 2.13).
+        """
+        for unit in self._units(recurse):
+            use_slots(unit, SlotChoice(sizing, unit.slots.source))
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Take this unit's slots from the communicator's own allocator (NCCL: registered memory), if it has one."""
+        unit = unit_of(self)
+        if not enable:
+            use_slots(unit, SlotChoice(unit.slots.sizing if unit.slots.source == "device" else None))
+        elif any(communicator_has_memory(group.main_weight.axes, group.spec.device) for group in unit.groups):
+            use_slots(unit, SlotChoice(unit.slots.sizing or "by_size", "communicator"))
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Take this unit's slots from symmetric memory, which every rank maps at once; on GPUs only.
+
+        Raises:
+            StorageError: the unit is not on a GPU.
+        """
+        unit = unit_of(self)
+        use_slots(unit, SlotChoice(unit.slots.sizing or "by_size", backend))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters; also of those that are gathered now, which show no gradient."""
+        unit = unit_of(self)
+        for each in (unit, *alive(unit.inner)):
+            for group in each.groups:
+                if set_to_none and group.gradients is not None and (each is not unit or len(unit.modules) == 1):
+                    # In one pass, before nn.Module asks each of them.
+                    group.gradients.binding.clear()
+                elif each.weight_state is WeightState.UNSHARDED:
+                    _zero_grad(group.fsdp_params.sharded_params, set_to_none=set_to_none)
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # of nn.Module, which comes next in every class of ours
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accept FSDP2's switch: gathers are always asynchronous, whether or not somebody prefetches."""
+
+    def _get_fsdp_state(self) -> Unit:
+        """Return the unit: what ``fully_shard.state(module)`` returns."""
+        return unit_of(self)
+
+    def _units(self, recurse: bool) -> Iterator[Unit]:
+        return units_below(self) if recurse else iter((unit_of(self),))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        # The module's own parameters stay in their buffers; everything else is handled as in any module.
+        unit = unit_of(self)
+        unit.settle_replaced_params()
+        unit.schedule.reshard(unit)
+        for group in unit.groups:
+            group.fsdp_params.module_infos.hide()
+        try:
+            result = super()._apply(fn, recurse)  # type: ignore[misc]
+            for group in unit.groups:
+                apply_to_group(group, fn, is_awaited=any(unit.outstanding_calls()))
+        finally:
+            for group in unit.groups:
+                group.fsdp_params.module_infos.unhide()
+            # A group that was on the meta device, or of another dtype, has other gradient buffers now.
+            unit.follow_gradients()
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise StateError(
+            f"{type(self).__name__} cannot be deep-copied: its parameters are views of buffers shared by the unit. "
+            "Build a second model, fully_shard it, and load_state_dict(model.state_dict()) into it; an average of the "
+            "weights needs no second model: {name: parameter.detach().clone()}, updated in place."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError(
+            f"{type(self).__name__} cannot be pickled: it holds process groups. Save its state instead: "
+            "save_checkpoint, torch.distributed.checkpoint or state_dict()."
+        )
+
+
+def _zero_grad(parameters: Iterable[torch.Tensor], *, set_to_none: bool) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None and not set_to_none:
+            parameter.grad.zero_()
+        elif parameter.grad is not None:
+            parameter.grad = None
+
+
+# The name that this project's interface has for the class, beside FSDP2's.
+FsdpModule = FSDPModule
+
+
+def unit_of(module: object) -> Unit:
+    """Return the unit of an ``FSDPModule``.
+
+    Raises:
+        StateError: ``fully_shard`` was not called on it.
+    """
+    unit = getattr(module, "_fsdp_unit", None)
+    if not isinstance(unit, Unit):
+        raise StateError(f"{type(module).__name__} is not sharded; call fully_shard on it first")
+    return unit
+
+
+@functools.cache
+def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class ``FSDP<Class>`` of a module class, the same one each time."""
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})

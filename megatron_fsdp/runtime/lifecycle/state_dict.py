@@ -1,0 +1,56 @@
+"""State dictionaries: what happens to a unit around ``state_dict`` and ``load_state_dict``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dbuffer.dtensor import FlatDTensor
+from megatron_fsdp.runtime.lifecycle.make_fsdp_params import readopt
+from megatron_fsdp.runtime.lifecycle.param_layout import is_laid_out_like, laid_out
+from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
+from megatron_fsdp.runtime.step.unit import Unit, units_below
+
+
+def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    unit.schedule.reshard(unit)
+
+
+def _before_load_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for below in units_below(module):
+        # What was assigned in the place of a parameter is what the values are for.
+        below.settle_replaced_params()
+        below.schedule.reshard(below)
+    _materialize_for(module, prefix, state_dict)
+    # Whole tensors, and DTensors that torch.distributed.tensor cut, are brought into the rows of each rank.
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value, owner = state_dict.get(prefix + name), group_of_parameter(parameter)
+        if owner is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            continue
+        if not is_laid_out_like(value, parameter):
+            state_dict[prefix + name] = laid_out(owner.fsdp_params, parameter, value)
+        elif isinstance(parameter, FlatDTensor) and isinstance(value, DTensor) and not isinstance(value, FlatDTensor):
+            # PyTorch made a DTensor of the parameter's placements. Its own operators, a detach of torch 2.14 even, take
+            # the rows of such a one for those of a plain Shard(0).
+            state_dict[prefix + name] = parameter.with_local(value.to_local())
+
+
+def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any]) -> None:
+    """Allocate the units on the meta device that the state dictionary fills; what is missing must not become zeros."""
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters():
+        names[id(parameter)] = prefix + name
+    for unit in units_below(module):
+        params = [param for group in unit.groups for param in group.parameters.values()]
+        if any(group.is_meta for group in unit.groups) and all(names.get(id(param)) in state_dict for param in params):
+            unit.materialize()
+
+
+def _after_load_state_dict(unit: Unit, *_: Any) -> None:
+    for group in unit.groups:
+        # Copy values back where a parameter was replaced (``assign=True``).
+        if readopt(group.fsdp_params, group.name):
+            group.freshness.change()

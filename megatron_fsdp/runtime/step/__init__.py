@@ -1,0 +1,1 @@
+"""What runs in an undisturbed step, and little else."""

@@ -1,0 +1,512 @@
+"""Backward: how a backward passes through the units of one root, from the first hook that it calls to final gradients.
+
+Autograd says when it reaches an output of a unit's call (``before_backward``), when it is about to read weights
+(``before_reading``) and when a gradient is there (``gradient_arrived``). From that follows which units it has left:
+they are closed, which is where their gradients are reduced, and released (docs/design/order.md, "Backward").
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from dbuffer.events import listeners, tell
+from megatron_fsdp.errors import AgreementError, StateError
+from megatron_fsdp.runtime.grads.last_reductions import LastReductions
+from megatron_fsdp.runtime.guards.asked_gradients import refuse_gathered
+from megatron_fsdp.runtime.guards.missing_gradients import MissingGradients
+from megatron_fsdp.runtime.guards.step_between import refuse_stepped
+from megatron_fsdp.runtime.guards.withheld import refuse_reads
+from megatron_fsdp.runtime.step.freshness import MOMENTS
+from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.step.gradients import GradientBuffer
+from megatron_fsdp.runtime.step.lanes import join_lanes, turns
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.schedule import Schedule
+from megatron_fsdp.runtime.step.unit import Call, Unit, alive, is_in_backward
+
+__all__ = ["Backward", "InFlight"]
+
+
+class _Pass:
+    """One backward.
+
+    Attributes:
+        ending: what autograd calls at the end; dead when the backward has raised.
+        active: units that it is in, or whose weights it has gathered once more. Weak, so that a model whose backward
+            raised is freed when it is deleted. entered: the oldest call of each unit that it has come to. repeated: the
+            last one of each unit that it has computed again. closed: units whose gradients it has done with. All by
+            identity.
+        deferred: units that were closed when nothing had a gradient yet.
+        has_gradients: whether anything has.
+    """
+
+    def __init__(self, ending: weakref.ref[functools.partial[None]]) -> None:
+        self.ending = ending
+        self.active: dict[int, weakref.ref[Unit]] = {}
+        self.entered: dict[int, Call] = {}
+        self.repeated: dict[int, Call] = {}
+        self.closed: set[int] = set()
+        self.deferred: list[weakref.ref[Unit]] = []
+        self.has_gradients = False
+
+    def enter(self, unit: Unit) -> None:
+        """Be in a unit, which may get gradients once more."""
+        self.active[id(unit)] = unit.reference
+        self.closed.discard(id(unit))
+
+    def enter_call(self, call: Call, unit: Unit) -> None:
+        """Come to a call of a unit."""
+        first = self.entered.get(id(unit))
+        if first is None or call.begin < first.begin:
+            self.entered[id(unit)] = call
+        self.enter(unit)
+
+    def latest_first(self) -> list[Unit]:
+        """Return the units that backward is in, inner ones before those around them, in one order on every rank."""
+        return sorted(alive(self.active.values()), key=self._begin, reverse=True)
+
+    def _begin(self, unit: Unit) -> int:
+        first = self.entered.get(id(unit))
+        return 0 if first is None else first.begin
+
+    def is_inside(self, unit: Unit) -> bool:
+        """Whether backward is in a call that it has come to in the graph under way, or comes to one computed again."""
+        repeated = self.repeated.get(id(unit))
+        if repeated is not None and not repeated.entered:
+            return True
+        first = self.entered.get(id(unit))
+        return first is not None and id(unit) in self.active and first.task <= torch._C._current_graph_task_id()
+
+
+class Backward:
+    """Drives backwards through the units below one root, one at a time.
+
+    Attributes:
+        is_last: whether the next backward ends an optimizer step's gradient accumulation.
+        number: how many backwards there were so far. is_under_way: whether the last one of them has not ended.
+        max_packed_buffers: how many units' packed gradients may live at once.
+        is_manual: whether a backward leaves it to a ``finish`` outside of it to complete the gradients.
+        is_unfinished: whether that is still to come. awaited: refuses what may not come before; None for nothing.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.is_last = True
+        self.number = 0
+        self.is_under_way = False
+        devices = {group.spec.compute_device for unit in schedule.units() for group in unit.groups}
+        self.max_packed_buffers = 2 if any(turns(device) is not None for device in devices) else 1
+        self.is_manual = self.is_unfinished = False
+        self.awaited: Callable[[str], NoReturn] | None = None
+        self._schedule = schedule
+        self._pass: _Pass | None = None
+        self._has_sums = False
+        self._reducing = InFlight()
+        self._last = LastReductions()
+        self._missing = MissingGradients(schedule.first_use.tokens)
+        for unit in schedule.units():
+            unit.backward = self
+
+    def share_reductions(self, other: Backward) -> None:
+        """Count packed gradient buffers together with another root's."""
+        self._reducing = other._reducing
+
+    # ------------------------------------------------------------------ begin, raise
+
+    def begin(self, *, packs: bool = False) -> _Pass:
+        """Note that a backward is under way.
+
+        Args:
+            packs: gradients are about to be packed; make room for one more buffer, oldest first.
+        """
+        now = self._pass
+        if now is None or now.ending() is None:
+            self.recover()
+            self.number += 1
+            self.is_under_way = True
+            self._pass = now = _Pass(self._follow_task())
+            self._settle()
+        if packs:
+            self._reducing.drain(self.max_packed_buffers - 1)
+        return now
+
+    def _follow_task(self) -> weakref.ref[functools.partial[None]]:
+        """Have autograd call ``finish`` at the end of its task; what is returned dies with a task that raises.
+
+        No frame may refer to what is called, as a traceback would keep it: a partial has none of its own.
+        """
+        ending = functools.partial(Backward.finish, self)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
+        return weakref.ref(ending, functools.partial(_raised, weakref.ref(self)))
+
+    def _settle(self) -> None:
+        """Take notice of sums under way that users threw away."""
+        if self._has_sums:
+            for unit in self._schedule.units():
+                for buffer in unit.gradients:
+                    buffer.settle()
+            self._has_sums = False
+
+    def void(self, ending: weakref.ref[functools.partial[None]]) -> None:
+        """Let ``.grad`` refuse to be read, as the backward of that ending has raised.
+
+        Before whoever called backward hears of it. No more than that, as ranks that wait for this one may hold it up:
+        ``recover`` gives memory back.
+        """
+        if self._pass is not None and self._pass.ending is ending:
+            for unit in self._schedule.units():
+                for buffer in unit.gradients:
+                    buffer.void(self.number)
+            self._has_sums = True
+
+    def recover(self) -> None:
+        """Forget a backward that raised: its graph task never ran the final callback.
+
+        Outside of any backward it is over, whether or not a device's thread has let go of the task by then.
+        """
+        if self._pass is not None and (self._pass.ending() is None or not is_in_backward()):
+            self._abandon()
+
+    def reset(self) -> None:
+        """Forget a forward or backward that raised, and the gradients that are incomplete or not finished."""
+        self._abandon()
+        for unit in self._schedule.units():
+            for buffer in unit.gradients:
+                if buffer.binding.is_void or self.is_unfinished:
+                    buffer.discard()
+        self.is_unfinished, self.awaited = False, None
+
+    def _abandon(self) -> None:
+        for unit in self._schedule.units():
+            unit.open_call = None
+            for buffer in unit.gradients if self._pass is not None else ():
+                buffer.abandon(self.number)
+                self._has_sums = self._has_sums or buffer.binding.is_under_way
+            self._schedule.reshard(unit)
+        self._end()
+
+    def _end(self) -> None:
+        for unit in self._schedule.units():
+            for buffer in unit.gradients:
+                buffer.end_backward()
+        self._schedule.end_backward()
+        self._pass = self._last.closed = None
+        self.is_under_way = False
+
+    # ------------------------------------------------------------------ enter
+
+    def before_backward(self, call: Call) -> None:
+        """Gather the unit again for its backward, end the units that backward has left, start the next gather.
+
+        Raises:
+            StateError: the backward is itself recorded (``create_graph=True``), or weights were stepped since forward.
+        """
+        if listeners:
+            tell("enter", call)
+        unit = call.unit
+        if torch.is_grad_enabled():
+            raise StateError(
+                f"unit {unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
+                "use released weights. Keep the module whose second derivatives are wanted unsharded."
+            )
+        if call.moment != MOMENTS[0]:
+            refuse_stepped(call)
+        now = self.begin()
+        task = torch._C._current_graph_task_id()
+        if call.entered == self.number:
+            self._unshard_again(now, unit)
+            self._note_entered(call, unit, task)
+            return
+        call.entered, call.task = self.number, task
+        unit.expect(call)
+        self._leave_passed(now, call.end, entering=unit)
+        now.enter_call(call, unit)
+        if unit.unshards_in_backward:
+            self._schedule.unshard(unit, check=False)
+        elif call.reads is not None and not unit.is_unsharded:
+            refuse_reads(call)
+        self._note_entered(call, unit, task)
+        self._prefetch(call, unit)
+
+    @staticmethod
+    def _note_entered(call: Call, unit: Unit, task: int) -> None:
+        if unit.is_unsharded:
+            unit.entered, unit.entered_task = call, task
+
+    def before_reading(self, unit: Unit, call: Call | None) -> None:
+        """Gather the unit again, if need be, for the backward of an operator that reads its weights.
+
+        Args:
+            call: in which the operator ran; None where it ran outside of any, between ``unshard`` and ``reshard``.
+        """
+        if call is not None:
+            self.before_backward(call)
+            return
+        self._unshard_again(self.begin(), unit)
+
+    def _unshard_again(self, now: _Pass, unit: Unit) -> None:
+        if unit.unshards_in_backward and not unit.is_unsharded:
+            # Left, or even closed: whoever ends the backward releases it once more.
+            now.active[id(unit)] = unit.reference
+            self._schedule.unshard(unit, check=False)
+
+    def before_recomputation(self, unit: Unit, module: nn.Module) -> None:
+        """Gather the unit for a forward inside of backward."""
+        # Reentrant checkpointing runs the first forward without a graph, so no output is watched, and this is where
+        # backward is seen to move on. Units whose outputs are watched are left by the watch.
+        now = self.begin()
+        for other in now.latest_first():
+            if other is not unit and not self._is_watched(now, other) and not other.encloses(unit):
+                self._leave(other)
+        if unit.open_call is not None or not self._is_watched(now, unit):
+            self._schedule.open_call(unit, module)
+            if unit.open_call is not None:
+                now.repeated[id(unit)] = unit.open_call
+            unit.admit_replaced_params()
+        now.active[id(unit)] = unit.reference
+        self._schedule.unshard(unit, check=False)
+
+    def _is_watched(self, now: _Pass, unit: Unit) -> bool:
+        """Whether a hook on outputs says, or will say, that backward is in a call of the unit."""
+        return now.is_inside(unit) or self._awaits_call(now, unit)
+
+    def _awaits_call(self, now: _Pass, unit: Unit, end: float = math.inf) -> bool:
+        """Whether the graph that autograd is going through leads to a call of the unit that it has not entered yet.
+
+        That a call is alive does not say so: what keeps it (a log, a cycle, a traceback) is a rank's own affair. A
+        gradient still to come does, the unit's or, as this rank may have used none of its parameters there, that of
+        a unit which backward has passed already and which ran in the same pass (docs/design/order.md).
+        """
+        calls = unit.calls_not_entered(self.number, end)
+        if not calls or unit.awaits_gradients():
+            return bool(calls)
+        passes = {id(call.trail) for call in calls}
+        return any(
+            other.awaits_gradients()
+            for other in self._schedule.units()
+            if id(other) in now.entered
+            and now.entered[id(other)].first_begin > end
+            and any(id(call.trail) in passes for call in other.calls_not_entered(self.number))
+        )
+
+    def _prefetch(self, call: Call, entered: Unit) -> None:
+        if entered.backward_prefetch:
+            for reference in entered.backward_prefetch:
+                self._schedule.start_gather(reference(), check=False)
+            return
+        for position in range(call.position - 1, -1, -1):
+            unit = call.trail[position]()
+            if unit is not None and unit.groups and unit is not entered and unit.unshards_in_backward:
+                self._schedule.gather_ahead(unit, check=False)
+                return
+
+    # ------------------------------------------------------------------ leave, close, reduce
+
+    def after_call(self, call: Call) -> None:
+        """Leave what a call made, as backward has reached what the call was given."""
+        if self._pass is not None:
+            self._leave_passed(self._pass, call.begin - 1)
+
+    def _leave_passed(self, now: _Pass, end: int, *, entering: Unit | None = None) -> None:
+        """Leave the units all of whose calls in this backward began after a tick of the clock."""
+        for unit in now.latest_first():
+            if unit is entering:
+                continue
+            first = now.entered.get(id(unit))
+            if first is not None and first.begin <= end:
+                continue
+            if (first is None or first.first_begin > end) and not self._awaits_call(now, unit, end):
+                self._leave(unit)
+            elif first is not None:
+                # An earlier call of the unit has its backward still to come: weights are gathered again then.
+                self._schedule.reshard(unit)
+
+    def gradient_arrived(self, unit: Unit) -> None:
+        """Note the first gradient of a parameter group of a unit, for which a backward was begun."""
+        now = self._pass
+        assert now is not None
+        now.has_gradients = True
+        if id(unit) not in now.active:
+            now.enter(unit)
+
+    def _leave(self, unit: Unit) -> None:
+        """Give back a unit's weights and reduce its gradients, once per backward."""
+        now = self._pass
+        assert now is not None
+        now.active.pop(id(unit), None)
+        unit.forget(self.number)
+        if unit.reshard_after_backward:
+            self._schedule.reshard(unit)
+        if id(unit) in now.closed or not unit.num_gradients:
+            return
+        now.closed.add(id(unit))
+        # Without a gradient so far, either this rank used none of these parameters, and others may have; or this is a
+        # backward that asks for no parameter's gradient at all.
+        if not now.has_gradients:
+            now.deferred.append(unit.reference)
+            return
+        if now.deferred:
+            deferred, now.deferred = now.deferred, []
+            for each in dict.fromkeys(alive(deferred)):
+                if each is not unit:
+                    self._reduce(each)
+        self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        if not self._schedule.first_use.is_over:
+            self._schedule.first_use.before_reduction(unit)
+        if self._last.closed is not None:
+            self._last.flush()
+        complete = [buffer for buffer in unit.gradients if buffer.close(reduce=unit.requires_gradient_sync)]
+        for buffer in complete:
+            if 1 in buffer.binding.missing:
+                self._missing.say(unit.groups)
+                break
+        GradientBuffer.reduce(complete, owner=id(unit))
+        for buffer in unit.gradients:
+            if buffer.tickets:
+                if listeners:
+                    tell("reduce", unit)
+                self._reducing.add(unit)
+                break
+        if not unit.rests_final and self.is_last and not self.is_manual and unit.requires_all_reduce and complete:
+            self._last.close(unit, self.number)
+        if listeners:
+            tell("closed", unit)
+
+    # ------------------------------------------------------------------ finish
+
+    def finish(self) -> None:
+        """End the backward: close what is open, complete the reductions, hand the gradients to the parameters.
+
+        Outside of any, finish what earlier ones left under way.
+        """
+        if listeners:
+            tell("finish", self)
+        is_inside = is_in_backward()
+        if not is_inside:
+            self.recover()
+            self._settle()
+        now, units = self._pass, list(self._schedule.units())
+        is_for_others = is_inside and (now is None or not now.has_gradients)
+        for unit in now.latest_first() if now is not None else ():
+            self._leave(unit)
+        is_left = is_inside and self.is_manual
+        if not is_left:
+            self._reduce_filled(units)
+            self._reducing.drain(0)
+            self._finalize(units)
+        self._show_pending(units)
+        self._end()
+        for pool in self._schedule.pools.planned:
+            pool.settle()
+        self.is_unfinished = is_left
+        if is_for_others:
+            refuse_gathered(group for unit in units for group in unit.groups)
+        if listeners and (self.is_last or self.is_manual) and not is_left:
+            tell("backward", self)
+
+    def start_reductions(self) -> None:
+        """Issue, outside of a backward, the reductions that ``finish`` completes."""
+        self.recover()
+        self._settle()
+        self._reduce_filled(self._schedule.units())
+
+    def _reduce_filled(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            if unit.requires_gradient_sync:
+                for buffer in unit.gradients:
+                    if buffer.is_filled:
+                        self._reduce(unit)
+                        break
+
+    def _finalize(self, units: list[Unit]) -> None:
+        is_last = self.is_last or self.is_manual
+        finals = [found for unit in units if (found := _final(unit, is_last=is_last))]
+        final = [group for found in finals for group in found]
+        is_missing = any(1 in group.gradients.binding.missing for group in final if group.gradients is not None)
+        if is_missing:
+            self._missing.say(final)
+        is_left = not all(unit.rests_final for unit in units)
+        if is_left:
+            self._last.finish(finals)
+        # Hooks waited on the streams that autograd gave them. The caller's follows all of it from here on, also in a
+        # graph that ends with the backward (docs/design/order.md, "Streams"). Not before: compute would wait for the
+        # gather of the unit that comes next.
+        join_lanes()
+        if is_left:
+            self._last.finish_here(finals)
+        for group in final:
+            assert group.gradients is not None
+            if listeners and group.gradients.rests_final:
+                tell("final", group)
+            group.gradients.binding.complete()
+            if listeners:
+                tell("completed", group)
+        if is_missing or self._missing.has_question:
+            self._missing.settle(final, units)
+        self._missing.number += bool(final)
+        for group in final:
+            assert group.gradients is not None
+            group.gradients.binding.show()
+            if self.is_last or self.is_manual:
+                group.freshness.suspect()
+
+    def _show_pending(self, units: list[Unit]) -> None:
+        """Show on ``.grad`` which sums are still under way."""
+        for unit in units:
+            for buffer in unit.gradients:
+                if buffer.binding.is_under_way:
+                    buffer.binding.show_pending()
+                    self._has_sums = True
+
+
+def _final(unit: Unit, *, is_last: bool) -> list[ParameterGroup]:
+    """Return the groups whose sums are complete when this backward ends."""
+    if not unit.requires_gradient_sync:
+        return []
+    is_last = is_last and unit.requires_all_reduce
+    return [
+        group
+        for group in unit.groups
+        if (buffer := group.gradients) is not None
+        and buffer.binding.state is GradState.PARTIAL
+        and (buffer.rests_final or is_last)
+    ]
+
+
+def _raised(backward: weakref.ref[Backward], ending: weakref.ref[functools.partial[None]]) -> None:
+    found = backward()
+    if found is not None:
+        found.void(ending)
+
+
+class InFlight:
+    """Units whose gradients are being reduced, in the order of issue."""
+
+    def __init__(self) -> None:
+        self._units: list[weakref.ref[Unit]] = []
+
+    def add(self, unit: Unit) -> None:
+        """Note that the unit's reduction was issued."""
+        self._units.append(unit.reference)
+
+    def drain(self, num_kept: int) -> None:
+        """Make compute wait for all reductions but the newest ``num_kept``, and release their packed buffers."""
+        while len(self._units) > num_kept:
+            unit = self._units[0]()
+            for buffer in unit.gradients if unit is not None else ():
+                if buffer.tickets:
+                    if listeners:
+                        tell("fold", unit)
+                    try:
+                        buffer.wait()
+                    except RuntimeError as error:
+                        AgreementError.raise_for(buffer.unit, "the reduction of its gradients", error)
+            del self._units[0]

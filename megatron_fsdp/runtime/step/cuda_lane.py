@@ -1,0 +1,260 @@
+"""A CUDA stream as a lane, and the streams on which compute runs beside it.
+
+The only file that touches streams and events, all of them by way of ``Streams``, in whose place a test puts a double
+that notes what waits for what (docs/design/order.md, "Streams").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from dbuffer.events import listeners, tell
+from dbuffer_kernels.switches import is_off
+from megatron_fsdp.runtime.step.lane_types import Operation, Ticket
+
+__all__ = ["LATEST", "Compute", "CudaLane", "Streams", "Turns", "latest_submission"]
+
+
+class Streams(Protocol):
+    """What a device with streams must do for lanes. Streams and events are those of ``torch.cuda``, or look alike."""
+
+    def new(self, device: torch.device, name: str) -> Any:
+        """Return a new stream of high priority, for the lane of that name."""
+
+    def current(self, device: torch.device) -> Any:
+        """Return the stream on which this thread issues work."""
+
+    def current_id(self, device: torch.device) -> int:
+        """Return a number for that stream; asked for every gradient."""
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        """Issue work on another stream while the block runs."""
+
+    def on_host(self) -> AbstractContextManager[Any]:
+        """Run what the host does to memory of its own, on what a lane has copied there."""
+
+    def event(self) -> Any:
+        """Return a new event."""
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+
+
+class _CudaStreams:
+    def new(self, device: torch.device, name: str) -> torch.cuda.Stream:
+        return torch.cuda.Stream(device=device, priority=0 if is_off("priority") else -1)
+
+    def current(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(device)
+
+    def current_id(self, device: torch.device) -> int:
+        number: int = torch._C._cuda_getCurrentRawStream(device.index)
+        return number
+
+    def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def on_host(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def event(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+
+class Compute:
+    """The streams of one device on which the engine was called. Together they are what lanes call compute.
+
+    A model may run a branch on a stream of its own. Weights that one branch has done with, and packed gradients, go
+    back to an allocator that serves all of them; so lanes wait for all, and all wait for lanes.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
+        self.device = device
+        self.streams = streams or _CudaStreams()
+        self._known: dict[int, Any] = {}
+        # Since a pass began.
+        self._used: set[int] = set()
+
+    def note(self) -> None:
+        """Count the current stream in."""
+        number = self.streams.current_id(self.device)
+        self._used.add(number)
+        if number not in self._known:
+            self._known[number] = self.streams.current(self.device)
+
+    def forget_unused(self) -> None:
+        """Count out the streams on which nothing was asked for since the last call, as a pass begins.
+
+        The current one follows them a last time. Each costs every submission and every wait for a ticket a wait.
+        """
+        current, is_capturing = self.streams.current(self.device), self.streams.is_capturing()
+        for number in self._known.keys() - self._used:
+            if self.is_captured(self._known[number]) is is_capturing:
+                stream = self._known.pop(number)
+                current.wait_stream(stream)
+        self._used.clear()
+        # Weights that stayed gathered may be all that the pass uses: it asks lanes for nothing then.
+        self.note()
+
+    def all(self) -> list[Any]:
+        """Return them, the current one included; in a capture those alone that are captured, out of it the others."""
+        self.note()
+        if len(self._known) == 1:
+            return list(self._known.values())
+        is_capturing = self.streams.is_capturing()
+        return [stream for stream in self._known.values() if self.is_captured(stream) is is_capturing]
+
+    def is_captured(self, stream: Any) -> bool:
+        """Whether a stream is being captured."""
+        with self.streams.use(stream):
+            return self.streams.is_capturing()
+
+
+class Turns:
+    """Keeps what compute streams do to one buffer in the order in which the host says it.
+
+    Autograd runs the backward of a branch, and the hooks on its gradients, on the stream of its forward.
+    """
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+        self._number: int | None = None
+        self._stream: Any = None
+
+    def take(self, leave: Callable[[], None]) -> None:
+        """Order the current stream after the one that had the last turn; ``leave`` ends that turn, on that stream."""
+        compute = self._compute
+        streams = compute.streams
+        number = streams.current_id(compute.device)
+        if number == self._number:
+            return
+        stream, before = streams.current(compute.device), self._stream
+        if before is not None and compute.is_captured(before) is streams.is_capturing():
+            with streams.use(before):
+                leave()
+            stream.wait_stream(before)
+        compute.note()
+        self._number, self._stream = number, stream
+
+
+class _CudaTicket:
+    __slots__ = ("_compute", "_event", "_followed", "_on_host", "lane", "owner", "works")
+
+    def __init__(self, lane: str, owner: int, compute: Compute, on_host: Callable[[], None] | None) -> None:
+        self.lane, self.owner = lane, owner
+        self.works: list[dist.Work] = []
+        self._event: Any = None
+        self._compute = compute
+        self._on_host = on_host
+        # Streams that wait already, by identity; None before the first wait.
+        self._followed: set[int] | None = None
+
+    def wait(self) -> None:
+        """Order compute after the submitted work, and the host too where the host has work to do on it."""
+        streams = self._compute.all()
+        if self._followed is not None:
+            # Groups of a unit share a ticket, and each waits for it.
+            streams = [stream for stream in streams if id(stream) not in self._followed]
+            if not streams:
+                return
+        if listeners:
+            tell("wait", self)
+        for stream in streams:
+            stream.wait_event(self._event)
+        self._followed = (self._followed or set()) | {id(stream) for stream in streams}
+        if self._on_host is not None:
+            self._event.synchronize()
+            with self._compute.streams.on_host():
+                self._on_host()
+            self._on_host = None
+        if listeners:
+            tell("waited", self)
+
+    def lead(self, stream: Any) -> None:
+        """Order a lane's stream after the submitted work."""
+        stream.wait_event(self._event)
+
+    def give_up(self) -> None:
+        """Order compute after what was submitted; its end is known even where the submission raised."""
+        self._on_host = None
+        if self._event is not None:
+            self.wait()
+
+
+class CudaLane:
+    """A high-priority stream as a lane."""
+
+    def __init__(self, name: str, compute: Compute) -> None:
+        self._name = name
+        self._compute = compute
+        self._stream = compute.streams.new(compute.device, name)
+        # The end of what was submitted last, and whether that was captured: an event lives in its capture alone.
+        self._last: Any = None
+        self._is_last_captured = False
+
+    def submit(
+        self,
+        operation: Operation,
+        then: Callable[[], None] | None = None,
+        on_host: Callable[[], None] | None = None,
+        *,
+        owner: int = 0,
+        tickets: Iterable[list[Ticket]] = (),
+        after: Iterable[Ticket] = (),
+    ) -> Ticket:
+        """Run the operation on the lane's stream, after what compute streams hold now."""
+        streams = self._compute.streams
+        ticket = _CudaTicket(self._name, owner, self._compute, on_host)
+        for known in tickets:
+            known.append(ticket)
+        # The wait also covers memory: a block that compute has finished with may be handed out again on this stream.
+        for stream in self._compute.all():
+            self._stream.wait_stream(stream)
+        for other in after:
+            other.lead(self._stream)
+        with streams.use(self._stream):
+            event = streams.event()
+            try:
+                if listeners:
+                    tell("issue", ticket)
+                operation(None)
+                if listeners:
+                    tell("landed", ticket)
+                if then is not None:
+                    then()
+            finally:
+                event.record(self._stream)
+                ticket._event = self._last = event
+                self._is_last_captured = streams.is_capturing()
+        LATEST[:] = [] if self._is_last_captured else [event]
+        if listeners:
+            tell("issued", ticket)
+        return ticket
+
+    def join(self) -> None:
+        """Order compute after all that was submitted."""
+        if self._last is not None and self._is_last_captured is self._compute.streams.is_capturing():
+            for stream in self._compute.all():
+                stream.wait_event(self._last)
+            if self._is_last_captured:
+                # The next capture may not wait for it, and nothing tells one capture from another.
+                self._last = None
+
+
+LATEST: list[Any] = []
+
+
+def latest_submission() -> Any:
+    """Return the event at the end of what was submitted last to any CUDA lane, which any thread may query.
+
+    None where there is none, and where that was captured into a graph: such an event tells nothing of the replays.
+    """
+    return LATEST[0] if LATEST else None

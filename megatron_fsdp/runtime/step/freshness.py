@@ -1,0 +1,180 @@
+"""Freshness: whether compute weights are as new as main weights, and how anybody learns that these have changed.
+
+Fused and foreach optimizers change a DTensor's memory without touching any version counter, so every step of any
+torch.optim.Optimizer in the process counts as a change (docs/design/freshness.md). Optimizers are heard of from the
+first ``fully_shard`` on, and asked before each step whether they would step copies.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.guards.pending_sums import NUM_SHOWN, refuse_pending
+
+__all__ = ["MOMENTS", "STALE", "Freshness", "mark_gathered", "mark_replaced", "refreshes_itself"]
+
+MOMENTS = [0]
+"""How many beginnings and ends of optimizer steps there were: where it is the same twice, nothing stepped between."""
+_num_steps = [0]
+_VERSION: Any = torch._C.TensorBase._version
+_version: Callable[[torch.Tensor], int] = _VERSION.__get__
+_REFRESHING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+STALE = "_fsdp_stale"
+"""The attribute of tensors that no optimizer may step; its value says why."""
+
+
+class Freshness:
+    """How old the compute weights of one parameter group are.
+
+    Weights at rest are of a generation, which ends when main weights change; gathered ones are of that of their gather.
+
+    Args:
+        tensors: a list of those whose versions grow with every change of main weights that PyTorch counts.
+
+    Attributes:
+        generation: of the weights at rest. gathered: of those that were gathered last.
+        changed_at: what ``MOMENTS`` was when a look found that ``version`` had moved.
+    """
+
+    __slots__ = ("_is_changed", "_is_suspect", "_seen", "_steps", "_tensors", "changed_at", "gathered", "generation")
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._seen = self._steps = -1
+        self.changed_at = 0
+        self._is_changed = True
+        self._is_suspect = False
+        self.generation = self.gathered = 0
+
+    def change(self) -> None:
+        """Main weights have changed."""
+        self._is_changed = True
+
+    def suspect(self) -> None:
+        """Main weights may have changed in a way that shows nowhere."""
+        self._is_suspect = True
+
+    def lose(self) -> None:
+        """Gathered weights were changed: nobody may use them, or what was kept of them, again."""
+        self._is_suspect = True
+        self.generation += 1
+
+    def is_changed(self) -> bool:
+        """Whether main weights are known to have changed since the last refresh."""
+        version = sum(map(_version, self._tensors))
+        if version != self._seen:
+            self._is_changed = True
+            self._seen, self.changed_at = version, MOMENTS[0]
+        if self._steps != _num_steps[0]:
+            self._is_changed = True
+            self._steps = _num_steps[0]
+        return self._is_changed
+
+    def has_changed_since(self, moment: int) -> bool:
+        """Whether PyTorch counted a change of main weights after a look at them at that value of ``MOMENTS``."""
+        self.is_changed()
+        return self.changed_at > moment
+
+    def wants_refresh(self) -> bool:
+        """Whether they have, or may have."""
+        return self.is_changed() or self._is_suspect
+
+    def refreshed(self) -> None:
+        """Weights at rest are those of main weights: told last, so that a refresh that raised is made again."""
+        self.generation += 1
+        self._is_changed = self._is_suspect = False
+
+    def gathered_directly(self) -> None:
+        """A gather takes main weights as they are now, of which no copy rests."""
+        version = sum(map(_version, self._tensors))
+        if version != self._seen:
+            self._seen, self.changed_at = version, MOMENTS[0]
+        self._steps = _num_steps[0]
+        self._is_changed = self._is_suspect = False
+        self.generation += 1
+
+    def look_again(self) -> None:
+        """The memory of main weights was written with the values that it had, which is no change of theirs."""
+        self._seen, self._steps = sum(map(_version, self._tensors)), _num_steps[0]
+
+    def is_stale(self) -> bool:
+        """Whether gathered weights are older than main weights."""
+        return self.is_changed() or self.gathered != self.generation
+
+
+def _count_step(optimizer: Optimizer) -> None:
+    MOMENTS[0] += 1
+    if optimizer not in _REFRESHING:
+        _num_steps[0] += 1
+
+
+def _check_parameters(optimizer: Optimizer) -> None:
+    """Refuse sums under way; and tensors whose changes would be lost, once per optimizer and when it has got more."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if NUM_SHOWN[0]:
+        refuse_pending(parameters)
+    if _CHECKED.get(optimizer) == len(parameters):
+        return
+    for parameter in parameters:
+        reason = parameter.__dict__.get(STALE)
+        if reason is not None:
+            raise StateError(f"{type(optimizer).__name__} {reason}")
+    _CHECKED[optimizer] = len(parameters)
+
+
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    _check_parameters(optimizer)
+    # As after the step: one that raises has changed some of the weights, and no hook is called then.
+    _count_step(optimizer)
+
+
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    _count_step(optimizer)
+    if optimizer.defaults.get("fused"):
+        # The one kind of step that DTensors do not count.
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        torch.autograd.graph.increment_version(p._local_tensor for p in stepped if isinstance(p, DTensor))
+
+
+@functools.cache
+def _hear_of_steps() -> None:
+    # A compiled step calls them as they are: traced, the count would be a constant of the compiled code.
+    register_optimizer_step_post_hook(_disable_dynamo(_after_step))
+    register_optimizer_step_pre_hook(_disable_dynamo(_before_step))
+
+
+def mark_gathered(parameter: torch.Tensor, name: str) -> None:
+    """Note that a tensor is a gathered weight, which no optimizer may step."""
+    _hear_of_steps()
+    parameter.__dict__[STALE] = (
+        f"holds the gathered weights of parameter {name!r} instead of its shard: model.parameters() was called between "
+        "a forward and its backward. Build the optimizer before the first forward, or call model.reset_iter_state() "
+        "first where a forward has no backward."
+    )
+
+
+def mark_replaced(parameter: torch.Tensor, name: str) -> None:
+    """Note that a parameter was replaced by a sharded one, so that no optimizer may step it."""
+    _hear_of_steps()
+    parameter.__dict__[STALE] = (
+        f"holds parameter {name!r} as it was before fully_shard, which nobody uses any more. Build the optimizer after "
+        "fully_shard, or give both to fully_shard_model_and_optimizer."
+    )
+
+
+def refreshes_itself(optimizer: Optimizer) -> None:
+    """Say that ``optimizer`` tells its groups of each step, so that it needs no other notice.
+
+    It calls ``announce_step`` before it changes anything.
+    """
+    _REFRESHING.add(optimizer)

@@ -1,0 +1,216 @@
+"""FusedLinear: linear layers whose backward multiplies the weight's gradient straight into its unit's packed buffer.
+
+Without it autograd makes a tensor of the gradient, which is then copied into the packed buffer: four bytes moved per
+bf16 parameter, and memory for both. Here the matrix product writes into the buffer, or adds to what lies there, and
+autograd is handed no gradient for the weight. It still tells the weight when all of its uses are through, as for any
+parameter (docs/design/fused_gradients.md).
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from dbuffer_kernels.backends import is_on_gpu
+from megatron_fsdp.runtime.weights.gathered_weight import KINDS, WeightHandle
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = [
+    "WEIGHTS",
+    "FusedLinear",
+    "add_product",
+    "applied",
+    "as_factor",
+    "has_transforms",
+    "is_recorded_plainly",
+    "task_id",
+    "watched",
+    "weight_gradient",
+]
+
+
+class FusedLinear(nn.Linear):
+    """Mixed into the class of the linear layers of a unit; it keeps the class's name, and computes what that does.
+
+    ``type(layer).__mro__`` shows it. A copied or unpickled layer is of the original class again.
+    """
+
+    _plain_class: type[nn.Linear]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``input @ weight.T + bias``, as ``nn.Linear`` does."""
+        try:
+            # As ``self.weight`` finds them, without a call for each.
+            parameters: Any = self._parameters
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:
+            # Parametrizations compute them.
+            weight, bias = self.weight, self.bias
+        if torch.compiler.is_dynamo_compiling():
+            return functional.linear(input, weight, bias)
+        try:
+            handle: WeightHandle = weight._fsdp_handle
+        except AttributeError:
+            return functional.linear(input, weight, bias)
+        if not torch.is_grad_enabled() or has_transforms() or forward_ad._current_level >= 0:
+            return functional.linear(input, weight, bias)
+        unit = handle.unit()
+        is_cast = input.dtype is not weight.dtype or torch.is_autocast_enabled(input.device.type)
+        factor = as_factor(input, weight) if is_cast else input
+        is_plain = type(factor) in _PLAIN and factor.layout is torch.strided  # type: ignore[union-attr]  # None is no tensor
+        if not is_plain or not weight.requires_grad or (bias is not None and bias.dtype is not weight.dtype):
+            return watched(functional.linear(input, weight, bias), unit)
+        output: torch.Tensor = _linear_into_buffer(factor, weight, bias, handle, unit and unit.open_call)
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *state = tuple(super().__reduce_ex__(protocol))
+        return copyreg._reconstructor, (self._plain_class, object, None), *state  # type: ignore[attr-defined]
+
+
+def watched(output: torch.Tensor, unit: Any) -> torch.Tensor:
+    """Have weights gathered before backward goes through the output of PyTorch's own operator, and return that."""
+    if unit is not None:
+        unit.schedule.watch(unit, output)
+    return output
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+WEIGHTS = (*_PLAIN, *KINDS)
+task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
+has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def is_recorded_plainly() -> bool:
+    """Whether autograd alone records what runs now, not a transform of functions or forward mode."""
+    return torch.is_grad_enabled() and not has_transforms() and forward_ad._current_level < 0
+
+
+def as_factor(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """Return what the weight is multiplied with: the input, cast as autocast casts it; None where they do not fit."""
+    if type(input) not in _PLAIN or input.layout is not torch.strided:
+        return None
+    if torch.is_autocast_enabled(weight.device.type):
+        if torch.get_autocast_dtype(weight.device.type) is not weight.dtype or input.dtype is torch.float64:
+            # The weight is cast too, and the gradient that is a matrix product is that of the cast weight.
+            return None
+        input = input.to(weight.dtype)
+    return input if input.dtype is weight.dtype else None
+
+
+class _LinearIntoBuffer(torch.autograd.Function):
+    """``functional.linear``, with the gradient of the weight added to its unit's buffer, where that takes products.
+
+    Its backward has the weights gathered first, whatever leads there.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, handle: WeightHandle, call: Any
+    ) -> torch.Tensor:
+        # What ``save_for_backward`` does.
+        ctx.to_save = (input, weight if ctx.needs_input_grad[0] else None)
+        ctx.handle, ctx.call = handle, call
+        ctx.materialize_grads = False
+        return functional.linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None, None, None, None
+        unit, call = ctx.handle.unit(), ctx.call
+        if unit is not None and (unit.entered is not call or unit.entered_task != task_id()):
+            unit.backward.before_reading(unit, call)
+        input, weight = ctx.saved_tensors
+        rows, inputs = gradient, input
+        if input.ndim > 2:
+            rows, inputs = gradient.flatten(0, -2), input.flatten(0, -2)
+        elif input.ndim == 1:
+            rows, inputs = gradient.unsqueeze(0), input.unsqueeze(0)
+        of_input = None if weight is None else torch.mm(rows, weight)
+        if of_input is not None and inputs is not input:
+            of_input = of_input.view(input.shape)
+        of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return of_input, weight_gradient(ctx, rows.T, inputs), of_bias, None, None
+
+
+def weight_gradient(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient ``left @ right`` of a weight for autograd; None where the buffer took it, or none is wanted.
+
+    Args:
+        ctx: whose next node but one is the end of the weight in the graph: it accumulates, and then calls the hook that
+            counts arrivals.
+    """
+    handle: WeightHandle = ctx.handle
+    buffer = handle.gradients()
+    # A recorded backward of a call was refused when it came to that.
+    if buffer is None or not buffer.takes_products or (ctx.call is None and torch.is_grad_enabled()):
+        return left @ right
+    node = ctx.next_functions[1][0]
+    weight = node.variable
+    if not weight.requires_grad:
+        # Frozen since forward.
+        return None
+    try:
+        if not torch._C._will_engine_execute_node(node):
+            # torch.autograd.grad, or backward(inputs=...), for other tensors: nothing may be accumulated.
+            return None
+    except RuntimeError:
+        # torch.autograd.grad for this very weight, or a call of the node by hand: the caller gets the gradient.
+        return left @ right
+    if weight._backward_hooks:
+        # Whoever has a hook wants to see the gradient.
+        return left @ right
+    buffer.receive_product(handle.index, left, right)
+    return None
+
+
+def applied(function: type[torch.autograd.Function]) -> Any:
+    """Return a function's ``apply``, without what callers have seen to and what only other functions need.
+
+    PyTorch's own looks for transforms first, as callers here do (``is_recorded_plainly``), and for another way to call
+    its backward.
+    """
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]  # made by PyTorch's metaclass
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]  # of the base, in C
+
+
+_linear_into_buffer = applied(_LinearIntoBuffer)
+
+
+def add_product(
+    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, overwrite: bool = False
+) -> None:
+    """Add ``scale * (left @ right)`` to ``out``, or write it there, in one matrix product.
+
+    Args:
+        left: (rows, n), or (experts, rows, n). right: (n, columns), or with as many experts. out: (rows, columns), or
+            with experts, of the same dtype, or FP32 for 16-bit factors, whose sums are not rounded to 16 bits then; may
+            be uninitialised where it is overwritten.
+    """
+    if out.dtype is not left.dtype and not is_on_gpu(out):
+        # Only CUDA has products of another dtype than their factors.
+        left, right = left.to(out.dtype), right.to(out.dtype)
+    is_batched = left.ndim == 3
+    beta = 0.0 if overwrite else 1.0
+    if out.dtype is not left.dtype:
+        add = torch.baddbmm if is_batched else torch.addmm
+        add(out, left, right, out_dtype=out.dtype, beta=beta, alpha=scale, out=out)
+    elif overwrite and (scale == 1.0 or out.dtype is torch.float16):
+        (torch.bmm if is_batched else torch.mm)(left, right, out=out)
+        if scale != 1.0:
+            # A small fp16 gradient loses bits to the scale: as many, and after the same rounding, as without fusion.
+            out.mul_(scale)
+    else:
+        (out.baddbmm_ if is_batched else out.addmm_)(left, right, beta=beta, alpha=scale)

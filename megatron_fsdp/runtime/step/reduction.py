@@ -1,0 +1,213 @@
+"""Reduction: the way of one group's gradients from the packed buffer to main_grad, and what is configured about it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dbuffer import DBuffer, PlacementError
+from dbuffer.collectives import Part, reduce_scatter
+from dbuffer.collectives_together import reduce_together
+from dbuffer.layout import only_flat_axis
+from dbuffer.route import Route
+from dbuffer_kernels import accumulate
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.policy.strategy import Placements
+from megatron_fsdp.runtime.grads.last_reduction import Hook, LastReduction
+from megatron_fsdp.runtime.step.lane_types import Ticket
+from megatron_fsdp.runtime.step.lanes import lane
+
+__all__ = ["GradientSpec", "ReduceFunction", "Reduction", "Stages", "submit_reductions"]
+
+# A replacement for the reduce-scatter: (output, input, group, op, async_op) -> handle or None, as FSDP2's
+# ``ReduceScatter``.
+ReduceFunction = Callable[
+    [torch.Tensor, torch.Tensor, dist.ProcessGroup, dist.ReduceOp.RedOpType, bool], "dist.Work | None"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSpec:
+    """What a gradient buffer is built from besides its weights.
+
+    Attributes:
+        placements: the strategy. reduce_dtype: of the packed buffer and the wire. main_dtype: of ``main_grad``.
+        divisor: the sum over ranks is divided by it.
+        device: where gradients are produced and reduced.
+        is_offloaded: ``main_grad`` lies in CPU memory, with the main weights. is_pinned: in pages that a GPU writes.
+        fuses_weight_gradients: linear layers may multiply gradients into the packed buffer; "wide": of a wider dtype.
+        accumulate_dtype: of the sum over ranks where that is wider than the wire; None: as the wire.
+    """
+
+    placements: Placements
+    reduce_dtype: torch.dtype
+    main_dtype: torch.dtype
+    divisor: float
+    device: torch.device
+    is_offloaded: bool = False
+    is_pinned: bool = False
+    fuses_weight_gradients: bool | str = True
+    accumulate_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """What becomes of one packed buffer.
+
+    Attributes:
+        start: returns the reduction to be issued; one that is no single collective is issued. fold: device work on its
+            result. on_host: work of the CPU after that, if any.
+    """
+
+    start: Callable[[list[dist.Work] | None], list[Part]]
+    fold: Callable[[], None]
+    on_host: Callable[[], None] | None
+
+
+def _start(all_stages: Sequence[Stages], works: list[dist.Work] | None) -> None:
+    parts: list[Part] = []
+    for stages in all_stages:
+        parts += stages.start(works)
+    if len(parts) == 1:
+        reduce_scatter(parts[0].shard, parts[0].whole, parts[0].axis, parts[0].op, works)
+    else:
+        reduce_together(parts, works)
+
+
+def submit_reductions(
+    device: torch.device, all_stages: Sequence[Stages], owner: int, tickets: Sequence[list[Ticket]]
+) -> None:
+    """Issue reductions together on their lane; who waits for the ticket, which each list gets, sees them folded."""
+
+    def fold() -> None:
+        for stages in all_stages:
+            stages.fold()
+
+    def fold_on_host() -> None:
+        for stages in all_stages:
+            if stages.on_host is not None:
+                stages.on_host()
+
+    on_host = None
+    for stages in all_stages:
+        if stages.on_host is not None:
+            on_host = fold_on_host
+    lane("reduce", device).submit(functools.partial(_start, all_stages), fold, on_host, owner=owner, tickets=tickets)
+
+
+def _wide_part(packed: DBuffer, reduced: DBuffer) -> list[Part]:
+    """Return the reduction of one axis whose sum is of a wider dtype.
+
+    Raises:
+        ConfigError: gradients are sharded over several axes, or none.
+    """
+    try:
+        axis = only_flat_axis(reduced.axes, reduced.placements)
+    except PlacementError as error:
+        raise ConfigError(
+            f"MixedPrecisionPolicy(accumulate_dtype={reduced.dtype}) needs gradients that are sharded over exactly one "
+            f"axis: {error}; use another strategy, or reduce_dtype={reduced.dtype}"
+        ) from error
+    return [Part(axis, packed.local_buffer, reduced.local_buffer, "sum")]
+
+
+class Reduction(LastReduction):
+    """The way of one group's gradients from the packed buffer to the optimizer.
+
+    Args:
+        packed: receives autograd's gradients. reduced: the slice of it that its reduction leaves to this rank; or, of a
+            wider dtype, memory of its own.
+        main_grad: the accumulator. final: the slice of it that the optimizer reads.
+        is_offloaded: ``main_grad`` lies in CPU memory beside the main weights. is_pinned: in pages that a GPU writes.
+
+    Attributes:
+        function: used instead of the reduce-scatter.
+        keeps: what is reduced into has memory all the time, where it has its own.
+        is_last: whether ``main_grad`` is what the optimizer reads, so that ``finish`` has nothing to do.
+    """
+
+    def __init__(
+        self, packed: DBuffer, reduced: DBuffer, main_grad: DBuffer, final: DBuffer, *, is_offloaded: bool,
+        is_pinned: bool,
+    ) -> None:  # fmt: skip
+        self.hook: Hook | None = None
+        self.function: ReduceFunction | None = None
+        self.keeps = False
+        self._packed, self._reduced = packed, reduced
+        self._wide = _wide_part(packed, reduced) if reduced.dtype is not packed.dtype else []
+        self._route = Route(packed, reduced)
+        self._main_grad, self._final = main_grad, final
+        self.is_last = final is main_grad
+        self._last = Route(main_grad, final)
+        self.is_offloaded = is_offloaded
+        self._is_pinned = is_pinned
+        self._staging: torch.Tensor | None = None
+
+    def stages(self, scale: float, *, overwrite: bool) -> Stages:
+        """Return the reduction of the packed buffer, and its fold into ``main_grad``, for ``submit_reductions``.
+
+        Args:
+            scale: the sum over ranks is multiplied by it.
+            overwrite: ``main_grad`` holds nothing yet.
+        """
+        # Not self: a ticket that nobody waits for must not keep this object alive.
+        reduced, main_grad = self._reduced, self._main_grad
+        reduced.reallocate_storage()
+        # Where axes are left to reduce at the end, the hook's turn comes after them, in ``finish``.
+        hook = self.hook if self.is_last else None
+        staging = self._staged()
+        # A hook sees averages, so scaling comes before it.
+        factor = scale if hook is None else 1.0
+
+        def fold() -> None:
+            source = reduced.local_buffer
+            if hook is not None:
+                hook(source.mul_(scale))
+            if staging is None:
+                accumulate(source, main_grad.local_buffer, scale=factor, overwrite=overwrite)
+            else:
+                staging.copy_(source, non_blocking=True)
+
+        def fold_on_host() -> None:
+            assert staging is not None
+            accumulate(staging, main_grad.local_buffer, scale=factor, overwrite=overwrite)
+
+        return Stages(self._operation(), fold, None if staging is None else fold_on_host)
+
+    def _operation(self) -> Callable[[list[dist.Work] | None], list[Part]]:
+        packed, reduced, function, route, wide = self._packed, self._reduced, self.function, self._route, self._wide
+
+        def run(works: list[dist.Work] | None) -> list[Part]:
+            if function is None:
+                return wide or route.ready or route.parts(works)
+            group = only_flat_axis(reduced.axes, reduced.placements).reduce_group
+            output, whole = reduced.local_buffer, packed.local_buffer
+            work = function(output, whole, group, dist.ReduceOp.SUM, works is not None)
+            if works is not None and work is not None:
+                works.append(work)
+            return []
+
+        return run
+
+    def keep(self, keeps: bool) -> None:
+        """Have the memory of what is reduced into all the time, or while it is in use."""
+        self.keeps = keeps
+        if keeps and self._wide:
+            self._reduced.reallocate_storage()
+        self.release()
+
+    def release(self) -> None:
+        """Release what the reduction left, which is folded."""
+        if self._wide and not self.keeps:
+            self._reduced.release_storage()
+
+    def _staged(self) -> torch.Tensor | None:
+        """Return the CPU memory by which reduced gradients reach an offloaded ``main_grad``; None for any other."""
+        if self.is_offloaded and self._staging is None:
+            numel, pinned = self._reduced.local_buffer.numel(), self._is_pinned and torch.cuda.is_available()
+            self._staging = torch.empty(numel, dtype=self._reduced.dtype, pin_memory=pinned)
+        return self._staging

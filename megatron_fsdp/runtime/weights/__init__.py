@@ -1,0 +1,1 @@
+"""Kinds of weights that ordinary ZeRO-3 does not have."""

@@ -1,0 +1,239 @@
+"""GatheredWeight: the parameter that compute uses while a unit is gathered, which nobody may change or keep.
+
+It is a copy that every rank has and that goes when the unit reshards, so a change of it would be lost, or differ from
+rank to rank (docs/design/freshness.md). Reading it costs what reading an ``nn.Parameter`` costs. While its memory is
+released it refuses to be read at all: PyTorch would end the process (docs/design/storage.md).
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dbuffer import StorageError
+from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.lifecycle.param_layout import laid_out
+
+__all__ = [
+    "KINDS",
+    "GatheredWeight",
+    "ReleasedWeight",
+    "WeightHandle",
+    "handle_of",
+    "refuse_change",
+    "refuse_uncounted",
+]
+
+
+_NOTHING: weakref.ref[Any] = weakref.ref(set())
+
+
+class WeightHandle:
+    """What a gathered weight belongs to; it keeps nothing alive.
+
+    Attributes:
+        group: its ``ParameterGroup``. parameter: its name within the unit.
+        unit: the ``Unit`` that gathers it and releases it again; nothing where it is whole on every rank all the time.
+        gradients: the ``GradientBuffer`` into which backward may multiply its gradient; nothing where it may not.
+        index: of the parameter there.
+    """
+
+    __slots__ = ("gradients", "group", "index", "parameter", "unit")
+
+    def __init__(self, group: weakref.ref[Any] = _NOTHING, parameter: str = "") -> None:
+        self.group, self.parameter = group, parameter
+        self.unit = self.gradients = _NOTHING
+        self.index = 0
+
+    @property
+    def words(self) -> str:
+        """The unit and the parameter."""
+        group = self.group()
+        return f"unit {'(deleted)' if group is None else group.name!r}: parameter {self.parameter!r}"
+
+
+def handle_of(weight: torch.Tensor) -> WeightHandle:
+    """Return the handle of a gathered weight, which gets one if it has none."""
+    handle: WeightHandle | None = getattr(weight, "_fsdp_handle", None)
+    if handle is None:
+        handle = weight._fsdp_handle = WeightHandle()  # type: ignore[attr-defined]  # an attribute of its own
+    return handle
+
+
+def refuse_change(handle: WeightHandle, how: str) -> NoReturn:
+    """Refuse a change of gathered weights.
+
+    Raises:
+        StateError: always.
+    """
+    raise StateError(
+        f"{handle.words} was changed in place while it was gathered ({how}). Each rank would change a copy of its own, "
+        "which the unit drops when it reshards. Change the sharded parameter instead, outside of forward and backward: "
+        "after optimizer.step(), under torch.no_grad(); weights that a forward has to change belong into a buffer."
+    )
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
+        refuse_change(self._fsdp_handle, name)
+
+    refuse.__name__ = name
+    return refuse
+
+
+# In place, and yet no change of the values.
+_HARMLESS = frozenset({"requires_grad_", "detach_", "rename_"})
+_IN_PLACE = tuple(
+    name
+    for name in dir(torch.Tensor)
+    if (name.endswith("_") and not name.startswith("_") and name not in _HARMLESS)
+    or name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__")
+    or name in ("__idiv__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__")
+)
+
+
+class GatheredWeight(nn.Parameter):
+    """A plain parameter over gathered weights."""
+
+    _fsdp_handle: WeightHandle
+    _fsdp_taken_at: str = ""
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # of torch
+        return f"Parameter containing:\n{self.detach()!r}"
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values without history."""
+        caller = sys._getframe(1)
+        self._fsdp_taken_at = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        # Unlike PyTorch's own .data this shares the version counter, so that changes are seen.
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # Routers of Megatron assign their own values, moved to the device where they are.
+        if value.dtype is not self.dtype or not value.is_set_to(self):
+            refuse_change(self._fsdp_handle, ".data = ...")
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The sharded parameter's, averaged over ranks: what autograd leaves here is taken over at once."""
+        group = self._fsdp_handle.group()
+        gradient: torch.Tensor | None = None if group is None else group.parameters[self._fsdp_handle.parameter].grad
+        return gradient
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        group = self._fsdp_handle.group()
+        if group is not None:
+            sharded = group.parameters[self._fsdp_handle.parameter]
+            if value is not None and not isinstance(value, DTensor) and value.shape == sharded.shape:
+                value = laid_out(group.fsdp_params, sharded, value)
+            sharded.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """Register a hook on the sharded parameter: its ``.grad`` is the mean over ranks; this one's is taken away."""
+        group = self._fsdp_handle.group()
+        assert group is not None
+        return group.parameters[self._fsdp_handle.parameter].register_post_accumulate_grad_hook(hook)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a copy that is an ordinary parameter."""
+        copied = memo.get(id(self))
+        if copied is None:
+            copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a copy, not the memory of the whole unit around it."""
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+_SHAPE = frozenset(
+    """size dim ndimension numel nelement stride element_size is_contiguous is_floating_point is_complex storage_offset
+    requires_grad_ register_hook register_post_accumulate_grad_hook untyped_storage data_ptr __hash__ get_device
+    __len__ is_shared""".split()
+)
+_VALUES = frozenset({"data", "real", "imag", "T", "mT", "H", "mH"})
+
+
+class ReleasedWeight(GatheredWeight):
+    """What a ``GatheredWeight`` is between ``reshard`` and the next ``unshard``: a shape and a name.
+
+    The object stays: its class is what changes.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+            is_harmless = name not in _VALUES
+        else:
+            is_harmless = name in _SHAPE
+        if not is_harmless:
+            raise _released(args, kwargs or {}, name)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Refused: there are no values."""
+        raise _released((self,), {}, "data")
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise _released((self,), {}, "data")
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # of torch
+        return f"GatheredWeight({self._fsdp_handle.words}, released, size={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise _released((self,), {}, "deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _released((self,), {}, "pickle")
+
+
+for _name in _IN_PLACE:
+    setattr(GatheredWeight, _name, _refusing(_name))
+
+KINDS: tuple[type[GatheredWeight], ...] = (GatheredWeight, ReleasedWeight)
+"""The exact types of gathered weights, while their memory is there and while it is not."""
+
+
+def _released(args: Iterable[Any], kwargs: dict[str, Any], name: str) -> StorageError:
+    operands = [*args, *kwargs.values()]
+    nested = [item for operand in operands if isinstance(operand, (list, tuple)) for item in operand]
+    weight = next(item for item in (*operands, *nested) if isinstance(item, ReleasedWeight))
+    return StorageError(
+        f"{weight._fsdp_handle.words}: {name} of its gathered weight, which was released when the unit resharded. Read "
+        "the parameter that the module shows now (a DTensor; full_tensor() gathers it), or use weights inside their "
+        "unit's forward only; model.unshard() brings them back."
+    )
+
+
+def refuse_uncounted(weight: torch.Tensor, handle: WeightHandle) -> NoReturn:
+    """Refuse a change that was found afterwards.
+
+    Raises:
+        StateError: always.
+    """
+    taken_at = getattr(weight, "_fsdp_taken_at", "")
+    how = f"its .data was taken at {taken_at}" if taken_at else "by an operator such as max_norm's, a view or out="
+    refuse_change(handle, how)

@@ -1,0 +1,203 @@
+"""Pools: which buffers of a model take turns in slots of memory that stay (dbuffer/slot_pool.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from dbuffer import BufferPlacement, SlotPool
+from dbuffer.mesh import MeshAxis
+from dbuffer.placements import flat_axes
+from dbuffer.slot_pool import Allocate, ArenaPool, from_communicator, from_symmetric_memory
+from dbuffer_kernels.switches import is_off
+from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+
+if TYPE_CHECKING:
+    from megatron_fsdp.runtime.step.unit import Unit
+
+__all__ = [
+    "BufferPools",
+    "SlotChoice",
+    "check_reshard",
+    "communicator_has_memory",
+    "keep_gathered",
+    "place_in_slots",
+    "place_unit",
+    "reshard_to",
+    "use_slots",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotChoice:
+    """Where a unit's gathered weights and packed gradients come from.
+
+    Attributes:
+        sizing: of the slots, see ``SlotPool``; None: no slots, each buffer comes from the allocator and goes back.
+        source: of the slots' memory: "device", "communicator" (its own allocator, where it has one), or the name of a
+            backend of symmetric memory.
+    """
+
+    sizing: str | None = None
+    source: str = "device"
+
+    @classmethod
+    def of_megatron(
+        cls, *, double_buffer: bool, max_pool: bool, user_buffers: bool, is_symmetric: bool, device_type: str
+    ) -> SlotChoice:
+        """Return what Megatron's switches ask for.
+
+        Args:
+            double_buffer: ``fsdp_double_buffer``: units of equal size take turns in two slots; others have their own.
+            max_pool: all units take turns in slots of the largest one's size. user_buffers: ``nccl_ub``, slots that
+                NCCL has registered. Each of the two turns ``double_buffer`` on.
+            is_symmetric: register them as symmetric windows. device_type: only GPUs have such memory.
+        """
+        if not (double_buffer or max_pool or user_buffers):
+            return cls()
+        source = "device"
+        if user_buffers and device_type == "cuda":
+            source = "NCCL" if is_symmetric else "communicator"
+        return cls("largest" if max_pool else "by_size", source)
+
+
+class BufferPools:
+    """The pools of one root: units that ask for the same kind of slots share them.
+
+    Attributes:
+        planned: those that plan ahead, which are told at the end of each backward.
+    """
+
+    def __init__(self) -> None:
+        self.planned: list[ArenaPool] = []
+        self._pools: dict[tuple[object, ...], SlotPool] = {}
+
+    def get(
+        self,
+        use: str,
+        choice: SlotChoice,
+        device: torch.device,
+        axes: Sequence[MeshAxis],
+        placements: Sequence[BufferPlacement],
+    ) -> SlotPool:
+        """Return the pool for one use of memory.
+
+        Args:
+            use: "weights" or "gradients", which have pools of their own, since their sizes differ.
+            axes, placements: of the buffer at rest; its collectives run along the first ``Flat`` axis.
+        Raises:
+            StorageError: memory that this machine or this PyTorch does not have.
+        """
+        assert choice.sizing is not None
+        group = None
+        if choice.source != "device":
+            axis = axes[flat_axes(placements)[0]]
+            group = axis.gather_group if use == "weights" else axis.reduce_group
+        # In one arena weights and gradients lie where the others have been.
+        key = ("all" if choice.sizing == "static" and group is None else use, choice, device, group)
+        if key not in self._pools:
+            allocate = None if group is None else _allocator(choice.source, device, group)
+            if choice.sizing == "static":
+                self.planned.append(ArenaPool(device, allocate))
+                self._pools[key] = self.planned[-1]
+            else:
+                self._pools[key] = SlotPool(device, choice.sizing, allocate)
+        return self._pools[key]
+
+
+def place_in_slots(group: ParameterGroup, pools: BufferPools | None, choice: SlotChoice, weights: SlotChoice) -> None:
+    """Take the memory of a group's gathered weights and packed gradients from slots, or from the allocator again.
+
+    Args:
+        pools: None for the allocator. choice: of slots for gradients. weights: for weights.
+    """
+    device, axes, placements = group.spec.compute_device, group.main_weight.axes, group.spec.placements
+
+    def pool(use: str, of: SlotChoice, placed: Sequence[BufferPlacement]) -> SlotPool | None:
+        return None if pools is None else pools.get(use, of, device, axes, placed)
+
+    if not group.rests_whole:
+        # What stays takes no turns.
+        is_kept = group.weights.keeps_gathered
+        of_weights = None if is_kept else pool("weights", weights, placements.parameter)
+        group.gathered.storage.use_pool(of_weights)
+        if group.weights.post_forward is not None:
+            # One for each unit would be held for as long as the allocator's; in an arena it costs nothing.
+            group.weights.post_forward.use_pool(of_weights if weights.sizing == "static" else None)
+    if group.gradients is None:
+        return
+    group.gradients.take_from(None if group.gradients.rests_partial else pool("gradients", choice, placements.gradient))
+    # With slots a step calls no allocator.
+    group.gradients.keep(pools is not None or group.spec.is_offloaded)
+
+
+def keep_gathered(group: ParameterGroup, *, keeps: bool, is_sharded: bool) -> None:
+    """Have the memory of gathered weights from now on also while they are resharded, as they may be, or no more."""
+    group.spec = replace(group.spec, keeps_gathered=keeps)
+    group.weights.keeps_gathered = keeps
+    if is_sharded and not group.rests_whole:
+        if keeps:
+            group.gathered.reallocate_storage()
+        else:
+            group.weights.release()
+
+
+def communicator_has_memory(axes: Sequence[MeshAxis], device: torch.device) -> bool:
+    """Whether the communicators along the axes have an allocator of their own, as NCCL's have."""
+    return all(from_communicator(axis.gather_group, device) is not None for axis in axes)
+
+
+def _allocator(source: str, device: torch.device, group: dist.ProcessGroup) -> Allocate | None:
+    if source == "communicator":
+        return from_communicator(group, device)
+    return from_symmetric_memory(group, device, source)
+
+
+def place_unit(unit: Unit) -> None:
+    """Take the memory of a unit from where its choice says."""
+    if unit.slots.sizing is None or is_off("slots"):
+        for group in unit.groups:
+            place_in_slots(group, None, unit.slots, unit.slots)
+        return
+    # Weights that stay from forward to backward would each hold a slot as large as the largest unit.
+    is_kept = not unit.schedule.reshards_after_forward(unit)
+    is_wasteful = is_kept and unit.slots.sizing == "largest"
+    weights = replace(unit.slots, sizing="by_size") if is_wasteful else unit.slots
+    for group in unit.groups:
+        place_in_slots(group, unit.schedule.pools, unit.slots, weights)
+
+
+def use_slots(unit: Unit, choice: SlotChoice) -> None:
+    """Take memory from slots from now on, or from the allocator again."""
+    unit.slots = choice
+    place_unit(unit)
+
+
+def reshard_to(unit: Unit, choice: bool | int | None) -> None:
+    """Choose what happens to weights between forward and backward; see ``fully_shard(reshard_after_forward=...)``.
+
+    Raises:
+        ConfigError: an int that does not divide the axis over which weights are sharded.
+    """
+    size = check_reshard(unit, choice)
+    for group in unit.groups:
+        group.weights.keep_part_for(size)
+    # Groups of one rank hold the weights whole.
+    unit.reshard_after_forward = choice if choice is None or isinstance(choice, bool) else size != 1
+    if unit.slots.sizing is not None:
+        place_unit(unit)
+
+
+def check_reshard(unit: Unit, choice: bool | int | None) -> int:
+    """Return on how many ranks ``reshard_to`` would keep the weights, 0 for none; it raises as that does."""
+    if choice is not None and not isinstance(choice, int):
+        raise ConfigError(f"reshard_after_forward={choice!r}; give None, True, False or a number of ranks")
+    size = 0 if choice is None or isinstance(choice, bool) else choice
+    for group in unit.groups:
+        group.weights.check_part(size)
+    return size

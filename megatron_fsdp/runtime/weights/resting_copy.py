@@ -1,0 +1,45 @@
+"""Weights at rest that are a copy of main weights: brought up to date before use (docs/design/freshness.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from dbuffer.collectives_together import gather_together
+from dbuffer.events import listeners, tell
+
+if TYPE_CHECKING:
+    from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+
+__all__ = ["announce_step", "refresh_together"]
+
+
+def refresh_together(groups: Sequence[ParameterGroup]) -> None:
+    """Bring ``model_weight`` of groups of one unit up to date: casts, and one gather where weights rest whole.
+
+    On a CPU the host waits for it: who looks for changes of main weights sees nothing of a gather into their memory.
+    """
+    for group in groups if listeners else ():
+        tell("refresh", group)
+    parts = [part for group in groups for part in group.weights.start_refresh()]
+    try:
+        if parts:
+            gather_together(parts)
+    finally:
+        # Where both share memory the gather writes the main weights' bytes too, with the values that they have.
+        share_memory = [group for group in groups if group.weights.end_refresh()]
+    for group in groups:
+        group.freshness.refreshed()
+    for group in share_memory:
+        group.freshness.look_again()
+    for group in groups if listeners else ():
+        tell("refreshed", group)
+
+
+def announce_step(groups: Iterable[ParameterGroup]) -> None:
+    """Take notice that main weights are changed, or about to be: what rests is made again before its next use.
+
+    An optimizer says so before it steps: one that raises has changed some of them.
+    """
+    for group in groups:
+        group.freshness.change()
