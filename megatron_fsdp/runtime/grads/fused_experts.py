@@ -14,7 +14,7 @@ from megatron_fsdp.runtime.step.fused_linear import (
     watched,
     weight_gradient,
 )
-from megatron_fsdp.runtime.weights.gathered_weight import WeightHandle
+from megatron_fsdp.runtime.step.weight_handle import WeightHandle
 
 __all__ = ["expert_matmul"]
 

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,16 +29,14 @@ from dbuffer.placements import BufferPlacement
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.grads.invariant_exchange import Cut, ExchangePlan, cut_order, gather_turns, piece_of
+from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
+from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.grad_binding import GradBinding
 from megatron_fsdp.runtime.step.grad_state import GradState
-from megatron_fsdp.runtime.step.gradients import GradientBuffer
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 from megatron_fsdp.runtime.step.reduction import Reduction, Stages
-
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.backward import Backward
-    from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-    from megatron_fsdp.runtime.step.unit import Unit
+from megatron_fsdp.runtime.step.root_types import Backwards
+from megatron_fsdp.runtime.step.unit import Unit
 
 __all__ = ["BinaryCounter", "InvariantGradients"]
 
@@ -220,7 +218,7 @@ class _Scratch:
         self._unit = None
 
 
-_STEPS: weakref.WeakKeyDictionary[Backward, _Step] = weakref.WeakKeyDictionary()
+_STEPS: weakref.WeakKeyDictionary[Backwards, _Step] = weakref.WeakKeyDictionary()
 
 
 class _InvariantBinding(GradBinding):
@@ -234,7 +232,7 @@ class _InvariantBinding(GradBinding):
         return gradients
 
 
-class InvariantGradients(GradientBuffer):
+class InvariantGradients(PackedGradients):
     """The gradients of one parameter group, exchanged in every backward, whatever the strategy."""
 
     reduction: _InvariantReduction
@@ -265,7 +263,7 @@ class InvariantGradients(GradientBuffer):
 
     def _stages(self) -> Stages:
         observer = self._observer() if self._observer is not None else None
-        assert observer is not None
+        assert isinstance(observer, Unit)
         step = _STEPS.setdefault(observer.backward, _Step())
         number = observer.backward.number
         if self.binding.state is GradState.EMPTY:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
     from megatron_fsdp.runtime.step.unit import Unit
 
-__all__ = ["LastReductions", "begin_again"]
+__all__ = ["LastReductions"]
 
 
 class LastReductions:
@@ -83,14 +83,6 @@ class LastReductions:
             for group in left if listeners else ():
                 tell("final", group)
             LastReduction.finish([buffer.reduction for buffer in _buffers(left)])
-
-
-def begin_again(buffer: GradientBuffer) -> None:
-    """Let gradients come in a backward that has issued the last reduction; what that gives is added at the end."""
-    for ticket in buffer.last_tickets:
-        ticket.wait()
-    buffer.binding.set_aside()
-    buffer.last_tickets.clear()
 
 
 def _buffers(groups: Iterable[ParameterGroup]) -> Iterator[GradientBuffer]:

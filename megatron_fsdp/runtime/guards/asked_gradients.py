@@ -17,6 +17,7 @@ from dbuffer import DBuffer
 from dbuffer.collectives import all_reduce
 from dbuffer.dtensor.autograd import set_leaf_source
 from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 
@@ -126,7 +127,7 @@ def _reduced(group: ParameterGroup, found: dict[int, torch.Tensor | None]) -> di
     }
 
 
-class _AskedGradients(GradientBuffer):
+class _AskedGradients(PackedGradients):
     """An empty buffer of the same parameters, strategy and reduction, for gradients that nobody accumulates."""
 
     def __init__(self, like: GradientBuffer) -> None:

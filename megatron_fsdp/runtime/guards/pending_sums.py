@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from megatron_fsdp.runtime.guards.pending_sum import PendingRows, PendingSum
+from megatron_fsdp.runtime.step.freshness import CHECKS
 
-__all__ = ["NUM_SHOWN", "PendingSums", "refuse_pending"]
+__all__ = ["PendingSums"]
 
 _GRAD: Any = torch._C.TensorBase.grad
 _set = _GRAD.__set__
-NUM_SHOWN = [0]
-"""How many groups of the process show sums under way: optimizers look at gradients only where any does."""
 
 
 class PendingSums:
@@ -56,7 +56,8 @@ class PendingSums:
 
     def show(self, wanted: Sequence[int]) -> None:
         """Set ``.grad`` of the parameters whose sum is under way (nonzero)."""
-        NUM_SHOWN[0] += not self._is_shown
+        if not self._is_shown:
+            CHECKS.append(_refuse_pending)
         self._is_shown = True
         with torch._C.DisableTorchFunctionSubclass():
             for index, is_wanted in enumerate(wanted):
@@ -70,7 +71,8 @@ class PendingSums:
 
     def end(self) -> None:
         """Say that the sum is under way no more, and forget what happened to it; whoever calls this sets ``.grad``."""
-        NUM_SHOWN[0] -= self._is_shown
+        if self._is_shown:
+            CHECKS.remove(_refuse_pending)
         self._is_shown = False
         self._expected = [None] * len(self._sums)
         if self._touched[0]:
@@ -90,13 +92,13 @@ class PendingSums:
         return self._sums[index]
 
 
-def refuse_pending(parameters: Iterable[torch.Tensor]) -> None:
+def _refuse_pending(optimizer: Optimizer) -> None:
     """Refuse to step parameters whose gradients are sums under way, before anything is changed.
 
     Raises:
         StateError: there is one; it names the first.
     """
-    for parameter in parameters:
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         rows = getattr(parameter.grad, "_local_tensor", None)
         if isinstance(rows, PendingRows):
             rows.pending.values()

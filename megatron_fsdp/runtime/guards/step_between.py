@@ -1,11 +1,13 @@
-"""A backward through weights that an optimizer has stepped since the forward, which a plain model refuses, too."""
+"""Backwards that are refused: through weights that an optimizer has stepped since the forward, and recorded ones."""
 
 from __future__ import annotations
 
-from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.step.unit import Call
+from typing import NoReturn
 
-__all__ = ["refuse_stepped"]
+from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.step.unit import Call, Unit
+
+__all__ = ["refuse_recorded", "refuse_stepped"]
 
 
 def refuse_stepped(call: Call) -> None:
@@ -16,10 +18,23 @@ def refuse_stepped(call: Call) -> None:
     """
     unit = call.unit
     for group in unit.groups:
-        if group.freshness.has_changed_since(call.moment):
+        group.freshness.is_changed()
+        if group.freshness.changed_at > call.moment:
             raise StateError(
                 f"unit {unit.name!r}: an optimizer has stepped its weights ({next(iter(group.parameters))!r} or others "
                 "of that group) between a forward and the backward through it: gradients would be of the old "
                 "activations and the new weights. Call backward() before optimizer.step(), or run forward again after "
                 "it."
             )
+
+
+def refuse_recorded(unit: Unit) -> NoReturn:
+    """Refuse a backward that is itself recorded.
+
+    Raises:
+        StateError: always.
+    """
+    raise StateError(
+        f"unit {unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
+        "use released weights. Keep the module whose second derivatives are wanted unsharded."
+    )

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.lifecycle.param_layout import own_rows
 from megatron_fsdp.runtime.step.fsdp_params import grads_of
 from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.weights.param_layout import own_rows
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.step.grad_binding import GradBinding
@@ -69,7 +69,7 @@ def adopt_direct(binding: GradBinding, shown: Sequence[torch.Tensor | None]) -> 
 
 def describe(binding: GradBinding, index: int) -> str:
     """Return the words of the error for who reads the ``.grad`` of a parameter while it is such a sum."""
-    name = f"{binding.name}: the gradient of parameter {binding.fsdp_params.name_of(index)!r}"
+    name = f"{binding.name}: the gradient of parameter {binding.fsdp_params.owned[index].name!r}"
     if binding.is_void:
         return (
             f"{name} is incomplete, because the last backward raised. Drop it, with what was accumulated before: "

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.guards.pytree import iterate_tensors
+from megatron_fsdp.runtime.step.pytree import iterate_tensors
 from megatron_fsdp.runtime.step.unit import Call, Unit
 
 __all__ = ["note_reads", "refuse_reads"]

@@ -8,6 +8,7 @@ from megatron_fsdp.build.ownership import settle_grad_dtypes
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.policy.precision import grad_dtype_of
 from megatron_fsdp.runtime.lifecycle.make_param_group import make_gradients_as
+from megatron_fsdp.runtime.lifecycle.make_unit import follow_gradients
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
@@ -34,7 +35,7 @@ def follow_grad_dtypes(unit: Unit) -> None:
     for group in unit.groups:
         _check(group)
         make_gradients_as(group, group.owned[0].policy, group.owned[0].grad_dtype)
-    unit.follow_gradients()
+    follow_gradients(unit)
 
 
 def _check(group: ParameterGroup) -> None:

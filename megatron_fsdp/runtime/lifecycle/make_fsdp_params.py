@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,32 +15,30 @@ from dbuffer import DBuffer
 from dbuffer.dtensor.flat_dtensor import FlatDTensor, rebind, refuse_uses
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.lifecycle.param_layout import is_laid_out_like, laid_out
-from megatron_fsdp.runtime.step.freshness import STALE, mark_gathered, mark_replaced
-from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, ParamModuleInfos
-from megatron_fsdp.runtime.weights.gathered_weight import GatheredWeight, WeightHandle
-
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.lifecycle.param_registry import make_module_infos, register, registered
+from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, gradient_hook
+from megatron_fsdp.runtime.step.lanes import turns
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.weight_handle import WeightHandle, handle_of
+from megatron_fsdp.runtime.weights.gathered_weight import KINDS, GatheredWeight
+from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_out
+from megatron_fsdp.runtime.weights.stale_weights import STALE, mark_gathered, mark_replaced
 
 __all__ = [
     "adopt",
+    "attach_params",
     "copy_attributes",
     "make_fsdp_params",
     "readopt",
-    "refuse_uses_of",
+    "set_requires_grad",
     "shown_over",
 ]
 
 
 def make_fsdp_params(
-    owned: Sequence[OwnedParameter],
-    main_weight: DBuffer,
-    gathered: DBuffer,
-    receiver: ParameterGroup,
-    known: Sequence[nn.Parameter] = (),
+    owned: Sequence[OwnedParameter], main_weight: DBuffer, gathered: DBuffer, known: Sequence[nn.Parameter] = ()
 ) -> FSDPParams:
-    """Return the parameters of a group.
+    """Return the parameters of a group, for ``attach_params``.
 
     Args:
         main_weight: what the sharded ones lie in. gathered: what the unsharded ones are views of.
@@ -55,9 +53,38 @@ def make_fsdp_params(
     if known:
         sharded = [_rebound(param, new) for param, new in zip(known, sharded, strict=True)]
     unsharded = [_unsharded_param(each, gathered, index) for index, each in enumerate(owned)]
-    params = FSDPParams(owned, main_weight, sharded, unsharded, resting, receiver)
+    return FSDPParams(owned, main_weight, sharded, unsharded, resting, KINDS)
+
+
+def attach_params(params: FSDPParams, receiver: ParameterGroup) -> None:
+    """Let the gathered parameters belong to a group, which gets their gradients, and find where they are registered."""
+    group = weakref.ref(receiver)
+    for owned, weight in zip(params.owned, params.unsharded_params, strict=True):
+        weight._fsdp_handle = WeightHandle(group, owned.name)  # type: ignore[attr-defined]
+    params.module_infos = make_module_infos(params.owned, params.sharded_params, params.unsharded_params)
     refuse_uses_of(params)
-    return params
+    follow_locals(params)
+    for index, owned in enumerate(params.owned):
+        set_requires_grad(params, index, owned.parameter.requires_grad)
+
+
+def set_requires_grad(params: FSDPParams, index: int, requires_grad: bool) -> None:
+    """Make the unsharded parameter require a gradient, and hear of it, or not."""
+    used = params.unsharded_params[index]
+    used.requires_grad_(requires_grad)
+    params.required[index] = requires_grad
+    if requires_grad and not used._post_accumulate_grad_hooks:
+        # Streams take turns: there each one has to be seen.
+        can_wait = params.waits[index] and turns(used.device) is None
+        hook = gradient_hook(handle_of(used).group, index, params.begun if can_wait else [False], params.came)
+        torch.Tensor.register_post_accumulate_grad_hook(used, hook)  # type: ignore[no-untyped-call]  # torch's stub
+
+
+def follow_locals(params: FSDPParams) -> None:
+    """Count changes of the tensors that the sharded parameters lie in now."""
+    # Every in-place operator on a sharded parameter changes the version of the rows below it.
+    locals_ = [param._local_tensor for param in params.sharded_params if isinstance(param, DTensor)]
+    params.counted[:] = [params.main_weight.local_buffer, *locals_]
 
 
 def _resting(owned: Sequence[OwnedParameter], main_weight: DBuffer, index: int) -> DTensor:
@@ -86,11 +113,11 @@ def shown_over(params: FSDPParams, values: DBuffer) -> Iterator[None]:
         param = nn.Parameter(params.wrap(index, values.get_dtensor(index)), params.sharded_params[index].requires_grad)
         copy_attributes(owned.parameter, param)
         shown.append(param)
-    ParamModuleInfos(params.owned, shown, params.unsharded_params).register()
+    register(make_module_infos(params.owned, shown, params.unsharded_params))
     try:
         yield
     finally:
-        params.module_infos.register()
+        register(params.module_infos)
 
 
 def readopt(params: FSDPParams, unit: str) -> bool:
@@ -101,7 +128,7 @@ def readopt(params: FSDPParams, unit: str) -> bool:
     """
     is_changed = False
     for index, param in enumerate(params.sharded_params):
-        current = params.module_infos.registered(index)
+        current = registered(params.module_infos, index)
         if current is None:
             continue
         if params.subclass and current is not param:
@@ -119,7 +146,7 @@ def readopt(params: FSDPParams, unit: str) -> bool:
         if current is not param:
             param.grad = None  # A parameter that is loaded by assign=True brings no gradient.
         is_changed = True
-    params.module_infos.register()
+    register(params.module_infos)
     return is_changed
 
 
@@ -139,7 +166,7 @@ def _take_values(params: FSDPParams, index: int, current: torch.Tensor, unit: st
             whole = current.full_tensor() if isinstance(current, DTensor) else current
             buffer.write_tensor(index, whole if owned.split is None else owned.split.local_part(whole))
         param.data = params.resting(index)
-        params.follow_locals()
+        follow_locals(params)
 
 
 def adopt(params: FSDPParams, index: int, value: FlatDTensor) -> None:
@@ -156,14 +183,14 @@ def adopt(params: FSDPParams, index: int, value: FlatDTensor) -> None:
     mark_replaced(old, params.owned[index].name)
     params.sharded_params[index] = value  # type: ignore[call-overload]  # a DTensor that says that it is a parameter
     refuse_uses_of(params)
-    params.follow_locals()
-    params.module_infos = ParamModuleInfos(params.owned, params.sharded_params, params.unsharded_params)
+    follow_locals(params)
+    params.module_infos = make_module_infos(params.owned, params.sharded_params, params.unsharded_params)
 
 
 def refuse_uses_of(params: FSDPParams) -> None:
     """Refuse hooks on the sharded parameters that nobody would call, and conversions of one of them."""
-    for owned, param in zip(params.owned, params.sharded_params, strict=True):
-        handle = WeightHandle(params.receiver, owned.name)
+    for param, weight in zip(params.sharded_params, params.unsharded_params, strict=True):
+        handle = handle_of(weight)
         refuse_uses(param, hook=partial(_no_hooks, handle), convert=partial(_no_conversion, handle))
 
 

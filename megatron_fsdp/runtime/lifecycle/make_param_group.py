@@ -17,15 +17,16 @@ from megatron_fsdp.policy.precision import GradDtype, MixedPrecisionPolicy, grad
 from megatron_fsdp.runtime.grads.fuse import fuse_linear_layers
 from megatron_fsdp.runtime.grads.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.grads.late_gradients import LateGradients, packs_late
-from megatron_fsdp.runtime.lifecycle.make_fsdp_params import adopt, make_fsdp_params
+from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
+from megatron_fsdp.runtime.lifecycle.make_fsdp_params import adopt, attach_params, make_fsdp_params, set_requires_grad
+from megatron_fsdp.runtime.lifecycle.param_registry import register
 from megatron_fsdp.runtime.step.freshness import Freshness
-from megatron_fsdp.runtime.step.gradients import GradientBuffer
 from megatron_fsdp.runtime.step.lanes import join_lanes
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, note_group
 from megatron_fsdp.runtime.step.reduction import GradientSpec, ReduceFunction
-from megatron_fsdp.runtime.step.weight_buffers import WeightBuffers
 from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights, make_extension_params
 from megatron_fsdp.runtime.weights.packed_weights import PackedWeights
+from megatron_fsdp.runtime.weights.sharded_weights import ShardedWeights
 
 __all__ = [
     "adopt_param",
@@ -41,7 +42,7 @@ __all__ = [
     "set_reduction",
 ]
 
-_WEIGHTS = (WeightBuffers, PackedWeights)
+_WEIGHTS = (ShardedWeights, PackedWeights)
 
 
 def make_param_group(owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> ParameterGroup:
@@ -59,13 +60,16 @@ def make_param_group(owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpe
 
 def build(group: ParameterGroup, spec: GroupSpec, params: Sequence[nn.Parameter] = ()) -> None:
     """Make the buffers and the parameters of a group."""
-    group.spec = spec
+    group.spec, group.is_meta = spec, spec.is_meta
     if group.owned[0].extension is None:
-        group.weights = _WEIGHTS[spec.dtypes.gather is not None](group.plan, spec, group.name)
-        group.fsdp_params = make_fsdp_params(group.owned, group.main_weight, group.gathered, group, params)
+        weights = _WEIGHTS[spec.dtypes.gather is not None](group.plan, spec, group.name)
+        group.fsdp_params = make_fsdp_params(group.owned, weights.main, weights.gathered, params)
     else:
         weights = ExtensionWeights(group.owned[0], group.plan, spec, group.name)
-        group.weights, group.fsdp_params = weights, make_extension_params(group.owned, weights, group)
+        group.fsdp_params = make_extension_params(group.owned, weights)
+    group.weights, group.main_weight = weights, weights.main
+    group.model_weight, group.gathered = weights.model, weights.gathered
+    attach_params(group.fsdp_params, group)
     group.weights.keeps_gathered = spec.keeps_gathered
     group.parameters = dict(zip((each.name for each in group.owned), group.fsdp_params.sharded_params, strict=True))
     for owned, param in zip(group.owned, group.fsdp_params.sharded_params, strict=True):
@@ -82,9 +86,8 @@ def build(group: ParameterGroup, spec: GroupSpec, params: Sequence[nn.Parameter]
     group.gradients = None
     if any(param.requires_grad for param in group.fsdp_params.sharded_params):
         make_gradients(group)
-    group.fsdp_params.module_infos.register()
+    register(group.fsdp_params.module_infos)
     group.freshness = Freshness(group.fsdp_params.counted)
-    group.refreshes_locally = group.weights.refreshes_locally
 
 
 def make_gradients(group: ParameterGroup) -> None:
@@ -94,7 +97,7 @@ def make_gradients(group: ParameterGroup) -> None:
         spec.compute_device, spec.is_offloaded, spec.is_pinned, spec.fuses_weight_gradients, dtypes.accumulate
     )  # fmt: skip
     like = GradientSpec(spec.placements, dtypes.reduce, dtypes.main_grad, spec.divisor, *rest)
-    make = LateGradients if packs_late(like, group.fsdp_params) else GradientBuffer
+    make = LateGradients if packs_late(like, group.fsdp_params) else PackedGradients
     if dtypes.reduction is not None:
         make = InvariantGradients
     group.gradients = make(group.main_weight, like, group.fsdp_params)
@@ -218,7 +221,7 @@ def follow_requires_grad(group: ParameterGroup, changed: Iterable[int]) -> None:
             check_main_dtype(group, index)
             make_gradients(group)
         assert group.gradients is not None
-        group.fsdp_params.set_requires_grad(index, trained)
+        set_requires_grad(group.fsdp_params, index, trained)
         group.gradients.binding.trained[index] = trained
 
 

@@ -5,27 +5,26 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.runtime.guards.refusals import refuse_ddp
+from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.runtime.lifecycle.conversion import apply_to_group
 from megatron_fsdp.runtime.lifecycle.make_param_group import set_divisor, set_reduction
+from megatron_fsdp.runtime.lifecycle.make_unit import follow_gradients
+from megatron_fsdp.runtime.lifecycle.param_registry import hide, unhide
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.root_types import Backwards
 from megatron_fsdp.runtime.step.unit import Unit, WeightState, alive, is_in_backward, units_below
 from megatron_fsdp.runtime.weights.memory_slots import (
-    SlotChoice,
     communicator_has_memory,
     keep_gathered,
     reshard_to,
     use_slots,
 )
-
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.backward import Backward
 
 __all__ = [
     "FSDPModule",
@@ -53,7 +52,7 @@ class GradientReductionHandle:
         optimizer.step()
     """
 
-    def __init__(self, backward: Backward | None) -> None:
+    def __init__(self, backward: Backwards | None) -> None:
         self._backward = None if backward is None else weakref.ref(backward)
         if backward is not None:
             backward.start_reductions()
@@ -101,6 +100,19 @@ class UnshardHandle:
             unit.schedule.finish_gather(unit)
 
 
+def _refuse_ddp(module: object) -> NoReturn:
+    """Refuse ``torch.nn.parallel.DistributedDataParallel`` around a sharded module.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        f"{type(module).__name__} is sharded and reduces its gradients itself, so DistributedDataParallel cannot be "
+        "around it: train the module as it is. With accelerate, hand optimizer and data loader to Accelerator.prepare "
+        "without the model, or give it the whole model inside of accelerate_fsdp2()"
+    )
+
+
 class FSDPModule:
     """Mixed into the class of every module given to ``fully_shard``: ``FSDP<Class>`` is a subclass of both.
 
@@ -112,7 +124,7 @@ class FSDPModule:
 
     _fsdp_unit: Unit
     # DDP asks for it before it broadcasts the first rank's parameters over everybody's shards.
-    _ddp_params_and_buffers_to_ignore = property(refuse_ddp)
+    _ddp_params_and_buffers_to_ignore = property(_refuse_ddp)
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Make a plain module of the original class: what ``sequential[:2]`` calls its own class for is no unit."""
@@ -133,7 +145,7 @@ class FSDPModule:
             StateError: something else is registered in the place of a parameter.
         """
         unit = unit_of(self)
-        unit.settle_replaced_params()
+        unit.schedule.settle_replaced_params(unit)
         unit.schedule.gather_afresh(unit)
         handle = UnshardHandle(unit)
         if async_op:
@@ -391,19 +403,18 @@ class FSDPModule:
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # The module's own parameters stay in their buffers; everything else is handled as in any module.
         unit = unit_of(self)
-        unit.settle_replaced_params()
+        unit.schedule.settle_replaced_params(unit)
         unit.schedule.reshard(unit)
-        for group in unit.groups:
-            group.fsdp_params.module_infos.hide()
+        hidden = [(infos, hide(infos)) for infos in (group.fsdp_params.module_infos for group in unit.groups)]
         try:
             result = super()._apply(fn, recurse)  # type: ignore[misc]
             for group in unit.groups:
                 apply_to_group(group, fn, is_awaited=any(unit.outstanding_calls()))
         finally:
-            for group in unit.groups:
-                group.fsdp_params.module_infos.unhide()
+            for infos, places in hidden:
+                unhide(infos, places)
             # A group that was on the meta device, or of another dtype, has other gradient buffers now.
-            unit.follow_gradients()
+            follow_gradients(unit)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

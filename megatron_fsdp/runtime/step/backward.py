@@ -17,12 +17,7 @@ import torch
 from torch import nn
 
 from dbuffer.events import listeners, tell
-from megatron_fsdp.errors import AgreementError, StateError
-from megatron_fsdp.runtime.grads.last_reductions import LastReductions
-from megatron_fsdp.runtime.guards.asked_gradients import refuse_gathered
-from megatron_fsdp.runtime.guards.missing_gradients import MissingGradients
-from megatron_fsdp.runtime.guards.step_between import refuse_stepped
-from megatron_fsdp.runtime.guards.withheld import refuse_reads
+from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.runtime.step.freshness import MOMENTS
 from megatron_fsdp.runtime.step.grad_state import GradState
 from megatron_fsdp.runtime.step.gradients import GradientBuffer
@@ -108,8 +103,8 @@ class Backward:
         self._pass: _Pass | None = None
         self._has_sums = False
         self._reducing = InFlight()
-        self._last = LastReductions()
-        self._missing = MissingGradients(schedule.first_use.tokens)
+        self._guards = schedule.guards
+        self._last, self._missing = self._guards.last, self._guards.missing
         for unit in schedule.units():
             unit.backward = self
 
@@ -119,12 +114,8 @@ class Backward:
 
     # ------------------------------------------------------------------ begin, raise
 
-    def begin(self, *, packs: bool = False) -> _Pass:
-        """Note that a backward is under way.
-
-        Args:
-            packs: gradients are about to be packed; make room for one more buffer, oldest first.
-        """
+    def begin(self) -> _Pass:
+        """Note that a backward is under way."""
         now = self._pass
         if now is None or now.ending() is None:
             self.recover()
@@ -132,8 +123,6 @@ class Backward:
             self.is_under_way = True
             self._pass = now = _Pass(self._follow_task())
             self._settle()
-        if packs:
-            self._reducing.drain(self.max_packed_buffers - 1)
         return now
 
     def _follow_task(self) -> weakref.ref[functools.partial[None]]:
@@ -211,12 +200,9 @@ class Backward:
             tell("enter", call)
         unit = call.unit
         if torch.is_grad_enabled():
-            raise StateError(
-                f"unit {unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
-                "use released weights. Keep the module whose second derivatives are wanted unsharded."
-            )
+            self._guards.refuse_recorded(unit)
         if call.moment != MOMENTS[0]:
-            refuse_stepped(call)
+            self._guards.refuse_stepped(call)
         now = self.begin()
         task = torch._C._current_graph_task_id()
         if call.entered == self.number:
@@ -230,7 +216,7 @@ class Backward:
         if unit.unshards_in_backward:
             self._schedule.unshard(unit, check=False)
         elif call.reads is not None and not unit.is_unsharded:
-            refuse_reads(call)
+            self._guards.refuse_reads(call)
         self._note_entered(call, unit, task)
         self._prefetch(call, unit)
 
@@ -262,13 +248,13 @@ class Backward:
         # backward is seen to move on. Units whose outputs are watched are left by the watch.
         now = self.begin()
         for other in now.latest_first():
-            if other is not unit and not self._is_watched(now, other) and not other.encloses(unit):
+            if other is not unit and not self._is_watched(now, other) and not self._guards.encloses(other, unit):
                 self._leave(other)
         if unit.open_call is not None or not self._is_watched(now, unit):
             self._schedule.open_call(unit, module)
             if unit.open_call is not None:
                 now.repeated[id(unit)] = unit.open_call
-            unit.admit_replaced_params()
+            self._schedule.admit_replaced_params(unit)
         now.active[id(unit)] = unit.reference
         self._schedule.unshard(unit, check=False)
 
@@ -277,23 +263,9 @@ class Backward:
         return now.is_inside(unit) or self._awaits_call(now, unit)
 
     def _awaits_call(self, now: _Pass, unit: Unit, end: float = math.inf) -> bool:
-        """Whether the graph that autograd is going through leads to a call of the unit that it has not entered yet.
-
-        That a call is alive does not say so: what keeps it (a log, a cycle, a traceback) is a rank's own affair. A
-        gradient still to come does, the unit's or, as this rank may have used none of its parameters there, that of
-        a unit which backward has passed already and which ran in the same pass (docs/design/order.md).
-        """
+        """Whether the graph that autograd is going through leads to a call of the unit that it has not entered yet."""
         calls = unit.calls_not_entered(self.number, end)
-        if not calls or unit.awaits_gradients():
-            return bool(calls)
-        passes = {id(call.trail) for call in calls}
-        return any(
-            other.awaits_gradients()
-            for other in self._schedule.units()
-            if id(other) in now.entered
-            and now.entered[id(other)].first_begin > end
-            and any(id(call.trail) in passes for call in other.calls_not_entered(self.number))
-        )
+        return bool(calls) and self._guards.is_to_come(calls, unit, end, now.entered, self._schedule.units())
 
     def _prefetch(self, call: Call, entered: Unit) -> None:
         if entered.backward_prefetch:
@@ -327,13 +299,20 @@ class Backward:
                 # An earlier call of the unit has its backward still to come: weights are gathered again then.
                 self._schedule.reshard(unit)
 
-    def gradient_arrived(self, unit: Unit) -> None:
-        """Note the first gradient of a parameter group of a unit, for which a backward was begun."""
-        now = self._pass
-        assert now is not None
-        now.has_gradients = True
-        if id(unit) not in now.active:
-            now.enter(unit)
+    def begin_gradients(self, unit: Unit, *, packs: bool, has_come: bool) -> None:
+        """Take notice that gradients of a parameter group of a unit begin to come, or that zeros stand for them.
+
+        Args:
+            packs: they are about to be packed; make room for one more buffer, oldest first.
+            has_come: the first one is there.
+        """
+        now = self.begin()
+        if packs:
+            self._reducing.drain(self.max_packed_buffers - 1)
+        if has_come:
+            now.has_gradients = True
+            if id(unit) not in now.active:
+                now.enter(unit)
 
     def _leave(self, unit: Unit) -> None:
         """Give back a unit's weights and reduce its gradients, once per backward."""
@@ -359,8 +338,8 @@ class Backward:
         self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        if not self._schedule.first_use.is_over:
-            self._schedule.first_use.before_reduction(unit)
+        if not self._guards.first_use.is_over:
+            self._guards.first_use.before_reduction(unit)
         if self._last.closed is not None:
             self._last.flush()
         complete = [buffer for buffer in unit.gradients if buffer.close(reduce=unit.requires_gradient_sync)]
@@ -408,7 +387,7 @@ class Backward:
             pool.settle()
         self.is_unfinished = is_left
         if is_for_others:
-            refuse_gathered(group for unit in units for group in unit.groups)
+            self._guards.refuse_gathered(group for unit in units for group in unit.groups)
         if listeners and (self.is_last or self.is_manual) and not is_left:
             tell("backward", self)
 

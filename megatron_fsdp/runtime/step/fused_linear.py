@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,13 +18,9 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from dbuffer_kernels.backends import is_on_gpu
-from megatron_fsdp.runtime.weights.gathered_weight import KINDS, WeightHandle
-
-if TYPE_CHECKING:
-    pass
+from megatron_fsdp.runtime.step.weight_handle import WeightHandle
 
 __all__ = [
-    "WEIGHTS",
     "FusedLinear",
     "add_product",
     "applied",
@@ -84,7 +80,6 @@ def watched(output: torch.Tensor, unit: Any) -> torch.Tensor:
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-WEIGHTS = (*_PLAIN, *KINDS)
 task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 

@@ -1,0 +1,68 @@
+"""AttachedGuards: what the steps of one root hand on to other rooms (``step/guard_types.py``)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from megatron_fsdp.runtime.grads.last_reductions import LastReductions
+from megatron_fsdp.runtime.guards import (
+    added_params,
+    asked_gradients,
+    calls_to_come,
+    missing_gradients,
+    replaced_params,
+    step_between,
+    withheld,
+)
+from megatron_fsdp.runtime.guards.agreement import FirstUse
+from megatron_fsdp.runtime.lifecycle import make_unit, profiler_ranges
+from megatron_fsdp.runtime.step.backward import Backward
+from megatron_fsdp.runtime.step.schedule import Schedule
+from megatron_fsdp.runtime.step.unit import Unit
+from megatron_fsdp.runtime.weights import gathered_weight
+from megatron_fsdp.runtime.weights.memory_slots import BufferPools
+
+__all__ = ["AttachedGuards", "attach_root"]
+
+
+class AttachedGuards:
+    """The guards of one root, asleep until a step calls one.
+
+    Args:
+        schedule: of the root, referred to weakly.
+    """
+
+    admit = staticmethod(replaced_params.admit_all)
+    settle = staticmethod(replaced_params.settle_all)
+    follow_requires_grad = staticmethod(make_unit.follow_requires_grad)
+    walk = staticmethod(added_params.walk)
+    refuse_changed = staticmethod(gathered_weight.refuse_uncounted)
+    note_reads = staticmethod(withheld.note_reads)
+    emit_ranges = staticmethod(profiler_ranges.emit_ranges)
+    refuse_recorded = staticmethod(step_between.refuse_recorded)
+    refuse_stepped = staticmethod(step_between.refuse_stepped)
+    refuse_reads = staticmethod(withheld.refuse_reads)
+    refuse_gathered = staticmethod(asked_gradients.refuse_gathered)
+    encloses = staticmethod(calls_to_come.encloses)
+    is_to_come = staticmethod(calls_to_come.is_to_come)
+
+    def __init__(self, schedule: Schedule) -> None:
+        # Weak: a circle would keep slots until the garbage collector comes.
+        self._schedule = weakref.ref(schedule)
+        self.first_use = FirstUse(weakref.WeakMethod(self._served))
+        self.last = LastReductions()
+        self.missing = missing_gradients.MissingGradients(self.first_use.tokens)
+
+    def _served(self) -> tuple[Unit | None, Iterable[Unit]]:
+        schedule = self._schedule()
+        assert schedule is not None
+        return schedule.root, schedule.units()
+
+
+def attach_root(root: Unit, units: Iterable[Unit]) -> None:
+    """Put units under a schedule of their own, of which ``root`` is the outermost."""
+    schedule = Schedule()
+    schedule.guards, schedule.pools = AttachedGuards(schedule), BufferPools()
+    schedule.adopt(root, units)
+    Backward(schedule)
