@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError
 from megatron_fsdp.runtime.grads.last_reduction import LastReduction
+from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.grad_state import GradState
-from megatron_fsdp.runtime.step.lanes import lane, turns
+from megatron_fsdp.runtime.step.lanes import lane
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.step.gradients import GradientBuffer

@@ -12,10 +12,10 @@ from dbuffer import DBuffer, Partial, SlotPool
 from dbuffer.placements import BufferPlacement
 from megatron_fsdp.runtime.grads.fuse import offer_products
 from megatron_fsdp.runtime.guards.unreduced_grads import settle_sum
+from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.grad_binding import GradBinding
 from megatron_fsdp.runtime.step.gradients import GradientBuffer, Observer
-from megatron_fsdp.runtime.step.lanes import turns
 from megatron_fsdp.runtime.step.reduction import GradientSpec, Reduction
 
 __all__ = ["PackedGradients"]

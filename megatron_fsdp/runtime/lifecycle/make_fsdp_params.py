@@ -16,8 +16,8 @@ from dbuffer.dtensor.flat_dtensor import FlatDTensor, rebind, refuse_uses
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.lifecycle.param_registry import make_module_infos, register, registered
+from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, gradient_hook
-from megatron_fsdp.runtime.step.lanes import turns
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.weight_handle import WeightHandle, handle_of
 from megatron_fsdp.runtime.weights.gathered_weight import KINDS, GatheredWeight

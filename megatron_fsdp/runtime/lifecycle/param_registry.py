@@ -89,19 +89,21 @@ def register(infos: ParamModuleInfos) -> None:
 def hide(infos: ParamModuleInfos) -> list[Place]:
     """Register nothing in the places of the sharded parameters; return what ``unhide`` takes to undo it."""
     hidden = [place for place in infos.places if place[0].get(place[1]) is place[2]]
-    _exchange(infos, hidden, is_hidden=True)
+    for reference, attribute, resting, _ in infos.assigned:
+        module = reference()
+        if module is not None and module._parameters.get(attribute) is resting:
+            setattr(module, attribute, None)
+    for registry, attribute, *_ in hidden:
+        registry[attribute] = None
     return hidden
 
 
 def unhide(infos: ParamModuleInfos, hidden: Sequence[Place]) -> None:
-    """Register again what ``hide`` took away."""
-    _exchange(infos, hidden, is_hidden=False)
-
-
-def _exchange(infos: ParamModuleInfos, hidden: Sequence[Place], *, is_hidden: bool) -> None:
+    """Register again what ``hide`` took away, where nothing else is registered."""
+    for registry, attribute, resting, _ in hidden:
+        if registry.get(attribute) is None:
+            registry[attribute] = resting
     for reference, attribute, resting, _ in infos.assigned:
         module = reference()
         if module is not None and module._parameters.get(attribute) is resting:
-            setattr(module, attribute, None if is_hidden else resting)
-    for registry, attribute, resting, _ in hidden:
-        registry[attribute] = None if is_hidden else resting
+            setattr(module, attribute, resting)

@@ -28,9 +28,9 @@ from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.guards.pending_sums import PendingSums
 from megatron_fsdp.runtime.guards.shown_gradients import CastGradients, allow_any, refuse_late
 from megatron_fsdp.runtime.guards.unreduced_grads import adopt_direct, describe, has_had
+from megatron_fsdp.runtime.step.cuda_lane import is_capturing
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of, outside
 from megatron_fsdp.runtime.step.grad_state import CHANGES, GradState
-from megatron_fsdp.runtime.step.lanes import is_capturing
 from megatron_fsdp.runtime.weights.param_layout import own_rows
 
 __all__ = ["GradBinding"]

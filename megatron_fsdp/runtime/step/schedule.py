@@ -15,8 +15,9 @@ from torch import nn
 from torch.autograd import profiler
 
 from dbuffer.events import listeners, tell
+from megatron_fsdp.runtime.step.cuda_lane import wait_for_event
 from megatron_fsdp.runtime.step.guard_types import Guards
-from megatron_fsdp.runtime.step.lanes import forget_unused_streams, wait_for_event
+from megatron_fsdp.runtime.step.lanes import forget_unused_streams
 from megatron_fsdp.runtime.step.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
 from megatron_fsdp.runtime.step.unit import Call, Unit, WeightState, alive, is_in_backward
 
