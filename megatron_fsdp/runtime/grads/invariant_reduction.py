@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -30,6 +29,7 @@ from dbuffer.storage import FlatStorage
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.grads.invariant_exchange import Cut, ExchangePlan, cut_order, gather_turns, piece_of
 from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
+from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.grad_binding import GradBinding
 from megatron_fsdp.runtime.step.grad_state import GradState
@@ -221,15 +221,14 @@ class _Scratch:
 _STEPS: weakref.WeakKeyDictionary[Backwards, _Step] = weakref.WeakKeyDictionary()
 
 
-class _InvariantBinding(GradBinding):
+class _InvariantBinding(ShownGrads):
     """Shows gradients whose norms are the same however they are sharded, as ``torch.nn.utils.clip_grad_norm_`` asks."""
 
-    def _final_gradients(self) -> list[DTensor]:
-        gradients = super()._final_gradients()
-        for gradient in gradients:
+    def _make_gradients(self) -> None:
+        super()._make_gradients()
+        for gradient in self._gradients:
             if isinstance(gradient, PlacedTensor):
                 gradient.has_exact_norms = True
-        return gradients
 
 
 class InvariantGradients(PackedGradients):

@@ -11,10 +11,10 @@ import torch
 from dbuffer import DBuffer, Partial, SlotPool
 from dbuffer.placements import BufferPlacement
 from megatron_fsdp.runtime.grads.fuse import offer_products
+from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
 from megatron_fsdp.runtime.guards.unreduced_grads import settle_sum
 from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.step.grad_binding import GradBinding
 from megatron_fsdp.runtime.step.gradients import GradientBuffer, Observer
 from megatron_fsdp.runtime.step.reduction import GradientSpec, Reduction
 
@@ -106,7 +106,7 @@ class PackedGradients(GradientBuffer):
         if resting != placements.optimizer:
             final = main_grad.slice_view(placements.optimizer)
         self.rests_final = final is main_grad and not self.rests_partial
-        self.binding = GradBinding(main_grad, final, self._fsdp_params, self._template.dtype)
+        self.binding = ShownGrads(main_grad, final, self._fsdp_params, self._template.dtype)
         # Memory of the host is plentiful, and pages that a GPU writes are slow to come by.
         self.binding.keeps = spec.is_offloaded
         self.reduction = Reduction(
