@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.runtime.guards.refusals import refuse_ddp
 from megatron_fsdp.runtime.lifecycle.conversion import apply_to_group
 from megatron_fsdp.runtime.lifecycle.make_param_group import set_divisor, set_reduction
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
@@ -111,8 +110,15 @@ class FSDPModule:
     """
 
     _fsdp_unit: Unit
-    # DDP asks for it before it broadcasts the first rank's parameters over everybody's shards.
-    _ddp_params_and_buffers_to_ignore = property(refuse_ddp)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """What DDP asks for before it broadcasts the first rank's parameters over all ranks' shards."""
+        raise ConfigError(
+            f"{type(self).__name__} is sharded and reduces its gradients itself, so DistributedDataParallel cannot be "
+            "around it: train the module as it is. With accelerate, hand optimizer and data loader to "
+            "Accelerator.prepare without the model, or give it the whole model inside of accelerate_fsdp2()"
+        )
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Make a plain module of the original class: what ``sequential[:2]`` calls its own class for is no unit."""

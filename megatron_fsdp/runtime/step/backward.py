@@ -21,8 +21,7 @@ from megatron_fsdp.errors import AgreementError, StateError
 from megatron_fsdp.runtime.grads.last_reductions import LastReductions
 from megatron_fsdp.runtime.guards.asked_gradients import refuse_gathered
 from megatron_fsdp.runtime.guards.missing_gradients import MissingGradients
-from megatron_fsdp.runtime.guards.step_between import refuse_stepped
-from megatron_fsdp.runtime.guards.withheld import refuse_reads
+from megatron_fsdp.runtime.guards.refusals import refuse_reads, refuse_stepped
 from megatron_fsdp.runtime.step.freshness import MOMENTS
 from megatron_fsdp.runtime.step.grad_state import GradState
 from megatron_fsdp.runtime.step.gradients import GradientBuffer

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.guards.pending_sums import NUM_SHOWN, refuse_pending
+from megatron_fsdp.runtime.guards.unreduced_grads import NUM_SHOWN, refuse_pending
 
 __all__ = ["MOMENTS", "STALE", "Freshness", "mark_gathered", "mark_replaced", "refreshes_itself"]
 

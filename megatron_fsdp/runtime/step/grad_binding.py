@@ -2,7 +2,7 @@
 
 A user may set ``.grad`` to None, zero it, add to it, assign another, freeze its parameter or step too early, at any
 time between two backwards. Whatever backward brings has to be added to what a plain model would have by then. While a
-sum is not reduced over all ranks, ``.grad`` shows a stand-in that says so when it is read (``pending_sums.py``).
+sum is not reduced over all ranks, ``.grad`` shows a stand-in that says so when it is read (``unreduced_grads.py``).
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from torch.distributed.tensor import DTensor
 from dbuffer import DBuffer, FlatDTensor
 from dbuffer.dtensor.parameter import GradDrops
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.guards.pending_sums import PendingSums
 from megatron_fsdp.runtime.guards.shown_gradients import CastGradients, allow_any, refuse_late
-from megatron_fsdp.runtime.guards.unreduced_grads import adopt_direct, describe, has_had
+from megatron_fsdp.runtime.guards.unreduced_grads import PendingSums, adopt_direct, describe, has_had
 from megatron_fsdp.runtime.lifecycle.param_layout import own_rows
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of, outside
 from megatron_fsdp.runtime.step.grad_state import CHANGES, GradState

@@ -16,7 +16,7 @@ from torch.autograd import profiler
 
 from dbuffer.events import listeners, tell
 from megatron_fsdp.runtime.guards.agreement import FirstUse
-from megatron_fsdp.runtime.guards.withheld import note_reads
+from megatron_fsdp.runtime.guards.refusals import note_reads
 from megatron_fsdp.runtime.step.lanes import forget_unused_streams, wait_for_event
 from megatron_fsdp.runtime.step.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
 from megatron_fsdp.runtime.step.unit import Call, Unit, WeightState, alive, is_in_backward

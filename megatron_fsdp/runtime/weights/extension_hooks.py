@@ -31,7 +31,6 @@ from megatron_fsdp.build.extension import Extension
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
-from megatron_fsdp.runtime.lifecycle.make_fsdp_params import refuse_uses_of
 from megatron_fsdp.runtime.step.freshness import mark_gathered
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.weight_buffers import WeightBuffers
@@ -314,7 +313,6 @@ def make_extension_params(
     mark_gathered(weights.used, owned[0].name)
     params = FSDPParams(owned, weights.main, [sharded], [weights.used], resting, receiver)
     params.subclass = extension.kind.__name__
-    refuse_uses_of(params)
     return params
 
 
