@@ -390,7 +390,7 @@ def _missing_gradients(check: Certification) -> list[torch.Tensor]:
     check.know(model)
     loss = model(batch(dist.get_rank(), 0))
     loss.backward()
-    waits = [wait for wait in check.streams.waits if wait.is_host and wait.via.path.endswith("missing_votes.py")]
+    waits = [wait for wait in check.streams.waits if wait.is_host and wait.via.path.endswith("missing_gradients.py")]
     if dist.get_world_size() > 1 and all(wait.is_redundant for wait in waits):
         check.note("the host asks who misses gradients before the reductions are over")
     check.begin()

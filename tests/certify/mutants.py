@@ -40,7 +40,6 @@ MODULES = (
     "megatron_fsdp.runtime.weights.post_forward_shard",
     "megatron_fsdp.runtime.weights.memory_slots",
     "megatron_fsdp.runtime.guards.missing_gradients",
-    "megatron_fsdp.runtime.guards.missing_votes",
     "megatron_fsdp.optim.adamw",
     "megatron_fsdp.optim.adamw_update",
     "dbuffer.storage",

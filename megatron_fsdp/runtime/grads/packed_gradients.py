@@ -12,7 +12,6 @@ from dbuffer import DBuffer, Partial, SlotPool
 from dbuffer.placements import BufferPlacement
 from megatron_fsdp.runtime.grads.fuse import offer_products
 from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
-from megatron_fsdp.runtime.guards.unreduced_grads import settle_sum
 from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.gradients import GradientBuffer, Observer
@@ -144,7 +143,7 @@ class PackedGradients(GradientBuffer):
         Raises:
             StateError: a backward has raised, and ``.grad`` was not dropped since.
         """
-        dropped = settle_sum(self.binding)
+        dropped = self.binding.settle_sum()
         if dropped is None:
             self._empty()
             self.binding.end_sum(clears=False)

@@ -6,7 +6,6 @@ While a sum is not reduced over all ranks, ``.grad`` shows a stand-in that says 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import sys
@@ -19,9 +18,9 @@ from torch import nn
 
 from dbuffer import DBuffer, FlatDTensor
 from dbuffer.dtensor.parameter import GradDrops
-from megatron_fsdp.runtime.guards.pending_sums import PendingSums
-from megatron_fsdp.runtime.guards.shown_gradients import CastGradients, allow_any, refuse_late
-from megatron_fsdp.runtime.guards.unreduced_grads import adopt_direct, describe, has_had
+from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.grads.shown_gradients import CastGradients, allow_any, refuse_late
+from megatron_fsdp.runtime.grads.unreduced_grads import PendingSums
 from megatron_fsdp.runtime.step.cuda_lane import compute_of
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, grads_of
 from megatron_fsdp.runtime.step.grad_binding import GradBinding, clear_grads
@@ -116,11 +115,11 @@ class ShownGrads(GradBinding):
 
     def _begin_with(self, shown: Sequence[torch.Tensor | None]) -> None:
         """Begin a sum where ``.grad`` holds something."""
-        self.had = bytearray(map(functools.partial(has_had, self), range(len(shown)), shown))
+        self.had = bytearray(map(self._has_had, range(len(shown)), shown))
         self.wanted = _either(self.trained, map(operator.is_not, shown, repeat(None)))
         if self.state is GradState.EMPTY:
             self.is_under_way = True
-            adopt_direct(self, shown)
+            self._adopt_direct(shown)
             self.pending().show(self.wanted)
         else:
             self._adopt_user_gradients(shown)
@@ -150,7 +149,7 @@ class ShownGrads(GradBinding):
         """Let ``.grad`` of all parameters of a sum under way say so."""
         sums, shown = self.pending(), grads_of(self.parameters)
         if not sums.is_untouched(shown):
-            adopt_direct(self, shown)
+            self._adopt_direct(shown)
         sums.show(self.wanted)
 
     # ------------------------------------------------------------------ a sum ends
@@ -175,7 +174,7 @@ class ShownGrads(GradBinding):
         """Add what was added to ``.grad`` beside the sum, which is complete."""
         if self.sums is not None and self.sums.is_untouched(shown):
             return
-        adopt_direct(self, shown)
+        self._adopt_direct(shown)
         for index in range(len(shown)):
             rows = self.pending()[index].added
             if rows is not None:
@@ -198,6 +197,72 @@ class ShownGrads(GradBinding):
 
     def _refuse_late(self, error: RuntimeError) -> None:
         refuse_late(self.name, self.fsdp_params, self.final.dtype, error)
+
+    # ------------------------------------------------------------------ users change a sum
+
+    def settle_sum(self) -> list[int] | None:
+        """Take notice, before a backward, of what users did to ``.grad`` while a sum was under way.
+
+        Returns:
+            The parameters whose sum they threw away; None where that of every one.
+        Raises:
+            StateError: a backward has raised, and ``.grad`` was not dropped since.
+        """
+        if not self.is_under_way:
+            return []
+        sums, dropped = self.pending(), []
+        for index, (gradient, is_wanted) in enumerate(zip(grads_of(self.parameters), self.wanted, strict=True)):
+            rows = sums.sum_of(index, gradient)
+            if rows is None:
+                sums[index].forget()
+            if is_wanted and (rows is None or rows.is_zeroed):
+                dropped.append(index)
+        if len(dropped) == sum(self.wanted):
+            return None
+        if self.is_void:
+            raise StateError(self.describe(next(i for i, one in enumerate(self.wanted) if one and i not in dropped)))
+        for index in dropped:
+            self.had[index] = self._has_had(index, grads_of(self.parameters)[index])
+            self.wanted[index] = self.missing[index] = self.trained[index]
+            if self.state is GradState.PARTIAL:
+                self.main_grad.get_local_tensor(index).zero_()
+            if self.carry is not None:
+                self.final.layout.piece(index, self.carry).zero_()
+        return dropped
+
+    def _adopt_direct(self, shown: Sequence[torch.Tensor | None]) -> None:
+        """Take what lies in ``.grad`` beside a sum as something to add to it in the end."""
+        sums = self.pending()
+        for index, gradient in enumerate(shown):
+            rows = sums.sum_of(index, gradient)
+            if rows is not None:
+                if rows.is_added:
+                    self.missing[index] = 0
+                rows.is_zeroed = False
+            elif gradient is not None:
+                sums[index].receive(own_rows(self.fsdp_params, index, gradient))
+                self.wanted[index] = self.had[index] = 1
+
+    def describe(self, index: int) -> str:
+        """Return the words of the error for who reads the ``.grad`` of a parameter while it is such a sum."""
+        name = f"{self.name}: the gradient of parameter {self.fsdp_params.owned[index].name!r}"
+        if self.is_void:
+            return (
+                f"{name} is incomplete, because the last backward raised. Drop it, with what was accumulated before: "
+                "call zero_grad() of the optimizer or the model, or model.reset_iter_state()."
+            )
+        return (
+            f"{name} is a sum under way, not reduced over all ranks yet. Run the last microbatch outside of no_sync() "
+            "and of microbatch(model, False), and call finalize_backward() if that is manual, before .grad is read or "
+            "an optimizer steps; after a backward that raised call zero_grad() first."
+        )
+
+    def _has_had(self, index: int, shown: torch.Tensor | None) -> bool:
+        """Whether a plain model would have a gradient beside the one that is summed up next."""
+        if self.sums is None or self.sums.sum_of(index, shown) is None:
+            return shown is not None
+        # Of a sum that was set to zero: a sum of nothing is none still.
+        return bool(self.had[index] or not self.missing[index])
 
     # ------------------------------------------------------------------ the optimizer reads
 
@@ -256,12 +321,12 @@ def _either(ones: Iterable[int], others: Iterable[int]) -> bytearray:
     return bytearray(map(operator.or_, ones, others))
 
 
-def _describer(binding: GradBinding) -> Callable[[int], str]:
+def _describer(binding: ShownGrads) -> Callable[[int], str]:
     """Return what the pending gradients ask for their error; they must not keep the buffer alive."""
     reference = weakref.ref(binding)
 
     def words(index: int) -> str:
         owner = reference()
-        return "the model of this gradient is gone" if owner is None else describe(owner, index)
+        return "the model of this gradient is gone" if owner is None else owner.describe(index)
 
     return words

@@ -11,9 +11,8 @@ from megatron_fsdp.runtime.guards import (
     asked_gradients,
     calls_to_come,
     missing_gradients,
+    refusals,
     replaced_params,
-    step_between,
-    withheld,
 )
 from megatron_fsdp.runtime.guards.agreement import FirstUse
 from megatron_fsdp.runtime.lifecycle import make_unit, profiler_ranges
@@ -38,11 +37,11 @@ class AttachedGuards:
     follow_requires_grad = staticmethod(make_unit.follow_requires_grad)
     walk = staticmethod(added_params.walk)
     refuse_changed = staticmethod(gathered_weight.refuse_uncounted)
-    note_reads = staticmethod(withheld.note_reads)
+    note_reads = staticmethod(refusals.note_reads)
     emit_ranges = staticmethod(profiler_ranges.emit_ranges)
-    refuse_recorded = staticmethod(step_between.refuse_recorded)
-    refuse_stepped = staticmethod(step_between.refuse_stepped)
-    refuse_reads = staticmethod(withheld.refuse_reads)
+    refuse_recorded = staticmethod(refusals.refuse_recorded)
+    refuse_stepped = staticmethod(refusals.refuse_stepped)
+    refuse_reads = staticmethod(refusals.refuse_reads)
     refuse_gathered = staticmethod(asked_gradients.refuse_gathered)
     encloses = staticmethod(calls_to_come.encloses)
     is_to_come = staticmethod(calls_to_come.is_to_come)

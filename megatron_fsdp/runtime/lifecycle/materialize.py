@@ -11,7 +11,7 @@ from torch import nn
 from dbuffer.collectives import broadcast
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.runtime.lifecycle.make_fsdp_params import shown_over
+from megatron_fsdp.runtime.lifecycle.make_param_group import shown_over
 from megatron_fsdp.runtime.lifecycle.make_unit import materialize_unit
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import Unit, units_below

@@ -100,19 +100,6 @@ class UnshardHandle:
             unit.schedule.finish_gather(unit)
 
 
-def _refuse_ddp(module: object) -> NoReturn:
-    """Refuse ``torch.nn.parallel.DistributedDataParallel`` around a sharded module.
-
-    Raises:
-        ConfigError: always.
-    """
-    raise ConfigError(
-        f"{type(module).__name__} is sharded and reduces its gradients itself, so DistributedDataParallel cannot be "
-        "around it: train the module as it is. With accelerate, hand optimizer and data loader to Accelerator.prepare "
-        "without the model, or give it the whole model inside of accelerate_fsdp2()"
-    )
-
-
 class FSDPModule:
     """Mixed into the class of every module given to ``fully_shard``: ``FSDP<Class>`` is a subclass of both.
 
@@ -123,8 +110,15 @@ class FSDPModule:
     """
 
     _fsdp_unit: Unit
-    # DDP asks for it before it broadcasts the first rank's parameters over everybody's shards.
-    _ddp_params_and_buffers_to_ignore = property(_refuse_ddp)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """What DDP asks for before it broadcasts the first rank's parameters over all ranks' shards."""
+        raise ConfigError(
+            f"{type(self).__name__} is sharded and reduces its gradients itself, so DistributedDataParallel cannot be "
+            "around it: train the module as it is. With accelerate, hand optimizer and data loader to "
+            "Accelerator.prepare without the model, or give it the whole model inside of accelerate_fsdp2()"
+        )
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Make a plain module of the original class: what ``sequential[:2]`` calls its own class for is no unit."""

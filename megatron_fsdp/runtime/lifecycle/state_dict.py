@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer.dtensor import FlatDTensor
-from megatron_fsdp.runtime.lifecycle.make_fsdp_params import readopt
+from megatron_fsdp.runtime.lifecycle.make_param_group import readopt
 from megatron_fsdp.runtime.lifecycle.make_unit import materialize_unit
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 from megatron_fsdp.runtime.step.unit import Unit, units_below
@@ -53,5 +53,5 @@ def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any])
 def _after_load_state_dict(unit: Unit, *_: Any) -> None:
     for group in unit.groups:
         # Copy values back where a parameter was replaced (``assign=True``).
-        if readopt(group.fsdp_params, group.name):
+        if readopt(group):
             group.freshness.change()

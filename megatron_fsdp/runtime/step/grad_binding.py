@@ -76,6 +76,7 @@ class GradBinding:
     set_aside: Callable[[], None]
     void: Callable[[], None]
     empty: Callable[[], None]
+    settle_sum: Callable[[], list[int] | None]
     match_parameter_dtype: Callable[[], None]
     restore_dtype: Callable[[], None]
     _make_gradients: Callable[[], None]

@@ -46,7 +46,7 @@ class Call:
             the graph in which it did; that of one inside of another is higher.
         moment: of optimizers' steps when it began (``freshness.MOMENTS``).
         first_node: autograd's nodes that were made since it began have this number or a higher one.
-        reads: a weight that its backward reads, where it was looked for (``withheld.note_reads``); None for none.
+        reads: a weight that its backward reads, where it was looked for (``refusals.note_reads``); None for none.
         is_expected: whether the unit has it among the calls whose backward may still come.
     """
 

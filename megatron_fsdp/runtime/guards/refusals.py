@@ -1,4 +1,4 @@
-"""What ``set_unshard_in_backward(False)`` promises, looked after: that a unit's backward reads none of its weights."""
+"""Backwards that are refused by name: recorded ones, and those through weights that are not those of forward."""
 
 from __future__ import annotations
 
@@ -11,11 +11,44 @@ from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.step.pytree import iterate_tensors
 from megatron_fsdp.runtime.step.unit import Call, Unit
 
-__all__ = ["note_reads", "refuse_reads"]
+__all__ = ["note_reads", "refuse_reads", "refuse_recorded", "refuse_stepped"]
+
+
+def refuse_recorded(unit: Unit) -> NoReturn:
+    """Refuse a backward that is itself recorded.
+
+    Raises:
+        StateError: always.
+    """
+    raise StateError(
+        f"unit {unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
+        "use released weights. Keep the module whose second derivatives are wanted unsharded."
+    )
+
+
+def refuse_stepped(call: Call) -> None:
+    """Refuse the backward of a call whose unit's weights changed after it; asked where an optimizer has stepped since.
+
+    Raises:
+        StateError: they did.
+    """
+    unit = call.unit
+    for group in unit.groups:
+        group.freshness.is_changed()
+        if group.freshness.changed_at > call.moment:
+            raise StateError(
+                f"unit {unit.name!r}: an optimizer has stepped its weights ({next(iter(group.parameters))!r} or others "
+                "of that group) between a forward and the backward through it: gradients would be of the old "
+                "activations and the new weights. Call backward() before optimizer.step(), or run forward again after "
+                "it."
+            )
 
 
 def note_reads(call: Call, output: Any) -> None:
-    """Note which weight the backward of a call would read, as its graph has saved it."""
+    """Note which weight the backward of a call would read, as its graph has saved it.
+
+    ``set_unshard_in_backward(False)`` promises that it reads none.
+    """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
         saved = (name for tensor in _saved(call, output) for name in _names_over(call.unit, tensor))
         call.reads = next(saved, None)
