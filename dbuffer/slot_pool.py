@@ -27,6 +27,7 @@ __all__ = [
     "MAX_PLANS",
     "Allocate",
     "ArenaPool",
+    "Holding",
     "SlotPool",
     "can_exchange_memory",
     "from_communicator",
@@ -118,11 +119,6 @@ class SlotPool:
                 return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             return self._allocate(num_bytes)
 
-    @staticmethod
-    def exchange(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-        """Exchange the memory of two storages; tensors stay with their storage, whose memory is another then."""
-        one._swap_data_ptr_(other)  # type: ignore[attr-defined]  # torch's stubs lack it
-
     def give_back(self, slot: torch.UntypedStorage, size: int) -> None:
         """Take a slot of ``size`` bytes back; one that has become too small is dropped."""
         if self.sizing == "largest" and size < self._largest:
@@ -150,6 +146,46 @@ class SlotPool:
 
 def _forget(counted: list[int]) -> None:
     memory_meter().add(-counted[0])
+
+
+@dataclass(slots=True)
+class Holding:
+    """What a storage holds now: bytes of its own, a slot of a pool, or nothing."""
+
+    own_bytes: int = 0
+    pool: SlotPool | None = None
+    slot: torch.UntypedStorage | None = None
+    slot_bytes: int = 0
+
+    def take(self, pool: SlotPool, storage: torch.UntypedStorage, num_bytes: int, user: int) -> None:
+        """Let a storage have the memory of a slot, and every view of it; the slot has none from here on."""
+        slot = pool.take(num_bytes, user)
+        self.pool, self.slot_bytes, self.slot = pool, slot.nbytes(), slot
+        self.exchange(storage, slot)
+
+    def give_back(self, storage: torch.UntypedStorage) -> None:
+        """Give the slot its memory back, and the pool its slot."""
+        pool, slot, slot_bytes = self.pool, self.slot, self.slot_bytes
+        assert pool is not None
+        assert slot is not None
+        if storage.nbytes():
+            self.exchange(storage, slot)
+        # First: what another storage can take is nobody's.
+        self.slot = self.pool = None
+        pool.give_back(slot, slot_bytes)
+
+    @staticmethod
+    def exchange(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+        """Exchange the memory of two storages; tensors stay with their storage, whose memory is another then."""
+        one._swap_data_ptr_(other)  # type: ignore[attr-defined]  # torch's stubs lack it
+        if listeners:
+            tell("exchanged", (one, other))
+
+    def forget(self) -> None:
+        """Take leave of memory whose storage is gone; views of it may live on."""
+        memory_meter().add(-self.own_bytes)
+        if self.pool is not None and self.slot is not None:
+            self.pool.lose(self.slot, self.slot_bytes)
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dbuffer import collectives
+from dbuffer import collectives, collectives_rare
 from dbuffer.errors import PlacementError
 from dbuffer.mesh import MeshAxis, mesh_axes
 
@@ -170,7 +170,7 @@ class RaggedShard(Shard):
         axis = mesh_axes(mesh)[mesh_dim]
         if src_data_rank is not None:
             tensor = tensor.contiguous().clone()
-            collectives.broadcast(tensor, axis, src_data_rank)
+            collectives_rare.broadcast(tensor, axis, src_data_rank)
         return self._select_split_tensor(tensor, axis.size, axis.rank, with_padding=False)
 
     def _to_replicate_tensor(

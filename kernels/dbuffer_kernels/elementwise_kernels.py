@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-def launch_elementwise(kernel: Callable[..., None], source: Tensor, out: Tensor, scale: float) -> None:
-    """Start a kernel of the signature (source, out, numel, scale, COMPUTE, BLOCK) on two contiguous tensors."""
+def launch_elementwise(kernel: Callable[..., None], source: Tensor, out: Tensor, scale: float) -> Tensor:
+    """Start a kernel of the signature (source, out, numel, scale, COMPUTE, BLOCK) on contiguous tensors, return out."""
     numel = out.numel()
     compute = element_type(compute_dtype(source.dtype, out.dtype))
     launch(kernel, -(-numel // BLOCK), out.device, source, out, numel, float(scale), COMPUTE=compute)
+    return out
 
 
 def cast_kernel(
