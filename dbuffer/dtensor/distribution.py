@@ -336,26 +336,6 @@ class Distribution:
                 )
         return part
 
-    def check_alike(self, tensor: torch.Tensor) -> None:
-        """Check that the ranks hold the same values of a plain tensor that each will combine with its own rows.
-
-        One all-reduce, and a look at its result on the host; nothing where neither may be (capture, tracing).
-
-        Raises:
-            PlacementError: they do not.
-        """
-        is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-        if type(tensor) is not torch.Tensor or is_captured or not tensor.numel():
-            return
-        own = torch.stack([tensor.reshape(-1), -tensor.reshape(-1)]).to(torch.float64)
-        most = self.all_reduce(own.clone(), "max")
-        if not torch.equal(most.nan_to_num(), own.nan_to_num()):
-            raise PlacementError(
-                f"a plain tensor of shape {tuple(tensor.shape)} beside a sharded one differs from rank to rank, while "
-                "each rank has rows of its own. Make it the same on all ranks, or bring it in after the sum over rows: "
-                "p.square().sum() * factor"
-            )
-
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """Combine what the ranks found in their own parts, in place; ``op`` as in ``collectives.all_reduce``."""
         for axis in self.cutting_axes:

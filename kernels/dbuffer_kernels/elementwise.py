@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dbuffer_kernels.backends import FORCED, runs_on_triton
 from dbuffer_kernels.dtypes import FLOAT_DTYPES, compute_dtype, refuse_dtypes, refuse_pair
-from dbuffer_kernels.elementwise_kernels import accumulate_kernel, cast_kernel, launch_elementwise
+from dbuffer_kernels.elementwise_kernels import launch_elementwise
 from dbuffer_kernels.launch import LAUNCHERS
 
 CHUNK_NUMEL = 1 << 16
@@ -44,7 +44,7 @@ def cast_copy(source: Tensor, out: Tensor, *, scale: float = 1.0) -> Tensor:
     if scale == 1.0 and source.dtype is out.dtype:
         return reference_cast(source, out)
     if (out.is_cuda or LAUNCHERS or FORCED) and runs_on_triton(out) and source.is_contiguous():
-        return launch_elementwise(cast_kernel, source, out, scale)
+        return launch_elementwise(source, out, scale, adds=False)
     return reference_cast(source, out, scale=scale)
 
 
@@ -72,7 +72,7 @@ def accumulate(source: Tensor, out: Tensor, *, scale: float = 1.0, overwrite: bo
     check_pair("accumulate", source, out, scale)
     check_dtypes("accumulate", source.dtype, out.dtype)
     if (out.is_cuda or LAUNCHERS or FORCED) and runs_on_triton(out) and source.is_contiguous():
-        return launch_elementwise(accumulate_kernel, source, out, scale)
+        return launch_elementwise(source, out, scale, adds=True)
     return reference_accumulate(source, out, scale=scale)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 FOLDER_ORDER = (
     ("dbuffer_kernels",),
     ("dbuffer.errors",),
-    ("dbuffer.placements", "dbuffer.planner", "dbuffer.memory_meter", "dbuffer.events"),
+    ("dbuffer.placements", "dbuffer.planner", "dbuffer.memory_meter", "dbuffer.events", "dbuffer.slot_memory"),
     ("dbuffer.mesh", "dbuffer.slot_pool", "dbuffer.comm_thread"),
     ("dbuffer.layout", "dbuffer.gloo", "dbuffer.storage"),
     ("dbuffer.collectives", "dbuffer.storage_guard"),
