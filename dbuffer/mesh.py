@@ -74,7 +74,22 @@ class MeshAxis:
     def separate_reductions(self, enable: bool) -> None:
         """Set ``has_separate_reduce_group``, from the next reduction on."""
         self.has_separate_reduce_group = enable
-        self.__dict__.pop("reduce_group", None)
+        for made in ("reduce_group", "reduces_by_gloo"):
+            self.__dict__.pop(made, None)
+
+    @functools.cached_property
+    def gathers_by_gloo(self) -> bool:
+        """Whether gloo serves the communicator's tensors in CPU memory."""
+        return _is_gloo(self.gather_group)
+
+    @functools.cached_property
+    def reduces_by_gloo(self) -> bool:
+        """Likewise, of the communicator for reductions."""
+        return _is_gloo(self.reduce_group)
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    return any(name in ("gloo", "cpu:gloo") for name in dist.get_backend_config(group).split(","))
 
 
 def make_reduce_groups(axes: Iterable[MeshAxis]) -> None:

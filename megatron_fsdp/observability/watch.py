@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dbuffer
-from dbuffer.collectives import start_maximum, wait_with
+from dbuffer.collectives_rare import start_maximum, wait_with
 from dbuffer.events import listen
 from dbuffer.mesh import new_group
 from megatron_fsdp.errors import AgreementError, ConfigError

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
 from dbuffer.mesh import MeshAxis
-from dbuffer_kernels import AdamWBuffers, CodedSegments, Int8AdamWBuffers, MuonWeights, Segment, Segments, pack
+from dbuffer_kernels import AdamWBuffers, CodedSegments, Int8AdamWBuffers, MuonWeights, Segment, Segments, cast_copy
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.nonfinite import Reading
 from megatron_fsdp.runtime.step.grad_state import GradState
@@ -163,7 +163,7 @@ class GroupGradients:
     def _packed(self, group: ParameterGroup, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Copy gradients that are not in the group's buffer into a flat tensor of their own."""
         main = group.main_weight
-        locals_, offsets = [], []
+        flat = torch.zeros(main.local_buffer.numel(), dtype=group.spec.dtypes.stepped, device=main.device)
         for grad, name, (start, stop) in zip(grads, self._names, self._pieces, strict=True):
             if grad is None:
                 continue
@@ -173,10 +173,8 @@ class GroupGradients:
                     f"{name}: .grad has {local.numel()} elements on this rank, the parameter {stop - start}; assign a "
                     "DTensor laid out like the parameter, such as torch.zeros_like(parameter)"
                 )
-            locals_.append(local)
-            offsets.append(start)
-        flat = torch.zeros(main.local_buffer.numel(), dtype=group.spec.dtypes.stepped, device=main.device)
-        return pack(locals_, flat, offsets)
+            cast_copy(local, flat[start:stop])
+        return flat
 
 
 class GroupState(GroupGradients):

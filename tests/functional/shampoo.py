@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dbuffer.collectives import broadcast
+from dbuffer.collectives_rare import broadcast
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.adamw_state import adopt_together
 from megatron_fsdp.optim.exchange import OwnerRanks

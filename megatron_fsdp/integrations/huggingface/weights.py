@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dbuffer.collectives import broadcast
+from dbuffer.collectives_rare import broadcast
 from megatron_fsdp.checkpoint.model_state import announce_change
 from megatron_fsdp.checkpoint.parts import pieces_of
 from megatron_fsdp.errors import ConfigError

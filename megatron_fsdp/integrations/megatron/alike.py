@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dbuffer.collectives import all_reduce, broadcast
+from dbuffer.collectives import all_reduce
+from dbuffer.collectives_rare import broadcast
 from dbuffer.mesh import mesh_axes
 from megatron_fsdp.integrations.megatron.groups import is_expert
 from megatron_fsdp.policy.mesh import buffer_device
