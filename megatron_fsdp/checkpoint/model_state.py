@@ -23,8 +23,9 @@ from megatron_fsdp.runtime.step.unit import units_below
 from megatron_fsdp.runtime.weights.resting_copy import announce_step
 
 __all__ = [
-    "ModelMatch", "ModelView", "announce_change", "full_state_dict", "iterate_full_tensors", "local_part",
-    "match_model", "match_partly", "refuse_differences", "restore_extra_state", "siblings", "view_model", "whole",
+    "ModelMatch", "ModelView", "announce_change", "canonical", "full_state_dict", "iterate_full_tensors", "local_part",
+    "match_model", "match_partly", "refuse_differences", "restore_extra_state", "siblings", "unwrapped", "view_model",
+    "whole",
 ]  # fmt: skip
 
 _EXTRA_STATE = "_extra_state"
@@ -70,7 +71,7 @@ def view_model(model: nn.Module) -> ModelView:
     for module in model.modules():
         if isinstance(refusal := vars(module).get("checkpoint_refusal"), str):
             raise CheckpointError(refusal)
-    for unit in units_below(_unwrapped(model)):
+    for unit in units_below(unwrapped(model)):
         unit.settle_replaced_params()
     tensors: dict[str, torch.Tensor] = {}
     extra: dict[str, Any] = {}
@@ -85,8 +86,8 @@ def view_model(model: nn.Module) -> ModelView:
                 "and other values of modules that return them from get_extra_state"
             )
     by_parameter: dict[int, list[str]] = {}
-    for name, parameter in _unwrapped(model).named_parameters(remove_duplicate=False):
-        by_parameter.setdefault(id(parameter), []).append(_canonical(name))
+    for name, parameter in unwrapped(model).named_parameters(remove_duplicate=False):
+        by_parameter.setdefault(id(parameter), []).append(canonical(name))
     names = {key: found[0] for key, found in by_parameter.items()}
     ties = tuple(tuple(found) for found in by_parameter.values() if len(found) > 1)
     groups = {id(group): group for p in model.parameters() if (group := group_of_parameter(p)) is not None}
@@ -200,8 +201,8 @@ def refuse_differences(folder: Path, kind: str, differences: Sequence[str]) -> N
 
 def restore_extra_state(model: nn.Module, extra_state: Mapping[str, Any]) -> None:
     """Hand the saved extra state to the modules that it came from."""
-    for name, module in _unwrapped(model).named_modules():
-        key = _canonical(f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE)
+    for name, module in unwrapped(model).named_modules():
+        key = canonical(f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE)
         if key in extra_state:
             module.set_extra_state(extra_state[key])
 
@@ -218,11 +219,13 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model that DistributedDataParallel is around, and any other as it is."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def _canonical(name: str) -> str:
+def canonical(name: str) -> str:
+    """Return a name without what PyTorch's wrappers put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dbuffer.collectives import all_reduce
+from dbuffer.collectives import reduce_numbers
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError, NonfiniteGradientError
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
@@ -119,15 +119,8 @@ def _describe(readings: Sequence[Reading]) -> str:
 
 def _kinds(readings: Sequence[Reading]) -> list[int]:
     """Return for each gradient what it has on any rank: 0, ``_INFINITE`` or ``_NAN``."""
-    kinds = [0] * len(readings)
-    for members in _by_axes(readings):
-        first = readings[members[0]]
-        flags = torch.stack([_kind(readings[member].gradient, first.device) for member in members])
-        for axis in first.axes:
-            all_reduce(flags, axis, "max")
-        for member, kind in zip(members, flags.tolist(), strict=True):
-            kinds[member] = kind
-    return kinds
+    mine = ((reading.axes, _kind(reading.gradient, reading.device)) for reading in readings)
+    return [int(kind) for kind in reduce_numbers(mine, "max")]
 
 
 def _kind(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:
@@ -135,10 +128,3 @@ def _kind(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:
         return torch.zeros((), dtype=torch.int64, device=device)
     kind = torch.maximum(_INFINITE * gradient.isinf().any().long(), _NAN * gradient.isnan().any().long())
     return kind.to(device)
-
-
-def _by_axes(readings: Iterable[Reading]) -> Iterable[list[int]]:
-    split: dict[tuple[int, ...], list[int]] = {}
-    for index, reading in enumerate(readings):
-        split.setdefault(tuple(id(axis.gather_group) for axis in reading.axes), []).append(index)
-    return split.values()
