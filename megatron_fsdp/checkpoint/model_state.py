@@ -110,11 +110,12 @@ class ModelMatch:
     """Saved values and the places where they go.
 
     Attributes:
-        targets: what to read each entry into. names: of the tensors that have one.
+        view: of the model. targets: what to read each entry into. names: of the tensors that have one.
         saved: the values, by the model's names. extra_state: of modules, by name.
         differences: a line for each of names and shapes.
     """
 
+    view: ModelView
     targets: dict[str, torch.Tensor]
     names: tuple[str, ...]
     saved: Mapping[str, Saved]
@@ -161,15 +162,11 @@ def match_partly(opened: OpenCheckpoint, view: ModelView) -> ModelMatch:
         for name, value in extra.items()
         if name not in view.extra_state and (value is not None or name not in found.extra_state)
     ]
-    return ModelMatch(targets, tuple(names), found.tensors, extra, differences)
+    return ModelMatch(view, targets, tuple(names), found.tensors, extra, differences)
 
 
 def _check_ties(opened: OpenCheckpoint, view: ModelView, saved: Mapping[str, Saved]) -> None:
-    """Refuse a checkpoint with different values for names that share one parameter here; this rank's part is compared.
-
-    Raises:
-        CheckpointError: they differ.
-    """
+    """Refuse different values for names that share one parameter here; this rank's part is compared."""
     saved_ties = opened.state.get("ties", ())
     for group in view.ties:
         first, *others = [name for name in group if name in saved]
@@ -187,11 +184,7 @@ def _check_ties(opened: OpenCheckpoint, view: ModelView, saved: Mapping[str, Sav
 
 
 def refuse_differences(folder: Path, kind: str, differences: Sequence[str]) -> None:
-    """Raise an error that lists the differences, if there are any.
-
-    Args:
-        kind: "model" or "optimizer".
-    """
+    """Raise an error that lists the differences, if there are any."""
     if differences:
         lines = listed(differences, "\n  ")
         raise CheckpointError(

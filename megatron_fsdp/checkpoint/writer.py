@@ -100,8 +100,6 @@ def plan_save(
         path: the name that the folder will have, the same on all ranks; see ``place_of``.
         collect: returns the nested entries to save and the bytes of the state file.
         planner: where the values come from; None takes them from the entries.
-    Raises:
-        CheckpointError: ``collect`` failed on some rank, or the folder cannot be made or replaced.
     """
     source = HoldingPlanner() if planner is None else planner
     state, metadata, scratch = b"", None, None
@@ -140,8 +138,6 @@ def write_draft(draft: Draft, ranks: CheckpointRanks, afterwards: Callable[[], N
 
     Args:
         afterwards: called on rank 0 when the folder has its name; its failure is one of the save.
-    Raises:
-        CheckpointError: on every rank, when writing failed on any.
     """
 
     def together(parts: list[_Written]) -> None:

@@ -247,9 +247,5 @@ _BY_NAME = {key: flag for flag in FLAGS for key in (flag.name, flag.dest)}
 
 
 def flag_of(name: str) -> Flag:
-    """Return the flag of a name (``--use-nccl-ub``) or an attribute (``nccl_ub``).
-
-    Raises:
-        KeyError: there is no such flag.
-    """
+    """Return the flag of a name (``--use-nccl-ub``) or an attribute (``nccl_ub``)."""
     return _BY_NAME[name]

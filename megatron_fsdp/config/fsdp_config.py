@@ -410,11 +410,7 @@ def _check_value(flag: Flag, value: object) -> None:
 
 
 def _check_connections() -> None:
-    """Refuse an environment in which nothing would overlap on a GPU.
-
-    Raises:
-        ConfigError: CUDA_DEVICE_MAX_CONNECTIONS is 1.
-    """
+    """Refuse an environment in which nothing would overlap on a GPU."""
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ConfigError(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 contradicts --use-megatron-fsdp: with one queue to the GPU gathers and "

@@ -167,9 +167,6 @@ class _GradientAudit:
         """The packed buffer was reduced.
 
         A unit that this rank did not use is reduced too, once per backward, because others may have used it.
-
-        Raises:
-            StateError: it had been, and no gradient has arrived since.
         """
         backward = self._unit.backward.number
         if not self._num_waiting and self._reduced_in == backward:
@@ -177,11 +174,7 @@ class _GradientAudit:
         self._reduced_in, self._num_waiting = backward, 0
 
     def check(self) -> None:
-        """Look whether everything that arrived was reduced, at the end of a backward that ends a step.
-
-        Raises:
-            StateError: something was not.
-        """
+        """Look whether everything that arrived was reduced, at the end of a backward that ends a step."""
         num_waiting, self._num_waiting = self._num_waiting, 0
         if num_waiting and self._unit.requires_gradient_sync and not self._buffer.rests_partial:
             self._fail("arrived and were not reduced")

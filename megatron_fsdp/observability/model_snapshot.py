@@ -21,11 +21,6 @@ class ModelSnapshot:
     Inside, parameters begin without gradients, and hooks that wait for gradients of sharded parameters (optimizers in
     backward) are not called. Copies are made of what there is: a gradient shard where ``.grad`` was set. Weights are
     not kept: forward and backward do not change them.
-
-    Args:
-        model: has units below it.
-    Raises:
-        StateError: a gradient is a sum under way, or gradients are kept on the ranks by ``no_sync``.
     """
 
     def __init__(self, model: nn.Module) -> None:

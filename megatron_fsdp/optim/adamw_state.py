@@ -131,11 +131,7 @@ class GroupState:
     # ------------------------------------------------------------------ gradients
 
     def gradient(self) -> FlatGradient | None:
-        """Return the gradients of the parameters that are in the optimizer, None where there are none.
-
-        Raises:
-            StateError: a ``.grad`` was assigned that does not have the parameter's rows.
-        """
+        """Return the gradients of the parameters that are in the optimizer, None where there are none."""
         with torch._C.DisableTorchFunctionSubclass():
             grads = list(map(_gradient_of, self._params))
         group = self.group
@@ -318,11 +314,7 @@ class GroupState:
         raise NotImplementedError
 
     def weights(self) -> MuonWeights:
-        """Return the flat weights that a step writes, with the compute weights where they are a copy on this rank.
-
-        Raises:
-            StateError: the model of these parameters is gone.
-        """
+        """Return the flat weights that a step writes, with the compute weights where they are a copy on this rank."""
         group = self.group
         if group is None:
             raise StateError(f"{self.title}: the model of these parameters is gone; build the optimizer of one in use")
@@ -385,11 +377,7 @@ class GroupMoments(GroupState):
         return Segments(joined, numel)
 
     def buffers(self, gradient: torch.Tensor) -> AdamWBuffers | Int8AdamWBuffers:
-        """Return the flat tensors of a step.
-
-        Raises:
-            StateError: the model of these parameters is gone.
-        """
+        """Return the flat tensors of a step."""
         weights, known = self.weights(), self._buffers
         if known is None or known.gradient is not gradient or known.weight is not weights.weight:
             known = self._buffers = self._with_moments(gradient, weights)

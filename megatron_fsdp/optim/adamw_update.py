@@ -136,11 +136,7 @@ class Update:
 
 
 def group_update(moments: GroupMoments, gradient: FlatGradient, rows: Rows) -> Update:
-    """Count a step of a sharded group, whose moments ``state`` shows, and return its launch.
-
-    Args:
-        gradient: what ``moments.gradient()`` returned.
-    """
+    """Count a step of a sharded group, whose moments ``state`` shows, and return its launch."""
     segments = moments.count_step(rows.number, gradient.present)
     own = rows.of_steps(moments.members, moments.steps) if moments.is_capturable else None
     return Update(moments.buffers(gradient.flat), segments, own)
@@ -159,11 +155,7 @@ class PlainParameter:
     is_capturable: bool
 
     def gradient(self) -> torch.Tensor | None:
-        """Return this rank's part of its gradient, 1-D; None for none.
-
-        Raises:
-            ConfigError: a sparse gradient or a complex parameter.
-        """
+        """Return this rank's part of its gradient, 1-D; None for none."""
         gradient = self.parameter.grad
         if gradient is None:
             return None
@@ -217,8 +209,6 @@ def int8_plain_update(plain: PlainParameter, gradient: torch.Tensor, state: Stat
 
     Args:
         number: its position in the optimizer, for stochastic rounding.
-    Raises:
-        ConfigError: a DTensor, of which this rank's part may begin inside of a block.
     """
     parameter = plain.parameter
     if not is_coded(parameter.shape):

@@ -196,11 +196,7 @@ class MatrixGroup(GroupState):
         return self._matrix_segments[key]
 
     def adamw_updates(self, gradient: FlatGradient, row_of: Callable[[int, int], int]) -> list[Update]:
-        """Count a step of what AdamW steps, and return its launches: one for each run of neighbours.
-
-        Args:
-            row_of: see ``count_step``.
-        """
+        """Count a step of what AdamW steps, and return its launches: one for each run of neighbours."""
         updates = []
         for run, segments in zip(self._runs, self.count_step(row_of, gradient.present), strict=True):
             if segments is None:

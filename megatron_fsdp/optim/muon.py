@@ -381,11 +381,7 @@ def _name_of(parameter: torch.Tensor) -> str:
 
 
 def _blocks_of(parameter: torch.Tensor, group: Mapping[str, Any]) -> tuple[tuple[MatrixBlock, float], ...]:
-    """Return a parameter's matrices, each with the factor of its learning rate.
-
-    Raises:
-        ConfigError: it is no matrix, or is sharded in a way that leaves no rank a whole one.
-    """
+    """Return a parameter's matrices, each with the factor of its learning rate."""
     name = _name_of(parameter)
     owner = group_of_parameter(parameter)
     if owner is None and isinstance(parameter, DTensor):

@@ -103,8 +103,6 @@ def coefficients(given: str | Sequence[float], num_steps: int) -> tuple[Coeffici
     Args:
         given: a name of ``COEFFICIENT_SETS``, or three numbers that serve every step as in ``torch.optim.Muon``.
         num_steps: 1 <= num_steps < 100.
-    Raises:
-        ConfigError: another name, another count of numbers, or of steps.
     """
     if not 1 <= num_steps < 100:
         raise ConfigError(f"Muon(ns_steps={num_steps}): wanted 1 to 99 steps")
@@ -133,8 +131,6 @@ def scale_factor(rows: int, columns: int, mode: str | None) -> float:
 
     Args:
         rows, columns: of the whole matrix, never of a rank's part.
-    Raises:
-        ConfigError: another mode.
     """
     factors = {
         "original": math.sqrt(max(1, rows / columns)),

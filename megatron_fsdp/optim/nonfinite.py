@@ -64,11 +64,7 @@ def check_gradients(model: nn.Module, norm: torch.Tensor, nonfinite: str = "rais
 
 
 def check_policy(what: str, nonfinite: str) -> None:
-    """Refuse what is no policy.
-
-    Raises:
-        ConfigError: it is none of ``POLICIES``.
-    """
+    """Refuse what is no policy."""
     if nonfinite not in POLICIES:
         raise ConfigError(f"{what}(nonfinite={nonfinite!r}): wanted one of {', '.join(map(repr, POLICIES))}")
 
@@ -78,8 +74,6 @@ def may_step(norm: torch.Tensor, nonfinite: str, readings: Callable[[], Sequence
 
     Args:
         readings: gives the gradients, in the same order on every rank; called only when they are needed.
-    Raises:
-        NonfiniteGradientError: for "raise".
     """
     value = norm.item()
     if math.isfinite(value):

@@ -61,11 +61,7 @@ class Ownership:
 
 
 def holders_of(offset: int, numel: int, shard_numel: int) -> tuple[tuple[int, range], ...]:
-    """Return the shards of a flat buffer that hold a tensor, with the range of its elements that each has.
-
-    Args:
-        offset, numel: of the tensor, in elements. shard_numel: elements of a shard.
-    """
+    """Return the shards of a flat buffer that hold a tensor, with the range of its elements that each has."""
     shards = range(offset // shard_numel, -(-(offset + numel) // shard_numel)) if numel else ()
     return tuple(
         (shard, range(max(shard * shard_numel - offset, 0), min((shard + 1) * shard_numel - offset, numel)))
@@ -183,11 +179,7 @@ class OwnershipReport:
 
 
 def ownership_report(ownership: Ownership, itemsize: int = 2) -> OwnershipReport:
-    """Return the report of an ownership.
-
-    Args:
-        itemsize: bytes of an element on the wire.
-    """
+    """Return the report of an ownership."""
     num_ranks, numel = len(ownership.load_flops), sum(work.block.numel for work in ownership.works)
     owned = [ownership.owners.count(rank) for rank in range(num_ranks)]
     costs = sorted((work.flops for work in ownership.works), reverse=True)

@@ -52,11 +52,7 @@ _ALONE = "To train in this process alone, set WORLD_SIZE=1"
 
 
 def join_job(device_type: str) -> None:
-    """Initialise ``torch.distributed`` for the job that this process was started for; alone where nobody started one.
-
-    Raises:
-        ConfigError: it is one of several processes, but they were not told how to find each other.
-    """
+    """Initialise ``torch.distributed`` for the job this process was started for; alone where nobody started one."""
     place = job_place(os.environ)
     if place is None:
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
@@ -71,9 +67,6 @@ def job_place(environment: Mapping[str, str]) -> JobPlace | None:
     """Return this process's place among those that were started together; None where it was started alone.
 
     ``RANK`` and ``WORLD_SIZE`` (torchrun, a PyTorchJob of Kubernetes) count first, then what srun and mpirun set.
-
-    Raises:
-        ConfigError: a variable is missing without which the processes cannot find each other; it names the variable.
     """
     named = {name: environment[name] for name in ("RANK", "WORLD_SIZE") if environment.get(name)}
     if named.get("WORLD_SIZE") == "1" and named.get("RANK", "0") == "0" and not _has_rendezvous(environment):

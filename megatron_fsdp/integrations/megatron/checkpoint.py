@@ -93,11 +93,7 @@ def lay_out_for_megatron(state: Mapping[str, Any], model: nn.Module, *, is_gated
 
 
 def check_was_read(model: nn.Module, *, strict: bool) -> None:
-    """Look whether the last load found all of the model in the checkpoint; Megatron's own skips what is not there.
-
-    Raises:
-        CheckpointError: it did not, and ``strict``.
-    """
+    """Look whether the last load found all of the model in the checkpoint; Megatron's own skips what is not there."""
     parts = _LAID_OUT.pop(innermost(model), {})
     missing = [name for name, part in parts.items() if not part.was_found]
     if not missing or any(part.was_saved for part in parts.values()):

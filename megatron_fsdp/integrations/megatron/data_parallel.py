@@ -100,8 +100,6 @@ class DataParallelMethods:
 
         Args:
             prefix: before each name. metadata: Megatron's; the format is the same whatever it says.
-        Raises:
-            ConfigError: ``sharded_offsets``, which pipeline stages add.
         """
         if sharded_offsets:
             raise ConfigError(
@@ -142,8 +140,6 @@ def shard_for_megatron(
         config, ddp_config: see ``refuse_configs``.
         groups: over which dense weights and experts are sharded. device_type: "cpu" or "cuda".
         units: classes of modules that become units, besides modules of experts.
-    Raises:
-        ConfigError: weights on the meta device that nothing but their constructors draws.
     """
     _check_initialisers(module, config)
     _unfuse(module)

@@ -80,11 +80,7 @@ class WholeNames:
         return {self.whole_name(name): self.part(name, value) for name, value in state.items()}
 
     def incoming(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state dict under the chunk's own names, from whole ones; as it is where it has the chunk's own.
-
-        Raises:
-            CheckpointError: a whole weight where this rank has a part.
-        """
+        """Return a state dict under the chunk's own names, from whole ones; as it is where it has the chunk's own."""
         own = {self.whole_name(name): name for name in self._entries}
         theirs, mine = own.keys() & state.keys(), self._entries & state.keys()
         if own.keys() == self._entries or (mine - own.keys() and not theirs - self._entries):
