@@ -16,7 +16,6 @@ import os
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -132,9 +131,7 @@ class Watch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._is_alone:
             return
         try:
@@ -252,12 +249,11 @@ class Watch:
         gathered, self._replicas = self._replicas, None
         if gathered is None:
             return
-        found = find_difference(gathered)
-        mine = _NOWHERE if found is None else found.number
+        mine, text = find_difference(gathered) or (_NOWHERE, "")
         first = torch.tensor([-mine])
         self.wait(start_maximum(first, self._group))
-        if found is not None and found.number == -first.item():
-            self._fail(f"replicas differ, so what a rank computes is wrong, or was written on it alone: {found.text}")
+        if text and mine == -first.item():
+            self._fail(f"replicas differ, so what a rank computes is wrong, or was written on it alone: {text}")
         if first.item() != -_NOWHERE:
             self._fail(None)
 
