@@ -73,14 +73,14 @@ class HoldingPlanner(DefaultSavePlanner):
 
     def hold(self) -> None:
         """Copy this rank's part of the plan to host memory and let go of everything else."""
-        self._held = {item.index: self._copied(item) for item in self.plan.items}
+        found = {item.index: super(HoldingPlanner, self).resolve_data(item) for item in self.plan.items}
+        self._held = {
+            index: data.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            if isinstance(data, torch.Tensor)
+            else data
+            for index, data in found.items()
+        }
         self.state_dict = {}
-
-    def _copied(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        data = super().resolve_data(item)
-        if isinstance(data, torch.Tensor):
-            return data.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        return data
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return what to write; a copy is handed out once, so that its memory is free when it is on the disk."""

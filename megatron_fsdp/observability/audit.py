@@ -196,7 +196,8 @@ class _ReleasedStorage(TorchDispatchMode):
     ) -> Any:
         """Run the operator, unless one of its tensors has no memory any more."""
         for tensor in tree_leaves((args, kwargs or {})):
-            if isinstance(tensor, torch.Tensor) and tensor.numel() and not _has_memory(tensor):
+            is_strided = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_meta
+            if is_strided and tensor.numel() and not tensor.untyped_storage().nbytes():
                 self._refuse(func, tensor)
         return func(*args, **(kwargs or {}))
 
@@ -243,10 +244,6 @@ def _compare_over_ranks(weights: Sequence[_WeightAudit]) -> None:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().reshape(-1).view(kinds[tensor.element_size()])
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    return tensor.layout is not torch.strided or tensor.is_meta or tensor.untyped_storage().nbytes() > 0
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

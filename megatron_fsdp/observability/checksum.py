@@ -59,7 +59,7 @@ def parameter_checksums(model: nn.Module, optimizer: Optimizer | None = None) ->
     for name, parameter in _parameters(model):
         group = group_of_parameter(parameter)
         found = [
-            dbuffer_kernels.checksum(piece.values, key=_key(name, piece.kind), first_element=piece.first)
+            dbuffer_kernels.checksum(piece.values, key=_key(f"{name}\0{piece.kind}"), first_element=piece.first)
             for piece in _pieces(name, parameter, group, optimizer, values)
         ]
         device = found[0].device if group is None else group.spec.device
@@ -164,6 +164,5 @@ def _state_piece(name: str, key: str, value: torch.Tensor, parameter: torch.Tens
     return _Piece(key, local.contiguous(), first)
 
 
-def _key(name: str, kind: str) -> int:
-    digest = hashlib.blake2b(f"{name}\0{kind}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+def _key(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

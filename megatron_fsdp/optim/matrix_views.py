@@ -164,7 +164,9 @@ class MatrixView:
         count = math.prod(shape[:-2])
         row_pieces = _pieces(rows, self.row_splits, f"Muon: {name} of shape {shape}: row_splits")
         column_pieces = _pieces(columns, self.column_splits, f"Muon: {name} of shape {shape}: column_splits")
-        merged = _joined(row_pieces, len(self.row_splits)) if self.is_joined else [(piece,) for piece in row_pieces]
+        period = max(len(self.row_splits), 1)
+        joined = [tuple(row_pieces[position::period]) for position in range(period)]
+        merged = joined if self.is_joined else [(piece,) for piece in row_pieces]
         return tuple(
             MatrixBlock(columns, tuple((start + offset, stop + offset) for start, stop in ranges), *limits)
             for offset in range(0, count * rows, max(rows, 1))
@@ -192,7 +194,3 @@ def _pieces(length: int, sizes: Sequence[int], what: str) -> list[tuple[int, int
         raise ConfigError(f"{what}={tuple(sizes)} add up to {sum(sizes)}, which does not divide {length}")
     bounds = list(itertools.accumulate(tuple(sizes) * (length // sum(sizes)), initial=0))
     return list(itertools.pairwise(bounds))
-
-
-def _joined(pieces: Sequence[tuple[int, int]], count: int) -> list[tuple[tuple[int, int], ...]]:
-    return [tuple(pieces[position :: max(count, 1)]) for position in range(max(count, 1))]

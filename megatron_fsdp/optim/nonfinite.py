@@ -102,19 +102,15 @@ def readings_of(model: nn.Module) -> list[Reading]:
 
 
 def _describe(readings: Sequence[Reading]) -> str:
-    kinds = _kinds(readings)
+    # By name: what there is on any rank.
+    mine = ((reading.axes, _kind(reading.gradient, reading.device)) for reading in readings)
+    kinds = map(int, reduce_numbers(mine, "max"))
     bad = [(reading.name, kind) for reading, kind in zip(readings, kinds, strict=True) if kind]
     if not bad:
         return "every element is finite, but the sum of their squares is not"
     name, kind = bad[0]
     others = f", and of {len(bad) - 1} more of {len(readings)}" if len(bad) > 1 else ""
     return f"{'NaN' if kind == _NAN else 'infinity'} in the gradient of {name}{others}"
-
-
-def _kinds(readings: Sequence[Reading]) -> list[int]:
-    """Return for each gradient what it has on any rank: 0, ``_INFINITE`` or ``_NAN``."""
-    mine = ((reading.axes, _kind(reading.gradient, reading.device)) for reading in readings)
-    return [int(kind) for kind in reduce_numbers(mine, "max")]
 
 
 def _kind(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:

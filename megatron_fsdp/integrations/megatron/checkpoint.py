@@ -163,7 +163,12 @@ def load_by_name(chunks: Sequence[nn.Module], optimizer: Optimizer, state_dict: 
     """
     names = {index: owner.name for index, owner in owners_of(chunks, optimizer).items()}
     saved_state = _by_names_here(state_dict["state"], names.values())
-    saved_meta = _by_names_here(_meta_of(state_dict), names.values())
+    meta: Mapping[str, Any] = state_dict.get("param_to_group_meta") or {
+        name: {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in state_dict["param_groups"]
+        for name in group["params"]
+    }
+    saved_meta = _by_names_here(meta, names.values())
     groups: list[dict[str, Any]] = []
     state: dict[int, dict[str, Any]] = {}
     for group in optimizer.param_groups:
@@ -207,17 +212,6 @@ def _check_state(optimizer: Optimizer, names: Mapping[int, str], loaded: Mapping
                 f"nothing was read into the optimizer's state of {names[index]}: the checkpoint has it under another "
                 "name. Load it with megatron_fsdp.load_checkpoint, or leave the optimizer out (--no-load-optim)"
             )
-
-
-def _meta_of(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    if "param_to_group_meta" in state_dict:
-        found: Mapping[str, Any] = state_dict["param_to_group_meta"]
-        return found
-    return {
-        name: {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for group in state_dict["param_groups"]
-        for name in group["params"]
-    }
 
 
 def _by_names_here(values: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:

@@ -160,7 +160,8 @@ def fully_shard_model(
             set_reduction(group, hook=functools.partial(_report_nan, weakref.ref(group)))
     model = as_megatron(module)
     model.set_model_auto_sync(sync_model_each_microbatch)
-    _log(lines)
+    for line in lines if not dist.is_initialized() or dist.get_rank() == 0 else ():
+        logging.getLogger(__name__).warning(line)
     return model
 
 
@@ -371,9 +372,3 @@ def _report_nan(reference: weakref.ref[ParameterGroup], gradient: torch.Tensor) 
             f"unit {group.name!r}: a reduced gradient is not a number, of one of {names}; "
             "torch.autograd.set_detect_anomaly(True) names the operation"
         )
-
-
-def _log(lines: Sequence[str]) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        for line in lines:
-            logging.getLogger(__name__).warning(line)

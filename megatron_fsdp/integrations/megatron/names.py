@@ -46,7 +46,9 @@ class WholeNames:
             for path, part in chunk.named_modules()
             if _LAYER.search(path) and isinstance(getattr(part, "layer_number", None), int) and "mtp." not in path
         }
-        self._num_experts = self._count_experts()
+        patterns = (_LOCAL_EXPERT, _GROUPED_EXPERT)
+        experts = (pattern.search(name) for name in self._parameters for pattern in patterns)
+        self._num_experts = 1 + max((int(match[1]) for match in experts if match), default=-1)
         self._entries = chunk.state_dict().keys() | self._parameters.keys()
 
     def whole_name(self, name: str) -> str:
@@ -129,12 +131,3 @@ class WholeNames:
                 "divide its dimension: there is no whole tensor to save it in"
             )
         return stride
-
-    def _count_experts(self) -> int:
-        found = [
-            int(match[1])
-            for name in self._parameters
-            for pattern in (_LOCAL_EXPERT, _GROUPED_EXPERT)
-            if (match := pattern.search(name)) is not None
-        ]
-        return max(found) + 1 if found else 0
