@@ -223,11 +223,7 @@ def _other_kind(
 
 
 def _target(opened: OpenCheckpoint, saved: Saved, parameter: torch.Tensor, current: Any, dtype: torch.dtype) -> Any:
-    """Return the tensor to read a saved value into, in the layout of its parameter.
-
-    Args:
-        dtype: of state of the parameter's shape.
-    """
+    """Return the tensor to read a saved value into, in the layout of its parameter."""
     found = opened.metadata.state_dict_metadata[saved.entries[0]]
     if saved.shape is None or not isinstance(found, TensorStorageMetadata):
         return None

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer.placements import BufferPlacement
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.runtime.lifecycle.param_layout import own_rows
+from megatron_fsdp.runtime.weights.param_layout import own_rows
 from megatron_fsdp.runtime.step.fsdp_params import grads_of
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 

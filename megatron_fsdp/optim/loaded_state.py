@@ -123,11 +123,7 @@ def _cast(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torc
 
 
 def refuse_split_weights(optimizer: Optimizer, *_: Any) -> None:
-    """Refuse an optimizer that would step the upper halves of split weights as if they were all.
-
-    Raises:
-        ConfigError: it would; the message names the first such parameter.
-    """
+    """Refuse an optimizer that would step the upper halves of split weights as if they were all."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if getattr(optimizer, "steps_split_weights", False) or WHOLE.get(optimizer) == sizes:
         return

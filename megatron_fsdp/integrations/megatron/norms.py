@@ -22,11 +22,6 @@ def gradient_norm(chunks: Sequence[MegatronFSDP], groups: ModelGroups) -> torch.
 
     Every element is counted on one rank, the first of those that hold it, so one sum over all of them serves dense
     weights and experts alike, whatever their groups.
-
-    Args:
-        chunks: this rank's parts of the model.
-    Raises:
-        StateError: gradients are not final.
     """
     return _sum(chunks, groups, _final_gradients, _square).sqrt().float()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,10 @@ def load_torch_dist(chunks: Sequence[Any], optimizer: Any, folder: str | Path) -
         nonlocal layout, wanted
         found = _names_in(str(folder))
         layout = _layout_as_saved(chunks, found, str(folder))
-        parameters = list(_stateless(chunks) if described is None else _states(optimizer, described))
+        parameters: Iterable[tuple[nn.Parameter, Mapping[str, Any]]]
+        parameters = ((parameter, {}) for chunk in chunks for parameter in chunk.module.parameters())
+        if described is not None:
+            parameters = _states(optimizer, described)
         wanted = [target for parameter, state in parameters for target in _wanted(layout, parameter, state, found)]
 
     # What one rank misses is raised by all: the others would wait for it.
@@ -388,12 +391,6 @@ def _states(optimizer: Any, described: Mapping[str, Any]) -> Iterator[tuple[nn.P
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     for index, owner in owners_of(optimizer._chunks, inner).items():
         yield parameters[index], described["state"].get(owner.name, {})
-
-
-def _stateless(chunks: Sequence[Any]) -> Iterator[tuple[nn.Parameter, Mapping[str, Any]]]:
-    for chunk in chunks:
-        for parameter in chunk.module.parameters():
-            yield parameter, {}
 
 
 def _common_of(optimizer: Any, described: Mapping[str, Any], *, is_distributed: bool) -> dict[Any, Any]:
