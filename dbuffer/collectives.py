@@ -19,27 +19,7 @@ from dbuffer.events import CollectiveCall, Transfer, listeners, tell
 from dbuffer.mesh import MeshAxis
 from dbuffer_kernels.switches import is_off
 
-<<<<<<< HEAD
 __all__ = ["Part", "Waiter", "all_gather", "all_reduce", "reduce_scatter", "wait_for"]
-=======
-__all__ = [
-    "CollectiveCall",
-    "Part",
-    "Transfer",
-    "Waiter",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "observe_collectives",
-    "reduce_numbers",
-    "reduce_scatter",
-    "start_maximum",
-    "wait_for",
-    "wait_with",
-]
->>>>>>> lib
 
 # torch 2.13 renames two methods of process groups and warns on the old names; torch 2.11 has only the old names.
 _HAS_SINGLE = hasattr(dist.ProcessGroup, "all_gather_single")
@@ -175,74 +155,10 @@ def begin(
 def finish(
     work: dist.Work | None, works: list[dist.Work] | None, written: torch.Tensor, told: Transfer | None = None
 ) -> None:
-<<<<<<< HEAD
     """Wait for what was issued, or append its handle to ``works``; None is over already."""
     if work is not None and works is not None:
         works.append(work)
     elif work is not None:
         wait_for(work, written)
-=======
-    """Send a part of ``source`` to every rank of the axis and receive one from each, of any sizes, zero included.
-
-    Args:
-        output, source: 1-D, of one dtype; parts for and from the ranks follow each other in rank order.
-        sizes: elements received from each rank, and elements sent to each; every rank knows its own.
-        works: when given, the call returns at once and its handle is appended; both tensors must live until then.
-    """
-    received, sent = ([size * output.element_size() for size in each] for each in sizes)
-    if axis.size == 1:
-        output.copy_(source)
-        return
-    told = _told("all_to_all", axis, output, axis.reduce_group, source, output) if listeners else None
-    parts = output.view(torch.uint8), source.view(torch.uint8)
-    splits = {"output_split_sizes": received, "input_split_sizes": sent}
-    work = _start(dist.all_to_all_single, *parts, group=axis.reduce_group, waits=works is None, **splits)
-    _finish(work, works, output)
-    if told is not None:
-        tell("transferred", told)
-
-
-def reduce_numbers(numbers: Iterable[tuple[Sequence[MeshAxis], torch.Tensor]], op: str) -> list[torch.Tensor]:
-    """Return 0-d tensors of one dtype, each reduced over its own axes, with one collective for each set of axes.
-
-    Every rank calls it, with numbers over the same axes in the same order.
-    """
-    found = list(numbers)
-    places: dict[tuple[int, ...], list[int]] = {}
-    for place, (axes, _) in enumerate(found):
-        places.setdefault(tuple(id(axis.gather_group) for axis in axes), []).append(place)
-    results = [number for _, number in found]
-    for same in places.values():
-        axes, first = found[same[0]]
-        stacked = torch.stack([results[place].to(first.device) for place in same])
-        for axis in axes:
-            all_reduce(stacked, axis, op)
-        for place, number in zip(same, stacked.unbind(), strict=True):
-            results[place] = number
-    return results
-
-
-def start_maximum(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start the element-wise maximum over the ranks of a group, in place, and return its handle."""
-    work = _start(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=group, waits=False)
-    assert work is not None
-    return work
-
-
-def barrier() -> None:
-    """Wait until every rank of the world is here; no-op without a process group."""
-    if dist.is_initialized():
-        # Of NCCL a barrier is an all-reduce on some device, and it warns where it has to guess which.
-        ids = [torch.cuda.current_device()] if "nccl" in dist.get_backend_config() else None
-        dist.barrier(device_ids=ids)
-
-
-def broadcast(tensor: torch.Tensor, axis: MeshAxis, source: int = 0) -> None:
-    """Copy ``tensor`` from the rank at position ``source`` of the axis to all others, in place."""
-    if axis.size == 1:
-        return
-    told = _told("broadcast", axis, tensor, axis.gather_group, tensor, tensor) if listeners else None
-    _finish(_start(dist.broadcast, tensor, group=axis.gather_group, group_src=source, waits=True), None, tensor)
->>>>>>> lib
     if told is not None:
         tell("transferred", told)

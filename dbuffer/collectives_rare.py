@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from dbuffer import gloo
-from dbuffer.collectives import Waiter, begin, finish, waiters
+from dbuffer.collectives import Waiter, all_reduce, begin, finish, waiters
 from dbuffer.events import listeners
 from dbuffer.mesh import MeshAxis
 
-__all__ = ["all_to_all", "barrier", "broadcast", "exchange", "start_maximum", "wait_with"]
+__all__ = ["all_to_all", "barrier", "broadcast", "exchange", "reduce_numbers", "start_maximum", "wait_with"]
 
 
 def exchange(
@@ -123,3 +123,23 @@ def _start(
     else:
         work = collective(*tensors, group=group, async_op=not waits or (bool(waiters) and on_cpu), **options)
     return work
+
+
+def reduce_numbers(numbers: Iterable[tuple[Sequence[MeshAxis], torch.Tensor]], op: str) -> list[torch.Tensor]:
+    """Return 0-d tensors of one dtype, each reduced over its own axes, with one collective for each set of axes.
+
+    Every rank calls it, with numbers over the same axes in the same order.
+    """
+    found = list(numbers)
+    places: dict[tuple[int, ...], list[int]] = {}
+    for place, (axes, _) in enumerate(found):
+        places.setdefault(tuple(id(axis.gather_group) for axis in axes), []).append(place)
+    results = [number for _, number in found]
+    for same in places.values():
+        axes, first = found[same[0]]
+        stacked = torch.stack([results[place].to(first.device) for place in same])
+        for axis in axes:
+            all_reduce(stacked, axis, op)
+        for place, number in zip(same, stacked.unbind(), strict=True):
+            results[place] = number
+    return results

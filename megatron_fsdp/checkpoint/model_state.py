@@ -71,13 +71,8 @@ def view_model(model: nn.Module) -> ModelView:
     for module in model.modules():
         if isinstance(refusal := vars(module).get("checkpoint_refusal"), str):
             raise CheckpointError(refusal)
-<<<<<<< HEAD
-    for unit in units_below(_unwrapped(model)):
-        unit.schedule.settle_replaced_params(unit)
-=======
     for unit in units_below(unwrapped(model)):
-        unit.settle_replaced_params()
->>>>>>> lib
+        unit.schedule.settle_replaced_params(unit)
     tensors: dict[str, torch.Tensor] = {}
     extra: dict[str, Any] = {}
     for name, value in get_model_state_dict(model).items():

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer.placements import BufferPlacement
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.runtime.weights.param_layout import own_rows
 from megatron_fsdp.runtime.step.fsdp_params import grads_of
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.weights.param_layout import own_rows
 
 __all__ = ["HeldGradients", "of_frozen", "refuse_norm", "refuse_pending"]
 

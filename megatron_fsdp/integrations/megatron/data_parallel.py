@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dbuffer.collectives import all_reduce, broadcast
+from dbuffer.collectives import all_reduce
+from dbuffer.collectives_rare import broadcast
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from dbuffer.mesh import mesh_axes
 from megatron_fsdp.config.apply import prefetch_elements
@@ -29,12 +30,8 @@ from megatron_fsdp.integrations.megatron.groups import ModelGroups, is_expert, r
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from megatron_fsdp.integrations.megatron.names import WholeNames
 from megatron_fsdp.integrations.megatron.settings import policy_of
-<<<<<<< HEAD
-from megatron_fsdp.runtime.step.pytree import treat_as_plain
-=======
 from megatron_fsdp.policy.mesh import buffer_device
-from megatron_fsdp.runtime.guards.pytree import treat_as_plain
->>>>>>> lib
+from megatron_fsdp.runtime.step.pytree import treat_as_plain
 
 __all__ = ["DataParallelMethods", "shard_for_megatron"]
 
@@ -148,12 +145,8 @@ def shard_for_megatron(
     _check_initialisers(module, config)
     _unfuse(module)
     # Every layer keeps them; they are looked through for tensors otherwise, some hundred fields each time.
-    kept = [
-        type(value)
-        for part in module.modules()
-        for key, value in vars(part).items()
-        if key == "pg_collection" or isinstance(value, ProcessGroup)
-    ]
+    fields = [pair for part in module.modules() for pair in vars(part).items()]
+    kept = [type(value) for key, value in fields if key == "pg_collection" or isinstance(value, ProcessGroup)]
     treat_as_plain(type(config), type(ddp_config), *kept)
     for parameter in groups.tied(module):
         # A group of its own: then nothing but its own shape decides where it is cut, on both stages, and Megatron sums

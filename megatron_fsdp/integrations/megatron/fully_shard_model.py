@@ -110,8 +110,7 @@ def fully_shard_model(
         report_nan_in_param_grad: raise FsdpError in the backward in which a reduced gradient is not a number. It
             takes the place of ``set_all_reduce_hook``, and makes the host wait for each reduction.
         calculate_per_token_loss: sum gradients over ranks instead of averaging them; see ``scale_gradients``.
-        use_decoupled_grad: refused.
-        fsdp_double_buffer, maxpool_double_buffer, nccl_ub, disable_symmetric_registration: buffers that stay, see
+        use_decoupled_grad: refused. fsdp_double_buffer, maxpool_double_buffer, nccl_ub, disable_symmetric_registration: buffers that stay, see
             ``FSDPModule.set_slot_pool``: for units of equal size, or as large as the largest; registered with NCCL.
         accepted: Megatron-FSDP's other arguments, which change nothing here; each one that asks for something is
             answered by a line in the log of ``megatron_fsdp.integrations.megatron.fully_shard_model`` that says why.
