@@ -102,15 +102,15 @@ def fully_shard_model(
         expt_device_mesh: the mesh of modules all of whose parameters have ``allreduce = False``, as Megatron marks
             experts. It has the same axis names. Their gradients are divided by the number of ranks of the dense mesh.
         device: where the model goes: the device of the mesh. Without a mesh it chooses the device type.
-        init_model_with_meta_device: initialise what is on the meta device, by ``materialize``. False leaves it there
-            for a checkpoint.
+        init_model_with_meta_device: initialise what is on the meta device; False leaves it there for a checkpoint.
         mixed_precision_policy: ``MixedPrecisionPolicy``, ours or Megatron-FSDP's. None: FP32 main weights.
         sync_model_each_microbatch: gradients are final after each backward. False: after ``finish_grad_sync()``, or
             the backward inside ``sync()``.
         report_nan_in_param_grad: raise FsdpError in the backward in which a reduced gradient is not a number. It
             takes the place of ``set_all_reduce_hook``, and makes the host wait for each reduction.
         calculate_per_token_loss: sum gradients over ranks instead of averaging them; see ``scale_gradients``.
-        use_decoupled_grad: refused. fsdp_double_buffer, maxpool_double_buffer, nccl_ub, disable_symmetric_registration: buffers that stay, see
+        use_decoupled_grad: refused.
+        fsdp_double_buffer, maxpool_double_buffer, nccl_ub, disable_symmetric_registration: buffers that stay, see
             ``FSDPModule.set_slot_pool``: for units of equal size, or as large as the largest; registered with NCCL.
         accepted: Megatron-FSDP's other arguments, which change nothing here; each one that asks for something is
             answered by a line in the log of ``megatron_fsdp.integrations.megatron.fully_shard_model`` that says why.
