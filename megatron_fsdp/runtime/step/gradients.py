@@ -7,23 +7,23 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from dbuffer import DBuffer, SlotPool
 from dbuffer.events import listeners, tell
 from dbuffer_kernels import accumulate
+from dbuffer_kernels.products import add_product
 from megatron_fsdp.runtime.step.cuda_lane import Turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.step.fused_linear import add_product
 from megatron_fsdp.runtime.step.grad_binding import GradBinding
 from megatron_fsdp.runtime.step.grad_state import GradState
 from megatron_fsdp.runtime.step.lane_types import Ticket
 from megatron_fsdp.runtime.step.reduction import GradientSpec, Reduction, Stages, submit_reductions
-from megatron_fsdp.runtime.step.root_types import Backwards
+from megatron_fsdp.runtime.step.root_types import Observer
 
-__all__ = ["GradientBuffer", "Observer"]
+__all__ = ["GradientBuffer"]
 
 # Looked up for every gradient.
 _BASE: Any = torch._C.TensorBase
@@ -32,41 +32,8 @@ _STRIDED = torch.strided
 _plainly: Any = torch._C._disabled_torch_function_impl
 
 
-class Observer(Protocol):
-    """The unit that a buffer belongs to."""
-
-    @property
-    def backward(self) -> Backwards:
-        """What takes backwards through it."""
-
-    @property
-    def requires_gradient_sync(self) -> bool:
-        """Whether this backward reduces gradients."""
-
-    def count_gradients(self) -> None:
-        """Take notice of parameters of a buffer that were frozen."""
-
-
 class GradientBuffer:
-    """The gradients of one parameter group in a backward; ``PackedGradients`` makes what they lie in.
-
-    Attributes:
-        binding: ``main_grad``, and what the parameters show of it.
-        packed: receives autograd's gradients; ``main_grad`` itself where gradients rest as whole partial sums, which
-            are accumulated in place and reduced once, at the end.
-        rests_partial: whether they do.
-        rests_final: whether each microbatch's reduction gives what the optimizer reads: no axis is left to reduce at
-            the end.
-        reduction: the way from packed gradients to ``main_grad``.
-        divisor: the sum over ranks is divided by it. wire_scale: what of the division is done before the sum.
-        pack_scale: what gradients are multiplied by where they are packed.
-        takes_products: whether that is a power of two, so that a scaled product is rounded as an unscaled one.
-        packs_late: a lane packs them when the unit is closed (``LateGradients``).
-        unit: the name of the unit.
-        backward: which backward left something here that is void if it raises, by the schedule's count.
-        tickets: of reductions that were issued and that nobody has waited for. last_tickets: of what is left to reduce
-            at the end of a step.
-    """
+    """The gradients of one parameter group in a backward; ``PackedGradients`` makes and describes what they lie in."""
 
     packs_late = False
     binding: GradBinding

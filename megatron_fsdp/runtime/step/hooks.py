@@ -66,7 +66,7 @@ def before_forward(
 
 def _gather(unit: Unit, module: nn.Module, given: Any) -> None:
     if is_in_backward():
-        unit.backward.before_recomputation(unit, module)
+        unit.schedule.guards.before_recomputation(unit, module)
     else:
         unit.schedule.before_forward(unit, module, given)
 
