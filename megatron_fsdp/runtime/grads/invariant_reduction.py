@@ -250,7 +250,7 @@ class InvariantGradients(PackedGradients):
 
     def _begin_sum(self) -> None:
         observer = self._observer() if self._observer is not None else None
-        if observer is not None and not observer.requires_gradient_sync:
+        if isinstance(observer, Unit) and not observer.requires_gradient_sync:
             raise StateError(
                 f"{self.binding.name}: no_sync() or set_requires_gradient_sync(False) adds up microbatches on a rank "
                 f"before others' are seen, and {_FLAG} adds them up one by one. Leave it out; "

@@ -79,7 +79,7 @@ class LateGradients(PackedGradients):
             self._follow_freezing()
             if 1 not in self._trained:
                 return False
-            self._begin(has_come=False)
+            self._begin()
         observer = self._observer() if self._observer is not None else None
         lane("reduce", self._spec.device).submit(
             self._pack_on_lane, owner=0 if observer is None else id(observer), tickets=[self._packings]
@@ -113,7 +113,7 @@ class LateGradients(PackedGradients):
 
         return Stages(stages.start, fold, stages.on_host)
 
-    def _begin(self, *, has_come: bool) -> None:
+    def _begin(self, *, has_come: bool = False) -> None:
         super()._begin(has_come=has_come)
         observer = self._observer() if self._observer is not None else None
         if observer is not None:

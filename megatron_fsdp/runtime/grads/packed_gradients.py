@@ -14,8 +14,9 @@ from megatron_fsdp.runtime.grads.fuse import offer_products
 from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
 from megatron_fsdp.runtime.step.cuda_lane import turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.step.gradients import GradientBuffer, Observer
+from megatron_fsdp.runtime.step.gradients import GradientBuffer
 from megatron_fsdp.runtime.step.reduction import GradientSpec, Reduction
+from megatron_fsdp.runtime.step.root_types import Observer
 
 __all__ = ["PackedGradients"]
 
@@ -30,6 +31,23 @@ class PackedGradients(GradientBuffer):
     Args:
         main_weight: the group's main weights; gradients share its plan and mesh.
         fsdp_params: the parameters.
+
+    Attributes:
+        binding: ``main_grad``, and what the parameters show of it.
+        packed: receives autograd's gradients; ``main_grad`` itself where gradients rest as whole partial sums, which
+            are accumulated in place and reduced once, at the end.
+        rests_partial: whether they do.
+        rests_final: whether each microbatch's reduction gives what the optimizer reads: no axis is left to reduce at
+            the end.
+        reduction: the way from packed gradients to ``main_grad``.
+        divisor: the sum over ranks is divided by it. wire_scale: what of the division is done before the sum.
+        pack_scale: what gradients are multiplied by where they are packed.
+        takes_products: whether that is a power of two, so that a scaled product is rounded as an unscaled one.
+        packs_late: a lane packs them when the unit is closed (``LateGradients``).
+        unit: the name of the unit.
+        backward: which backward left something here that is void if it raises, by the schedule's count.
+        tickets: of reductions that were issued and that nobody has waited for. last_tickets: of what is left to reduce
+            at the end of a step.
     """
 
     def __init__(self, main_weight: DBuffer, spec: GradientSpec, fsdp_params: FSDPParams) -> None:

@@ -82,6 +82,7 @@ class ShownGrads(GradBinding):
     def replace(self, index: int, parameter: nn.Parameter) -> None:
         """Show gradients of parameter ``index`` on another object."""
         self.parameters = (*self.parameters[:index], parameter, *self.parameters[index + 1 :])
+        self._last_one = weakref.ref(self.parameters[-1])
         self.watch()
         if self._gradients:
             self._tell_owners()

@@ -60,7 +60,7 @@ def walk(tree: Tree, module: nn.Module, units: Sequence[Unit]) -> None:
             frozen.append((child._parameters, name))
     if tree.modules and sum(map(len, tree.hooks)) > tree.num_hooks:
         for unit in units:
-            unit.schedule.arm()
+            unit.schedule.guards.arm()
             break
     tree.frozen = frozen
     tree.modules = [child._modules for child in below.values()]

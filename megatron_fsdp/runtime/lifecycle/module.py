@@ -140,7 +140,7 @@ class FSDPModule:
         """
         unit = unit_of(self)
         unit.schedule.settle_replaced_params(unit)
-        unit.schedule.gather_afresh(unit)
+        _gather_afresh(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -228,7 +228,7 @@ class FSDPModule:
 
     def _check_root(self, method: str) -> None:
         unit = unit_of(self)
-        root = unit.schedule.root
+        root = unit.schedule.root_ref()
         if root is not unit:
             found = "another module" if root is None else repr(root.name)
             raise StateError(f"unit {unit.name!r}: {method}() is the root's to call, which is {found}")
@@ -403,7 +403,7 @@ class FSDPModule:
         try:
             result = super()._apply(fn, recurse)  # type: ignore[misc]
             for group in unit.groups:
-                apply_to_group(group, fn, is_awaited=any(unit.outstanding_calls()))
+                apply_to_group(group, fn, is_awaited=any(call() is not None for call in unit.calls))
         finally:
             for infos, places in hidden:
                 unhide(infos, places)
@@ -423,6 +423,17 @@ class FSDPModule:
             f"{type(self).__name__} cannot be pickled: it holds process groups. Save its state instead: "
             "save_checkpoint, torch.distributed.checkpoint or state_dict()."
         )
+
+
+def _gather_afresh(unit: Unit) -> None:
+    """Issue a gather of the main weights as they are now, unless what is gathered is that and was asked for."""
+    if unit.weight_state is not WeightState.SHARDED and (
+        unit.is_stale() or not all(group.fsdp_params.module_infos.shows_gathered for group in unit.groups)
+    ):
+        unit.schedule.reshard(unit)
+    for group in unit.groups:
+        group.freshness.suspect()
+    unit.schedule.start_gather(unit, check=True)
 
 
 def _zero_grad(parameters: Iterable[torch.Tensor], *, set_to_none: bool) -> None:

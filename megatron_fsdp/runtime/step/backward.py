@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 import torch
-from torch import nn
 
 from dbuffer.events import listeners, tell
 from megatron_fsdp.errors import AgreementError
@@ -27,10 +26,10 @@ from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
 from megatron_fsdp.runtime.step.schedule import Schedule
 from megatron_fsdp.runtime.step.unit import Call, Unit, alive, is_in_backward
 
-__all__ = ["Backward", "InFlight"]
+__all__ = ["Backward", "InFlight", "Pass"]
 
 
-class _Pass:
+class Pass:
     """One backward.
 
     Attributes:
@@ -59,10 +58,12 @@ class _Pass:
 
     def enter_call(self, call: Call, unit: Unit) -> None:
         """Come to a call of a unit."""
-        first = self.entered.get(id(unit))
+        key = id(unit)
+        first = self.entered.get(key)
         if first is None or call.begin < first.begin:
-            self.entered[id(unit)] = call
-        self.enter(unit)
+            self.entered[key] = call
+        self.active[key] = unit.reference
+        self.closed.discard(key)
 
     def latest_first(self) -> list[Unit]:
         """Return the units that backward is in, inner ones before those around them, in one order on every rank."""
@@ -71,14 +72,6 @@ class _Pass:
     def _begin(self, unit: Unit) -> int:
         first = self.entered.get(id(unit))
         return 0 if first is None else first.begin
-
-    def is_inside(self, unit: Unit) -> bool:
-        """Whether backward is in a call that it has come to in the graph under way, or comes to one computed again."""
-        repeated = self.repeated.get(id(unit))
-        if repeated is not None and not repeated.entered:
-            return True
-        first = self.entered.get(id(unit))
-        return first is not None and id(unit) in self.active and first.task <= torch._C._current_graph_task_id()
 
 
 class Backward:
@@ -101,7 +94,7 @@ class Backward:
         self.is_manual = self.is_unfinished = False
         self.awaited: Callable[[str], NoReturn] | None = None
         self._schedule = schedule
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
         self._has_sums = False
         self._reducing = InFlight()
         self._guards = schedule.guards
@@ -115,14 +108,14 @@ class Backward:
 
     # ------------------------------------------------------------------ begin, raise
 
-    def begin(self) -> _Pass:
+    def begin(self) -> Pass:
         """Note that a backward is under way."""
         now = self._pass
         if now is None or now.ending() is None:
             self.recover()
             self.number += 1
             self.is_under_way = True
-            self._pass = now = _Pass(self._follow_task())
+            self._pass = now = Pass(self._follow_task())
             self._settle()
         return now
 
@@ -208,7 +201,8 @@ class Backward:
         task = torch._C._current_graph_task_id()
         if call.entered == self.number:
             self._unshard_again(now, unit)
-            self._note_entered(call, unit, task)
+            if unit.is_unsharded:
+                unit.entered, unit.entered_task = call, task
             return
         call.entered, call.task = self.number, task
         unit.expect(call)
@@ -218,13 +212,9 @@ class Backward:
             self._schedule.unshard(unit, check=False)
         elif call.reads is not None and not unit.is_unsharded:
             self._guards.refuse_reads(call)
-        self._note_entered(call, unit, task)
-        self._prefetch(call, unit)
-
-    @staticmethod
-    def _note_entered(call: Call, unit: Unit, task: int) -> None:
         if unit.is_unsharded:
             unit.entered, unit.entered_task = call, task
+        self._prefetch(call, unit)
 
     def before_reading(self, unit: Unit, call: Call | None) -> None:
         """Gather the unit again, if need be, for the backward of an operator that reads its weights.
@@ -237,33 +227,13 @@ class Backward:
             return
         self._unshard_again(self.begin(), unit)
 
-    def _unshard_again(self, now: _Pass, unit: Unit) -> None:
+    def _unshard_again(self, now: Pass, unit: Unit) -> None:
         if unit.unshards_in_backward and not unit.is_unsharded:
             # Left, or even closed: whoever ends the backward releases it once more.
             now.active[id(unit)] = unit.reference
             self._schedule.unshard(unit, check=False)
 
-    def before_recomputation(self, unit: Unit, module: nn.Module) -> None:
-        """Gather the unit for a forward inside of backward."""
-        # Reentrant checkpointing runs the first forward without a graph, so no output is watched, and this is where
-        # backward is seen to move on. Units whose outputs are watched are left by the watch.
-        now = self.begin()
-        for other in now.latest_first():
-            if other is not unit and not self._is_watched(now, other) and not self._guards.encloses(other, unit):
-                self._leave(other)
-        if unit.open_call is not None or not self._is_watched(now, unit):
-            self._schedule.open_call(unit, module)
-            if unit.open_call is not None:
-                now.repeated[id(unit)] = unit.open_call
-            self._schedule.admit_replaced_params(unit)
-        now.active[id(unit)] = unit.reference
-        self._schedule.unshard(unit, check=False)
-
-    def _is_watched(self, now: _Pass, unit: Unit) -> bool:
-        """Whether a hook on outputs says, or will say, that backward is in a call of the unit."""
-        return now.is_inside(unit) or self._awaits_call(now, unit)
-
-    def _awaits_call(self, now: _Pass, unit: Unit, end: float = math.inf) -> bool:
+    def awaits_call(self, now: Pass, unit: Unit, end: float = math.inf) -> bool:
         """Whether the graph that autograd is going through leads to a call of the unit that it has not entered yet."""
         calls = unit.calls_not_entered(self.number, end)
         return bool(calls) and self._guards.is_to_come(calls, unit, end, now.entered, self._schedule.units())
@@ -286,7 +256,7 @@ class Backward:
         if self._pass is not None:
             self._leave_passed(self._pass, call.begin - 1)
 
-    def _leave_passed(self, now: _Pass, end: int, *, entering: Unit | None = None) -> None:
+    def _leave_passed(self, now: Pass, end: int, *, entering: Unit | None = None) -> None:
         """Leave the units all of whose calls in this backward began after a tick of the clock."""
         for unit in now.latest_first():
             if unit is entering:
@@ -294,8 +264,8 @@ class Backward:
             first = now.entered.get(id(unit))
             if first is not None and first.begin <= end:
                 continue
-            if (first is None or first.first_begin > end) and not self._awaits_call(now, unit, end):
-                self._leave(unit)
+            if (first is None or first.first_begin > end) and not self.awaits_call(now, unit, end):
+                self.leave_unit(unit)
             elif first is not None:
                 # An earlier call of the unit has its backward still to come: weights are gathered again then.
                 self._schedule.reshard(unit)
@@ -315,7 +285,7 @@ class Backward:
             if id(unit) not in now.active:
                 now.enter(unit)
 
-    def _leave(self, unit: Unit) -> None:
+    def leave_unit(self, unit: Unit) -> None:
         """Give back a unit's weights and reduce its gradients, once per backward."""
         now = self._pass
         assert now is not None
@@ -376,7 +346,7 @@ class Backward:
         now, units = self._pass, list(self._schedule.units())
         is_for_others = is_inside and (now is None or not now.has_gradients)
         for unit in now.latest_first() if now is not None else ():
-            self._leave(unit)
+            self.leave_unit(unit)
         is_left = is_inside and self.is_manual
         if not is_left:
             self._reduce_filled(units)

@@ -102,6 +102,7 @@ class GradBinding:
         self._gradients: list[DTensor] = []
         self._locals: list[torch.Tensor] = []
         self._drops, self._compute = drops, compute
+        self._last_one: weakref.ref[torch.Tensor] = weakref.ref(self.parameters[-1])
         # What ``_count_references`` returns while nobody has any.
         self._references: tuple[int, ...] = ()
         self._slices: dict[tuple[int, int], torch.Tensor] = {}
@@ -154,11 +155,10 @@ class GradBinding:
         """Take notice that a ``.grad`` was set to None."""
         if self.state is GradState.PARTIAL or self.is_under_way:
             return
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in reversed(self.parameters):
-                if _get(parameter) is not None:
-                    self._drops.last = weakref.ref(parameter)
-                    return
+        for parameter, gradient in zip(reversed(self.parameters), reversed(grads_of(self.parameters)), strict=True):
+            if gradient is not None:
+                self._drops.last = weakref.ref(parameter)
+                return
         self.let_go()
 
     def _is_held(self) -> bool:
@@ -220,10 +220,11 @@ class GradBinding:
         if not self._gradients:
             self._make_gradients()
         wanted = self.trained
-        self._drops.last = None
+        # Who drops all of them in order is heard of once.
+        self._drops.last = self._last_one if 0 not in wanted else None
         is_sum = self.is_under_way
         if 1 in self.missing or (is_sum and 0 in self.trained):
-            wanted = self._show_wanted()
+            self._drops.last, wanted = None, self._show_wanted()
         try:
             hooks = _assign_grads(self.parameters, self._gradients, wanted)
         except RuntimeError as error:

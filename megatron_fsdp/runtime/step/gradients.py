@@ -7,23 +7,23 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from dbuffer import DBuffer, SlotPool
 from dbuffer.events import listeners, tell
 from dbuffer_kernels import accumulate
+from dbuffer_kernels.products import add_product
 from megatron_fsdp.runtime.step.cuda_lane import Turns
 from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-from megatron_fsdp.runtime.step.fused_linear import add_product
 from megatron_fsdp.runtime.step.grad_binding import GradBinding
 from megatron_fsdp.runtime.step.grad_state import GradState
 from megatron_fsdp.runtime.step.lane_types import Ticket
 from megatron_fsdp.runtime.step.reduction import GradientSpec, Reduction, Stages, submit_reductions
-from megatron_fsdp.runtime.step.root_types import Backwards
+from megatron_fsdp.runtime.step.root_types import Observer
 
-__all__ = ["GradientBuffer", "Observer"]
+__all__ = ["GradientBuffer"]
 
 # Looked up for every gradient.
 _BASE: Any = torch._C.TensorBase
@@ -32,41 +32,8 @@ _STRIDED = torch.strided
 _plainly: Any = torch._C._disabled_torch_function_impl
 
 
-class Observer(Protocol):
-    """The unit that a buffer belongs to."""
-
-    @property
-    def backward(self) -> Backwards:
-        """What takes backwards through it."""
-
-    @property
-    def requires_gradient_sync(self) -> bool:
-        """Whether this backward reduces gradients."""
-
-    def count_gradients(self) -> None:
-        """Take notice of parameters of a buffer that were frozen."""
-
-
 class GradientBuffer:
-    """The gradients of one parameter group in a backward; ``PackedGradients`` makes what they lie in.
-
-    Attributes:
-        binding: ``main_grad``, and what the parameters show of it.
-        packed: receives autograd's gradients; ``main_grad`` itself where gradients rest as whole partial sums, which
-            are accumulated in place and reduced once, at the end.
-        rests_partial: whether they do.
-        rests_final: whether each microbatch's reduction gives what the optimizer reads: no axis is left to reduce at
-            the end.
-        reduction: the way from packed gradients to ``main_grad``.
-        divisor: the sum over ranks is divided by it. wire_scale: what of the division is done before the sum.
-        pack_scale: what gradients are multiplied by where they are packed.
-        takes_products: whether that is a power of two, so that a scaled product is rounded as an unscaled one.
-        packs_late: a lane packs them when the unit is closed (``LateGradients``).
-        unit: the name of the unit.
-        backward: which backward left something here that is void if it raises, by the schedule's count.
-        tickets: of reductions that were issued and that nobody has waited for. last_tickets: of what is left to reduce
-            at the end of a step.
-    """
+    """The gradients of one parameter group in a backward; ``PackedGradients`` makes and describes what they lie in."""
 
     packs_late = False
     binding: GradBinding
@@ -162,7 +129,7 @@ class GradientBuffer:
         are_there = bytearray(map(operator.is_not, gradients, repeat(None)))
         if 1 not in are_there:
             return
-        self._drop_waiting()
+        _plainly(deque, (), (map(_set_grad, self._waiting_params, repeat(None)), 0))
         if self._copies and 0 not in are_there and self._are_new(self._waiting, gradients):
             torch._foreach_copy_(self._waiting_views, gradients)
             if len(self._waiting) == len(self._views):
@@ -182,9 +149,6 @@ class GradientBuffer:
             and not any(map(self._filled.__getitem__, indices))
             and all(map(self._trained.__getitem__, indices))
         )
-
-    def _drop_waiting(self) -> None:
-        _plainly(deque, (), (map(_set_grad, self._waiting_params, repeat(None)), 0))
 
     def _add(self, index: int, gradient: torch.Tensor) -> None:
         split = self._fsdp_params.owned[index].split
@@ -227,7 +191,7 @@ class GradientBuffer:
         if observer is not None:
             observer.count_gradients()
 
-    def _begin(self, *, has_come: bool) -> None:
+    def _begin(self, *, has_come: bool = False) -> None:
         observer = self._observer() if self._observer is not None else None
         if observer is not None:
             backward = observer.backward
@@ -277,7 +241,7 @@ class GradientBuffer:
             self._follow_freezing()
             if 1 not in self._trained:
                 return False
-            self._begin(has_come=False)
+            self._begin()
         if 0 in self._filled:
             self._fill_up()
         self._filled = bytearray(len(self._views))
@@ -294,18 +258,20 @@ class GradientBuffer:
     def reduce(buffers: Sequence[GradientBuffer], owner: int = 0) -> None:
         """Issue the reductions of packed buffers and their folds into ``main_grad``, for which ``wait`` waits.
 
+        FSDP2's ``foreach_reduce``.
+
         Args:
             buffers: of one unit. owner: as in ``Lane.submit``.
         """
-        packed = [buffer for buffer in buffers if not buffer.rests_partial]
-        if packed:
-            submit_reductions(
-                packed[0]._spec.device,
-                [buffer._stages() for buffer in packed],
-                owner,
-                [buffer.tickets for buffer in packed],
-            )
-            for buffer in packed:
+        all_stages, tickets = [], []
+        for buffer in buffers:
+            if not buffer.rests_partial:
+                all_stages.append(buffer._stages())
+                tickets.append(buffer.tickets)
+        if all_stages:
+            submit_reductions(buffers[0]._spec.device, all_stages, owner, tickets)
+        for buffer in buffers:
+            if not buffer.rests_partial:
                 buffer.binding.become(GradState.PARTIAL)
                 if listeners:
                     tell("reducing", buffer)

@@ -74,8 +74,10 @@ class Guards(Protocol):
     """What is asleep in an undisturbed step. Each function does something, or raises a StateError that says what.
 
     Attributes:
-        first_use, last, missing: see there.
+        first_use, last, missing: see there. armed: units whose inner modules' outputs are watched.
     """
+
+    armed: list[weakref.ref[Unit]]
 
     @property
     def first_use(self) -> FirstUse:
@@ -88,6 +90,12 @@ class Guards(Protocol):
     @property
     def missing(self) -> MissingGradients:
         """What ranks know of each other's missing gradients."""
+
+    def arm(self) -> None:
+        """Watch what modules inside of the units return, until that is seen to be of no use."""
+
+    def disarm(self) -> None:
+        """Watch it no more, where that was seen."""
 
     def admit(self, unit: Unit, group: ParameterGroup) -> None:
         """Decide what becomes, in a call, of what may be registered in the places of a group's parameters."""
@@ -122,8 +130,8 @@ class Guards(Protocol):
     def refuse_gathered(self, groups: Iterable[ParameterGroup]) -> None:
         """Refuse that a backward was asked for gradients of gathered weights by name."""
 
-    def encloses(self, outer: Unit, inner: Unit) -> bool:
-        """Whether a module of one unit lies below one of another."""
+    def before_recomputation(self, unit: Unit, module: nn.Module) -> None:
+        """Gather a unit for a forward inside of backward."""
 
     def is_to_come(
         self, calls: Sequence[Call], unit: Unit, end: float, entered: Mapping[int, Call], units: Iterable[Unit]

@@ -250,14 +250,14 @@ class ParameterGroup:
     def show_unsharded(self) -> None:
         """Show gathered weights, which are usable, where sharded parameters are registered."""
         if not self.fsdp_params.module_infos.is_gathered_everywhere():
-            self.fsdp_params.module_infos.show_unsharded()
+            self.fsdp_params.module_infos.show(is_gathered=True)
 
     def use_gathered(self) -> None:
         """Show the gathered weights, which compute has been made to wait for; it may be done again."""
         self.weights.gathered_is_used()
         if not self.rests_whole:
             self.fsdp_params.brought_back()
-        self.fsdp_params.module_infos.show_unsharded()
+        self.fsdp_params.module_infos.show(is_gathered=True)
 
     def release(self, *, keep_part: bool, is_raising: bool) -> int | None:
         """Release the gathered weights, which no module shows any more.

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Protocol
 
 from torch import nn
 
-__all__ = ["Backwards", "Forwards", "InnerOutputs"]
+__all__ = ["Backwards", "Forwards", "InnerOutputs", "Observer"]
 
 
 class InnerOutputs(Protocol):
@@ -37,24 +37,14 @@ class Forwards(Protocol):
     pools: Any
     guards: Any
 
-    @property
-    def root(self) -> Any:
-        """The outermost unit; None where it is gone."""
-
     def units(self) -> list[Any]:
         """Return the units served, in the order in which the root's modules are registered."""
-
-    def arm(self) -> None:
-        """Watch what modules inside of the units return, until that is seen to be of no use."""
 
     def reshards_after_forward(self, unit: Any) -> bool:
         """Whether a unit gives its gathered weights back between forward and backward."""
 
     def settle_replaced_params(self, unit: Any) -> None:
         """Let sharded parameters that were assigned take their places for good, and refuse whatever else is there."""
-
-    def gather_afresh(self, unit: Any) -> None:
-        """Issue a gather of the main weights as they are now, unless what is gathered is that and was asked for."""
 
     def start_gather(self, unit: Any, *, check: bool) -> None:
         """Issue the gather of a unit's weights, unless they are there or on their way."""
@@ -103,9 +93,6 @@ class Backwards(Protocol):
     def before_reading(self, unit: Any, call: Any) -> None:
         """Gather a unit again, if need be, for the backward of an operator that reads its weights."""
 
-    def before_recomputation(self, unit: Any, module: nn.Module) -> None:
-        """Gather a unit for a forward inside of backward."""
-
     def after_call(self, call: Any) -> None:
         """Leave what a call made, as backward has reached what the call was given."""
 
@@ -123,3 +110,14 @@ class Backwards(Protocol):
 
     def finish(self) -> None:
         """Complete the reductions and hand the gradients to the parameters."""
+
+
+class Observer(Protocol):
+    """The unit that a buffer belongs to."""
+
+    @property
+    def backward(self) -> Backwards:
+        """What takes backwards through it."""
+
+    def count_gradients(self) -> None:
+        """Take notice of parameters of a buffer that were frozen."""

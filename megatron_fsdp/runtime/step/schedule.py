@@ -19,7 +19,7 @@ from megatron_fsdp.runtime.step.cuda_lane import wait_for_event
 from megatron_fsdp.runtime.step.guard_types import Guards
 from megatron_fsdp.runtime.step.lanes import forget_unused_streams
 from megatron_fsdp.runtime.step.outputs import Attributes, watch_given, watch_inputs, watch_made, watch_output
-from megatron_fsdp.runtime.step.unit import Call, Unit, WeightState, alive, is_in_backward
+from megatron_fsdp.runtime.step.unit import Call, Unit, WeightState
 
 __all__ = ["Schedule"]
 
@@ -45,21 +45,18 @@ class ForwardOrder:
         """A pass begins; what was recorded since the last one is the prediction now."""
         self._expected, self._recorded, self._cursor = self._recorded or self._expected, [], 0
 
-    def visit(self, unit: Unit) -> None:
-        """Record that a unit runs, and find it in the prediction."""
+    def visit(self, unit: Unit) -> Unit | None:
+        """Record that a unit runs; return the one with parameters that is expected next, None where it is not known."""
         if len(self._recorded) < _MAX_LENGTH:
             self._recorded.append(unit.reference)
         # A unit that is not where it was last time moves the cursor to the end.
         while self._cursor < len(self._expected) and self._expected[self._cursor]() is not unit:
             self._cursor += 1
         self._cursor += 1
-
-    def following(self) -> Unit | None:
-        """Return the unit with parameters that is expected after the one last visited, None where it is not known."""
         for reference in self._expected[self._cursor : self._cursor + 2]:
-            unit = reference()
-            if unit is not None and unit.groups:
-                return unit
+            following = reference()
+            if following is not None and following.groups:
+                return following
         return None
 
 
@@ -70,7 +67,6 @@ class Schedule:
         step_event: recorded after an optimizer step, awaited by the next forward; None for none.
         pools: of memory slots.
         trail: the units of this forward pass that were left, in order, for each call that backward may come to.
-        armed: units whose inner modules' outputs are watched.
         guards: of this root.
     """
 
@@ -80,7 +76,6 @@ class Schedule:
     def __init__(self) -> None:
         self.step_event: Any = None
         self.trail: list[weakref.ref[Unit]] = []
-        self.armed: list[weakref.ref[Unit]] = []
         self._units: list[weakref.ref[Unit]] = []
         self.root_ref: weakref.ref[Unit] = _NOBODY
         self._clock = 0
@@ -97,27 +92,10 @@ class Schedule:
         for unit in units:
             unit.schedule = self
             self._units.append(unit.reference)
-        self.arm()
-
-    def arm(self) -> None:
-        """Watch what modules inside of the units return, until that is seen to be of no use."""
-        self.armed = [unit.reference for unit in self.units() if unit.inner_outputs.arm()]
-
-    @property
-    def root(self) -> Unit | None:
-        """The outermost unit."""
-        return self.root_ref()
 
     def units(self) -> list[Unit]:
         """Return the units served, in the order in which the root's modules are registered."""
         return [unit for reference in self._units if (unit := reference()) is not None]
-
-    def _disarm(self) -> None:
-        left = [unit.reference for unit in alive(self.armed) if not unit.inner_outputs.disarm()]
-        root = self.root_ref()
-        for tree in root.trees.values() if root is not None and len(left) < len(self.armed) else ():
-            tree.num_hooks = sum(map(len, tree.hooks))
-        self.armed = left
 
     def reshards_after_forward(self, unit: Unit) -> bool:
         """Whether a unit gives its gathered weights back between forward and backward.
@@ -156,19 +134,10 @@ class Schedule:
             self.start_gather(unit, check=check)
             self._ahead = unit.reference
 
-    def gather_afresh(self, unit: Unit) -> None:
-        """Issue a gather of the main weights as they are now, unless what is gathered is that and was asked for."""
-        if unit.weight_state is not WeightState.SHARDED and (
-            unit.is_stale() or not all(group.fsdp_params.module_infos.shows_gathered for group in unit.groups)
-        ):
-            self.reshard(unit)
-        for group in unit.groups:
-            group.freshness.suspect()
-        self.start_gather(unit, check=True)
-
     def unshard(self, unit: Unit, *, check: bool) -> None:
         """Gather a unit's weights, if need be, and show them in its modules; compute issued afterwards may use them."""
-        self.start_gather(unit, check=check)
+        if unit.weight_state is WeightState.SHARDED:
+            self.start_gather(unit, check=check)
         self.finish_gather(unit)
 
     def finish_gather(self, unit: Unit) -> None:
@@ -217,7 +186,7 @@ class Schedule:
             if changed or (gradients is not None and gradients.binding.is_taken):
                 self.guards.follow_requires_grad(unit, group, changed)
         self.unshard(unit, check=True)
-        self._order.visit(unit)
+        following = self._order.visit(unit)
         if not self.trail and unit.open_call is not None and torch.is_grad_enabled():
             # No other unit's outputs tell when backward is through with this one.
             watch_inputs(unit.open_call, given)
@@ -225,7 +194,7 @@ class Schedule:
             for reference in unit.forward_prefetch:
                 self.start_gather(reference(), check=True)
         else:
-            self.gather_ahead(self._order.following(), check=True)
+            self.gather_ahead(following, check=True)
 
     def after_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Watch what forward left behind for backward, and reshard."""
@@ -244,7 +213,8 @@ class Schedule:
                 watch_given(call, args)
         if unit.pending_modules:
             return
-        if is_in_backward():
+        if torch._C._current_graph_task_id() != -1:
+            # Computed again inside of a backward.
             self._end_call(unit, call)
             return
         self._close_call(unit, call)
@@ -320,8 +290,8 @@ class Schedule:
             unit.open_call = None
         self._order.start_pass()
         self.trail = []
-        if self.armed:
-            self._disarm()
+        if self.guards.armed:
+            self.guards.disarm()
         if profiler._is_profiler_enabled:
             self.guards.emit_ranges(self.units())
 
@@ -343,7 +313,7 @@ class Schedule:
     def end_backward(self) -> None:
         """Release what backward has gathered, and what it need not have kept."""
         self._lingering = _NOBODY
-        root = self.root
+        root = self.root_ref()
         if root is None or root.open_call is None:
             # Where units are called and their root is not, nothing else begins a pass.
             self.trail = []
