@@ -139,7 +139,7 @@ class Holding:
     slot: torch.UntypedStorage | None = None
     slot_bytes: int = 0
 
-    def take(self, pool: SlotPool, storage: torch.UntypedStorage, num_bytes: int, user: int) -> None:
+    def take_slot(self, pool: SlotPool, storage: torch.UntypedStorage, num_bytes: int, user: int) -> None:
         """Let a storage have the memory of a slot, and every view of it; the slot has none from here on."""
         slot = pool.take(num_bytes, user)
         self.pool, self.slot_bytes, self.slot = pool, slot.nbytes(), slot

@@ -106,7 +106,7 @@ class FlatStorage:
         if holding.slot is not None:
             holding.give_back(self._bytes)  # what an interrupt left half done
         if pool is not None:
-            holding.take(pool, self._bytes, num_bytes, id(self))
+            holding.take_slot(pool, self._bytes, num_bytes, id(self))
         else:
             self._bytes.resize_(num_bytes)
             _METER.current_bytes += num_bytes - holding.own_bytes

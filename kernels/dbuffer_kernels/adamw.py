@@ -89,7 +89,17 @@ def adamw_row(
     Args:
         step: how many steps were taken, this one included: 1 in the first.
     """
-    return _columns(step, lr, betas, eps, weight_decay, maximize)
+    beta1, beta2 = betas
+    return [
+        -1.0 if maximize else 1.0,
+        1 - lr * weight_decay,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        -(lr / (1 - beta1**step)),
+        (1 - beta2**step) ** 0.5,
+        eps,
+    ]
 
 
 def adamw_rows(
@@ -109,27 +119,12 @@ def adamw_rows(
         fp64 of shape (n, 8).
     """
     steps = step.to(torch.float64).view(-1)
-    columns = _columns(steps, lr, betas, eps, weight_decay, maximize)
+    make: Any = adamw_row
+    columns = make(steps, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
     rows = torch.empty(len(steps), reference.NUM_COLUMNS, dtype=torch.float64, device=step.device)
     for index, column in enumerate(columns):
         rows[:, index] = column
     return rows
-
-
-def _columns(
-    step: Any, lr: Any, betas: tuple[float, float], eps: float, weight_decay: float, maximize: bool
-) -> list[Any]:
-    beta1, beta2 = betas
-    return [
-        -1.0 if maximize else 1.0,
-        1 - lr * weight_decay,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        -(lr / (1 - beta1**step)),
-        (1 - beta2**step) ** 0.5,
-        eps,
-    ]
 
 
 def adamw_kernel(

@@ -21,7 +21,6 @@ FOLDER_ORDER = (
     ("dbuffer.collectives", "dbuffer.storage_guard"),
     ("dbuffer.collectives_rare", "dbuffer.collectives_together"),
     ("dbuffer.dtensor",),
-    ("dbuffer.flat_tensors",),
     ("dbuffer.buffer",),
     ("dbuffer",),
     ("megatron_fsdp.installation",),
