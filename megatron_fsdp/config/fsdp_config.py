@@ -19,10 +19,11 @@ from megatron_fsdp.config.parser import FLAGS, RULES, Flag, flag_of
 from megatron_fsdp.errors import ConfigError, nearest
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.policy.strategy import Placements
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule
 from megatron_fsdp.runtime.step.unit import units_below
-from megatron_fsdp.runtime.weights.memory_slots import SlotChoice, use_slots
+from megatron_fsdp.runtime.weights.memory_slots import use_slots
 
 __all__ = ["CHOICES", "SHARDED", "FsdpConfig"]
 

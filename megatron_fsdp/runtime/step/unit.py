@@ -16,6 +16,7 @@ from torch import nn
 
 from megatron_fsdp.errors import AgreementError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
+from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.runtime.guards.replaced_params import admit, settle
 from megatron_fsdp.runtime.lifecycle.fsdp2_view import StateNames
 from megatron_fsdp.runtime.lifecycle.make_param_group import (
@@ -29,7 +30,7 @@ from megatron_fsdp.runtime.step.gradients import GradientBuffer
 from megatron_fsdp.runtime.step.lane_types import Ticket
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, start_gathers
 from megatron_fsdp.runtime.weights.gathered_weight import handle_of
-from megatron_fsdp.runtime.weights.memory_slots import SlotChoice, place_unit
+from megatron_fsdp.runtime.weights.memory_slots import place_unit
 
 if TYPE_CHECKING:
     from megatron_fsdp.runtime.guards.inner_outputs import InnerOutputs
