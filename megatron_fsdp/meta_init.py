@@ -49,7 +49,11 @@ def materialize(model: nn.Module, init_fn: Initializer | None = None) -> None:
         raise StateError(f"{type(model).__name__} holds no sharded module; call fully_shard on it first")
     names = {id(module): name for name, module in model.named_modules()}
     children_first: dict[int, nn.Module] = {}
-    model.apply(lambda module: children_first.setdefault(id(module), module))
+
+    def note(module: nn.Module) -> None:
+        children_first.setdefault(id(module), module)
+
+    model.apply(note)
     todo = [
         (module, _initializer(names[key], module, init_fn))
         for key, module in children_first.items()
