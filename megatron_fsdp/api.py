@@ -24,16 +24,16 @@ from megatron_fsdp.policy.mesh import buffer_device, sharding_target
 from megatron_fsdp.policy.offload import offload_of
 from megatron_fsdp.policy.precision import as_policy
 from megatron_fsdp.policy.strategy import Placements
+from megatron_fsdp.runtime.guards.added_params import make_tree
 from megatron_fsdp.runtime.guards.agreement import Wrapping
 from megatron_fsdp.runtime.guards.asked_gradients import serve_asked_gradients
+from megatron_fsdp.runtime.guards.attached import attach_root
 from megatron_fsdp.runtime.guards.inner_outputs import InnerOutputs, readers_of
 from megatron_fsdp.runtime.lifecycle.convert import check_conversion, convert
 from megatron_fsdp.runtime.lifecycle.fsdp2_view import show_state, state_to_come
 from megatron_fsdp.runtime.lifecycle.make_param_group import forget_originals, make_param_group
+from megatron_fsdp.runtime.lifecycle.make_unit import make_unit, rename_unit
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule, unit_of
-from megatron_fsdp.runtime.step.backward import Backward
-from megatron_fsdp.runtime.step.hooks import Tree
-from megatron_fsdp.runtime.step.schedule import Schedule
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 from megatron_fsdp.runtime.weights.memory_slots import check_reshard, reshard_to
 
@@ -123,19 +123,18 @@ def fully_shard(
         is_released = reshard_after_forward is not False
         with state_to_come(modules, is_released=is_released) if has_hooks else nullcontext():
             groups = [make_param_group(each.owned, each.plan, each.spec, name) for each in plans]
-        unit = Unit(name, modules, groups, policy)
+        unit = make_unit(name, modules, groups, policy)
         check_reshard(unit, reshard_after_forward)
         check_conversion(modules)
         wrapping.agree(name, groups, reshard_after_forward)
         if groups:
             make_reduce_groups(axes)
     reshard_to(unit, reshard_after_forward)
-    unit.trees = {id(each): Tree(each, {id(parameter) for parameter in ignored}) for each in modules}
+    unit.trees = {id(each): make_tree(each, {id(parameter) for parameter in ignored}) for each in modules}
     for registry, key, buffer in buffers:
         registry[key] = buffer
     convert(modules, unit)
-    if has_hooks:
-        show_state(unit, modules)
+    show_state(unit, modules, in_table=has_hooks)
     for group in groups:
         forget_originals(group)
     attend_optimizers()
@@ -209,7 +208,6 @@ def _check_shard_placement(
 
 def _adopt_units(modules: Sequence[nn.Module], root: Unit) -> None:
     """Put the new outermost unit and all units below it under one schedule, and name them from here."""
-    schedule = Schedule()
     units: dict[int, Unit] = {id(root): root}
     for position, module in enumerate(modules):
         prefix = f"{position}." if len(modules) > 1 else ""
@@ -218,10 +216,9 @@ def _adopt_units(modules: Sequence[nn.Module], root: Unit) -> None:
                 unit = child._fsdp_unit
                 if id(unit) not in units:
                     units[id(unit)] = unit
-                    unit.rename(prefix + path)
+                    rename_unit(unit, prefix + path)
     root.inner = [unit.reference for unit in units.values() if unit is not root]
-    schedule.adopt(root, units.values())
-    Backward(schedule)
+    attach_root(root, units.values())
 
 
 def _state(module: nn.Module) -> Unit:

@@ -12,6 +12,7 @@ from dbuffer.collectives import broadcast
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.runtime.lifecycle.make_param_group import shown_over
+from megatron_fsdp.runtime.lifecycle.make_unit import materialize_unit
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import Unit, units_below
 
@@ -62,7 +63,7 @@ def materialize(model: nn.Module, init_fn: Initializer | None = None) -> None:
     device = next((group.spec.device for unit in units for group in unit.groups), torch.device("cpu"))
     fresh = [group for unit in units for group in unit.groups if group.is_meta]
     for unit in units:
-        unit.materialize()
+        materialize_unit(unit)
     for module, _ in todo:
         _allocate_rest(module, device)
     with _random_state_of_first_rank(units, device), in_full_precision(fresh), torch.no_grad():

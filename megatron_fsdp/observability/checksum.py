@@ -116,7 +116,7 @@ class _Piece:
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield each parameter that rests sharded, or is plain, with the first of its names."""
     for unit in units_below(model):
-        unit.settle_replaced_params()
+        unit.schedule.settle_replaced_params(unit)
         # Between uses modules show sharded parameters, which optimizers know.
         unit.schedule.reshard(unit)
     inner = model.module if isinstance(model, DistributedDataParallel) else model

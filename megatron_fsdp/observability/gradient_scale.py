@@ -337,7 +337,8 @@ class _Probe:
 
     @torch.no_grad()
     def _take(self, index: int, gradient: torch.Tensor) -> None:
-        mine = self.group.fsdp_params.local_gradient(index, gradient.detach())
+        split = self.group.owned[index].split
+        mine = gradient.detach() if split is None else split.local_gradient(gradient.detach())
         self._whole = self._whole or self._buffer([Partial("sum") for _ in self.axes])
         self._whole.get_local_tensor(index).add_(mine if mine.layout is torch.strided else mine.to_dense())
 

@@ -18,11 +18,11 @@ from dbuffer.placements import BufferPlacement
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.exact_norm import exact_norm
 from megatron_fsdp.optim.nonfinite import may_step, readings_of
-from megatron_fsdp.runtime.lifecycle.param_layout import own_rows
 from megatron_fsdp.runtime.step.fsdp_params import grads_of
 from megatron_fsdp.runtime.step.grad_state import GradState
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.runtime.step.unit import units_below
+from megatron_fsdp.runtime.weights.param_layout import own_rows
 
 __all__ = ["by_axes", "clip_factor", "clip_grad_norm_"]
 
@@ -67,7 +67,7 @@ def clip_grad_norm_(
     """
     order = _checked_order(model, norm_type)
     for unit in units_below(model):
-        unit.settle_replaced_params()
+        unit.schedule.settle_replaced_params(unit)
     settled = [held for unit in units_below(model) for group in unit.groups for held in _held_by(group)]
     plain = [p.grad for p in model.parameters() if p.grad is not None and group_of_parameter(p) is None]
     device = next((held.group.spec.device for held in settled), plain[0].device if plain else torch.device("cpu"))

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from dbuffer import FlatDTensor
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.runtime.lifecycle.param_layout import is_laid_out_like, laid_out
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
+from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_out
 
 __all__ = [
     "SEEN",

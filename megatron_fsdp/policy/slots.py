@@ -1,4 +1,4 @@
-"""SlotChoice: where a unit's gathered weights and packed gradients come from."""
+"""SlotChoice: where the memory of gathered weights and packed gradients comes from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["SlotChoice"]
 
 @dataclass(frozen=True, slots=True)
 class SlotChoice:
-    """Where the memory of a unit comes from that is there while it computes.
+    """Where a unit's gathered weights and packed gradients come from.
 
     Attributes:
         sizing: of the slots, see ``SlotPool``; None: no slots, each buffer comes from the allocator and goes back.

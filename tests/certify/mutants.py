@@ -36,7 +36,7 @@ MODULES = (
     "megatron_fsdp.runtime.grads.last_reductions",
     "megatron_fsdp.runtime.grads.packed_gradients",
     "megatron_fsdp.runtime.step.reduction",
-    "megatron_fsdp.runtime.step.weight_buffers",
+    "megatron_fsdp.runtime.weights.sharded_weights",
     "megatron_fsdp.runtime.weights.post_forward_shard",
     "megatron_fsdp.runtime.weights.memory_slots",
     "megatron_fsdp.runtime.guards.missing_gradients",

@@ -16,6 +16,7 @@ from megatron_fsdp.checkpoint.model_state import announce_change
 from megatron_fsdp.checkpoint.parts import pieces_of
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.meta_init import in_full_precision, materialize
+from megatron_fsdp.runtime.lifecycle.make_unit import materialize_unit
 from megatron_fsdp.runtime.step.unit import units_below
 
 __all__ = ["FirstRankWeights", "allocate_for_import", "load_pretrained", "take_weights"]
@@ -38,7 +39,7 @@ class FirstRankWeights:
         axes = {id(axis.gather_group): axis for group in groups for axis in group.main_weight.axes}.values()
         device = groups[0].spec.device
         for unit in units:
-            unit.materialize()
+            materialize_unit(unit)
         _move(model, device, lambda tensor: tensor.is_meta)
         with torch.no_grad(), in_full_precision(groups):
             for name, target in _tensors(model):

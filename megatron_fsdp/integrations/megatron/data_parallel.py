@@ -26,7 +26,7 @@ from megatron_fsdp.integrations.megatron.groups import ModelGroups, reduce_over
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
 from megatron_fsdp.integrations.megatron.names import WholeNames
 from megatron_fsdp.integrations.megatron.settings import policy_of
-from megatron_fsdp.runtime.guards.pytree import treat_as_plain
+from megatron_fsdp.runtime.step.pytree import treat_as_plain
 
 __all__ = ["DataParallelMethods", "shard_for_megatron"]
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -28,16 +27,15 @@ from dbuffer.placements import BufferPlacement
 from dbuffer.storage import FlatStorage
 from megatron_fsdp.build.invariant_exchange import Cut, ExchangePlan, cut_order, gather_turns, piece_of
 from megatron_fsdp.errors import StateError
+from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
+from megatron_fsdp.runtime.grads.shown_grads import ShownGrads
+from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
 from megatron_fsdp.runtime.step.grad_binding import GradBinding
 from megatron_fsdp.runtime.step.grad_state import GradState
-from megatron_fsdp.runtime.step.gradients import GradientBuffer
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 from megatron_fsdp.runtime.step.reduction import Reduction, Stages
-
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.backward import Backward
-    from megatron_fsdp.runtime.step.fsdp_params import FSDPParams
-    from megatron_fsdp.runtime.step.unit import Unit
+from megatron_fsdp.runtime.step.root_types import Backwards
+from megatron_fsdp.runtime.step.unit import Unit
 
 __all__ = ["BinaryCounter", "InvariantGradients"]
 
@@ -209,21 +207,20 @@ class _Step:
         self._unit = None
 
 
-_STEPS: weakref.WeakKeyDictionary[Backward, _Step] = weakref.WeakKeyDictionary()
+_STEPS: weakref.WeakKeyDictionary[Backwards, _Step] = weakref.WeakKeyDictionary()
 
 
-class _InvariantBinding(GradBinding):
+class _InvariantBinding(ShownGrads):
     """Shows gradients whose norms are the same however they are sharded, as ``torch.nn.utils.clip_grad_norm_`` asks."""
 
-    def _final_gradients(self) -> list[DTensor]:
-        gradients = super()._final_gradients()
-        for gradient in gradients:
+    def _make_gradients(self) -> None:
+        super()._make_gradients()
+        for gradient in self._gradients:
             if isinstance(gradient, PlacedTensor):
                 gradient.has_exact_norms = True
-        return gradients
 
 
-class InvariantGradients(GradientBuffer):
+class InvariantGradients(PackedGradients):
     """The gradients of one parameter group, exchanged in every backward, whatever the strategy."""
 
     reduction: _InvariantReduction
@@ -242,7 +239,7 @@ class InvariantGradients(GradientBuffer):
 
     def _begin_sum(self) -> None:
         observer = self._observer() if self._observer is not None else None
-        if observer is not None and not observer.requires_gradient_sync:
+        if isinstance(observer, Unit) and not observer.requires_gradient_sync:
             raise StateError(
                 f"{self.binding.name}: no_sync() or set_requires_gradient_sync(False) adds up microbatches on a rank "
                 f"before others' are seen, and {_FLAG} adds them up one by one. Leave it out; "
@@ -254,7 +251,7 @@ class InvariantGradients(GradientBuffer):
 
     def _stages(self) -> Stages:
         observer = self._observer() if self._observer is not None else None
-        assert observer is not None
+        assert isinstance(observer, Unit)
         step = _STEPS.setdefault(observer.backward, _Step())
         number = observer.backward.number
         if self.binding.state is GradState.EMPTY:

@@ -129,7 +129,8 @@ def _sum(group: ParameterGroup, index: int, gradient: torch.Tensor | None) -> to
     # The last element counts the ranks that have one.
     total = torch.zeros(math.prod(shape) + 1, dtype=dtype, device=spec.compute_device)
     if gradient is not None:
-        mine = group.fsdp_params.local_gradient(index, gradient)
+        split = group.owned[index].split
+        mine = gradient if split is None else split.local_gradient(gradient)
         total[:-1].copy_((mine if mine.layout is torch.strided else mine.to_dense()).reshape(-1))
         total[-1] = 1
     for axis in group.main_weight.axes:

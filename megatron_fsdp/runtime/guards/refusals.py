@@ -1,30 +1,28 @@
-"""What is refused by name: weights that are not there, and backwards through weights that are not those of forward."""
+"""Backwards that are refused by name: recorded ones, and those through weights that are not those of forward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import torch
 
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.guards.pytree import iterate_tensors
+from megatron_fsdp.runtime.step.pytree import iterate_tensors
+from megatron_fsdp.runtime.step.unit import Call, Unit
 
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.unit import Call, Unit
-
-__all__ = ["note_reads", "refuse_meta", "refuse_reads", "refuse_stepped"]
+__all__ = ["note_reads", "refuse_reads", "refuse_recorded", "refuse_stepped"]
 
 
-def refuse_meta(unit: str, parameters: Iterable[str]) -> NoReturn:
-    """Refuse to gather weights that are not there.
+def refuse_recorded(unit: Unit) -> NoReturn:
+    """Refuse a backward that is itself recorded.
 
     Raises:
         StateError: always.
     """
     raise StateError(
-        f"unit {unit!r}: parameters {', '.join(map(repr, parameters))} are on the meta device still. "
-        "Call materialize(model), or model.to_empty(device=...) and initialise it, or load a checkpoint."
+        f"unit {unit.name!r}: backward with create_graph=True is not supported: the recorded graph would "
+        "use released weights. Keep the module whose second derivatives are wanted unsharded."
     )
 
 
@@ -36,7 +34,8 @@ def refuse_stepped(call: Call) -> None:
     """
     unit = call.unit
     for group in unit.groups:
-        if group.freshness.has_changed_since(call.moment):
+        group.freshness.is_changed()
+        if group.freshness.changed_at > call.moment:
             raise StateError(
                 f"unit {unit.name!r}: an optimizer has stepped its weights ({next(iter(group.parameters))!r} or others "
                 "of that group) between a forward and the backward through it: gradients would be of the old "

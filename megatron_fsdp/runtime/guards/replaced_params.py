@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,12 +19,32 @@ from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from megatron_fsdp.build.ownership import owner_words
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.runtime.lifecycle.make_param_group import adopt_param, materialize_group
-from megatron_fsdp.runtime.step.fsdp_params import ReplacedParam
+from megatron_fsdp.runtime.lifecycle.make_unit import follow_gradients
+from megatron_fsdp.runtime.lifecycle.param_registry import ReplacedParam, override, register, replaced_in
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.unit import Unit
 
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+__all__ = ["admit_all", "settle_all"]
 
-__all__ = ["admit", "settle"]
+
+def admit_all(unit: Unit, group: ParameterGroup) -> None:
+    """Decide what becomes, in a call, of what may be registered in a group's places; see ``admit``."""
+    replaced = replaced_in(group.fsdp_params.module_infos)
+    if replaced:
+        was_meta = group.is_meta
+        admit(group, replaced)
+        if was_meta:
+            follow_gradients(unit)
+
+
+def settle_all(unit: Unit, group: ParameterGroup) -> None:
+    """Let sharded parameters that were assigned take their places for good; see ``settle``."""
+    replaced = replaced_in(group.fsdp_params.module_infos)
+    if replaced:
+        was_meta = group.is_meta
+        settle(group, replaced)
+        if was_meta:
+            follow_gradients(unit)
 
 
 def admit(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> None:
@@ -34,7 +53,7 @@ def admit(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> None:
     Raises:
         StateError: autograd would leave a gradient there that no rank reduces, or nothing is there.
     """
-    if group.is_untouched and not _is_functional_call():
+    if group.freshness.generation == 0 and not _is_functional_call():
         replaced = _adopt(group, replaced)
     for found in replaced:
         value, place = found.value, _place(group, found)
@@ -56,7 +75,7 @@ def admit(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> None:
                 f"{place} was replaced after fully_shard, and is sharded over further axes besides: copy the values "
                 "into the parameter, which is a DTensor, instead."
             )
-        group.fsdp_params.module_infos.override(found, _for_compute(group, value))
+        override(group.fsdp_params.module_infos, found, _for_compute(group, value))
 
 
 def settle(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> None:
@@ -65,7 +84,7 @@ def settle(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> None:
     Raises:
         StateError: something else is registered in the place of a parameter.
     """
-    if group.is_untouched:
+    if group.freshness.generation == 0:
         replaced = _adopt(group, replaced)
     for found in replaced:
         place, value = _place(group, found), found.value
@@ -129,7 +148,7 @@ def _adopt(group: ParameterGroup, replaced: Sequence[ReplacedParam]) -> Sequence
         adopt_param(group, index, value)
     if was_meta:
         # Materialized parameters were registered over the adopted ones, which are all of them.
-        group.fsdp_params.module_infos.register()
+        register(group.fsdp_params.module_infos)
     return [found for found in replaced if found.index not in adopted]
 
 
@@ -138,7 +157,7 @@ def _fits(group: ParameterGroup, index: int, value: FlatDTensor) -> bool:
     assert isinstance(param, FlatDTensor)
     return (
         not group.fsdp_params.has_splits
-        and group.fsdp_params.module_infos.num_places(index) == 1
+        and group.fsdp_params.module_infos.indices.count(index) == 1
         and (value.shape, value.dtype, value.device_mesh) == (param.shape, param.dtype, param.device_mesh)
         and not value.is_meta
         and not value._backward_hooks

@@ -12,6 +12,7 @@ from torch import nn
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.runtime.grads.fuse import fuse_linear_layers
 from megatron_fsdp.runtime.lifecycle.module import FSDPModule, sharded_class, unit_of
+from megatron_fsdp.runtime.lifecycle.param_registry import register
 from megatron_fsdp.runtime.lifecycle.state_dict import (
     _after_load_state_dict,
     _before_load_state_dict,
@@ -46,7 +47,7 @@ def convert(modules: Iterable[nn.Module], unit: Unit) -> None:
     for group in unit.groups:
         if group.spec.fuses_weight_gradients:
             fuse_linear_layers(group.owned)
-        group.fsdp_params.module_infos.register()
+        register(group.fsdp_params.module_infos)
     for module in modules:
         module.__class__ = sharded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
         module._fsdp_unit = unit  # type: ignore[assignment]  # not a submodule or tensor: lands in the instance dictionary

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,32 +15,33 @@ from torch.distributed.tensor import DTensor
 from dbuffer import DBuffer, FlatDTensor, Plan
 from dbuffer.dtensor.flat_dtensor import rebind, refuse_uses
 from megatron_fsdp.build.builder import GroupSpec
-from megatron_fsdp.build.ownership import OwnedParameter, mark_owned, settle_grad_dtypes
+from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import grad_dtype_of, set_grad_dtype
 from megatron_fsdp.runtime.grads.invariant_reduction import InvariantGradients
 from megatron_fsdp.runtime.grads.late_gradients import LateGradients, packs_late
-from megatron_fsdp.runtime.lifecycle.param_layout import is_laid_out_like, laid_out
-from megatron_fsdp.runtime.step.freshness import STALE, Freshness, mark_gathered, mark_replaced
-from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, ParamModuleInfos
-from megatron_fsdp.runtime.step.gradients import GradientBuffer
+from megatron_fsdp.runtime.grads.packed_gradients import PackedGradients
+from megatron_fsdp.runtime.lifecycle.param_registry import make_module_infos, register, registered
+from megatron_fsdp.runtime.step.cuda_lane import turns
+from megatron_fsdp.runtime.step.freshness import Freshness
+from megatron_fsdp.runtime.step.fsdp_params import FSDPParams, gradient_hook
 from megatron_fsdp.runtime.step.lanes import join_lanes
-from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, note_group
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup, WeightBuffers, note_group
 from megatron_fsdp.runtime.step.reduction import GradientSpec, ReduceFunction
-from megatron_fsdp.runtime.step.weight_buffers import WeightBuffers
+from megatron_fsdp.runtime.step.weight_handle import WeightHandle, handle_of
 from megatron_fsdp.runtime.weights.extension_hooks import ExtensionWeights, make_extension_params
-from megatron_fsdp.runtime.weights.gathered_weight import GatheredWeight, WeightHandle
+from megatron_fsdp.runtime.weights.gathered_weight import KINDS, GatheredWeight
 from megatron_fsdp.runtime.weights.packed_weights import PackedWeights
-
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.unit import Unit
+from megatron_fsdp.runtime.weights.param_layout import is_laid_out_like, laid_out
+from megatron_fsdp.runtime.weights.sharded_weights import ShardedWeights
+from megatron_fsdp.runtime.weights.stale_weights import STALE, mark_gathered, mark_replaced
 
 __all__ = [
     "adopt_param",
-    "follow_grad_dtypes",
     "follow_requires_grad",
     "forget_originals",
     "leave_gradients",
+    "make_gradients",
     "make_param_group",
     "materialize_group",
     "readopt",
@@ -70,13 +70,16 @@ def _build(group: ParameterGroup, spec: GroupSpec, params: Sequence[nn.Parameter
     Args:
         params: sharded parameters that stay the same objects, over other memory.
     """
-    group.spec = spec
+    group.spec, group.is_meta = spec, spec.is_meta
     if group.owned[0].extension is None:
-        group.weights = (WeightBuffers if spec.dtypes.gather is None else PackedWeights)(group.plan, spec, group.name)
-        group.fsdp_params = _make_params(group, params)
+        weights = (ShardedWeights if spec.dtypes.gather is None else PackedWeights)(group.plan, spec, group.name)
+        group.fsdp_params = _make_params(group.owned, weights, params)
     else:
         weights = ExtensionWeights(group.owned[0], group.plan, spec, group.name)
-        group.weights, group.fsdp_params = weights, make_extension_params(group.owned, weights, group)
+        group.fsdp_params = make_extension_params(group.owned, weights)
+    group.weights, group.main_weight = weights, weights.main
+    group.model_weight, group.gathered = weights.model, weights.gathered
+    _attach_params(group)
     group.weights.keeps_gathered = spec.keeps_gathered
     _note_params(group)
     if group.weights.remainder is not None:
@@ -88,13 +91,12 @@ def _build(group: ParameterGroup, spec: GroupSpec, params: Sequence[nn.Parameter
         group.weights.release()
     group.gradients = None
     if any(param.requires_grad for param in group.fsdp_params.sharded_params):
-        _make_gradients(group)
+        make_gradients(group)
     group.freshness = Freshness(group.fsdp_params.counted)
-    group.refreshes_locally = group.weights.refreshes_locally
 
 
-def _make_params(group: ParameterGroup, known: Sequence[nn.Parameter]) -> FSDPParams:
-    owned, main_weight = group.owned, group.main_weight
+def _make_params(owned: Sequence[OwnedParameter], weights: WeightBuffers, known: Sequence[nn.Parameter]) -> FSDPParams:
+    main_weight = weights.main
 
     def resting(index: int) -> DTensor:
         rows, split = main_weight.get_dtensor(index), owned[index].split
@@ -109,11 +111,41 @@ def _make_params(group: ParameterGroup, known: Sequence[nn.Parameter]) -> FSDPPa
     for index, each in enumerate(owned):
         # .data gives the view a version counter of its own. Gathering again must not look to autograd like a change
         # of the tensors it saved: the values are the same.
-        view = group.gathered.get_local_tensor(index).data
+        view = weights.gathered.get_local_tensor(index).data
         kind = GatheredWeight if each.split is None else nn.Parameter
         unsharded.append(_standing_for(each, view if each.split is None else each.split.gathered(view), False, kind))
         mark_gathered(unsharded[-1], each.name)
-    return FSDPParams(owned, main_weight, list(known) or sharded, unsharded, resting, group)
+    return FSDPParams(owned, main_weight, list(known) or sharded, unsharded, resting, KINDS)
+
+
+def _attach_params(group: ParameterGroup) -> None:
+    """Let the gathered parameters belong to their group, which gets their gradients, and find where they belong."""
+    params, reference = group.fsdp_params, weakref.ref(group)
+    for owned, weight in zip(params.owned, params.unsharded_params, strict=True):
+        weight._fsdp_handle = WeightHandle(reference, owned.name)  # type: ignore[attr-defined]
+    params.module_infos = make_module_infos(params.owned, params.sharded_params, params.unsharded_params)
+    _follow_locals(params)
+    for index, owned in enumerate(params.owned):
+        _set_requires_grad(params, index, owned.parameter.requires_grad)
+
+
+def _set_requires_grad(params: FSDPParams, index: int, requires_grad: bool) -> None:
+    """Make the unsharded parameter require a gradient, and hear of it, or not."""
+    used = params.unsharded_params[index]
+    used.requires_grad_(requires_grad)
+    params.required[index] = requires_grad
+    if requires_grad and not used._post_accumulate_grad_hooks:
+        # Streams take turns: there each one has to be seen.
+        can_wait = params.waits[index] and turns(used.device) is None
+        hook = gradient_hook(handle_of(used).group, index, params.begun if can_wait else [False], params.came)
+        torch.Tensor.register_post_accumulate_grad_hook(used, hook)  # type: ignore[no-untyped-call]  # torch's stub
+
+
+def _follow_locals(params: FSDPParams) -> None:
+    """Count changes of the tensors that the sharded parameters lie in now."""
+    # Every in-place operator on a sharded parameter changes the version of the rows below it.
+    locals_ = [param._local_tensor for param in params.sharded_params if isinstance(param, DTensor)]
+    params.counted[:] = [params.main_weight.local_buffer, *locals_]
 
 
 def _standing_for(
@@ -131,10 +163,10 @@ def _note_params(group: ParameterGroup) -> None:
     """Let the sharded parameters be found by name, and the group by them; refuse what would have no effect on them."""
     params = group.fsdp_params.sharded_params
     group.parameters = dict(zip((each.name for each in group.owned), params, strict=True))
-    for owned, param in zip(group.owned, params, strict=True):
+    for owned, param, weight in zip(group.owned, params, group.fsdp_params.unsharded_params, strict=True):
         note_group(param, group)
         mark_owned(param, group.name, owned.name)
-        handle = WeightHandle(weakref.ref(group), owned.name)
+        handle = handle_of(weight)
         refuse_uses(param, hook=partial(_no_hooks, handle), convert=partial(_no_conversion, handle))
         if grad_dtype_of(param) == "own":
             set_grad_dtype(param, owned.grad_dtype)
@@ -157,14 +189,14 @@ def _no_conversion(handle: WeightHandle) -> str:
     )
 
 
-def _make_gradients(group: ParameterGroup) -> None:
+def make_gradients(group: ParameterGroup) -> None:
     """Make gradient buffers for parameters that are trained."""
     spec, dtypes = group.spec, group.spec.dtypes
     rest = (
         spec.compute_device, spec.is_offloaded, spec.is_pinned, spec.fuses_weight_gradients, dtypes.accumulate
     )  # fmt: skip
     like = GradientSpec(spec.placements, dtypes.reduce, dtypes.main_grad, spec.divisor, *rest)
-    make = LateGradients if packs_late(like, group.fsdp_params) else GradientBuffer
+    make = LateGradients if packs_late(like, group.fsdp_params) else PackedGradients
     if dtypes.reduction is not None:
         make = InvariantGradients
     group.gradients = make(group.main_weight, like, group.fsdp_params)
@@ -185,13 +217,13 @@ def materialize_group(group: ParameterGroup) -> None:
         for owned, param in zip(group.owned, group.fsdp_params.sharded_params, strict=True):
             owned.parameter.requires_grad_(param.requires_grad)
         _build(group, replace(group.spec, is_meta=False))
-        group.fsdp_params.module_infos.register()
+        register(group.fsdp_params.module_infos)
 
 
 def rebuild(group: ParameterGroup, spec: GroupSpec) -> None:
     """Make other buffers, with undefined content, under the parameters, which stay the same objects."""
     _build(group, spec, group.fsdp_params.sharded_params)
-    group.fsdp_params.module_infos.register()
+    register(group.fsdp_params.module_infos)
 
 
 def forget_originals(group: ParameterGroup) -> None:
@@ -247,39 +279,6 @@ def set_reduction(
         group.gradients.reduction.hook, group.gradients.reduction.function = group.reduce_hook, group.reduce_function
 
 
-def follow_grad_dtypes(unit: Unit) -> None:
-    """Lay out a unit's gradients as the ``grad_dtype`` of its sharded parameters says, before the first backward.
-
-    Raises:
-        StateError: parameters that share a buffer want different dtypes, or have a gradient.
-    """
-    if unit.backward.number:
-        return
-    owned = [each for group in unit.groups for each in group.owned]
-    params = [param for group in unit.groups for param in group.fsdp_params.sharded_params]
-    if all(each.grad_dtype == grad_dtype_of(param) for each, param in zip(owned, params, strict=True)):
-        return
-    settle_grad_dtypes(owned, unit.policy, params)
-    for group in unit.groups:
-        first = group.owned[0]
-        for other in group.owned:
-            if other.grad_dtype != first.grad_dtype:
-                raise StateError(
-                    f"unit {group.name!r}: parameter {first.name!r} has grad_dtype={first.grad_dtype} and "
-                    f"{other.name!r} has {other.grad_dtype}, and their gradients share a buffer. Set grad_dtype before "
-                    "fully_shard, which makes two buffers then, or set it on both."
-                )
-        if any(param.grad is not None for param in group.fsdp_params.sharded_params):
-            raise StateError(
-                f"unit {group.name!r}: grad_dtype of parameter {first.name!r} was changed while it has a gradient. Set "
-                "it before the first forward, or call zero_grad() first."
-            )
-        if group.gradients is not None:
-            group.spec = replace(group.spec, dtypes=first.policy.with_gradients(group.spec.dtypes, first.grad_dtype))
-            _make_gradients(group)
-    unit.follow_gradients()
-
-
 def follow_requires_grad(group: ParameterGroup, changed: Iterable[int]) -> None:
     """Take notice of parameters that were frozen or unfrozen.
 
@@ -296,9 +295,9 @@ def follow_requires_grad(group: ParameterGroup, changed: Iterable[int]) -> None:
                     f"weight of {wanted}. Call fully_shard while it is trainable, and freeze it afterwards; or leave "
                     "main_params_dtype None."
                 )
-            _make_gradients(group)
+            make_gradients(group)
         assert group.gradients is not None
-        group.fsdp_params.set_requires_grad(index, trained)
+        _set_requires_grad(group.fsdp_params, index, trained)
         group.gradients.binding.trained[index] = trained
 
 
@@ -307,7 +306,7 @@ def leave_gradients(group: ParameterGroup) -> bool:
     assert group.gradients is not None
     group.gradients.binding.dropped()
     if group.gradients.binding.is_taken:
-        _make_gradients(group)
+        make_gradients(group)
         return True
     return False
 
@@ -329,8 +328,8 @@ def adopt_param(group: ParameterGroup, index: int, value: FlatDTensor) -> None:
         rebind(value, resting)
     mark_replaced(old, owned.name)
     owned.parameter = params.sharded_params[index] = value  # type: ignore[call-overload, assignment]  # it says that it is a parameter
-    params.follow_locals()
-    params.module_infos = ParamModuleInfos(params.owned, params.sharded_params, params.unsharded_params)
+    _follow_locals(params)
+    params.module_infos = make_module_infos(params.owned, params.sharded_params, params.unsharded_params)
     _note_params(group)
     if group.gradients is not None:
         group.gradients.binding.replace(index, owned.parameter)
@@ -345,7 +344,7 @@ def readopt(group: ParameterGroup) -> bool:
     """
     params, is_changed = group.fsdp_params, False
     for index, param in enumerate(params.sharded_params):
-        current, mine = params.module_infos.registered(index), params.main_weight.get_local_tensor(index)
+        current, mine = registered(params.module_infos, index), params.main_weight.get_local_tensor(index)
         if current is None or (current is param and (params.subclass or _lies_in(param, mine))):
             continue
         name = f"unit {group.name!r}: parameter {params.owned[index].name!r}"
@@ -364,11 +363,11 @@ def readopt(group: ParameterGroup) -> bool:
             assert isinstance(rows, DTensor)
             mine.view(-1).copy_(rows.to_local().reshape(-1))
             param.data = params.resting(index)
-        params.follow_locals()
+        _follow_locals(params)
         if current is not param:
             param.grad = None  # A parameter that is loaded by assign=True brings no gradient.
         is_changed = True
-    params.module_infos.register()
+    register(params.module_infos)
     return is_changed
 
 
@@ -383,8 +382,8 @@ def shown_over(params: FSDPParams, values: DBuffer) -> Iterator[None]:
         _standing_for(owned, params.wrap(index, values.get_dtensor(index)), param.requires_grad)
         for index, (owned, param) in enumerate(zip(params.owned, params.sharded_params, strict=True))
     ]
-    ParamModuleInfos(params.owned, shown, params.unsharded_params).register()
+    register(make_module_infos(params.owned, shown, params.unsharded_params))
     try:
         yield
     finally:
-        params.module_infos.register()
+        register(params.module_infos)

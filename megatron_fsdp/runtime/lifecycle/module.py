@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -14,12 +14,12 @@ from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.runtime.lifecycle.conversion import apply_to_group
 from megatron_fsdp.runtime.lifecycle.make_param_group import set_divisor, set_reduction
+from megatron_fsdp.runtime.lifecycle.make_unit import follow_gradients
+from megatron_fsdp.runtime.lifecycle.param_registry import hide, unhide
 from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.root_types import Backwards
 from megatron_fsdp.runtime.step.unit import Unit, WeightState, alive, is_in_backward, units_below
 from megatron_fsdp.runtime.weights.memory_slots import communicator_has_memory, keep_gathered, reshard_to, use_slots
-
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.backward import Backward
 
 __all__ = [
     "FSDPModule",
@@ -45,7 +45,7 @@ class GradientReductionHandle:
         optimizer.step()
     """
 
-    def __init__(self, backward: Backward | None) -> None:
+    def __init__(self, backward: Backwards | None) -> None:
         self._backward = None if backward is None else weakref.ref(backward)
         if backward is not None:
             backward.start_reductions()
@@ -132,8 +132,8 @@ class FSDPModule:
             StateError: something else is registered in the place of a parameter.
         """
         unit = unit_of(self)
-        unit.settle_replaced_params()
-        unit.schedule.gather_afresh(unit)
+        unit.schedule.settle_replaced_params(unit)
+        _gather_afresh(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -221,7 +221,7 @@ class FSDPModule:
 
     def _check_root(self, method: str) -> None:
         unit = unit_of(self)
-        root = unit.schedule.root
+        root = unit.schedule.root_ref()
         if root is not unit:
             found = "another module" if root is None else repr(root.name)
             raise StateError(f"unit {unit.name!r}: {method}() is the root's to call, which is {found}")
@@ -394,19 +394,18 @@ class FSDPModule:
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # The module's own parameters stay in their buffers; everything else is handled as in any module.
         unit = unit_of(self)
-        unit.settle_replaced_params()
+        unit.schedule.settle_replaced_params(unit)
         unit.schedule.reshard(unit)
-        for group in unit.groups:
-            group.fsdp_params.module_infos.hide()
+        hidden = [(infos, hide(infos)) for infos in (group.fsdp_params.module_infos for group in unit.groups)]
         try:
             result = super()._apply(fn, recurse)  # type: ignore[misc]
             for group in unit.groups:
                 apply_to_group(group, fn, is_awaited=any(unit.outstanding_calls()))
         finally:
-            for group in unit.groups:
-                group.fsdp_params.module_infos.unhide()
+            for infos, places in hidden:
+                unhide(infos, places)
             # A group that was on the meta device, or of another dtype, has other gradient buffers now.
-            unit.follow_gradients()
+            follow_gradients(unit)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -421,6 +420,17 @@ class FSDPModule:
             f"{type(self).__name__} cannot be pickled: it holds process groups. Save its state instead: "
             "save_checkpoint, torch.distributed.checkpoint or state_dict()."
         )
+
+
+def _gather_afresh(unit: Unit) -> None:
+    """Issue a gather of the main weights as they are now, unless what is gathered is that and was asked for."""
+    if unit.weight_state is not WeightState.SHARDED and (
+        unit.is_stale() or not all(group.fsdp_params.module_infos.shows_gathered for group in unit.groups)
+    ):
+        unit.schedule.reshard(unit)
+    for group in unit.groups:
+        group.freshness.suspect()
+    unit.schedule.start_gather(unit, check=True)
 
 
 # The name that this project's interface has for the class, beside FSDP2's.

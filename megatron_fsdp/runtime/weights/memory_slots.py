@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,10 +14,8 @@ from dbuffer.slot_pool import ArenaPool, from_communicator, from_symmetric_memor
 from dbuffer_kernels.switches import is_off
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.policy.slots import SlotChoice
-
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
-    from megatron_fsdp.runtime.step.unit import Unit
+from megatron_fsdp.runtime.step.parameter_group import ParameterGroup
+from megatron_fsdp.runtime.step.unit import Unit
 
 __all__ = [
     "BufferPools",

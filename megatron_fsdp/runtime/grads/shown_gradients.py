@@ -71,9 +71,9 @@ def refuse_late(unit: str, fsdp_params: FSDPParams, dtype: torch.dtype, error: R
     """
     for index, parameter in enumerate(fsdp_params.sharded_params):
         if parameter.grad_dtype not in (None, dtype):
-            found, parameter.grad_dtype = parameter.grad_dtype, dtype
+            name, found, parameter.grad_dtype = fsdp_params.owned[index].name, parameter.grad_dtype, dtype
             raise StateError(
-                f"{unit}: grad_dtype of parameter {fsdp_params.name_of(index)!r} was set to {found} after gradients of "
+                f"{unit}: grad_dtype of parameter {name!r} was set to {found} after gradients of "
                 f"{dtype} were laid out for it; set it before the first forward"
             ) from error
     raise error

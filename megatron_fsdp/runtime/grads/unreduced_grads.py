@@ -11,24 +11,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from megatron_fsdp.errors import StateError
-from megatron_fsdp.runtime.lifecycle.param_layout import own_rows
-from megatron_fsdp.runtime.step.fsdp_params import grads_of
-from megatron_fsdp.runtime.step.grad_state import GradState
+from megatron_fsdp.runtime.step.freshness import CHECKS
 
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.step.grad_binding import GradBinding
-
-__all__ = ["NUM_SHOWN", "PendingSums", "adopt_direct", "describe", "has_had", "refuse_pending", "settle_sum"]
-
-NUM_SHOWN = [0]
-"""How many groups of the process show sums under way: optimizers look at gradients only where any does."""
+__all__ = ["PendingSums"]
 
 _ATEN = torch.ops.aten
 _GRAD: Any = torch._C.TensorBase.grad
@@ -146,7 +139,8 @@ class PendingSums:
 
     def show(self, wanted: Sequence[int]) -> None:
         """Set ``.grad`` of the parameters whose sum is under way (nonzero)."""
-        NUM_SHOWN[0] += not self._is_shown
+        if not self._is_shown:
+            CHECKS.append(_refuse_pending)
         self._is_shown = True
         with torch._C.DisableTorchFunctionSubclass():
             for index, is_wanted in enumerate(wanted):
@@ -160,7 +154,8 @@ class PendingSums:
 
     def end(self) -> None:
         """Say that the sum is under way no more, and forget what happened to it; whoever calls this sets ``.grad``."""
-        NUM_SHOWN[0] -= self._is_shown
+        if self._is_shown:
+            CHECKS.remove(_refuse_pending)
         self._is_shown = False
         self._expected = [None] * len(self._rows)
         for rows in self._rows:
@@ -179,81 +174,13 @@ class PendingSums:
         return self._rows[index]
 
 
-def refuse_pending(parameters: Iterable[torch.Tensor]) -> None:
+def _refuse_pending(optimizer: Optimizer) -> None:
     """Refuse to step parameters whose gradients are sums under way, before anything is changed.
 
     Raises:
         StateError: there is one; it names the first.
     """
-    for parameter in parameters:
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         rows = getattr(parameter.grad, "_local_tensor", None)
         if isinstance(rows, PendingRows):
             rows.values()
-
-
-def settle_sum(binding: GradBinding) -> list[int] | None:
-    """Take notice, before a backward, of what users did to ``.grad`` while a sum was under way.
-
-    Returns:
-        The parameters whose sum they threw away; None where that of every one.
-    Raises:
-        StateError: a backward has raised, and ``.grad`` was not dropped since.
-    """
-    if not binding.is_under_way:
-        return []
-    sums, dropped = binding.pending(), []
-    for index, (gradient, is_wanted) in enumerate(zip(grads_of(binding.parameters), binding.wanted, strict=True)):
-        rows = sums.sum_of(index, gradient)
-        if rows is None:
-            sums[index].forget()
-        if is_wanted and (rows is None or rows.is_zeroed):
-            dropped.append(index)
-    if len(dropped) == sum(binding.wanted):
-        return None
-    if binding.is_void:
-        raise StateError(describe(binding, next(i for i, one in enumerate(binding.wanted) if one and i not in dropped)))
-    for index in dropped:
-        binding.had[index] = has_had(binding, index, grads_of(binding.parameters)[index])
-        binding.wanted[index] = binding.missing[index] = binding.trained[index]
-        if binding.state is GradState.PARTIAL:
-            binding.main_grad.get_local_tensor(index).zero_()
-        if binding.carry is not None:
-            binding.final.layout.piece(index, binding.carry).zero_()
-    return dropped
-
-
-def adopt_direct(binding: GradBinding, shown: Sequence[torch.Tensor | None]) -> None:
-    """Take what lies in ``.grad`` beside a sum as something to add to it in the end."""
-    sums = binding.pending()
-    for index, gradient in enumerate(shown):
-        rows = sums.sum_of(index, gradient)
-        if rows is not None:
-            if rows.is_added:
-                binding.missing[index] = 0
-            rows.is_zeroed = False
-        elif gradient is not None:
-            sums[index].receive(own_rows(binding.fsdp_params, index, gradient))
-            binding.wanted[index] = binding.had[index] = 1
-
-
-def describe(binding: GradBinding, index: int) -> str:
-    """Return the words of the error for who reads the ``.grad`` of a parameter while it is such a sum."""
-    name = f"{binding.name}: the gradient of parameter {binding.fsdp_params.name_of(index)!r}"
-    if binding.is_void:
-        return (
-            f"{name} is incomplete, because the last backward raised. Drop it, with what was accumulated before: "
-            "call zero_grad() of the optimizer or the model, or model.reset_iter_state()."
-        )
-    return (
-        f"{name} is a sum under way, not reduced over all ranks yet. Run the last microbatch outside of no_sync() "
-        "and of microbatch(model, False), and call finalize_backward() if that is manual, before .grad is read or "
-        "an optimizer steps; after a backward that raised call zero_grad() first."
-    )
-
-
-def has_had(binding: GradBinding, index: int, shown: torch.Tensor | None) -> bool:
-    """Whether a plain model would have a gradient beside the one that is summed up next."""
-    if binding.sums is None or binding.sums.sum_of(index, shown) is None:
-        return shown is not None
-    # Of a sum that was set to zero: a sum of nothing is none still.
-    return bool(binding.had[index] or not binding.missing[index])
