@@ -34,8 +34,8 @@ class AttachedGuards:
         schedule: of the root, referred to weakly.
     """
 
-    admit = staticmethod(replaced_params.admit_all)
-    settle = staticmethod(replaced_params.settle_all)
+    admit = staticmethod(replaced_params.admit)
+    settle = staticmethod(replaced_params.settle)
     follow_requires_grad = staticmethod(make_unit.follow_requires_grad)
     walk = staticmethod(added_params.walk)
     refuse_changed = staticmethod(gathered_weight.refuse_uncounted)
