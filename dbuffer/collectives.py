@@ -40,7 +40,6 @@ __all__ = [
     "barrier",
     "broadcast",
     "observe_collectives",
-    "reduce_numbers",
     "reduce_scatter",
     "start_maximum",
     "wait_for",
@@ -308,26 +307,6 @@ def all_to_all(
     _finish(work, works, output)
     if told is not None:
         tell("transferred", told)
-
-
-def reduce_numbers(numbers: Iterable[tuple[Sequence[MeshAxis], torch.Tensor]], op: str) -> list[torch.Tensor]:
-    """Return 0-d tensors of one dtype, each reduced over its own axes, with one collective for each set of axes.
-
-    Every rank calls it, with numbers over the same axes in the same order.
-    """
-    found = list(numbers)
-    places: dict[tuple[int, ...], list[int]] = {}
-    for place, (axes, _) in enumerate(found):
-        places.setdefault(tuple(id(axis.gather_group) for axis in axes), []).append(place)
-    results = [number for _, number in found]
-    for same in places.values():
-        axes, first = found[same[0]]
-        stacked = torch.stack([results[place].to(first.device) for place in same])
-        for axis in axes:
-            all_reduce(stacked, axis, op)
-        for place, number in zip(same, stacked.unbind(), strict=True):
-            results[place] = number
-    return results
 
 
 def start_maximum(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:

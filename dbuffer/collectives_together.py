@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from dbuffer.gloo import (
 from dbuffer.mesh import MeshAxis
 from dbuffer_kernels.switches import is_off
 
-__all__ = ["all_reduce_together", "exchange", "gather_together", "reduce_together"]
+__all__ = ["all_reduce_together", "exchange", "gather_together", "reduce_numbers", "reduce_together"]
 
 # torch 2.13 renames these two and warns on the old names; torch 2.11 has only the old names.
 _all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -220,3 +220,23 @@ def exchange(
         _finish(each, works, writes[0])
     if told is not None:
         tell("transferred", told)
+
+
+def reduce_numbers(numbers: Iterable[tuple[Sequence[MeshAxis], torch.Tensor]], op: str) -> list[torch.Tensor]:
+    """Return 0-d tensors of one dtype, each reduced over its own axes, with one collective for each set of axes.
+
+    Every rank calls it, with numbers over the same axes in the same order.
+    """
+    found = list(numbers)
+    places: dict[tuple[int, ...], list[int]] = {}
+    for place, (axes, _) in enumerate(found):
+        places.setdefault(tuple(id(axis.gather_group) for axis in axes), []).append(place)
+    results = [number for _, number in found]
+    for same in places.values():
+        axes, first = found[same[0]]
+        stacked = torch.stack([results[place].to(first.device) for place in same])
+        for axis in axes:
+            all_reduce(stacked, axis, op)
+        for place, number in zip(same, stacked.unbind(), strict=True):
+            results[place] = number
+    return results

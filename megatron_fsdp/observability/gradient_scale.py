@@ -21,7 +21,8 @@ from torch import nn
 from torch.distributed import get_process_group_ranks
 
 from dbuffer import DBuffer, Partial
-from dbuffer.collectives import all_reduce, reduce_numbers
+from dbuffer.collectives import all_reduce
+from dbuffer.collectives_together import reduce_numbers
 from dbuffer.events import listen
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.api import microbatch

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dbuffer.collectives import reduce_numbers
+from dbuffer.collectives_together import reduce_numbers
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.errors import ConfigError, NonfiniteGradientError
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter

@@ -144,22 +144,18 @@ def shard_for_megatron(
     _check_initialisers(module, config)
     _unfuse(module)
     # Every layer keeps them; they are looked through for tensors otherwise, some hundred fields each time.
-    kept = [
-        type(value)
-        for part in module.modules()
-        for key, value in vars(part).items()
-        if key == "pg_collection" or isinstance(value, ProcessGroup)
-    ]
+    named = [pair for part in module.modules() for pair in vars(part).items()]
+    kept = [type(value) for key, value in named if key == "pg_collection" or isinstance(value, ProcessGroup)]
     treat_as_plain(type(config), type(ddp_config), *kept)
     for parameter in groups.tied(module):
         # A group of its own: then nothing but its own shape decides where it is cut, on both stages, and Megatron sums
         # their gradients shard by shard.
         parameter.fsdp_own_group = True  # type: ignore[attr-defined]
     mesh, expert_mesh = groups.dense_mesh(device_type), groups.expert_mesh(device_type)
-    for are_experts, over in ((False, mesh), (True, expert_mesh or mesh)):
-        # Those on the meta device get their values later, alike on all ranks.
-        held = [pair for pair in module.named_parameters() if not pair[1].is_meta and is_expert(pair[1]) is are_experts]
-        _make_alike(held, over)
+    # Those on the meta device get their values later, alike on all ranks.
+    held = [pair for pair in module.named_parameters() if not pair[1].is_meta]
+    _make_alike([pair for pair in held if not is_expert(pair[1])], mesh)
+    _make_alike([pair for pair in held if is_expert(pair[1])], expert_mesh or mesh)
     model = fully_shard_model(
         module,
         list(units) or None,
@@ -180,9 +176,9 @@ def shard_for_megatron(
         disable_symmetric_registration=getattr(ddp_config, "disable_symmetric_registration", False),
     )
     model.model_groups = groups
+    is_gated = bool(getattr(config, "gated_linear_unit", False))
     for part in (model, innermost(model)):
         # Megatron asks either for its state.
-        is_gated = bool(getattr(config, "gated_linear_unit", False))
         part.whole_names = WholeNames(part, groups, is_gated=is_gated)  # type: ignore[assignment]
     if not groups.is_data_parallel_only:
         model.checkpoint_refusal = (
@@ -191,8 +187,7 @@ def shard_for_megatron(
         )
     for parameter in groups.tied(model):
         _check_cut(parameter, groups)
-    num_elements = getattr(ddp_config, "suggested_communication_unit_size", None)
-    if num_elements is not None:
+    if (num_elements := getattr(ddp_config, "suggested_communication_unit_size", None)) is not None:
         prefetch_elements(model, num_elements)
     return model
 
