@@ -6,7 +6,7 @@ import enum
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-__all__ = ["FLAGS", "SECTIONS", "Effect", "Flag", "FlagValues", "attribute", "flag_of"]
+__all__ = ["FLAGS", "SECTIONS", "Effect", "Flag", "FlagValues", "Setting", "attribute", "flag_of"]
 
 Value = bool | int | float | str | tuple[str, ...] | None
 
@@ -23,18 +23,13 @@ class Effect(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
-    """One flag.
+class Setting:
+    """One flag of Megatron-LM's, or one key of Hugging Face's.
 
     Attributes:
-        name: as on the command line. A bool flag that is True by default and names another ``dest`` switches that off.
-        default: Megatron-LM's.
-        effect: whether it does anything here, and if not, why.
-        meaning: what it means in Megatron-LM.
-        here: what happens here.
-        choices: legal values; empty for any.
-        kind: type of the value; a tuple takes several words.
-        dest: attribute of the namespace, and field of ``FsdpConfig``.
+        name, default: its own software's.
+        effect: whether it does anything here, and if not, why. meaning: in that software. here: what happens here.
+        choices: legal values; empty for any. kind: type of the value; a tuple takes several.
     """
 
     name: str
@@ -42,19 +37,38 @@ class Flag:
     effect: Effect
     meaning: str
     here: str
-    choices: tuple[str | int, ...]
-    kind: type
-    dest: str
+    choices: tuple[str | int, ...] = ()
+    kind: type = bool
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether giving it changes nothing here."""
+        return self.effect is not Effect.ACTS
+
+    def notice(self, given: str) -> str:
+        """Return what to say of it where it is given, spelled like this, and does nothing."""
+        return f"{given} does nothing here; {self.effect.value}: {self.here}"
+
+    def row(self, names: str, default: str) -> str:
+        """Return its row in a table of Markdown."""
+        values = [default, *(f"`{choice}`" for choice in self.choices if choice != self.default)]
+        return f"| {names} | {', '.join(values)} | {self.meaning} | {self.effect.value}: {self.here} |"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag(Setting):
+    """One flag; a bool that is True by default and names another ``dest`` switches that off.
+
+    Attributes:
+        dest: attribute of the namespace, and field of ``FsdpConfig``.
+    """
+
+    dest: str = ""
 
     @property
     def is_off_switch(self) -> bool:
         """Whether giving the flag makes its attribute False."""
         return self.kind is bool and self.default is True and self.dest != attribute(self.name)
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether giving the flag changes nothing here."""
-        return self.effect is not Effect.ACTS
 
     def spell(self, value: object) -> str:
         """Return how the command line says ``value``: ``--bf16``, ``--optimizer sgd``, ``--no-align-param-gather``."""

@@ -84,16 +84,6 @@ class FsdpConfig(FlagValues):
         return config
 
     @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> FsdpConfig:
-        """Return the config of a mapping from field names to values, as read from JSON or YAML.
-
-        Raises:
-            ConfigError: see the class.
-        """
-        _check_names(settings)
-        return cls(**settings)
-
-    @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> FsdpConfig:
         """Return the config of Hugging Face's FSDP settings; docs/huggingface.md says what each key does here.
 
@@ -317,10 +307,12 @@ class FsdpConfig(FlagValues):
     def notices(self) -> tuple[str, ...]:
         """Return one line, with the reason, for every flag that was given and does nothing here."""
         lines = []
-        for flag in FLAGS:
-            reason = f"{flag.effect.value}: {flag.here}" if flag.is_silent else self._why_without_effect(flag)
-            if reason and getattr(self, flag.dest) != flag.default:
-                lines.append(f"{flag.spell(getattr(self, flag.dest))} does nothing here; {reason}")
+        for flag in (flag for flag in FLAGS if getattr(self, flag.dest) != flag.default):
+            given = flag.spell(getattr(self, flag.dest))
+            if flag.is_silent:
+                lines.append(flag.notice(given))
+            elif reason := self._why_without_effect(flag):
+                lines.append(f"{given} does nothing here; {reason}")
         return (*lines, *(self.hugging_face.notices() if self.hugging_face else ()))
 
     def _why_without_effect(self, flag: Flag) -> str:

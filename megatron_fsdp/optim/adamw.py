@@ -20,7 +20,7 @@ from megatron_fsdp.optim.adamw_update import (
 )
 from megatron_fsdp.optim.flat_base import Binding, FlatBase, Gradients, owned_groups
 from megatron_fsdp.optim.int8_moments import CODED_KEYS, Int8GroupMoments, decoded_state
-from megatron_fsdp.optim.loaded_state import parameters_of, state_dtype
+from megatron_fsdp.optim.loaded_state import parameters_by_index, parameters_of, state_dtype
 from megatron_fsdp.runtime.step.freshness import refreshes_itself
 from megatron_fsdp.runtime.step.parameter_group import group_of_parameter
 
@@ -171,14 +171,9 @@ class AdamW(FlatBase, torch.optim.AdamW):
         and ``exp_avg_sq_scales``, without a loss.
         """
         document = self.state_dict()
-        indices = itertools.chain.from_iterable(group["params"] for group in document["param_groups"])
-        named = zip(indices, parameters_of(self), strict=True)
-        state = {
-            index: decoded_state(parameter, document["state"][index], torch.float32)
-            for index, parameter in named
-            if index in document["state"]
-        }
-        return {**document, "state": state}
+        named, state = parameters_by_index(self, document), document["state"]
+        decoded = {index: decoded_state(named[index], state[index], torch.float32) for index in state}
+        return {**document, "state": decoded}
 
     def _flags_of(self, group: dict[str, Any]) -> tuple[Any, ...]:
         return (bool(group["capturable"]),)

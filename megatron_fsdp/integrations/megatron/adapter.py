@@ -23,8 +23,7 @@ from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.megatron.checkpoint import lay_out_for_megatron
 from megatron_fsdp.integrations.megatron.data_parallel import DataParallelMethods, shard_for_megatron
 from megatron_fsdp.integrations.megatron.groups import ModelGroups, size_of
-from megatron_fsdp.integrations.megatron.norms import weight_norm
-from megatron_fsdp.integrations.megatron.optimizer import OptimizerMethods, adopt_optimizer
+from megatron_fsdp.integrations.megatron.optimizer import OptimizerMethods, adopt_optimizer, weight_norm
 from megatron_fsdp.integrations.megatron.random_state import without_states_of_other_ranks
 from megatron_fsdp.integrations.megatron.settings import refuse_arguments, refuse_configs, refuse_optimizer
 from megatron_fsdp.optim.megatron_muon import MUON_NAMES

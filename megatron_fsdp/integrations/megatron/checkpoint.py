@@ -22,6 +22,7 @@ from megatron_fsdp.checkpoint.foreign import HALVES, common_wrappers
 from megatron_fsdp.checkpoint.parts import Part, RowPart
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.integrations.megatron.names import GATED, WholeNames
+from megatron_fsdp.optim.loaded_state import parameters_of
 
 __all__ = [
     "check_was_read", "describe_by_name", "innermost", "lay_out_for_megatron", "load_by_name", "owners_of",
@@ -204,8 +205,7 @@ def _hyperparameters(names: list[str], saved: Mapping[str, Any]) -> dict[str, An
 
 
 def _check_state(optimizer: Optimizer, names: Mapping[int, str], loaded: Mapping[int, Any]) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in enumerate(parameters):
+    for index, parameter in enumerate(parameters_of(optimizer)):
         holds_something = bool(getattr(parameter, "_local_tensor", parameter).numel())
         if index in loaded and not optimizer.state.get(parameter) and holds_something:
             raise CheckpointError(
@@ -245,5 +245,4 @@ def owners_of(chunks: Sequence[nn.Module], optimizer: Optimizer) -> dict[int, _O
             whole = name if names is None else names.whole_name(name)
             by_parameter[id(parameter)] = _Owner(f"{_WRAPPER}{_WRAPPER}{whole}", name, names)
     # As Optimizer.state_dict counts them; calling it would show state anew.
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {index: by_parameter[id(parameter)] for index, parameter in enumerate(parameters)}
+    return {index: by_parameter[id(parameter)] for index, parameter in enumerate(parameters_of(optimizer))}

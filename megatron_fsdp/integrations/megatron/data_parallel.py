@@ -153,10 +153,10 @@ def shard_for_megatron(
         # their gradients shard by shard.
         parameter.fsdp_own_group = True  # type: ignore[attr-defined]
     mesh, expert_mesh = groups.dense_mesh(device_type), groups.expert_mesh(device_type)
-    for are_experts, over in ((False, mesh), (True, expert_mesh or mesh)):
-        # Those on the meta device get their values later, alike on all ranks.
-        held = [pair for pair in module.named_parameters() if not pair[1].is_meta and is_expert(pair[1]) is are_experts]
-        _make_alike(held, over)
+    # Those on the meta device get their values later, alike on all ranks.
+    held = [pair for pair in module.named_parameters() if not pair[1].is_meta]
+    _make_alike([pair for pair in held if not is_expert(pair[1])], mesh)
+    _make_alike([pair for pair in held if is_expert(pair[1])], expert_mesh or mesh)
     model = fully_shard_model(
         module,
         list(units) or None,
@@ -177,9 +177,9 @@ def shard_for_megatron(
         disable_symmetric_registration=getattr(ddp_config, "disable_symmetric_registration", False),
     )
     model.model_groups = groups
+    is_gated = bool(getattr(config, "gated_linear_unit", False))
     for part in (model, innermost(model)):
         # Megatron asks either for its state.
-        is_gated = bool(getattr(config, "gated_linear_unit", False))
         part.whole_names = WholeNames(part, groups, is_gated=is_gated)  # type: ignore[assignment]
     if not groups.is_data_parallel_only:
         model.checkpoint_refusal = (
@@ -188,8 +188,7 @@ def shard_for_megatron(
         )
     for parameter in groups.tied(model):
         _check_cut(parameter, groups)
-    num_elements = getattr(ddp_config, "suggested_communication_unit_size", None)
-    if num_elements is not None:
+    if (num_elements := getattr(ddp_config, "suggested_communication_unit_size", None)) is not None:
         prefetch_elements(model, num_elements)
     return model
 

@@ -141,10 +141,8 @@ def fully_shard_model(
         nccl_ub=nccl_ub,
         disable_symmetric_registration=disable_symmetric_registration,
     )
-    options: dict[str, Any] = {
-        "placements": config.placements(num_axes=mesh.ndim),
-        "mp_policy": _policy(mixed_precision_policy),
-    }
+    policy = _policy(mixed_precision_policy)
+    options: dict[str, Any] = {"placements": config.placements(num_axes=mesh.ndim), "mp_policy": policy}
     if fsdp_unit_modules is None:
         lines.append("fully_shard_model(fsdp_unit_modules=None): the whole model is one unit, so nothing overlaps")
     expert_mesh = expt_device_mesh and _data_parallel_mesh(expt_device_mesh, dp_shard_dim, dp_outer_dim)
