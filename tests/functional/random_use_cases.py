@@ -174,6 +174,11 @@ USES: dict[str, Use] = {
     "an interrupt in forward": use("add, forward bomb 1 interrupt, add, train"),
     "an interrupt before a part's forward": use("add, forward early 2 interrupt, train, step"),
     "an error in forward, and gradients are cleared": use("add, forward bomb 1 error, zero_grad none, train, step"),
+    "an error in forward, and the state is read": use("forward bomb 1 error, state, add, train, step, train"),
+    "an error in forward, and weights change": use("train, forward bomb 1 error, weight mul all kept, train, step"),
+    "an error in the backward of the first of two forwards": use(
+        "forward fuse 1 error, forward, backward first, zero_grad none, backward, step, train"
+    ),
     "an error in backward": use("forward fuse 1 error, backward, zero_grad none, train"),
     "an error in backward after a microbatch": use("add, forward fuse 1 error, backward, zero_grad none, add, train"),
     "an error in backward after final ones": use(

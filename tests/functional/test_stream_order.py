@@ -28,8 +28,8 @@ from megatron_fsdp.certify.clocks import CaptureError, Queue, VirtualStreams
 from megatron_fsdp.runtime.step.cuda_lane import latest_submission
 from megatron_fsdp.runtime.step.lanes import drive_with
 from tests.harness import on_ranks
-from tests.harness.models import WIDTH, Block, Stack, inputs
-from tests.harness.oracle import shard_each
+from tests.harness.models import WIDTH, Block, Stack, inputs, three_blocks
+from tests.harness.twins import sharded
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, main_params_dtype=torch.float32)
 
@@ -77,10 +77,7 @@ class Here(torch.autograd.Function):
 @on_ranks(2)
 def test_a_training_step_orders_all_that_lanes_and_compute_share(policy: MixedPrecisionPolicy | None) -> None:
     with driven() as (_, watching):
-        model = Stack(Block(), Block(hidden=1), Block(hidden=17))
-        for layer in model.layers:
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+        model = sharded(three_blocks(), mp_policy=policy)
         optimizer = AdamW(model.parameters(), lr=1e-2, max_norm=1.0)
         for step in range(3):
             model(inputs(0, step)).float().square().mean().backward()
@@ -95,9 +92,7 @@ def test_the_host_writes_offloaded_weights_after_the_gathers_that_read_them(
     policy: MixedPrecisionPolicy | None,
 ) -> None:
     with driven() as (_, watching):
-        model = Stack(Block(), Block(hidden=1), Block(hidden=17))
-        for part in (*model.layers, model):
-            fully_shard(part, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+        model = sharded(three_blocks(), mp_policy=policy, offload_policy=CPUOffloadPolicy())
         for group in groups_of(model):
             buffers = (group.main_weight, group.model_weight, group.main_grad)
             watching.lies_on_host(*(buffer.local_buffer for buffer in buffers if buffer is not None))
@@ -178,8 +173,7 @@ def test_small_gradients_are_copied_on_the_stream_that_made_them_before_another_
 def test_compute_waits_for_a_gather_only_where_it_uses_the_weights() -> None:
     seen = []
     with driven() as (double, _):
-        model = Stack(Block(), Block(hidden=1), Block(hidden=17), Block())
-        shard_each(model)
+        model = sharded(Stack(Block(), Block(hidden=1), Block(hidden=17), Block()))
 
         def look(gradient: torch.Tensor) -> None:
             gathers = double.lanes[0]
@@ -199,8 +193,7 @@ def test_compute_waits_for_a_gather_only_where_it_uses_the_weights() -> None:
 @on_ranks(1)
 def test_a_graph_that_ends_with_the_backward_has_joined_every_lane() -> None:
     with driven() as (double, watching):
-        model = Stack(Block(), Block(hidden=1), Block(hidden=17))
-        shard_each(model)
+        model = sharded(three_blocks())
         name_buffers(watching, model)
         optimizer = AdamW(model.parameters(), lr=1e-2, capturable=True)
 
@@ -234,8 +227,7 @@ def test_a_graph_that_ends_with_the_backward_has_joined_every_lane() -> None:
 @on_ranks(1)
 def test_a_second_graph_waits_for_nothing_of_the_first(second: str) -> None:
     with driven() as (double, _):
-        model = Stack(Block(), Block())
-        shard_each(model)
+        model = sharded(Stack(Block(), Block()))
         graphs = [double.stream(f"graph {number}") for number in range(2)]
         model(inputs(0, 0)).square().mean().backward()
         graphs[0].wait_stream(double.compute)
@@ -254,8 +246,7 @@ def test_a_second_graph_waits_for_nothing_of_the_first(second: str) -> None:
 @on_ranks(1)
 def test_the_watch_queries_no_event_of_a_capture() -> None:
     with driven() as (double, _):
-        model = Stack(Block(), Block())
-        shard_each(model)
+        model = sharded(Stack(Block(), Block()))
         watch = Watch(model)
         watch._timeout_s = -1.0
         model(inputs(0, 0)).square().mean().backward()
@@ -273,8 +264,7 @@ def test_the_watch_queries_no_event_of_a_capture() -> None:
 @on_ranks(1)
 def test_memory_of_a_deleted_model_goes_back_after_the_lanes_that_use_it() -> None:
     with driven() as (double, _):
-        model = Stack(Block(), Block(hidden=1), Block(hidden=17))
-        shard_each(model)
+        model = sharded(three_blocks())
         model.layers[0].unshard(async_op=True)
         before = [double.compute.follows(lane) for lane in double.lanes]
         gone = weakref.ref(model)

@@ -304,6 +304,8 @@ def test_a_penalty_on_sharded_parameters_may_be_multiplied_by_what_differs_from_
         for _ in range(2):
             loss(twins.model, dist.get_rank(), 0).backward()
             mean_loss(twins.plain, loss).backward()
+        for model in twins:  # in a backward of its own
+            sum(p.abs().mean() + p.norm() + (p - 0.1).square().sum() for p in model.parameters()).mul(0.1).backward()
         found[name] = twins.gradients_apart()
     assert {name: value for name, value in found.items() if not value < 5e-6} == {}
 
