@@ -337,13 +337,16 @@ class Case:
 
 
 def _cases() -> Iterator[tuple[str, Case]]:
-    """Yield every use of every model: by ZeRO-3 and, by turns, by one more strategy and in one way of accumulating."""
+    """Yield every use of every model: by day under ZeRO-3 in one way of accumulating, half of them under another."""
     for row, (name, one) in enumerate(USES.items()):
         actions = ", ".join(MICROBATCHES.get(action, action) for action in one.actions.split(", "))
-        for model in one.models:
+        for number, model in enumerate(one.models):
             for column, strategy in enumerate(one.strategies):
                 for place, how in enumerate(HOWS if "*" in actions else ("",)):
-                    is_slow = place != (row + column) % 3 * bool(how) or column not in (0, row % len(ALL))
+                    is_slow = place != (row + column) % 3 * bool(how) or column not in (
+                        0,
+                        number % 2 == 0 and (row + number) % len(ALL),
+                    )
                     options = {"policy": HOWS.get(how, "none"), **one.options}
                     program = MODELS[model].program(actions.replace("*", how), strategy, **options)
                     words = (strategy, *([model] if len(one.models) > 1 else []), *filter(None, [how]))
