@@ -201,6 +201,13 @@ USES: dict[str, Use] = {
     ),
     "weights are frozen after a microbatch": use("add, freeze 0 kept, freeze 3 kept, train, step"),
     "weights are frozen after final gradients": use("train, freeze 0 kept, freeze 3 kept, add, train"),
+    "other weights are frozen in every step": use(
+        "freeze 0 kept, freeze 5 kept, train, step, zero_grad none, thaw all kept, freeze 3 kept, freeze 8 shown, add, "
+        "train, step, zero_grad none, thaw all kept, train, step, forward"
+    ),
+    "a part that was frozen when it was sharded is thawed": use(
+        f"{STEP}, thaw all kept, {STEP}, {AGAIN}, forward", "frozen first", "frozen inside", "partly frozen"
+    ),
     "all are frozen before backward": here("forward, freeze all kept, backward"),
     "all are frozen between two forwards": here("forward, freeze all shown, forward, backward"),
     # Replaced, tied and added.

@@ -128,49 +128,6 @@ def test_replicated_parameters_are_whole_everywhere_and_reduced_without_a_gather
         assert norm == results[0][3]
 
 
-def freeze_by_turns(model: nn.Module, step: int) -> None:
-    """Freeze another parameter of each block at every step, a whole block at the third, and everything else again."""
-    for index, layer in enumerate(model.layers):
-        for position, parameter in enumerate(layer.parameters()):
-            parameter.requires_grad_(position % 4 != step and (step, index) != (2, 1))
-
-
-def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(list(parameters), lr=0.1)
-
-
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-
-
-@pytest.mark.parametrize("strategy", nightly_but(["optim", "optim_grads_params"], STRATEGIES))
-@on_ranks(2)
-def test_gradients_are_exact_while_parameters_are_frozen_and_unfrozen_between_steps(strategy: str) -> None:
-    case = Case(three_blocks, squared, prepare=freeze_by_turns, optimizer=plain_sgd, steps=5)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    result = compare(replace(case, shard=each(mesh=mesh, placements=getattr(Placements, strategy)())))
-    assert result.is_exact, result
-
-
-def frozen_at_first() -> nn.Module:
-    model = three_blocks()
-    model.layers[1].requires_grad_(False)
-    return model
-
-
-@on_ranks(2)
-def test_a_block_that_was_frozen_when_sharded_trains_once_unfrozen() -> None:
-    twins = Twins(frozen_at_first)
-    for step in range(4):
-        for model in twins:
-            model.layers[1].requires_grad_(step >= 2)
-        twins.backward(step)
-        assert all((p.grad is None) == (step < 2) for p in twins.model.layers[1].parameters())
-        for optimizer in twins.optimizers(torch.optim.SGD, lr=0.1):
-            optimizer.step()
-            optimizer.zero_grad()
-    assert twins.weights_apart() < 2e-6
-
-
 @on_ranks(1)
 def test_unfreezing_what_has_no_fp32_main_weight_names_the_parameter_and_the_cure() -> None:
     model = nn.Linear(4, 4).to(torch.bfloat16).requires_grad_(False)
