@@ -58,34 +58,6 @@ def test_a_full_state_dict_has_the_names_and_tensors_of_the_whole_model() -> Non
 Loader = Callable[[Model, State], object]
 
 
-def load_full_on_every_rank(model: Model, wanted: State) -> None:
-    set_model_state_dict(model, wanted, options=FULL)
-
-
-def load_full_on_rank_0(model: Model, wanted: State) -> None:
-    set_model_state_dict(model, wanted if dist.get_rank() == 0 else {}, options=FROM_RANK_0)
-
-
-def load_shards(model: Model, wanted: State) -> None:
-    set_model_state_dict(model, get_model_state_dict(sharded_like(model, wanted)))
-
-
-def copy_shards(model: Model, wanted: State) -> None:
-    model.load_state_dict(sharded_like(model, wanted).state_dict())
-
-
-def assign_whole_tensors(model: Model, wanted: State) -> None:
-    model.load_state_dict(wanted, assign=True)
-
-
-def assign_canonical(model: Model, wanted: State) -> None:
-    model.load_state_dict(canonical(model, wanted), assign=True)
-
-
-def copy_canonical(model: Model, wanted: State) -> None:
-    model.load_state_dict(canonical(model, wanted))
-
-
 def canonical(model: Model, wanted: State) -> State:
     """Return ``wanted`` with what is a DTensor in the model as ``distribute_tensor`` makes it: cut as torch cuts."""
     return {
@@ -107,13 +79,19 @@ def sharded_like(model: Model, wanted: State) -> Model:
 
 
 LOADERS: dict[str, Loader] = {
-    "set_model_state_dict, full on every rank": load_full_on_every_rank,
-    "set_model_state_dict, full on rank 0": load_full_on_rank_0,
-    "set_model_state_dict, sharded": load_shards,
-    "load_state_dict, sharded": copy_shards,
-    "load_state_dict, whole tensors assigned": assign_whole_tensors,
-    "load_state_dict, canonical DTensors assigned": assign_canonical,
-    "load_state_dict, canonical DTensors copied": copy_canonical,
+    "set_model_state_dict, full on every rank": lambda model, wanted: set_model_state_dict(model, wanted, options=FULL),
+    "set_model_state_dict, full on rank 0": lambda model, wanted: set_model_state_dict(
+        model, wanted if dist.get_rank() == 0 else {}, options=FROM_RANK_0
+    ),
+    "set_model_state_dict, sharded": lambda model, wanted: set_model_state_dict(
+        model, get_model_state_dict(sharded_like(model, wanted))
+    ),
+    "load_state_dict, sharded": lambda model, wanted: model.load_state_dict(sharded_like(model, wanted).state_dict()),
+    "load_state_dict, whole tensors assigned": lambda model, wanted: model.load_state_dict(wanted, assign=True),
+    "load_state_dict, canonical DTensors assigned": lambda model, wanted: model.load_state_dict(
+        canonical(model, wanted), assign=True
+    ),
+    "load_state_dict, canonical DTensors copied": lambda model, wanted: model.load_state_dict(canonical(model, wanted)),
 }
 
 
