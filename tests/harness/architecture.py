@@ -76,8 +76,8 @@ TORCH_ONLY_NAMES = frozenset(
     _coalescing_manager""".split()
 )
 
-LANES_FILE = "megatron_fsdp.runtime.step.lanes"
-STREAM_FILES = (LANES_FILE, "megatron_fsdp.runtime.step.cuda_lane")
+LANES_FILE = "megatron_fsdp.runtime.step.cuda_lane"
+STREAM_FILES = (LANES_FILE,)
 STREAM_NAMES = frozenset(
     """torch.Event torch.Stream torch.cuda.Event torch.cuda.ExternalStream torch.cuda.Stream torch.cuda.StreamContext
     torch.cuda.current_stream torch.cuda.default_stream torch.cuda.set_stream torch.cuda.stream""".split()

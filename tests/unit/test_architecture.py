@@ -205,7 +205,7 @@ def test_the_engines_own_collectives_may_share_a_name_with_torchs() -> None:
 )
 def test_a_stream_outside_lanes_is_found(text: str) -> None:
     found = architecture.stray_streams(
-        sources(megatron_fsdp__runtime__step__schedule=text, megatron_fsdp__runtime__step__lanes=text)
+        sources(megatron_fsdp__runtime__step__schedule=text, megatron_fsdp__runtime__step__cuda_lane=text)
     )
     assert set(places(found)) == {"megatron_fsdp/runtime/step/schedule.py:2"}
 
